@@ -34,30 +34,32 @@ def answers(engine: Engine, asked: list) -> list[tuple[list[int], list[float]]]:
     sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
     prompts, adapters = zip(*asked, strict=True)
     outputs = [o.outputs[0] for o in engine.generate(list(prompts), list(adapters), sampling)]
-    return [
-        (list(o.token_ids), [p[t].logprob for t, p in zip(o.token_ids, o.logprobs, strict=True)])
-        for o in outputs
-    ]
+    return [(list(o.token_ids), [p.logprob for p in o.logprobs]) for o in outputs]
 
 
 ASKED = [(p, a) for p in PROMPTS for a in (None, *ADAPTERS, *ESFT, SUM, PAIR)]
 
 
-def test_a_request_has_the_bits_it_has_alone_and_is_near_the_plain_one():
+def test_a_request_has_the_bits_it_has_alone():
     with engine_of(lora_dtype="int8") as engine:
         together = answers(engine, ASKED)
         for asked in ASKED[:7]:
             assert answers(engine, [asked]) == [together[ASKED.index(asked)]]
-        host = dict(engine.stats().adapter_bytes)
+        assert len({tuple(tokens) for tokens, _ in together[-7:]}) > 3
+
+
+@pytest.mark.long
+def test_answers_are_near_those_of_plain_adapters():
+    with engine_of(lora_dtype="int8") as engine:
+        coded, host = answers(engine, ASKED), dict(engine.stats().adapter_bytes)
     with engine_of() as engine:
-        plain = answers(engine, ASKED)
-        plain_host = dict(engine.stats().adapter_bytes)
+        plain, plain_host = answers(engine, ASKED), dict(engine.stats().adapter_bytes)
     assert host["lora"] < 0.53 * plain_host["lora"]
     assert host["esft"] == plain_host["esft"]
-    first = [[logprobs[0] for _, logprobs in of] for of in (together, plain)]
+    first = [[logprobs[0] for _, logprobs in of] for of in (coded, plain)]
     np.testing.assert_allclose(*first, atol=0.1)
-    for (_, adapter), got, want in zip(ASKED, together, plain, strict=True):
-        if adapter is None or adapter in ESFT:
+    for (_, adapter), got, want in zip(ASKED, coded, plain, strict=True):
+        if adapter is None or (isinstance(adapter, str) and adapter in ESFT):
             assert got == want
 
 
