@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from safetensors.numpy import load_file, save_file
 
@@ -54,7 +55,7 @@ def measure(case: Case) -> dict:
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), case.adapters)
         weights = [(rank + 1) ** -case.zipf for rank in range(case.adapters)]
-        tiers = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
+        tiers: dict[str, Any] = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
         tiers |= {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000}
         with Engine(MODEL, **SIZES, **tiers) as engine:
             prompts = [engine.tokenizer.encode(f"request {n}") for n in range(case.requests)]

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.random_model import LlamaShape, write_llama
 from lora_jax.quantize import quantize
@@ -28,7 +29,7 @@ REQUESTS = (1, 8)
 
 def engine_of(folder: Path) -> Engine:
     """Return an engine without adapters, in bfloat16."""
-    sizes = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 8}
+    sizes: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 8}
     return Engine(str(folder), dtype="bfloat16", kv_cache_memory_bytes=64 << 20, **sizes)
 
 

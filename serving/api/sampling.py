@@ -14,6 +14,10 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 300
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_LENGTH = 64  # characters
+MAX_BAD_WORD_TOKENS = 16
 MAX_LOGPROBS = 20
 MAX_INT32 = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken
@@ -73,6 +77,28 @@ def _check_stop(value: object) -> tuple[str, ...]:
     return stops
 
 
+def _check_allowed(value: object) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    ids = _check_list("allowed_token_ids", value, MAX_ALLOWED_TOKEN_IDS)
+    if not ids:
+        raise ValueError("allowed_token_ids must name at least one token, or be left out.")
+    return tuple(_check_int("allowed_token_ids entry", token, 0, MAX_INT32) for token in ids)
+
+
+def _check_bad_words(value: object) -> tuple[str, ...]:
+    words = _check_list("bad_words", value, MAX_BAD_WORDS)
+    for word in words:
+        if not isinstance(word, str):
+            raise ValueError(f"bad_words must hold strings, got {_shown(word)}.")
+        if not word.strip() or len(word) > MAX_BAD_WORD_LENGTH:
+            raise ValueError(
+                f"bad_words must have 1 to {MAX_BAD_WORD_LENGTH} characters each and not only "
+                f"spaces, got {_shown(word)}."
+            )
+    return words
+
+
 def _check_logit_bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(value)}.")
@@ -96,7 +122,8 @@ class Sampling:
     `echo` or `prompt_logprobs`. Without a `seed` the engine draws one per request.
     `structured_outputs` may be an object with vLLM's fields: it binds the answer, which then ends
     where its grammar does. `min_tokens` and `ignore_eos` hold an earlier end back where the
-    grammar leaves a choice.
+    grammar leaves a choice. `allowed_token_ids` are the only tokens of an answer, `bad_words` are
+    words that it never completes; both act beside everything else.
     """
 
     max_tokens: int = 16
@@ -121,6 +148,8 @@ class Sampling:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
@@ -175,6 +204,8 @@ class Sampling:
             presence_penalty=_check_float("presence_penalty", self.presence_penalty, -2.0, 2.0),
             frequency_penalty=_check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
             logit_bias=_check_logit_bias(self.logit_bias),
+            allowed_token_ids=_check_allowed(self.allowed_token_ids),
+            bad_words=_check_bad_words(self.bad_words),
         )
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
@@ -199,11 +230,17 @@ class Sampling:
             or self.frequency_penalty != 0.0
         )
 
+    @property
+    def bars_tokens(self) -> bool:
+        """True if some tokens cannot be chosen, so that none may be left."""
+        return self.allowed_token_ids is not None or bool(self.bad_words)
+
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id the model does not have."""
         for field, ids in (
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
         ):
             for token in ids:
                 if token >= vocab_size:

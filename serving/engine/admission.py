@@ -1,5 +1,6 @@
 """Admission of requests to the engine: impossible ones are refused, and counted by the reason."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
@@ -10,6 +11,7 @@ from serving.engine.generate_arguments import Adapter
 from serving.engine.image_inputs import with_placed
 from serving.engine.live_request import LiveRequest
 from serving.engine.parts import EngineParts
+from serving.text.bad_words import BadWords
 
 
 class Admission:
@@ -19,6 +21,9 @@ class Admission:
         self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
+        self._primary = parts.primary
+        self._grammars = parts.grammars
+        self._bad_words = BadWords(self._tokenizer, self._vocab_size)
 
     def check(
         self,
@@ -31,6 +36,8 @@ class Admission:
         """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
+            if self._primary is not None:
+                return self._check_primary(adapter, entry, named)
             if isinstance(adapter, str) and entry is not None:
                 return adapter, entry
             if adapter is None:
@@ -48,6 +55,11 @@ class Admission:
         """Hand a request to the loop; raises QueueFull, ValueError or EngineDead."""
         try:
             request = with_placed(request, self._images, images, entry)
+            if request.grammar is None and request.sampling.structured_outputs is not None:
+                grammar = self._grammars.of(request.sampling)
+                request = dataclasses.replace(request, grammar=grammar)
+            if words := request.sampling.bad_words:
+                request = dataclasses.replace(request, bad_words=self._bad_words.of(words))
             self._loop.submit(
                 request,
                 entry,
@@ -64,6 +76,22 @@ class Admission:
         except RuntimeError:
             self._metrics.rejected("engine_dead")
             raise
+
+    def _check_primary(
+        self,
+        adapter: Adapter,
+        entry: AdapterEntry | None,
+        named: Callable[[str], AdapterEntry],
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the name of the adapter that is in the weights, whose rows need no other."""
+        if entry is None and adapter is not None:
+            entry = self._compositions.resolve(adapter, named)
+        if entry is None or entry.digest != self._primary:
+            raise ValueError(
+                "This engine has one adapter merged into its weights (merge_adapter), and serves "
+                "it alone, as it was at the start."
+            )
+        return entry.name, None
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self._vocab_size

@@ -37,6 +37,10 @@ _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
 _SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
 _NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
+_NONE_LEFT = (
+    "No token may come next, or the model's logits are not finite numbers: allowed_token_ids and "
+    "bad_words bar all tokens that min_tokens and structured_outputs leave."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +277,9 @@ class EngineLoop:
             message = _SERVER_FAILED.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         for result in bad:
-            self._end(result.chunk.sequence, FinishReason.ERROR, _NOT_FINITE)
+            sequence = result.chunk.sequence
+            barred = sequence.request.sampling.bars_tokens
+            self._end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
         num_generated = 0
         for one in progress:
             num_generated += one.result.token_id is not None

@@ -13,13 +13,9 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
+from serving.engine.storage import lora_dtype
 
 logger = logging.getLogger(__name__)
-
-
-def lora_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of rank rows: the model's, or int8 for rows in 8 bits."""
-    return jnp.dtype(jnp.int8) if config.lora_dtype == "int8" else dtype
 
 
 def size_kv_cache(
@@ -39,7 +35,7 @@ def size_kv_cache(
     widths of `here`.
     """
     per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
-    free = _free_bytes(config)
+    free = free_device_bytes(config)
     if free is not None:
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
@@ -56,7 +52,7 @@ def size_kv_cache(
     return size
 
 
-def _free_bytes(config: EngineConfig) -> int | None:
+def free_device_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -81,7 +77,9 @@ def make_allocator(
 
     `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
     """
-    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), _free_bytes(config))
+    budget = adapter_bytes(
+        config, _one_adapter_bytes(config, here, dtype), free_device_bytes(config)
+    )
     itemsize = lora_dtype(config, dtype).itemsize
     spec = size_slots(here, config.max_loras, config.max_lora_rank, itemsize, budget)
     if whole:

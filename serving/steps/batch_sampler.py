@@ -20,7 +20,9 @@ from serving.steps.sampler import (
     apply_penalties,
     argmax,
     draw_scaled,
+    drop_bad_words,
     joined,
+    keep_allowed,
     keep_min_p,
     keep_top_k,
     keep_top_p,
@@ -66,7 +68,8 @@ def _most_demanding(
 
     random = sampled & (of_rows("temperature") > 0)
     kept = random & ((of_rows("min_p") > 0) | (of_rows("top_k") > 0) | (of_rows("top_p") < 1))
-    edited = sampled & ((of_rows("edits") != 0) | (of_rows("penalties") != 0))
+    edits = ("edits", "is_limited", "has_bad_words", "penalties")
+    edited = sampled & functools.reduce(jnp.bitwise_or, [of_rows(name) != 0 for name in edits])
     need = random.astype(jnp.int32)
     need = jnp.where(edited, 3, jnp.where(kept, 2, need))
     return jnp.max(need)
@@ -103,6 +106,8 @@ def _edited(
 ) -> Int[Array, ""]:
     row = row_of(state, seq)
     logits = jnp.where(row.edits != 0, apply_edits(logits, position, row), logits)
+    logits = jnp.where(row.is_limited != 0, keep_allowed(logits, position, row), logits)
+    logits = jnp.where(row.has_bad_words != 0, drop_bad_words(logits, position, row), logits)
     logits = jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
     return _kept(state, logits, position, seq)
 

@@ -14,11 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.typing import Array, Float, Int, UInt32
-from serving.api.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Sampling
+from serving.api.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Sampling,
+)
 
 # Ids held back before min_tokens: the request's stop ids and the model's own.
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + 64
-_INT_SCALARS = ("seed", "num_prompt", "min_tokens", "top_k", "edits", "penalties", "logprobs")
+MAX_BAD_FORMS = 2 * MAX_BAD_WORDS  # each word at the start of a text and within one
+_INT_SCALARS = (
+    "seed",
+    "num_prompt",
+    "min_tokens",
+    "top_k",
+    "edits",
+    "penalties",
+    "logprobs",
+    "is_limited",
+    "has_bad_words",
+)
 _FLOAT_SCALARS = (
     "temperature",
     "top_p",
@@ -35,8 +53,9 @@ class RowState:
     """Every sequence row. A slice of one row (leaves without the leading axis) has the same class.
 
     `edits` and `logprobs` are 0 or 1: whether the row has a logit bias or min_tokens, and whether
-    its samples come with log-probabilities. `penalties` is 1 when any penalty is not neutral.
-    Ids at or past the vocabulary are padding.
+    its samples come with log-probabilities. `penalties` is 1 when any penalty is not neutral,
+    `is_limited` when only `allowed_ids` may be sampled, `has_bad_words` when `bad_words` has any.
+    Ids at or past the vocabulary are padding; bad words end in the last column, after -1.
     """
 
     history: Int[Array, "*seqs max_len"]  # prompt and sampled tokens by position
@@ -47,6 +66,8 @@ class RowState:
     edits: Int[Array, "*seqs"]
     penalties: Int[Array, "*seqs"]
     logprobs: Int[Array, "*seqs"]
+    is_limited: Int[Array, "*seqs"]
+    has_bad_words: Int[Array, "*seqs"]
     temperature: Float[Array, "*seqs"]  # 0: greedy
     top_p: Float[Array, "*seqs"]  # 1: off
     min_p: Float[Array, "*seqs"]  # 0: off
@@ -56,6 +77,8 @@ class RowState:
     suppressed_ids: Int[Array, "*seqs suppressed"]
     bias_ids: Int[Array, "*seqs biased"]
     bias_values: Float[Array, "*seqs biased"]
+    allowed_ids: Int[Array, "*seqs allowed"]
+    bad_words: Int[Array, "*seqs words length"]
 
 
 def init_row_state(max_seqs: int, max_len: int) -> RowState:
@@ -68,6 +91,8 @@ def init_row_state(max_seqs: int, max_len: int) -> RowState:
         suppressed_ids=jnp.zeros((max_seqs, MAX_SUPPRESSED), jnp.int32),
         bias_ids=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.float32),
+        allowed_ids=jnp.zeros((max_seqs, MAX_ALLOWED_TOKEN_IDS), jnp.int32),
+        bad_words=jnp.zeros((max_seqs, MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS), jnp.int32),
         **scalars,
     )
 
@@ -81,7 +106,7 @@ def row_of(state: RowState, seq: Int[Array, ""]) -> RowState:
 class PackedRow:
     """One row on its way to the device, as two arrays: one transfer each, no compilation."""
 
-    ints: np.ndarray  # int32 [scalars + suppressed + biased + max_len]
+    ints: np.ndarray  # int32 [scalars + suppressed + biased + allowed + bad words + max_len]
     floats: np.ndarray  # float32 [scalars + biased]
 
 
@@ -93,21 +118,26 @@ def pack_row(
     end_ids: SequenceOf[int],
     max_len: int,
     vocab: int,
+    bad_words: SequenceOf[SequenceOf[int]] = (),
 ) -> PackedRow:
     """Return the row of a sequence that has `token_ids` so far (prompt, then sampled tokens).
 
     `end_ids` are the model's own end-of-sequence ids; with the request's stop ids they cannot be
-    sampled before min_tokens. ValueError when the tokens or ids do not fit.
+    sampled before min_tokens. `bad_words` are the tokens of sampling.bad_words. ValueError when the
+    tokens or ids do not fit.
     """
     held_back = _held_back(sampling, end_ids)
     _check_sizes(token_ids, held_back, max_len)
     bias = sampling.logit_bias
     scalars = _scalars(sampling, num_prompt, seed, vocab)
+    scalars["has_bad_words"] = int(bool(bad_words))
     ints = np.concatenate(
         [
             np.array([scalars[n] for n in _INT_SCALARS], np.int32),
             _padded(held_back, MAX_SUPPRESSED, vocab),
             _padded(tuple(bias), MAX_LOGIT_BIAS, vocab),
+            _padded(sampling.allowed_token_ids or (), MAX_ALLOWED_TOKEN_IDS, vocab),
+            _aligned(bad_words),
             _padded(token_ids, max_len, 0),
         ]
     )
@@ -133,7 +163,12 @@ def admit(
     values["suppressed_ids"] = ints[start : start + MAX_SUPPRESSED]
     start += MAX_SUPPRESSED
     values["bias_ids"] = ints[start : start + MAX_LOGIT_BIAS]
-    values["history"] = ints[start + MAX_LOGIT_BIAS :]
+    start += MAX_LOGIT_BIAS
+    values["allowed_ids"] = ints[start : start + MAX_ALLOWED_TOKEN_IDS]
+    start += MAX_ALLOWED_TOKEN_IDS
+    end = start + MAX_BAD_FORMS * MAX_BAD_WORD_TOKENS
+    values["bad_words"] = ints[start:end].reshape(MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS)
+    values["history"] = ints[end:]
     for index, name in enumerate(_FLOAT_SCALARS):
         values[name] = floats[index]
     values["bias_values"] = floats[len(_FLOAT_SCALARS) :]
@@ -155,6 +190,7 @@ def _scalars(sampling: Sampling, num_prompt: int, seed: int, vocab: int) -> dict
         "edits": int(bool(sampling.logit_bias) or _holds_back(sampling)),
         "penalties": int(sampling.uses_history),
         "logprobs": int(sampling.logprobs is not None),
+        "is_limited": int(sampling.allowed_token_ids is not None),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
@@ -189,3 +225,11 @@ def _padded(values: SequenceOf[int], size: int, padding: int) -> np.ndarray:
     row = np.full(size, padding, np.int32)
     row[: len(values)] = values
     return row
+
+
+def _aligned(words: SequenceOf[SequenceOf[int]]) -> np.ndarray:
+    """Return int32 [forms x tokens]: each word at the end of its place, after -1."""
+    table = np.full((MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS), -1, np.int32)
+    for place, word in enumerate(words):
+        table[place, MAX_BAD_WORD_TOKENS - len(word) :] = word
+    return table.reshape(-1)

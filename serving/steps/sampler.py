@@ -5,10 +5,10 @@ the processors that it uses (`lax.cond`), padding rows cost nothing, and the ari
 the same shape in every bucket: its result does not depend on its neighbours. Accelerators take all
 rows at once, by the same functions: see batch_sampler.
 
-Order of processors: min_tokens and logit bias, penalties, then temperature, min_p, top_k, top_p.
-Log-probabilities are of the raw logits, or of the masked ones where a grammar binds the row, which
-comes before everything else. Top-k and top-p keep every token that ties with the last
-one kept.
+Order of processors: min_tokens and logit bias, allowed tokens, bad words, penalties, then
+temperature, min_p, top_k, top_p. Log-probabilities are of the raw logits, or of the masked ones
+where a grammar binds the row, which comes before everything else. Top-k and top-p keep every token
+that ties with the last one kept.
 """
 
 import dataclasses
@@ -138,6 +138,8 @@ def _choose(
         return lax.cond(used, lambda: change(values, position, row_of(state, seq)), lambda: values)
 
     edited = optional(state.edits[seq] != 0, apply_edits, logits)
+    edited = optional(state.is_limited[seq] != 0, keep_allowed, edited)
+    edited = optional(state.has_bad_words[seq] != 0, drop_bad_words, edited)
     edited = optional(state.penalties[seq] != 0, apply_penalties, edited)
     return lax.cond(
         state.temperature[seq] > 0,
@@ -153,6 +155,26 @@ def apply_edits(
     logits = logits.at[row.bias_ids].add(row.bias_values, mode="drop")
     held = logits.at[row.suppressed_ids].set(-jnp.inf, mode="drop")
     return jnp.where(position - row.num_prompt < row.min_tokens, held, logits)
+
+
+def keep_allowed(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
+    """Return logits with all tokens but the row's allowed ones at -inf."""
+    listed = jnp.zeros(logits.shape, jnp.int32).at[row.allowed_ids].max(1, mode="drop")
+    return jnp.where(listed > 0, logits, -jnp.inf)
+
+
+def drop_bad_words(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
+    """Return logits with each token at -inf that would complete a bad word of sampled tokens."""
+    start, last = row.bad_words[:, :-1], row.bad_words[:, -1]
+    before = position - start.shape[1] + lax.iota(jnp.int32, start.shape[1])
+    tokens = row.history[jnp.clip(before, 0, row.history.shape[0] - 1)]
+    met = (start == tokens[None]) & (before >= row.num_prompt)[None]
+    completes = jnp.all((start < 0) | met, axis=1) & (last >= 0)
+    return logits.at[jnp.where(completes, last, logits.shape[0])].set(-jnp.inf, mode="drop")
 
 
 def apply_penalties(

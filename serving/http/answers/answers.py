@@ -141,7 +141,7 @@ def request_line(request: Request, answer: AbstractAnswer, stream: bool | None) 
     shown = [
         f"{field.name}={value}"
         for field in dataclasses.fields(sampling)
-        if field.name not in ("stop", "logit_bias", "structured_outputs")
+        if field.name not in ("stop", "bad_words", "logit_bias", "structured_outputs")
         and (value := getattr(sampling, field.name)) != field.default
         and value != ()
     ]

@@ -26,6 +26,8 @@ _COPIED = (
     "skip_special_tokens",
     "include_stop_str_in_output",
     "prompt_logprobs",
+    "allowed_token_ids",
+    "bad_words",
 )
 DEFAULT_COMPLETION_TOKENS = 16
 

@@ -84,6 +84,8 @@ class GenerationBody(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     logit_bias: Biases | None = None
+    allowed_token_ids: Quick[int] | None = None
+    bad_words: Quick[str] | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -247,8 +249,6 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "custom_logit_processor": (),
     "truncate_prompt_tokens": (),

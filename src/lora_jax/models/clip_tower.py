@@ -7,7 +7,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
-from lora_jax.models.sources import Flatten, Tensor, WeightRule, weight
+from lora_jax.models.sources import WeightRule, weight
+from lora_jax.models.vision_names import tower_weights
 from lora_jax.nn.adapter_sites import refusal, rule
 from lora_jax.nn.layers import LayerNorm, Linear, apply_linears, parameter
 from lora_jax.nn.lora import AdapterRouting
@@ -97,7 +98,6 @@ class ClipTower(AbstractTower):
 
     @staticmethod
     def modules(config: VisionConfig) -> list[LoraModule]:
-        """Return the maps that adapters may change."""
         size, width, out = config.hidden_size, config.intermediate_size, config.out_size
         layers = tuple(range(config.num_layers))
         shapes = [(f"self_attn.{name}", size, size, layers) for name in _ATTENTION]
@@ -111,7 +111,6 @@ class ClipTower(AbstractTower):
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:
-        """Return the spellings of adapter paths, and what is refused."""
         inner = (*(f"self_attn.{name}" for name in _ATTENTION), "mlp.fc1", "mlp.fc2")
         at = f"{_AT}.encoder.layers.{{layer}}"
         embeddings = f"{_AT}.embeddings.(?:patch_embedding|position_embedding)"
@@ -123,7 +122,6 @@ class ClipTower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        """Return from which tensors of a checkpoint each parameter is made."""
         here, file = "tower.layers.{layer}", "encoder.layers.{layer}"
         names = {
             "tower.class_embedding": "embeddings.class_embedding",
@@ -133,14 +131,15 @@ class ClipTower(AbstractTower):
             f"{here}.{{map}}_proj.{{kind}}": f"{file}.self_attn.{{map}}_proj.{{kind}}",
             f"{here}.fc{{map}}.{{kind}}": f"{file}.mlp.fc{{map}}.{{kind}}",
         }
-        rules = [weight(o, *(f"{at}.{theirs}" for at in _TOWERS)) for o, theirs in names.items()]
-        ours = "tower.linear_{map}.{kind}"
-        rules.append(weight(ours, *(f"{at}.linear_{{map}}.{{kind}}" for at in _PROJECTORS)))
-        patches = [Flatten(Tensor(f"{at}.embeddings.patch_embedding.weight")) for at in _TOWERS]
-        return (*rules, weight("tower.patch_embedding.weight", *patches))
+        patches = ("tower.patch_embedding.weight", "embeddings.patch_embedding.weight")
+        linear = (f"{at}.linear_{{map}}.{{kind}}" for at in _PROJECTORS)
+        return (
+            *tower_weights(_TOWERS, names, patches),
+            weight("tower.linear_{map}.{kind}", *linear),
+        )
 
     @staticmethod
-    def ignored(config: VisionConfig) -> tuple[str, ...]:
+    def ignored_weights(config: VisionConfig) -> tuple[str, ...]:
         """Return patterns of tensors that LLaVA never reads: the last layer and what follows."""
         at = r"(model\.)?vision_tower\.(vision_model\.)?"
         last = config.num_layers

@@ -10,7 +10,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
-from lora_jax.models.sources import Flatten, Tensor, WeightRule, weight
+from lora_jax.models.sources import WeightRule
+from lora_jax.models.vision_names import tower_weights
 from lora_jax.nn.adapter_sites import refusal, rule
 from lora_jax.nn.layers import Linear, RMSNorm, apply_linears
 from lora_jax.nn.lora import AdapterRouting
@@ -104,7 +105,6 @@ class Qwen25Tower(AbstractTower):
 
     @staticmethod
     def modules(config: VisionConfig) -> list[LoraModule]:
-        """Return the maps that adapters may change."""
         size, width, merged = config.hidden_size, config.intermediate_size, config.merged_size
         blocks = tuple(range(config.num_layers))
         shapes = [
@@ -120,7 +120,6 @@ class Qwen25Tower(AbstractTower):
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:
-        """Return the spellings of adapter paths, and what is refused."""
         inner = ("attn.qkv", "attn.proj", *(f"mlp.{name}" for name in _MLP))
         return (
             *(rule(f"{_AT}.blocks.{{layer}}.{name}", PREFIX + name) for name in inner),
@@ -130,7 +129,6 @@ class Qwen25Tower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        """Return from which tensors of a checkpoint each parameter is made."""
         here = "tower.blocks.{layer}"
         names = {
             f"{here}.{{norm}}.weight": "blocks.{layer}.{norm}.weight",
@@ -140,6 +138,5 @@ class Qwen25Tower(AbstractTower):
             "tower.merger.mlp_0.{kind}": "merger.mlp.0.{kind}",
             "tower.merger.mlp_2.{kind}": "merger.mlp.2.{kind}",
         }
-        rules = [weight(o, *(f"{at}.{theirs}" for at in _PLACES)) for o, theirs in names.items()]
-        patches = [Flatten(Tensor(f"{at}.patch_embed.proj.weight")) for at in _PLACES]
-        return (*rules, weight("tower.patch_embed.weight", *patches))
+        patches = ("tower.patch_embed.weight", "patch_embed.proj.weight")
+        return tower_weights(_PLACES, names, patches)

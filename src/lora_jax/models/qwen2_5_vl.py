@@ -1,39 +1,11 @@
 """Qwen2.5-VL: Qwen2 with M-RoPE in blocks, beside a tower with windows."""
 
-from typing import Any
-
-import jax.numpy as jnp
-from flax import nnx
-
-from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.config import ModelConfig
 from lora_jax.models.llama import Llama
 from lora_jax.models.qwen2_5_tower import Qwen25Tower
-from lora_jax.models.sources import WeightRule
-from lora_jax.models.vision_names import join_catalogues, respelled_weights
+from lora_jax.models.vision_model import AbstractVisionModel
 
 
-class Qwen25VL(Llama):
-    """The language model, and the tower as its attribute."""
+class Qwen25VL(AbstractVisionModel, Llama):
+    """Qwen2 with the tower of Qwen2.5-VL."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs | None = None,
-        vocab_multiple: int = 1,
-    ):
-        rngs = rngs or nnx.Rngs(0)
-        super().__init__(config, dtype=dtype, rngs=rngs, vocab_multiple=vocab_multiple)
-        self.tower = Qwen25Tower(config.tower, dtype=jnp.dtype(dtype), rngs=rngs)
-
-    @staticmethod
-    def catalogue(config: ModelConfig) -> LoraCatalogue:
-        modules, rules = Qwen25Tower.modules(config.tower), Qwen25Tower.rules(config.tower)
-        return join_catalogues(Llama.catalogue(config), modules, rules, config.model_type)
-
-    @staticmethod
-    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        text = respelled_weights(Llama.weight_rules(config))
-        return (*text, *Qwen25Tower.weight_rules(config.tower))
+    tower_class = Qwen25Tower

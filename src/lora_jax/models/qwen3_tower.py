@@ -5,7 +5,8 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
-from lora_jax.models.sources import Flatten, Tensor, WeightRule, weight
+from lora_jax.models.sources import WeightRule
+from lora_jax.models.vision_names import tower_weights
 from lora_jax.nn.adapter_sites import refusal, rule
 from lora_jax.nn.layers import LayerNorm, Linear, parameter
 from lora_jax.nn.lora import AdapterRouting
@@ -23,6 +24,7 @@ from lora_jax.nn.vision import (
 from lora_jax.typing import Array, Float
 
 _AT = "(?:model.visual|visual)"  # in paths of adapters
+_PLACES = ("model.visual", "visual")  # in checkpoints
 
 
 class Qwen3Block(nnx.Module):
@@ -138,7 +140,6 @@ class Qwen3Tower(AbstractTower):
 
     @staticmethod
     def modules(config: VisionConfig) -> list[LoraModule]:
-        """Return the maps that adapters may change."""
         size, width, merged = config.hidden_size, config.intermediate_size, config.merged_size
         blocks, mergers = tuple(range(config.num_layers)), tuple(range(len(config.deepstack)))
         shapes = [
@@ -155,7 +156,6 @@ class Qwen3Tower(AbstractTower):
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:
-        """Return the spellings of adapter paths, and what is refused."""
         inner = ("attn.qkv", "attn.proj", "mlp.linear_fc1", "mlp.linear_fc2")
         rules = [rule(f"{_AT}.blocks.{{layer}}.{name}", PREFIX + name) for name in inner]
         for name in ("linear_fc1", "linear_fc2"):
@@ -171,7 +171,6 @@ class Qwen3Tower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        """Return from which tensors of a checkpoint each parameter is made."""
         here, deep = "tower.blocks.{layer}", "deepstack_merger_list.{layer}"
         names = {
             "tower.positions": "pos_embed.weight",
@@ -182,11 +181,5 @@ class Qwen3Tower(AbstractTower):
             "tower.deepstack.{layer}.{map}.{kind}": f"{deep}.{{map}}.{{kind}}",
             "tower.patch_embed.bias": "patch_embed.proj.bias",
         }
-        rules = [
-            weight(ours, *(f"{at}.{theirs}" for at in ("model.visual", "visual")))
-            for ours, theirs in names.items()
-        ]
-        patches = [
-            Flatten(Tensor(f"{at}.patch_embed.proj.weight")) for at in ("model.visual", "visual")
-        ]
-        return (*rules, weight("tower.patch_embed.weight", *patches))
+        patches = ("tower.patch_embed.weight", "patch_embed.proj.weight")
+        return tower_weights(_PLACES, names, patches)

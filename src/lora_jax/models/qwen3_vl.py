@@ -1,39 +1,11 @@
 """Qwen3-VL: Qwen3 with interleaved M-RoPE, beside a tower with deepstack."""
 
-from typing import Any
-
-import jax.numpy as jnp
-from flax import nnx
-
-from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.config import ModelConfig
 from lora_jax.models.llama import Llama
 from lora_jax.models.qwen3_tower import Qwen3Tower
-from lora_jax.models.sources import WeightRule
-from lora_jax.models.vision_names import join_catalogues, respelled_weights
+from lora_jax.models.vision_model import AbstractVisionModel
 
 
-class Qwen3VL(Llama):
-    """The language model, and the tower as its attribute."""
+class Qwen3VL(AbstractVisionModel, Llama):
+    """Qwen3 with the tower of Qwen3-VL."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        dtype: Any = jnp.float32,
-        rngs: nnx.Rngs | None = None,
-        vocab_multiple: int = 1,
-    ):
-        rngs = rngs or nnx.Rngs(0)
-        super().__init__(config, dtype=dtype, rngs=rngs, vocab_multiple=vocab_multiple)
-        self.tower = Qwen3Tower(config.tower, dtype=jnp.dtype(dtype), rngs=rngs)
-
-    @staticmethod
-    def catalogue(config: ModelConfig) -> LoraCatalogue:
-        modules, rules = Qwen3Tower.modules(config.tower), Qwen3Tower.rules(config.tower)
-        return join_catalogues(Llama.catalogue(config), modules, rules, config.model_type)
-
-    @staticmethod
-    def weight_rules(config: ModelConfig) -> tuple[WeightRule, ...]:
-        text = respelled_weights(Llama.weight_rules(config))
-        return (*text, *Qwen3Tower.weight_rules(config.tower))
+    tower_class = Qwen3Tower

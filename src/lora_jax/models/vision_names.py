@@ -2,11 +2,11 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule, NameRule
-from lora_jax.models.sources import Source, WeightRule
+from lora_jax.models.sources import Flatten, Source, Tensor, WeightRule, weight
 from lora_jax.nn.adapter_sites import by_name
 
 # What stands before `layers.` and `embed_tokens.`: transformers 5, LLaVA's and Qwen2.5-VL's hubs.
@@ -38,6 +38,18 @@ def renamed(source: Any, old: str, new: str) -> Any:
         return dataclasses.replace(source, **changed)
     assert source.name.startswith(old), source.name
     return dataclasses.replace(source, name=new + source.name.removeprefix(old))
+
+
+def tower_weights(
+    places: Sequence[str], names: Mapping[str, str], patches: tuple[str, str]
+) -> tuple[WeightRule, ...]:
+    """Return a tower's rules: parameter to tensor, below each of its places in checkpoints.
+
+    `patches` are parameter and tensor of the patches' embedding, a convolution's kernel in files.
+    """
+    rules = [weight(ours, *(f"{at}.{name}" for at in places)) for ours, name in names.items()]
+    parameter, kernel = patches
+    return (*rules, weight(parameter, *(Flatten(Tensor(f"{at}.{kernel}")) for at in places)))
 
 
 def join_catalogues(

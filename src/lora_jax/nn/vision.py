@@ -6,12 +6,14 @@ the language model, each row's adapter included.
 
 import abc
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.lora import AdapterRouting
@@ -41,10 +43,34 @@ class AbstractTower(nnx.Module):
     """Patches of one image to rows of the language model."""
 
     @abc.abstractmethod
+    def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        """Make the tower with random weights."""
+
+    @abc.abstractmethod
     def __call__(
         self, inputs: TowerInputs, routing: AdapterRouting
     ) -> Float[Array, "cells parts hidden"]:
         """Return the image's rows, then deepstack's; those past the image's own are undefined."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def modules(config: VisionConfig) -> list[LoraModule]:
+        """Return the maps that adapters may change."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def rules(config: VisionConfig) -> tuple[NameRule, ...]:
+        """Return the spellings of adapter paths, and what is refused."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def weight_rules(config: VisionConfig) -> tuple[Any, ...]:
+        """Return from which tensors of a checkpoint each parameter is made."""
+
+    @staticmethod
+    def ignored_weights(config: VisionConfig) -> tuple[str, ...]:
+        """Return patterns of a checkpoint's tensors that the tower does not compute with."""
+        return ()
 
 
 def normalised(config: VisionConfig, inputs: TowerInputs) -> Float[Array, "patches patch_dim"]:

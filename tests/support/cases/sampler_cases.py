@@ -25,12 +25,12 @@ def make_logits(rows, seed=0, ties=True):
     return np.round(logits, 1) if ties else logits
 
 
-def make_state(samplings, tokens=(4, 5, 6), num_prompt=2, end_ids=(0,), seeds=None):
+def make_state(samplings, tokens=(4, 5, 6), num_prompt=2, end_ids=(0,), seeds=None, bad_words=()):
     """Row i has samplings[i]."""
     state = init_row_state(SEQS, MAX_LEN)
     for row, sampling in enumerate(samplings):
         seed = 100 + row if seeds is None else seeds[row]
-        packed = pack_row(sampling, tokens, num_prompt, seed, end_ids, MAX_LEN, VOCAB)
+        packed = pack_row(sampling, tokens, num_prompt, seed, end_ids, MAX_LEN, VOCAB, bad_words)
         state = admit(state, jnp.int32(row), packed.ints, packed.floats)
     return state
 

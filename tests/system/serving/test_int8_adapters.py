@@ -5,8 +5,6 @@ import pytest
 from support.processes.server_process import ROOT
 
 from serving import Engine, Sampling
-from serving.api.config import EngineConfig
-from serving.engine.parts import build_parts
 
 MODEL = ROOT / "assets/tiny-moe"
 ADAPTERS = {name: str(MODEL / "adapters" / name) for name in ("intent", "law", "translation")}
@@ -72,9 +70,3 @@ def test_two_devices_give_the_bits_of_one():
     changes["tensor_parallel_size"] = 2
     with Engine(str(MODEL), adapters=ADAPTERS, **(SIZES | changes)) as engine:
         assert answers(engine, asked) == want
-
-
-def test_a_lora_server_is_refused_by_name():
-    config = EngineConfig(model=str(MODEL), lora_dtype="int8")
-    with pytest.raises(ValueError, match="leave lora_dtype out, not 'int8'"):
-        build_parts(config, {}, access=object())

@@ -18,7 +18,7 @@ from support.cases.grammar_cases import (
 )
 from support.processes.http_server import client_of
 
-from serving import Engine, QueueFull, Sampling
+from serving import Engine, QueueFull, RequestFailed, Sampling
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 
@@ -108,6 +108,16 @@ def test_two_hundred_more(engine):
     for start in range(20, 220, 20):
         run_schemas(engine, range(start, start + 20))
     assert engine.stats().compilations_after_warmup == 0
+
+
+def test_barred_words_and_a_grammar_bind_together(engine, client):
+    binary = {"max_tokens": 9, "structured_outputs": {"regex": "[7Q]{5}"}}
+    body = {"model": "law", "prompt": "x", "temperature": 1.0, "seed": 1, **binary}
+    answer = client.post("/v1/completions", json={**body, "bad_words": ["Q"]}).json()
+    assert answer["choices"][0]["text"] == "77777"
+    with pytest.raises(RequestFailed, match="No token may come next"):
+        engine.generate("x", sampling=Sampling(**binary, bad_words=["7", "Q"]))
+    assert engine.generate("x", sampling=FREE[0])[0].outputs[0].token_ids
 
 
 def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine):

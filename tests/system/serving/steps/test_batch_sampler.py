@@ -17,7 +17,11 @@ from serving.steps import batch_sampler, sampler
 sample = jax.jit(batch_sampler.sample)
 at_once = functools.partial(run_with, sample)
 by_rows = functools.partial(run_with, jax.jit(sampler.sample))
-ROWS = [*MIXED, Sampling(temperature=0.9), Sampling(temperature=0.0, logit_bias={5: 30.0})]
+ROWS = [
+    *MIXED,
+    Sampling(temperature=0.9),
+    Sampling(temperature=0.0, logit_bias={5: 30.0}, allowed_token_ids=(5, 6, 7)),
+]
 BUCKET = 8  # one for all tests: each is a program, and seconds to compile
 
 
@@ -43,7 +47,7 @@ def test_log_sum_exp_is_that_without_a_reduction_over_floats(vocab):
 @pytest.mark.parametrize("seed", range(4))
 def test_every_pair_of_requests(seed):
     logits = make_logits(2, seed, ties=False)
-    state = make_state(ROWS)
+    state = make_state(ROWS, bad_words=((17,), (6, int(logits[0].argmax()))))
     for rows in itertools.combinations(range(len(ROWS)), 2):
         check_same(logits, state, list(rows))
 
@@ -61,7 +65,7 @@ def test_all_together_with_targets_and_padding():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_bad_logits_give_no_token_in_any_branch(row, bad):
     logits = make_logits(2)
-    logits[0, 3] = bad
+    logits[0, 5] = bad
     got = at_once(logits, make_state(ROWS), [row, 0], pad_to=BUCKET)
     assert got.token_ids[0] == sampler.INVALID_TOKEN
     assert got.token_ids[1] >= 0

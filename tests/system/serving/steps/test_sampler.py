@@ -75,6 +75,49 @@ def test_bias_and_min_tokens():
         np.testing.assert_array_equal(before, want)
 
 
+def test_only_allowed_tokens_are_left():
+    sampling = Sampling(allowed_token_ids=[7, 300, 7], logit_bias={9: 100.0})
+    row, logits = one_row(sampling), make_logits(1)[0]
+    got = sampler.keep_allowed(jnp.asarray(logits), jnp.int32(3), row)
+    want = np.full(VOCAB, -np.inf, np.float32)
+    want[[7, 300]] = logits[[7, 300]]
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("position", "barred"),
+    [
+        (2, [9]),  # the first sampled token: what stands in the prompt starts no word
+        (3, [9, 20]),
+        (4, [9, 21, 20]),
+        (5, [9]),
+        (6, [9, 20]),
+    ],
+)
+def test_bad_words_are_barred_where_they_would_be_complete(position, barred):
+    tokens = [4, 5, 5, 6, 7, 5]  # prompt 4 5; output 5 6 7 5
+    words = ((9,), (5, 20), (5, 6, 21), (6, 20), (4, 5, 22), (5, 5, 23))
+    row = one_row(Sampling(), tokens=tokens, num_prompt=2, bad_words=words)
+    logits = make_logits(1)[0]
+    got = sampler.drop_bad_words(jnp.asarray(logits), jnp.int32(position), row)
+    want = logits.copy()
+    want[barred] = -np.inf
+    np.testing.assert_array_equal(got, want)
+
+
+def test_the_bars_hold_whatever_the_other_processors_do():
+    sampling = Sampling(temperature=1.5, allowed_token_ids=[3, 9, 11], logit_bias={200: 100.0})
+    state = make_state([sampling], bad_words=((9,),), seeds=[1])
+    logits = make_logits(8)
+    result = run(logits, state, [0] * 8, positions=np.arange(3, 11))
+    assert set(result.token_ids.tolist()) == {3, 11}
+
+
+def test_where_no_token_is_left_none_is_taken():
+    state = make_state([Sampling(temperature=0.0, allowed_token_ids=[9])], bad_words=((9,),))
+    assert run(make_logits(1), state, [0]).token_ids == sampler.INVALID_TOKEN
+
+
 def test_penalties_tell_prompt_from_output():
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     tokens = [4, 5, 4, 7, 7, 9, 11]  # prompt 4 5 4; output 7 7 9; 11 stands at the position itself

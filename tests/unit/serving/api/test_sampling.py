@@ -22,7 +22,7 @@ BOOL_FIELDS = [
     "include_stop_str_in_output",
     "detokenize",
 ]
-OTHER_FIELDS = ["stop", "stop_token_ids", "logit_bias"]
+OTHER_FIELDS = ["stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words"]
 
 
 @pytest.mark.parametrize("field", INT_FIELDS + FLOAT_FIELDS)
@@ -75,6 +75,14 @@ def test_counts_are_whole_and_not_negative(field, value):
         ({"logit_bias": {1: 101}}, r"logit_bias\[1\] must be in \[-100, 100\]"),
         ({"logit_bias": dict.fromkeys(range(301), 0.0)}, "at most 300"),
         ({"logit_bias": [1]}, "logit_bias must map"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must name at least one"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids entry must be in"),
+        ({"allowed_token_ids": range(301)}, "allowed_token_ids must have at most 300"),
+        ({"bad_words": "word"}, "bad_words must be a list"),
+        ({"bad_words": [1]}, "bad_words must hold strings"),
+        ({"bad_words": [" "]}, "bad_words must have 1 to 64 characters"),
+        ({"bad_words": ["a" * 65]}, "bad_words must have 1 to 64 characters"),
+        ({"bad_words": ["a"] * 65}, "bad_words must have at most 64"),
     ],
 )
 def test_bounds_are_named(fields, message):
@@ -155,6 +163,8 @@ def test_token_ids_outside_the_vocabulary_are_refused():
         Sampling(logit_bias={100: 1.0}).check_vocab(100)
     with pytest.raises(ValueError, match="stop_token_ids token id"):
         Sampling(stop_token_ids=[100]).check_vocab(100)
+    with pytest.raises(ValueError, match="allowed_token_ids token id"):
+        Sampling(allowed_token_ids=[100]).check_vocab(100)
 
 
 def test_seeds_fold_into_31_bits_apart_for_each_choice():

@@ -53,6 +53,8 @@ def test_every_field_arrives():
         "skip_special_tokens": False,
         "include_stop_str_in_output": True,
         "max_tokens": 9,
+        "allowed_token_ids": [4, 5],
+        "bad_words": ["no"],
     }
     body = completion(**values, stop="x", logit_bias={"3": -1.0}, logprobs=2)
     got = completion_sampling(body, {"top_k": 3, "max_tokens": 4})
@@ -92,6 +94,8 @@ def test_chat_logprobs_are_a_switch_and_a_number():
         (completion, {"logit_bias": {"1": 1e9}}, "logit_bias"),
         (completion, {"logit_bias": {"9" * 5000: 1.0}}, "logit_bias"),
         (completion, {"stop": ["x"] * 17}, "stop"),
+        (completion, {"allowed_token_ids": []}, "allowed_token_ids"),
+        (completion, {"bad_words": [""]}, "bad_words"),
         (completion, {"stop": ""}, "stop"),
         (completion, {"stop_token_ids": [-1]}, "stop_token_ids"),
         (chat, {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),

@@ -197,7 +197,6 @@ def test_stream_options_need_stream(client):
         ("best_of", 3),
         ("tools", [{}]),
         ("truncate_prompt_tokens", 5),
-        ("allowed_token_ids", [1]),
     ],
 )
 def test_features_that_are_not_there_are_refused_by_name(client, field, value):

@@ -1,0 +1,1 @@
+"""Isolated functions over one shared backbone (ServerlessLoRA, arXiv 2505.14468)."""
