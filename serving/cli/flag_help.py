@@ -48,6 +48,11 @@ ENGINE_HELP = {
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
     "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
     "start time",
+    "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
+    "exact: only its rows run on them, auto: rows of others too, in the same step",
+    "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",
+    "merge_adapter": "adapter of --lora-modules that the last of several --instances has in its "
+    "weights and serves alone",
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
 }

@@ -33,7 +33,7 @@ def size_kv_cache(
     widths of `here`.
     """
     per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
-    free = _free_bytes(config)
+    free = free_device_bytes(config)
     if free is not None:
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
@@ -50,7 +50,7 @@ def size_kv_cache(
     return size
 
 
-def _free_bytes(config: EngineConfig) -> int | None:
+def free_device_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -74,7 +74,9 @@ def make_allocator(
 
     `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
     """
-    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), _free_bytes(config))
+    budget = adapter_bytes(
+        config, _one_adapter_bytes(config, here, dtype), free_device_bytes(config)
+    )
     spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
     if whole:
         more = rows_per_adapter(catalogue, config.max_lora_rank)

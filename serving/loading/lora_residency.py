@@ -6,6 +6,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.row_copies import Copier, pin_matrices
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.mergeable import Mergeable
 from serving.loading.residency import AbstractLoaderResidency, DeviceTables, Failures
 
 HostForm = Callable[[AdapterWeights], AdapterWeights]
@@ -24,6 +25,18 @@ class LoraResidency(AbstractLoaderResidency):
         """
         super().__init__(loader)
         self._copier, self._cut = copier, cut
+        self._mergeable: Mergeable | None = None
+
+    def merge_into(self, mergeable: Mergeable) -> None:
+        """Say which adapters merged weights can stand for; without this, none."""
+        self._mergeable = mergeable
+
+    def can_merge(self, digest: str) -> bool:
+        """True for a known adapter that merged weights can stand for."""
+        weights = self._loader.weights(digest)
+        if self._mergeable is None or not isinstance(weights, AdapterWeights):
+            return False
+        return self._mergeable.holds(weights)
 
     def keep(self, weights: AnyWeights) -> AnyWeights:
         assert isinstance(weights, AdapterWeights), "found by its kind"
