@@ -8,6 +8,7 @@ from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
+LORA_DTYPES = ("auto", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -54,6 +55,7 @@ class EngineConfig:
     max_lora_rank: int = 64
     # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
     max_lora_cls_labels: int | None = None
+    lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
@@ -140,6 +142,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),
     ("lora_merge", MERGE_MODES),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from lora_jax.adapters.slots import B_OFFSET, RANK, AdapterSlots
 from lora_jax.adapters.task_head import SCORE
 from lora_jax.ops.lora_gemm import lora_gemm
+from lora_jax.ops.lora_gemm.batch import float_rows
 from lora_jax.typing import Array, Float, Int
 
 
@@ -27,7 +28,7 @@ def head_logits(
     entries, scaling = adapters.entries[site, 0], adapters.scaling[site, 0]
     pool = adapters.pools[str(width)]
     of_slot = entries[jnp.maximum(row_to_slot, 0)]
-    bias = pool[of_slot[:, B_OFFSET] + of_slot[:, RANK]].astype(jnp.float32)
+    bias = float_rows(pool[of_slot[:, B_OFFSET] + of_slot[:, RANK]])
     bias = jnp.where((row_to_slot >= 0)[:, None], bias, jnp.float32(0))
     rows = adapters.pools[str(states.shape[1])]
     return lora_gemm(bias, states, rows, pool, entries, scaling, row_to_slot, max_rank=width)
