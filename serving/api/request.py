@@ -145,6 +145,8 @@ class Sequence:
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
     grammar_state: Any = None  # where the output is in the request's grammar
+    # Digest of the adapter in the weights it runs on to its end, "": plain; None: not chosen yet.
+    weights: str | None = None
 
     @property
     def tenant(self) -> str:
@@ -194,22 +196,39 @@ class ScheduledChunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Merged:
+    """The adapter in the weights that a step takes, and the slot it holds for the while."""
+
+    digest: str
+    slot: int
+    name: str  # for people
+
+
+@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step,
     and towers must have computed `encodes`. A short step leaves out rows that could run, so that
-    its results come soon.
+    its results come soon. With `merged` its weights are not the plain ones.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
     encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
+    merged: Merged | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if rows of other adapters run on merged weights."""
+        digest = None if self.merged is None else self.merged.digest
+        rows = (chunk.sequence.request.adapter_digest for chunk in self.chunks)
+        return digest is not None and any(row != digest for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

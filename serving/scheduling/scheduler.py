@@ -34,6 +34,7 @@ from serving.scheduling.endings import take_in
 from serving.scheduling.entry_checks import check_fits, check_room
 from serving.scheduling.fair_share import FairShares
 from serving.scheduling.integrity import check_queues
+from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.new_sequences import new_sequences
 from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
@@ -56,9 +57,12 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
         eos_token_ids: SequenceOf[int] = (),
         seed: int = 0,
+        modes: MergeModes | None = None,
     ):
-        """`seed` is where requests without a seed get theirs."""
-        self.limits = limits
+        """`seed` is where requests without a seed get theirs. With `modes` steps may take merged
+        weights.
+        """
+        self.limits, self.modes = limits, modes
         residency = adapters or NoAdapters()
         self._gate = AdapterGate(residency, limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
@@ -109,6 +113,8 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         self._pages.close(sequence)
+        if self.modes is not None:
+            self.modes.leave(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
@@ -130,6 +136,18 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
+        if self.modes is None:
+            return self._plan_step(now)
+        plan, starving = None, self._gate.is_starving
+        for weights in self.modes.begin(self._running, self._waiting, now, starving=starving):
+            self.modes.take(weights)
+            plan = self._plan_step(now)
+            if plan is not None:
+                break
+        return self.modes.end(plan, self._running, now)
+
+    def _plan_step(self, now: float) -> StepPlan | None:
+        """Return the next step, with merged weights that of their sequences alone."""
         self._pages.start_step()
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
@@ -211,6 +229,8 @@ class Scheduler:
         self._fair.check_integrity(*tenants)
         self._pages.check_integrity(live, self._running)
         self._gate.check_integrity([*self._running, *(s for s in self._waiting if s.slot >= 0)])
+        if self.modes is not None:
+            self.modes.check_integrity(live)
 
     # The rest is how.
 
@@ -224,6 +244,8 @@ class Scheduler:
         self, step: StepBudget, sequences: SequenceOf[Sequence], order: SequenceOf[Sequence]
     ) -> None:
         """Plan a token of each that decodes, taking pages from the last of `order` if need be."""
+        if self.modes is not None:
+            sequences = list(filter(self.modes.joins, sequences))
         for sequence in sequences:
             if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
                 self._continue_decode(step, sequence, order)
@@ -290,6 +312,8 @@ class Scheduler:
         lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()
+        if self.modes is not None:
+            lines = {t: filter(self.modes.joins, line) for t, line in lines.items()}
         while lines and not step.exhausted:
             tenant = self._fair.first(lines)
             may_admit = admitting and self._running.num_free_rows > 0
@@ -309,6 +333,9 @@ class Scheduler:
         had_slot = sequence.slot >= 0
         if not self._gate.enter(sequence, now):
             return True
+        if self.modes is not None:
+            for chosen in self.modes.choose(self._requests[sequence.request.request_id]):
+                self._pages.open(chosen)  # its pages are others' than those on plain weights
         # Every running sequence is left a page to grow into, so that one that enters is not
         # preempted again at once.
         if not self._pages.give(sequence, reserve=len(self._running)):
