@@ -7,6 +7,7 @@ from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
+LORA_DTYPES = ("auto", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -51,6 +52,7 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
@@ -137,6 +139,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),
     ("lora_merge", MERGE_MODES),

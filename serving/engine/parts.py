@@ -43,11 +43,11 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
+from serving.engine.storage import check_storage, host_form, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.loading.lora_residency import HostForm
 from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.runtime.compile_counter import CompileCounter
@@ -104,6 +104,7 @@ def build_parts(
         )
     if backbone is not None:
         config = check_backbone(config, access is not None)
+    check_storage(config, has_server=access is not None)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -194,7 +195,7 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        cut=_cut(base),
+        host_form=host_form(config, base.catalogue, base.widths),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
@@ -296,12 +297,6 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _cut(base: _Base) -> HostForm | None:
-    """Return what cuts a LoRA adapter for several devices; None for one device."""
-    widths, catalogue = base.widths, base.catalogue
-    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
-
-
 def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
     if not config.structured_outputs:
         off = "structured_outputs are off: start without --no-structured-outputs."
@@ -324,7 +319,7 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
+        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
