@@ -209,15 +209,6 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Merged:
-    """The adapter in the weights that a step takes, and the slot it holds for the while."""
-
-    digest: str
-    slot: int
-    name: str  # for people
-
-
-@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 

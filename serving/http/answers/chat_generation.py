@@ -19,6 +19,7 @@ from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.requests.tools import auto_parser
 from serving.http.server import Server
+from serving.http.settings import HARMONY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,10 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
+    is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
     if asks_head:
         sampling = HEAD_SAMPLING
-    elif parser is not None:  # the marks around calls are special tokens of some models
+    elif parser is not None or is_harmony:  # marks of parts are special tokens of some models
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
     generation = Generation(server.engine, server.mailbox, [prompt], by_head=asks_head)
     salt = cache_salt(caller.salt, body.cache_salt)
