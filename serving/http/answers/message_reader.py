@@ -170,7 +170,7 @@ def reader_of(
     return functools.partial(
         MessageReader,
         auto_parser(body, settings.auto_call_parser),
-        None if is_bound else settings.reasoning_parser,
+        None if is_bound or generation.by_head else settings.reasoning_parser,
         thinks=prompt.rstrip().endswith("<think>"),
         prompt=prompt,
         parallel=body.parallel_tool_calls is not False,
