@@ -64,7 +64,7 @@ def test_answers_are_near_those_of_plain_adapters():
 @pytest.mark.long
 def test_two_devices_give_the_bits_of_one():
     asked = [pair for pair in ASKED if pair[1] not in (*ESFT, PAIR)]
-    changes = {"lora_dtype": "int8", "max_esft_adapters": 0}
+    changes = {"lora_dtype": "int8", "kv_cache_dtype": "fp8", "max_esft_adapters": 0}
     with Engine(str(MODEL), adapters=ADAPTERS, **(SIZES | changes)) as engine:
         want = answers(engine, asked)
     changes["tensor_parallel_size"] = 2
