@@ -39,7 +39,8 @@ ASKED = [(p, a) for p in PROMPTS for a in (None, *ADAPTERS, *ESFT, SUM, PAIR)]
 
 
 def test_a_request_has_the_bits_it_has_alone():
-    with engine_of(lora_dtype="int8") as engine:
+    """With KV pages in 8 bits too, so that one engine tests both."""
+    with engine_of(lora_dtype="int8", kv_cache_dtype="fp8") as engine:
         together = answers(engine, ASKED)
         for asked in ASKED[:7]:
             assert answers(engine, [asked]) == [together[ASKED.index(asked)]]
