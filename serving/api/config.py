@@ -3,11 +3,13 @@
 import dataclasses
 from pathlib import Path
 
+from lora_jax.adapters.task_head import MAX_LABELS
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
 LORA_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -35,6 +37,7 @@ class EngineConfig:
     enable_expert_parallel: bool | None = None
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
@@ -52,6 +55,8 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
+    max_lora_cls_labels: int | None = None
     lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
@@ -139,6 +144,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("kv_cache_dtype", KV_DTYPES),
     ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),
@@ -168,6 +174,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("lora_memory_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
+    ("max_lora_cls_labels", 0, MAX_LABELS),
     ("max_cpu_loras", 1, 1 << 20),
     ("encoder_cache_tokens", 1, 1 << 24),
 )

@@ -11,6 +11,8 @@ ENGINE_HELP = {
     "default: whole ones where their number divides",
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
+    "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
+    "of the model",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
@@ -31,6 +33,8 @@ ENGINE_HELP = {
     "language_model_only": "load no tower and refuse images",
     "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
     "max_lora_rank": "largest rank that an adapter may have",
+    "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
+    "heads; default: those of --lora-modules",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",

@@ -16,6 +16,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.task_head import SCORE
 from lora_jax.config import ModelConfig
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
@@ -26,6 +27,7 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
@@ -43,7 +45,7 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
-from serving.engine.storage import check_storage, host_form, lora_dtype
+from serving.engine.storage import check_storage, host_form, kv_dtype, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
@@ -131,7 +133,9 @@ def build_parts(
             undo.callback(esft.room.close)
         merged = make_merged(config, model)
         # KV pages may lie where the experts were.
-        catalogue = catalogue_of(model, model_config)
+        labels = head_labels(config, adapters, remote is not None)
+        modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
+        catalogue = take_heads(model, modules, hidden, labels)
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
@@ -165,7 +169,7 @@ class _Base:
     model: AbstractCausalLM
     config: ModelConfig
     source: WeightSource
-    catalogue: LoraCatalogue  # all modules that adapters may be on
+    catalogue: LoraCatalogue  # all modules that adapters may be on, and their heads
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
@@ -314,10 +318,10 @@ def _make_runner(
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
-        _step_sizes(config, base.size),
+        _step_sizes(config, base),
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
-        dtype=base.dtype,
+        dtype=kv_dtype(config, base.dtype),
         end_ids=end_ids,
         slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
@@ -342,7 +346,8 @@ def _make_runner(
     return runner
 
 
-def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+def _step_sizes(config: EngineConfig, base: _Base) -> StepSizes:
+    size, head = base.size, base.catalogue.modules.get(SCORE)
     return StepSizes(
         max_seqs=config.max_num_seqs,
         max_len=size.max_model_len,
@@ -350,6 +355,7 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
         num_pages=size.num_pages,
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
+        head_width=0 if head is None else head.d_out,
     )
 
 
@@ -382,7 +388,7 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
     cache = {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.kv_pages),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
     }
     return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)
