@@ -3,10 +3,12 @@
 import dataclasses
 from pathlib import Path
 
+from lora_jax.adapters.task_head import MAX_LABELS
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 
 DTYPES = ("auto", "float32", "bfloat16")
+LORA_DTYPES = ("auto", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -51,6 +53,9 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
+    max_lora_cls_labels: int | None = None
+    lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
@@ -137,6 +142,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),
     ("lora_merge", MERGE_MODES),
@@ -165,6 +171,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("lora_memory_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
+    ("max_lora_cls_labels", 0, MAX_LABELS),
     ("max_cpu_loras", 1, 1 << 20),
     ("encoder_cache_tokens", 1, 1 << 24),
 )

@@ -16,6 +16,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.task_head import SCORE
 from lora_jax.config import ModelConfig
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
@@ -26,6 +27,7 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
@@ -43,11 +45,11 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
+from serving.engine.storage import check_storage, host_form, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.loading.lora_residency import HostForm
 from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.runtime.compile_counter import CompileCounter
@@ -104,6 +106,7 @@ def build_parts(
         )
     if backbone is not None:
         config = check_backbone(config, access is not None)
+    check_storage(config, has_server=access is not None)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -130,7 +133,9 @@ def build_parts(
             undo.callback(esft.room.close)
         merged = make_merged(config, model)
         # KV pages may lie where the experts were.
-        catalogue = catalogue_of(model, model_config)
+        labels = head_labels(config, adapters, remote is not None)
+        modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
+        catalogue = take_heads(model, modules, hidden, labels)
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
@@ -164,7 +169,7 @@ class _Base:
     model: AbstractCausalLM
     config: ModelConfig
     source: WeightSource
-    catalogue: LoraCatalogue  # all modules that adapters may be on
+    catalogue: LoraCatalogue  # all modules that adapters may be on, and their heads
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
@@ -194,7 +199,7 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        cut=_cut(base),
+        host_form=host_form(config, base.catalogue, base.widths),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
@@ -296,12 +301,6 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _cut(base: _Base) -> HostForm | None:
-    """Return what cuts a LoRA adapter for several devices; None for one device."""
-    widths, catalogue = base.widths, base.catalogue
-    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
-
-
 def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
     if not config.structured_outputs:
         off = "structured_outputs are off: start without --no-structured-outputs."
@@ -319,12 +318,12 @@ def _make_runner(
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
-        _step_sizes(config, base.size),
+        _step_sizes(config, base),
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
+        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
@@ -347,7 +346,8 @@ def _make_runner(
     return runner
 
 
-def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+def _step_sizes(config: EngineConfig, base: _Base) -> StepSizes:
+    size, head = base.size, base.catalogue.modules.get(SCORE)
     return StepSizes(
         max_seqs=config.max_num_seqs,
         max_len=size.max_model_len,
@@ -355,6 +355,7 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
         num_pages=size.num_pages,
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
+        head_width=0 if head is None else head.d_out,
     )
 
 

@@ -18,13 +18,16 @@ class LoraResidency(AbstractLoaderResidency):
     kind = AdapterKind.LORA
 
     def __init__(
-        self, loader: AdapterLoader, copier: Copier | None = None, cut: HostForm | None = None
+        self,
+        loader: AdapterLoader,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
     ):
-        """With a `copier` the host's matrices are pinned for it; `cut` takes the part of an adapter
-        that this engine holds, by default all of it.
+        """With a `copier` the host's matrices are pinned for it; `host_form` makes of an adapter
+        what this engine holds of it, by default all as it is.
         """
         super().__init__(loader)
-        self._copier, self._cut = copier, cut
+        self._copier, self._host_form = copier, host_form
         self._mergeable: Mergeable | None = None
 
     def merge_into(self, mergeable: Mergeable) -> None:
@@ -40,7 +43,8 @@ class LoraResidency(AbstractLoaderResidency):
 
     def keep(self, weights: AnyWeights) -> AnyWeights:
         assert isinstance(weights, AdapterWeights), "found by its kind"
-        return self.keep_composed(weights if self._cut is None else self._cut(weights))
+        form = self._host_form
+        return self.keep_composed(weights if form is None else form(weights))
 
     def keep_composed(self, weights: AnyWeights) -> AnyWeights:
         return pin_matrices(weights, self._copier)

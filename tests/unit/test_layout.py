@@ -27,6 +27,7 @@ WITHOUT_MODULE = {
     "serving/test_esft_serving.py",
     "serving/test_structured_outputs.py",
     "serving/test_families.py",
+    "serving/test_int8_adapters.py",
     "serving/test_quantised_base.py",
     "serving/test_image_families.py",
     "serving/test_image_requests.py",
@@ -153,7 +154,13 @@ def test_links_of_pages_lead_somewhere():
 
 
 FILE = re.compile(r"`([\w./-]+/[\w.-]+|[\w-]+\.(?:py|cuh|cu|cc|h|md|json|ipynb))`")
-ELSEWHERE = {"config.json", "adapter_config.json", "expert_cfg.json", "DIR/X"}  # the user's
+ELSEWHERE = {
+    "config.json",
+    "adapter_config.json",
+    "expert_cfg.json",
+    "task_head.json",
+    "DIR/X",
+}  # the user's
 ELSEWHERE |= {"dist/sbom.json"}  # written by a command
 
 

@@ -1,8 +1,17 @@
 """Parts of a chat answer in its text, as it comes: thoughts, content and calls of tools."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from serving.api.request import FinishReason
 from serving.http.answers.call_parsers import CALL_PARSERS
+from serving.http.answers.generation import Generation
+from serving.http.answers.harmony_reader import HarmonyReader
+from serving.http.answers.tool_calls import ToolCallReader, joined
+from serving.http.requests.protocol import ChatBody
+from serving.http.requests.tools import auto_parser, demanded_calls
+from serving.http.settings import HARMONY, HttpSettings
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -76,32 +85,55 @@ class ThoughtReader:
 
 
 class MessageReader:
-    """Reads the text of one choice: thoughts first, then content and calls."""
+    """Reads the text of one choice: thoughts first, then content and calls; or demanded calls."""
 
     def __init__(
-        self, parser: str | None, reasoning: str | None, *, thinks: bool = False, parallel: bool
+        self,
+        parser: str | None,
+        reasoning: str | None,
+        *,
+        thinks: bool = False,
+        prompt: str = "",
+        parallel: bool,
+        demanded: str | None = None,
     ):
         """`parser` and `reasoning` name formats, None: there are none of their kind.
 
-        `thinks`: the prompt ends with the opening tag of thoughts; without `parallel` the first
-        call is the only one.
+        `thinks`: the prompt ends with the opening tag of thoughts; `prompt` is its text, where
+        the format reads it. Without `parallel` the first call is the only one. With `demanded`
+        the text is calls by a grammar: of the function of that name, or ("") of any.
         """
-        self._calls = None if parser is None else CALL_PARSERS[parser]()
-        self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+        self._demanded = None if demanded is None else ToolCallReader(demanded)
+        self._is_one = bool(demanded)
+        self._harmony = self._calls = self._thoughts = None
+        if reasoning == HARMONY:
+            self._harmony = HarmonyReader(prompt, with_calls=parser is not None)
+        else:
+            self._calls = None if parser is None else CALL_PARSERS[parser]()
+            self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+        self._has_thoughts = reasoning is not None
         self._parallel = parallel
 
     @property
     def calls(self) -> list[Any]:
         """The calls so far."""
-        calls = [] if self._calls is None else self._calls.calls
+        if self._demanded is not None:
+            return self._demanded.calls
+        reader = self._harmony or self._calls
+        calls = [] if reader is None else reader.calls
         return calls if self._parallel else calls[:1]
 
     def feed(self, text: str, ends: bool) -> dict[str, Any]:
         """Return the delta of a message that a piece brings; `ends`: it is the last piece."""
+        if self._demanded is not None:
+            demanded = joined(self._demanded.feed(text))
+            return {"tool_calls": demanded} if demanded else {}
         thoughts, content = "", text
+        deltas: list[dict[str, Any]] = []
+        if self._harmony is not None:
+            thoughts, content, deltas = self._harmony.feed(text, ends)
         if self._thoughts is not None:
             thoughts, content = self._thoughts.feed(text, ends)
-        deltas: list[dict[str, Any]] = []
         if self._calls is not None:
             content, deltas = self._calls.feed(content)
             if ends:
@@ -114,8 +146,33 @@ class MessageReader:
         """Return the message of a whole text; `echo` comes before its content."""
         read = self.feed(text, ends=True)
         calls = [call.as_json() for call in self.calls]
+        if self._demanded is not None:
+            return {"content": None, "tool_calls": calls}
         content = echo + read.get("content", "")
         message: dict[str, Any] = {"content": content or None if calls else content}
-        if self._thoughts is not None:
+        if self._has_thoughts:
             message["reasoning_content"] = read.get("reasoning_content")
         return message | ({"tool_calls": calls} if calls else {})
+
+    def finish(self, reason: FinishReason | None) -> str | None:
+        """Return why a chat's choice ended; as vLLM has it, one demanded function just stops."""
+        if reason is not FinishReason.STOP or self._is_one:
+            return reason
+        return "tool_calls" if self.calls else reason
+
+
+def reader_of(
+    body: ChatBody, settings: HttpSettings, generation: Generation
+) -> Callable[[], MessageReader]:
+    """Return what makes a reader for each choice of a chat that is in the engine."""
+    demanded, prompt = demanded_calls(body), generation.prompts[0].text or ""
+    is_bound = generation.samplings[0].structured_outputs is not None
+    return functools.partial(
+        MessageReader,
+        auto_parser(body, settings.auto_call_parser),
+        None if is_bound or generation.by_head else settings.reasoning_parser,
+        thinks=prompt.rstrip().endswith("<think>"),
+        prompt=prompt,
+        parallel=body.parallel_tool_calls is not False,
+        demanded=None if demanded is None else demanded.name,
+    )

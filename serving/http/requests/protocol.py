@@ -95,6 +95,7 @@ class GenerationBody(Body):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
+    head: Annotated[str, StringConstraints(max_length=32)] | None = None  # see requests.heads
     best_of: int | None = None
     priority: int | None = None
     # Accepted without effect.
@@ -163,6 +164,60 @@ class ChatBody(GenerationBody, TemplateFields):
     top_logprobs: int | None = None
 
 
+class ClassifyBody(TemplateFields):
+    """Body of POST /classify: inputs, or messages."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    lora_path: str | None = Field(default=None, max_length=_MAX_NAME)
+    adapters: Annotated[list[Any], Field(max_length=64)] | None = None
+    input: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
+    messages: Quick[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None  # false: logits in place of probabilities
+    cache_salt: CacheSalt | None = None
+    priority: int | None = None
+    user: str | None = Field(default=None, max_length=_MAX_NAME)
+    prompt_cache_key: str | None = Field(default=None, max_length=_MAX_NAME)
+    safety_identifier: str | None = Field(default=None, max_length=_MAX_NAME)
+
+
+class ReasoningOptions(Body):
+    """Options of a response's thoughts."""
+
+    effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    summary: Annotated[str, StringConstraints(max_length=32)] | None = None
+
+
+class TextOptions(Body):
+    """Options of a response's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[str, StringConstraints(max_length=32)] | None = None
+
+
+class ResponsesBody(Body):
+    """Body of POST /v1/responses. Sampling fields of chats that are not named here work too."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    input: str | Quick[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: Quick[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    truncation: Annotated[str, StringConstraints(max_length=32)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
 class TokenizeBody(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
@@ -214,7 +269,14 @@ class RolloutBody(Body):
     guard: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
 
-BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[Body], ...] = (
+    CompletionBody,
+    ChatBody,
+    ClassifyBody,
+    ResponsesBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 NAMES_ONLY: tuple[type[Body], ...] = (
     LoadAdapterBody,
     UnloadAdapterBody,

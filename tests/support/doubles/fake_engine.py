@@ -80,7 +80,7 @@ class FakeEntry:
         }
         modules = {"q_proj": SimpleNamespace(layers=(0,), ranks=(4,), scalings=(2.0,))}
         values = details | {"modules": modules}
-        return SimpleNamespace(**values, as_json=lambda: dict(details))
+        return SimpleNamespace(**values, head=None, as_json=lambda: dict(details))
 
 
 class FakeRegistry:
@@ -274,6 +274,21 @@ class FakeEngine:
 
     def close(self) -> None:
         self.alive = False
+
+
+class SayingEngine(FakeEngine):
+    """Answers with a text, a character a piece."""
+
+    def __init__(self, said: str, reason: FinishReason = FinishReason.STOP):
+        super().__init__(max_model_len=4096)
+        self.said, self.reason = said, reason
+
+    def _deltas(self, given: SimpleNamespace, index: int):
+        top = given.sampling.logprobs
+        for char in self.said:
+            scored = () if top is None else (score(ord(char), top),)
+            yield OutputDelta(given.id, index, char, (ord(char),), logprobs=scored)
+        yield OutputDelta(given.id, index, "", (257,), finish_reason=self.reason)
 
 
 def letters(prompt: list[int], adapter: str | None, index: int, count: int) -> list[int]:
