@@ -1,11 +1,13 @@
-"""Merged weights together with ESFT adapters, pairs, experts' LoRA and images."""
+"""Merged weights together with ESFT adapters, pairs, experts' LoRA, images and task heads."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.cases import tiny_checkpoint
 from support.cases.adapter_cases import write_adapter
-from support.cases.engine_cases import settle
+from support.cases.engine_cases import SHAPES, settle
+from support.cases.head_cases import write_head
 from support.cases.tiny_vision import HOLDER, picture, write_qwen3_vl, write_vision_adapter
 
 from serving import Engine, Sampling
@@ -114,3 +116,35 @@ def test_images(tmp_path):
         names, look = ["text", "tower", None], f"look: {HOLDER} what?"
         images = [[picture(40, 24, 1)]] * 3
         check(engine, "text", [look] * 3, names, images=images)
+
+
+def test_task_heads(tmp_path):
+    shape = SHAPES["llama"]
+    tiny_checkpoint.write_model(tmp_path / "tiny", shape)
+    tiny_checkpoint.write_adapter(tmp_path / "plain", shape, 4, 1, strength=0.1)
+    tiny_checkpoint.write_adapter(tmp_path / "headed", shape, 3, 2, strength=0.1)
+    weight = np.random.default_rng(0).normal(size=(3, shape.hidden))
+    write_head(tmp_path / "headed", ["a", "b", "c"], weight)
+    adapters = {name: str(tmp_path / name) for name in ("plain", "headed")}
+    prompt = list(range(5, 25))
+    with Engine(
+        str(tmp_path / "tiny"),
+        adapters,
+        dtype="float32",
+        lora_merge="auto",
+        structured_outputs=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        max_lora_rank=8,
+    ) as engine:
+        want = engine.classify([prompt], "headed")[0].outputs.probs
+        merge(engine, "plain", prompt)
+        before = dict(engine._loop._parts.runner.merged.steps)
+        got = engine.classify([prompt], "headed")[0].outputs.probs
+        after = engine._loop._parts.runner.merged.steps
+        assert after["mixture"] > before["mixture"]
+        assert tuple(got) != tuple(want)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+        merge(engine, "headed", prompt)  # which has more than dense maps: nothing is merged
+        assert tuple(engine.classify([prompt], "headed")[0].outputs.probs) == tuple(want)
+        settle(engine)
