@@ -5,6 +5,7 @@ from pathlib import Path
 
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
+from serving.api.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -63,6 +64,8 @@ class EngineConfig:
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
     specialize_lora: bool = True  # decode steps without an adapter have programs of their own
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
+    # Speculation: method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max; {}: none.
+    speculative_config: dict = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -104,6 +107,12 @@ class EngineConfig:
                 "enable_expert_parallel shares experts among several devices: set "
                 "tensor_parallel_size to their number."
             )
+        speculation = SpeculativeConfig.of(self.speculative_config)
+        if self.tensor_parallel_size > 1 and speculation is not None:
+            raise ValueError(
+                "speculative_config is for a model on one device: set tensor_parallel_size to 1, "
+                f"not {self.tensor_parallel_size}, or leave it out."
+            )
 
     @property
     def model_name(self) -> str:
@@ -114,6 +123,11 @@ class EngineConfig:
     def max_images(self) -> int:
         """Most images of one prompt."""
         return self.limit_mm_per_prompt.get("image", DEFAULT_IMAGES)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How answers are speculated on; None: they are not."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def max_logit_rows(self) -> int:

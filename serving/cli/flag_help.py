@@ -48,6 +48,9 @@ ENGINE_HELP = {
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
     "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
     "start time",
+    "speculative_config": "guess tokens from repetitions, e.g. "
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
+    '"prompt_lookup_min": 2}; default: off',
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
 }

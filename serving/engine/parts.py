@@ -25,6 +25,7 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource, weight_source
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.draft_metrics import DraftCollector
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
@@ -45,6 +46,7 @@ from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.scheduling.speculation import Speculation
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 from serving.text.structured.grammars import Grammars
@@ -86,6 +88,11 @@ def build_parts(
         raise ValueError(
             "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
             f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
+        )
+    if access is not None and config.speculation is not None:
+        raise ValueError(
+            "speculative_config is for engines that compute all of an adapter: leave it out, or "
+            "keep the adapters on the instances instead of a LoRA Server."
         )
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
@@ -176,6 +183,9 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
+    if scheduler.draft_stats is not None:
+        drafts = DraftCollector(metrics.labels, lambda: scheduler.draft_stats)
+        metrics.registry.register(drafts)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
@@ -312,6 +322,7 @@ def _make_runner(
 
 
 def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+    speculation = config.speculation
     return StepSizes(
         max_seqs=config.max_num_seqs,
         max_len=size.max_model_len,
@@ -319,6 +330,7 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
         num_pages=size.num_pages,
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
+        max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
     )
 
 
@@ -342,7 +354,9 @@ def _make_scheduler(
         scheduling_policy=config.scheduling_policy,
         num_encoder_rows=num_encoder_rows,
     )
-    return Scheduler(limits, adapters=residencies, eos_token_ids=end_ids, seed=config.seed)
+    speculation = None if config.speculation is None else Speculation(config.speculation)
+    given = {"eos_token_ids": end_ids, "seed": config.seed, "speculation": speculation}
+    return Scheduler(limits, adapters=residencies, **given)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

@@ -137,7 +137,7 @@ class ModelRunner:
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         if self._encoder is not None:
             self._encoder.warm_up(self.slots)
-        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
         for bucket, lora in self.programs:
             jax.block_until_ready(self._run(table, bucket, lora=lora))
@@ -232,7 +232,7 @@ class ModelRunner:
             for work in plan.encodes:
                 self._encoder.encode(work, self.slots)
         changed, scored = False, False
-        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
             changed |= self._update_pages(chunk.sequence)
             sampling = chunk.sequence.request.sampling
@@ -242,7 +242,8 @@ class ModelRunner:
             table[NUM_TOKENS, row] = chunk.num_tokens
             table[SLOT, row] = chunk.sequence.slot
             table[NUM_TARGETS, row] = num_targets(chunk)
-            table[SAMPLES, row] = chunk.samples
+            table[SAMPLES, row] = chunk.num_samples
+            table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
         if changed:
             self._step.set_pages(self._tables)
         return table, scored
@@ -301,7 +302,7 @@ class ModelRunner:
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
-        rows = sum(num_targets(chunk) + chunk.samples for chunk in plan.chunks)
+        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
         most = self.sizes.max_logit_rows
         for bucket in buckets:
             if plan.num_tokens <= bucket and rows <= most:

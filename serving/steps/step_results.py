@@ -7,7 +7,7 @@ import numpy as np
 
 from serving.api.request import ScheduledChunk, SequenceResult, StepPlan, TokenLogprobs
 from serving.steps.compiled_step import Forwarded
-from serving.steps.sampler import Sampled
+from serving.steps.sampler import INVALID_TOKEN, Sampled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     firsts, first = [0] * len(chunks), 0
     for index in sorted(range(len(chunks)), key=lambda index: chunks[index].sequence.row):
         firsts[index] = first
-        first += num_targets(chunks[index]) + chunks[index].samples
+        first += num_targets(chunks[index]) + chunks[index].num_samples
     return tuple(firsts)
 
 
@@ -92,8 +92,25 @@ class HostArrays:
         if not chunk.samples:
             return SequenceResult(chunk, None, None, scored)
         row = first + targets
-        entry = None if sampling.logprobs is None else self._entry(row, sampling.logprobs)
-        return SequenceResult(chunk, self.token_ids[row], entry, scored)
+        more = tuple(
+            self._sample(chunk, row + i) for i in range(1, 1 + self._num_right(chunk, row))
+        )
+        return dataclasses.replace(self._sample(chunk, row), prompt_logprobs=scored, more=more)
+
+    def _num_right(self, chunk: ScheduledChunk, row: int) -> int:
+        """Return how many of the chunk's drafts, from the first on, are what was drawn.
+
+        One that is followed by bad logits does not count: its result comes alone in a next step.
+        """
+        drawn, count = self.token_ids[row : row + chunk.num_samples], 0
+        while count < len(chunk.drafts) and drawn[count] == chunk.drafts[count]:
+            count += 1
+        return count - (count > 0 and drawn[count] == INVALID_TOKEN)
+
+    def _sample(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
+        count = chunk.sequence.request.sampling.logprobs
+        entry = None if count is None else self._entry(row, count)
+        return SequenceResult(chunk, self.token_ids[row], entry)
 
     def _entry(self, row: int, count: int) -> TokenLogprobs:
         ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()
