@@ -19,7 +19,7 @@ _NESTED = re.compile(rb'["\[\]{}]')
 _SCALAR = re.compile(rb"[^,}]*+")
 _NUMBER = re.compile(rb"\d{1,9}(?:\.\d{1,6})?(?=[\s,}])")
 _ELEMENT = re.compile(rb"[\s,]*+([\"\[])")
-_TOKENS = (b'"max_tokens"', b'"max_completion_tokens"')
+_TOKENS = (b'"max_tokens"', b'"max_completion_tokens"', b'"max_output_tokens"')
 
 
 class Peek(NamedTuple):

@@ -32,6 +32,7 @@ from serving.cluster.upstream import (
     UpstreamSlow,
     send,
 )
+from serving.http.access.observe import GENERATING
 from serving.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,6 @@ _TO_ALL = {
     ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/loras"),
 }
-_GENERATES = ("/v1/completions", "/v1/chat/completions")
 _RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
 _METRICS_S = 2.0  # for the metrics of an instance
@@ -117,7 +117,7 @@ class Proxy:
         else:
             caller = scope.get("state", {}).get("caller")
             share = Share() if caller is None else caller.share
-            count = sequences(body) if path in _GENERATES and share.max_running else 0
+            count = sequences(body) if path in GENERATING and share.max_running else 0
             async with contextlib.AsyncExitStack() as stack:
                 if count:
                     room = stack.enter_async_context(self._ledger.room(share, count))

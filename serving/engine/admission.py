@@ -21,6 +21,7 @@ class Admission:
         self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
+        self._grammars = parts.grammars
         self._bad_words = BadWords(self._tokenizer, self._vocab_size)
 
     def check(
@@ -51,6 +52,9 @@ class Admission:
         """Hand a request to the loop; raises QueueFull, ValueError or EngineDead."""
         try:
             request = with_placed(request, self._images, images, entry)
+            if request.grammar is None and request.sampling.structured_outputs is not None:
+                grammar = self._grammars.of(request.sampling)
+                request = dataclasses.replace(request, grammar=grammar)
             if words := request.sampling.bad_words:
                 request = dataclasses.replace(request, bad_words=self._bad_words.of(words))
             self._loop.submit(

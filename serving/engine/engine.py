@@ -15,6 +15,7 @@ from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
+from lora_jax.memory.arena import ImportedArena
 from serving.api.config import EngineConfig
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
@@ -63,16 +64,20 @@ class Engine:
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         *,
         lora_server: ServerAccess | None = None,
+        backbone: ImportedArena | None = None,
         **fields: Any,
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
-        With `lora_server` the experts' part of LoRA adapters is there. Raises ValueError for a
+        With `lora_server` the experts' part of LoRA adapters is there; with `backbone` the weights
+        stay in another process's memory, which the engine reads. Raises ValueError for a
         config, model or adapter that cannot be served, and ConnectionError when the server cannot
         be reached or does not fit.
         """
         self.config = EngineConfig(model=os.fspath(model), **fields)
-        self._parts: EngineParts = build_parts(self.config, dict(adapters or {}), lora_server)
+        self._parts: EngineParts = build_parts(
+            self.config, dict(adapters or {}), lora_server, backbone
+        )
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
         self.tokenizer = self._parts.tokenizer
@@ -242,7 +247,7 @@ class Engine:
             deadline_s=deadline,
             cache_salt=cache_salt,
             share=share or Share(),
-            grammar=grammar or self.grammars.of(sampling),
+            grammar=grammar,
         )
         self._admission.queue(request, entry, images)
         return request.request_id

@@ -17,13 +17,14 @@ from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.config import ModelConfig
+from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops import dispatch
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
-from serving.api.load_format import WeightSource, weight_source
+from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
 from serving.engine.draft_metrics import DraftCollector
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
@@ -32,6 +33,7 @@ from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
+from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
 from serving.engine.version_metrics import ShareCollector
@@ -77,10 +79,12 @@ def build_parts(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
     access: ServerAccess | None = None,
+    backbone: ImportedArena | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
-    With `access` the experts' part of LoRA adapters is on a LoRA Server. Raises ValueError for a
+    With `access` the experts' part of LoRA adapters is on a LoRA Server, with `backbone` the
+    weights are another process's. Raises ValueError for a
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
@@ -94,6 +98,8 @@ def build_parts(
             "speculative_config is for engines that compute all of an adapter: leave it out, or "
             "keep the adapters on the instances instead of a LoRA Server."
         )
+    if backbone is not None:
+        config = check_backbone(config, access is not None)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -103,7 +109,7 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    source = weight_source(config.load_format)
+    source = source_of(config, backbone)
     model, model_config, dtype = _load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)

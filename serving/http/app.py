@@ -18,6 +18,7 @@ from serving.http.routes import (
     docs,
     health,
     models,
+    responses,
     rollouts,
     tokenize,
 )
@@ -51,7 +52,7 @@ def create_app(
     )
     server = Server.build(engine, settings, journal)
     app.state.server = server
-    for room in (models, completions, chat, tokenize, adapters, rollouts, health):
+    for room in (models, completions, chat, responses, tokenize, adapters, rollouts, health):
         app.include_router(room.router)
     if settings.docs:
         app.include_router(docs.router)

@@ -37,6 +37,8 @@ WITHOUT_MODULE = {
 }
 # A concern of a module whose own test file would be long.
 PARTS = {
+    "test_config_quantization.py",
+    "serving/engine/test_engine_answers.py",
     "serving/cluster/test_front_faults.py",
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",

@@ -15,6 +15,7 @@ from serving.http.answers.generation import ClientGone, Generation, Piece, usage
 from serving.http.answers.json_pieces import json_response
 from serving.http.answers.logprobs import token_text
 from serving.http.answers.streaming import EventStream
+from serving.http.errors import ApiError
 from serving.http.interface import AbstractTokenizer
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.model_names import Target
@@ -31,6 +32,48 @@ class AbstractAnswer(ABC):
     """Builds the JSON of one answer from pieces; use it either whole or as chunks."""
 
     prefix: str
+    stream_type: type[EventStream] = EventStream
+
+    def __init__(self, generation: Generation, model: str):
+        self.generation, self.model = generation, model
+        self.usage = usage_of(generation)
+        self.id = f"{self.prefix}{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.headers: dict[str, str] = {}
+
+    def served_by(self, target: Target) -> None:
+        """Let the answer name the version of an adapter that gives it; others stay as they are."""
+        if target.version is not None:
+            self.headers["X-Adapter-Version"] = target.version
+
+    @abstractmethod
+    def first(self) -> list[dict[str, Any]]:
+        """Return the chunks that come before any text."""
+
+    @abstractmethod
+    def of(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of one piece."""
+
+    @abstractmethod
+    def last(self) -> list[dict[str, Any]]:
+        """Return the chunks that come after the text."""
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """Return the chunks that end a stream whose answer failed."""
+        return [error.body()]
+
+    @abstractmethod
+    def add(self, piece: Piece) -> None:
+        """Keep a piece for the whole answer."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+
+class AbstractChoices(AbstractAnswer):
+    """An answer with a list of choices."""
+
     whole_object: str
     chunk_object: str
 
@@ -42,9 +85,8 @@ class AbstractAnswer(ABC):
         tokenizer: AbstractTokenizer,
         settings: HttpSettings | None = None,
     ):
+        super().__init__(generation, model)
         settings = settings or HttpSettings()
-        self.generation, self.model = generation, model
-        self.usage = usage_of(generation)
         as_ids = body.return_tokens_as_token_ids
         self.text_of = token_text(tokenizer, settings.tokens_as_ids if as_ids is None else as_ids)
         self.return_token_ids = bool(body.return_token_ids)
@@ -52,19 +94,12 @@ class AbstractAnswer(ABC):
         wanted = bool(options and options.include_usage)
         self._include_usage = wanted or settings.force_include_usage
         self._continuous = bool(options and options.continuous_usage_stats) and self._include_usage
-        self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self._head = {
-            "id": self.id,
-            "created": int(time.time()),
-            "model": model,
-        }
-        self.headers: dict[str, str] = {}
+        self._head = {"id": self.id, "created": self.created, "model": model}
         self._pieces: dict[int, list[Piece]] = {i: [] for i in range(generation.num_choices)}
 
     def served_by(self, target: Target) -> None:
-        """Let the answer name the version of an adapter that gives it; others stay as they are."""
-        if target.version is not None:
-            self.headers["X-Adapter-Version"] = target.version
+        """Let the answer also have the version's digest."""
+        super().served_by(target)
         if target.version is not None and target.entry is not None:
             self._head["system_fingerprint"] = target.entry.digest[:12]
 
@@ -77,16 +112,13 @@ class AbstractAnswer(ABC):
         """Return the choice of one chunk, or None when there is nothing to send."""
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the chunks that come before any text."""
         return []
 
     def add(self, piece: Piece) -> None:
-        """Keep a piece for the whole answer."""
         self.usage.add(piece)
         self._pieces[piece.index].append(piece)
 
     def whole(self) -> dict[str, Any]:
-        """Return the whole answer."""
         choices = [self.whole_choice(i, pieces) for i, pieces in self._pieces.items()]
         head = {"object": self.whole_object, "system_fingerprint": None, **self._head}
         return head | {"choices": choices, "usage": self.usage.as_json()}
@@ -97,7 +129,6 @@ class AbstractAnswer(ABC):
         return chunk | {"usage": self.usage.as_json()} if self._continuous else chunk
 
     def of(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of one piece."""
         self.usage.add(piece)
         choice = self.chunk_choice(piece)
         return [] if choice is None else [self.chunk([choice])]
@@ -117,7 +148,7 @@ async def respond(
     if server.settings.log_requests:
         logger.info("%s", request_line(request, answer, stream))
     if stream:
-        return EventStream(answer.generation, answer, silence_s, answer.headers)
+        return answer.stream_type(answer.generation, answer, silence_s, answer.headers)
     pieces = answer.generation.pieces(request.receive, silence_s)
     try:
         async with contextlib.aclosing(pieces):

@@ -1,8 +1,16 @@
 """Parts of a chat answer in its text, as it comes: thoughts, content and calls of tools."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+from serving.api.request import FinishReason
 from serving.http.answers.call_parsers import CALL_PARSERS
+from serving.http.answers.generation import Generation
+from serving.http.answers.tool_calls import ToolCallReader, joined
+from serving.http.requests.protocol import ChatBody
+from serving.http.requests.tools import auto_parser, demanded_calls
+from serving.http.settings import HttpSettings
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -76,16 +84,25 @@ class ThoughtReader:
 
 
 class MessageReader:
-    """Reads the text of one choice: thoughts first, then content and calls."""
+    """Reads the text of one choice: thoughts first, then content and calls; or demanded calls."""
 
     def __init__(
-        self, parser: str | None, reasoning: str | None, *, thinks: bool = False, parallel: bool
+        self,
+        parser: str | None,
+        reasoning: str | None,
+        *,
+        thinks: bool = False,
+        parallel: bool,
+        demanded: str | None = None,
     ):
         """`parser` and `reasoning` name formats, None: there are none of their kind.
 
         `thinks`: the prompt ends with the opening tag of thoughts; without `parallel` the first
-        call is the only one.
+        call is the only one. With `demanded` the text is calls by a grammar: of the function of
+        that name, or ("") of any.
         """
+        self._demanded = None if demanded is None else ToolCallReader(demanded)
+        self._is_one = bool(demanded)
         self._calls = None if parser is None else CALL_PARSERS[parser]()
         self._thoughts = None if reasoning is None else ThoughtReader(thinks)
         self._parallel = parallel
@@ -93,11 +110,16 @@ class MessageReader:
     @property
     def calls(self) -> list[Any]:
         """The calls so far."""
+        if self._demanded is not None:
+            return self._demanded.calls
         calls = [] if self._calls is None else self._calls.calls
         return calls if self._parallel else calls[:1]
 
     def feed(self, text: str, ends: bool) -> dict[str, Any]:
         """Return the delta of a message that a piece brings; `ends`: it is the last piece."""
+        if self._demanded is not None:
+            demanded = joined(self._demanded.feed(text))
+            return {"tool_calls": demanded} if demanded else {}
         thoughts, content = "", text
         if self._thoughts is not None:
             thoughts, content = self._thoughts.feed(text, ends)
@@ -114,8 +136,32 @@ class MessageReader:
         """Return the message of a whole text; `echo` comes before its content."""
         read = self.feed(text, ends=True)
         calls = [call.as_json() for call in self.calls]
+        if self._demanded is not None:
+            return {"content": None, "tool_calls": calls}
         content = echo + read.get("content", "")
         message: dict[str, Any] = {"content": content or None if calls else content}
         if self._thoughts is not None:
             message["reasoning_content"] = read.get("reasoning_content")
         return message | ({"tool_calls": calls} if calls else {})
+
+    def finish(self, reason: FinishReason | None) -> str | None:
+        """Return why a chat's choice ended; as vLLM has it, one demanded function just stops."""
+        if reason is not FinishReason.STOP or self._is_one:
+            return reason
+        return "tool_calls" if self.calls else reason
+
+
+def reader_of(
+    body: ChatBody, settings: HttpSettings, generation: Generation
+) -> Callable[[], MessageReader]:
+    """Return what makes a reader for each choice of a chat that is in the engine."""
+    demanded = demanded_calls(body)
+    is_bound = generation.samplings[0].structured_outputs is not None
+    return functools.partial(
+        MessageReader,
+        auto_parser(body, settings.auto_call_parser),
+        None if is_bound else settings.reasoning_parser,
+        thinks=(generation.prompts[0].text or "").rstrip().endswith("<think>"),
+        parallel=body.parallel_tool_calls is not False,
+        demanded=None if demanded is None else demanded.name,
+    )

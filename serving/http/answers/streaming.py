@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http.answers.generation import ClientGone, Generation, Piece
 from serving.http.answers.json_pieces import dumps
-from serving.http.errors import from_exception, logger
+from serving.http.errors import ApiError, from_exception, logger
 from serving.http.lanes import Lane, run_in
 
 DONE = b"data: [DONE]\n\n"
@@ -26,6 +26,8 @@ class Chunks(Protocol):
 
     def last(self) -> list[dict[str, Any]]: ...
 
+    def failed(self, error: ApiError) -> list[dict[str, Any]]: ...
+
 
 def event(data: dict[str, Any]) -> bytes:
     """Return one event as it goes over the wire."""
@@ -36,6 +38,7 @@ class EventStream(Response):
     """A generation as a stream; it is aborted when the client goes or sending fails."""
 
     media_type = "text/event-stream"
+    end = DONE
 
     def __init__(
         self,
@@ -50,6 +53,10 @@ class EventStream(Response):
         self._generation, self._chunks = generation, chunks
         self._keep_alive_s = keep_alive_s
 
+    def frame(self, chunk: dict[str, Any]) -> bytes:
+        """Return a chunk as it goes over the wire."""
+        return event(chunk)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_bytes(data: bytes, more: bool = True) -> None:
             if data or not more:
@@ -59,9 +66,9 @@ class EventStream(Response):
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send_bytes(b"".join(map(event, self._chunks.first())))
+            await send_bytes(b"".join(map(self.frame, self._chunks.first())))
             await self._send_pieces(receive, send_bytes)
-            await send_bytes(DONE, more=False)
+            await send_bytes(self.end, more=False)
         except (ClientGone, OSError):
             return
         finally:
@@ -71,7 +78,7 @@ class EventStream(Response):
         """Return the events of some pieces; those with a long prompt are made in a thread."""
 
         def make() -> bytes:
-            return b"".join(event(c) for piece in batch for c in self._chunks.of(piece))
+            return b"".join(self.frame(c) for piece in batch for c in self._chunks.of(piece))
 
         if sum(len(piece.delta.prompt_logprobs or ()) for piece in batch) <= _SHORT:
             return make()
@@ -85,11 +92,20 @@ class EventStream(Response):
                     data = await self._events(batch)
                     if data or not batch:
                         await send_bytes(data or KEEP_ALIVE)
-            await send_bytes(b"".join(map(event, self._chunks.last())))
+            await send_bytes(b"".join(map(self.frame, self._chunks.last())))
         except (ClientGone, OSError):
             raise
         except Exception as error:
             answer = from_exception(error)
             if answer.status == 500:
                 logger.error("A stream failed: %s", type(error).__name__)
-            await send_bytes(event(answer.body()))
+            await send_bytes(b"".join(map(self.frame, self._chunks.failed(answer))))
+
+
+class NamedEventStream(EventStream):
+    """A stream whose events have names and which ends with the last of them."""
+
+    end = b""
+
+    def frame(self, chunk: dict[str, Any]) -> bytes:
+        return b"event: %b\n%b" % (chunk["type"].encode(), event(chunk))

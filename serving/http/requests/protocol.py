@@ -163,6 +163,43 @@ class ChatBody(GenerationBody, TemplateFields):
     top_logprobs: int | None = None
 
 
+class ReasoningOptions(Body):
+    """Options of a response's thoughts."""
+
+    effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    summary: Annotated[str, StringConstraints(max_length=32)] | None = None
+
+
+class TextOptions(Body):
+    """Options of a response's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[str, StringConstraints(max_length=32)] | None = None
+
+
+class ResponsesBody(Body):
+    """Body of POST /v1/responses. Sampling fields of chats that are not named here work too."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    input: str | Quick[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: Annotated[list[str], Field(max_length=16, fail_fast=True)] | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: Quick[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    truncation: Annotated[str, StringConstraints(max_length=32)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+
+
 class TokenizeBody(TemplateFields):
     """Body of POST /tokenize: a prompt or messages."""
 
@@ -214,7 +251,13 @@ class RolloutBody(Body):
     guard: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
 
-BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+BODIES: tuple[type[Body], ...] = (
+    CompletionBody,
+    ChatBody,
+    ResponsesBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 NAMES_ONLY: tuple[type[Body], ...] = (
     LoadAdapterBody,
     UnloadAdapterBody,

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from serving.http.access.auth import caller_of
-from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
+from serving.http.answers.answers import AbstractChoices, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import CompletionLogprobs, prompt_logprobs
 from serving.http.interface import AbstractTokenizer
@@ -45,10 +45,10 @@ async def create_completion(request: Request) -> Response:
     return await respond(request, server, answer, body.stream)
 
 
-class CompletionAnswer(AbstractAnswer):
+class CompletionAnswer(AbstractChoices):
     """`text_completion` objects; a choice's first piece brings the prompt when it is echoed."""
 
-    prefix = "cmpl"
+    prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
 

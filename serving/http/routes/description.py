@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from serving.http.access.observe import GENERATING
 from serving.http.errors import TYPES
 from serving.http.requests.protocol import body_schemas
 
@@ -13,7 +14,6 @@ _WITH_NAME = (400, 403, 404)
 _SGLANG = ("/load_lora_adapter", "/unload_lora_adapter")  # their errors have SGLang's form
 _CHECKS = ("/health", "/ping", "/ready")  # which may answer that the server is not well
 _ROLLOUTS = "/v1/adapters/{name}/roll"
-_STREAMS = ("/v1/completions", "/v1/chat/completions")
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -57,5 +57,5 @@ def _add_errors(path: str, operation: dict[str, Any]) -> None:
     for status in sorted(statuses):
         content = {"application/json": {"schema": form}}
         responses[str(status)] = {"description": TYPES[status], "content": content}
-    if path in _STREAMS:
+    if path in GENERATING:
         responses["200"]["content"]["text/event-stream"] = {"schema": {}}

@@ -112,7 +112,19 @@ class _Imported(AbstractCalledConnector):
             _close(fds)
 
 
-class _DeviceMemory(AbstractTransport[DeviceServer]):
+class AbstractDeviceTransport(AbstractTransport[DeviceServer]):
+    """Set-up between devices: the server has the slots, and a connection says who has gone."""
+
+    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
+        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
+        del channel  # the server's own, or the world's
+        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
+
+    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
+        return wait_for_end
+
+
+class _DeviceMemory(AbstractDeviceTransport):
     """The server makes both slots, each in the memory of its receiver's device."""
 
     num_fds = 2
@@ -123,16 +135,8 @@ class _DeviceMemory(AbstractTransport[DeviceServer]):
     def greeting(self) -> dict[str, object]:
         return {"device": self._endpoints.identity}
 
-    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
-        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
-        del channel  # the server's own
-        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
-
     def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
         return fds[0], fds[1]
-
-    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
-        return wait_for_end
 
 
 def _close(fds: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ says when the other side has gone. A process that has ended does not come back i
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from serving.lora_server.transport import handshake
@@ -15,11 +15,11 @@ from serving.lora_server.transport.client_base import AbstractConnector
 from serving.lora_server.transport.compatibility import Terms
 from serving.lora_server.transport.device_client import AbstractCalledConnector, DeviceClient
 from serving.lora_server.transport.device_endpoints import Channel, DeviceEndpoints
+from serving.lora_server.transport.device_memory import AbstractDeviceTransport
 from serving.lora_server.transport.device_server import DeviceServer
-from serving.lora_server.transport.handshake import AbstractTransport
 from serving.lora_server.transport.shapes import Shapes
 from serving.lora_server.transport.slots import Joined
-from serving.lora_server.transport.socket_messages import Address, Guest, owned, wait_for_end
+from serving.lora_server.transport.socket_messages import Address, owned
 from serving.lora_server.transport.tcp import NO_SECRET, Tcp
 
 _NO_DESCRIPTOR = -1
@@ -91,7 +91,7 @@ class _Numbered(AbstractCalledConnector):
             raise TransportError(str(error)) from error
 
 
-class _Symmetric(AbstractTransport[DeviceServer]):
+class _Symmetric(AbstractDeviceTransport):
     """Nothing is sent but numbers."""
 
     num_fds = 0
@@ -104,13 +104,5 @@ class _Symmetric(AbstractTransport[DeviceServer]):
     def greeting(self) -> dict[str, object]:
         return {"device": self._endpoints.next_turn()}
 
-    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
-        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
-        del channel  # the world's own
-        return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
-
     def client_slots(self, terms: Terms, fds: list[int]) -> tuple[int, int]:
         return _NO_DESCRIPTOR, _NO_DESCRIPTOR
-
-    def client_stay(self, terms: Terms, joined: Joined) -> Callable[[socket.socket], None]:
-        return wait_for_end

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lora_jax.adapters import reader
+from lora_jax.adapters.adapter_folders import AdapterFolders
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.host_room import HostShare, copies_of, make_room
@@ -69,13 +70,11 @@ class AdapterRegistry:
         device (AbstractAllocator.check_fits). `keep` returns what of an adapter stays here, and
         what `check` and the limits are asked about. `read` is reader.read or another of its kind.
         """
-        self._catalogue = catalogue
         self._base_names = base_names
-        self._root = Path(lora_dir) if lora_dir is not None else None
         self._limits = limits or RegistryLimits()
-        self._check = check or (lambda weights: None)
-        self._keep = keep or (lambda weights: weights)
-        self._read_folder = read
+        root = Path(lora_dir) if lora_dir is not None else None
+        sources = catalogue, base_names, root, self._limits
+        self._folders = AdapterFolders(*sources, check=check, keep=keep, read=read)
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one explicit load at a time
@@ -120,7 +119,7 @@ class AdapterRegistry:
         self._check_name(name)
         with self._loading, self._turns.turn(name):
             self._check_free(name, replace)
-            folder = self._folder(path, confined)
+            folder = self._folders.folder(path, confined)
             given = {"digest": digest or "", "limited": digest is None}
             return self._read_in(name, folder, confined, pinned=pinned, **given)
 
@@ -135,10 +134,12 @@ class AdapterRegistry:
                 for name in names:
                     self._check_name(name)
                 folders = [Path(paths[name]) for name in names]
-                read = pool.map(lambda name, folder: self._read(name, folder, None), names, folders)
+                read = pool.map(
+                    lambda name, folder: self._read(name, folder, False), names, folders
+                )
                 for name, folder, weights in zip(names, folders, read, strict=True):
                     self._check_free(name, replace=False)
-                    self._publish(self._entry(name, weights, folder, confined=False))
+                    self._publish(self._folders.entry(name, weights, folder, confined=False))
 
     def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
@@ -181,7 +182,7 @@ class AdapterRegistry:
         try:
             return self.get(name)
         except AdapterNotFound:
-            on_use = self._root is not None and NAME.fullmatch(name)
+            on_use = self._folders.has_root and NAME.fullmatch(name)
             if name not in self._evicted and (not on_use or name in self._base_names):
                 raise
             if name in self.refused:
@@ -191,7 +192,7 @@ class AdapterRegistry:
                 return self.get(name)  # another thread may have loaded it meanwhile
             except AdapterNotFound:
                 before = self._evicted.get(name)
-                if before is None and not (self._root is not None and (self._root / name).is_dir()):
+                if before is None and not self._folders.has(name):
                     raise
             self._failures.check(name)
             try:
@@ -244,7 +245,7 @@ class AdapterRegistry:
     ) -> AdapterEntry:
         """Read `lora_dir/name`, or again what was evicted."""
         if before is None:
-            folder = self._folder(name, True)
+            folder = self._folders.folder(name, True)
             return self._read_in(name, folder, True, explicit=False, share=share)
         how = {"explicit": before.explicit, "share": share, "digest": before.digest}
         if before.explicit:  # no caller's limit counts it
@@ -267,70 +268,25 @@ class AdapterRegistry:
         if limited:
             with self._lock:
                 self._rate.take()
-        weights = self._read(name, folder, self._root if confined else None)
+        weights = self._read(name, folder, confined)
         if digest and weights.digest != digest:
             raise AdapterRejected(
                 f"Adapter {name!r}: its files have changed since it was loaded; load it again "
                 "in place, or unload it first."
             )
-        return self._publish(self._entry(name, weights, folder, confined, pinned, explicit), share)
+        entry = self._folders.entry(name, weights, folder, confined, pinned, explicit)
+        return self._publish(entry, share)
 
-    def _folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
-        if not confined:
-            return Path(path)
-        if self._root is None:
-            raise AdapterRejected("Loading by path needs an adapter directory on the server.")
-        return self._root / path
-
-    def _shown_path(self, folder: Path, confined: bool) -> str:
-        real = Path(os.path.realpath(folder))
-        if not confined or self._root is None:
-            return real.name
-        return real.relative_to(os.path.realpath(self._root)).as_posix()
-
-    def _read(self, name: str, folder: Path, root: Path | None) -> AnyWeights:
-        limits = reader.AdapterReadLimits(
-            max_file_bytes=self._limits.max_file_bytes, max_rank=self._limits.max_rank
-        )
+    def _read(self, name: str, folder: Path, confined: bool) -> AnyWeights:
         try:
-            weights = self._read_folder(
-                folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
-            )
-            with self._lock:
-                self._ledger.read(weights.digest)
-            weights = self._keep(weights)
-            self._check(weights)
+            return self._folders.read(name, folder, confined, self._note_read)
         except FileNotFoundError as error:
             names = tuple(entry.name for entry in self.entries())
             raise AdapterNotFound(name, names, str(error)) from None
-        except OSError as error:
-            raise AdapterRejected(f"Adapter {name!r}: {error.strerror}.") from None
-        except ValueError as error:
-            raise AdapterRejected(f"Adapter {name!r}: {error}") from None
-        return weights
 
-    def _entry(
-        self,
-        name: str,
-        weights: AnyWeights,
-        folder: Path,
-        confined: bool,
-        pinned: bool = False,
-        explicit: bool = True,
-    ) -> AdapterEntry:
-        """Return an entry that is not published yet and so has no generation."""
-        return AdapterEntry(
-            name=name,
-            kind=weights.report.kind,
-            digest=weights.digest,
-            generation=0,
-            weights=weights,
-            pinned=pinned,
-            path=self._shown_path(folder, confined),
-            folder=os.path.realpath(folder),
-            confined=confined,
-            explicit=explicit,
-        )
+    def _note_read(self, weights: AnyWeights) -> None:
+        with self._lock:
+            self._ledger.read(weights.digest)
 
     def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> AdapterEntry:
         """Make room for the entry and put it in place as the last act; return what is there."""

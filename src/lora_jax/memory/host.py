@@ -33,8 +33,12 @@ _PROTECTION = {
 }
 _MAP_FIXED = 0x10  # Linux; the mmap module does not name them
 _MAP_NORESERVE = 0x4000
+_FAILED = ctypes.c_void_p(-1).value
 _FILE_NAME = "lora_jax_pages"  # in the list of the process's mappings
+_MREMAP_FIXED = 0x02 | 0x01  # MAYMOVE and FIXED
 _PUNCH_HOLE = 0x02 | 0x01  # and the file keeps its size, as it must
+_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it
+_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
@@ -47,6 +51,14 @@ def _libc() -> ctypes.CDLL:
         *(ctypes.c_int,) * 3,
         ctypes.c_long,
     ]
+    libc.mremap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -54,7 +66,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _new_memfd() -> int:
-    return os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
+    return os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _error(what: str, code: int) -> Exception:
@@ -78,6 +90,7 @@ class _File:
     fd: int
     pages: int = 0
     end: int = 0
+    window: int | None = None  # address of all of a sealed file's bytes, writable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +109,12 @@ class HostMemory(AbstractVirtualMemory):
     pages; a page that goes leaves a hole in it, which takes no memory and no other page's bytes
     ever. An exported descriptor stands at its page's offset, and whoever has it can read the file's
     other pages too: export to processes that may.
+
+    The first export seals the file: from then on the kernel refuses every write and every new
+    writable map of it, also by a descriptor that the importer opens again for writing by way of
+    /proc. The exporter keeps one mapping from before, and copies parts of it to where its pages
+    are mapped. A sealed file takes no more pages and has no holes: pages created later lie in
+    another one, and its memory returns with its last page.
     """
 
     def __init__(self, holes: Literal["zero", "none"] = "zero", *, device: int = 0):
@@ -111,7 +130,8 @@ class HostMemory(AbstractVirtualMemory):
         self._hole = Access.READ if holes == "zero" else Access.NONE
         self._ledger = AddressLedger(mmap.PAGESIZE)
         self._lock = threading.Lock()
-        self._own: _File | None = None  # while there are pages of our own
+        self._own: _File | None = None  # takes new pages
+        self._sealed: list[_File] = []  # the exported ones
         self._imported: dict[tuple[int, int], _File] = {}  # by device and inode
         self._places: dict[int, _Place] = {}  # by handle
         self._handles = itertools.count(1)
@@ -154,7 +174,8 @@ class HostMemory(AbstractVirtualMemory):
             self._ledger.check_unused(handle)
             place, page = self._places[handle], self._ledger.pages[handle]
             last = place.file.pages == 1
-            if not (page.imported or last):  # a file that is closed takes all its bytes along
+            # A file that is closed takes all its bytes along; a sealed one keeps them until then.
+            if not (page.imported or last or place.file.window):
                 self._punch_hole(place, page.num_bytes)
             self._ledger.forget_page(handle)
             del self._places[handle]
@@ -193,11 +214,31 @@ class HostMemory(AbstractVirtualMemory):
         with self._lock:
             self._ledger.find_page(handle)
             place = self._places[handle]
-            # Opened anew for reading only: the kernel refuses a writable map of this descriptor.
             path = f"/proc/self/fd/{place.file.fd}"
             fd = _call(f"export page {handle}", lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                if place.file is self._own:
+                    self._seal(place.file)
+            except BaseException:
+                os.close(fd)
+                raise
             os.lseek(fd, place.offset, os.SEEK_SET)
             return fd
+
+    def _seal(self, file: _File) -> None:
+        """Let no one write the file any more but by mappings that are copies of the window."""
+        shared = mmap.MAP_SHARED | _MAP_NORESERVE
+        protection = _PROTECTION[Access.READ_WRITE]
+        window = self._libc.mmap(None, file.end, protection, shared, file.fd, 0)
+        if window is None or window == _FAILED:
+            raise _error(f"export: map {file.end} bytes", ctypes.get_errno())
+        try:
+            _call("export: seal", lambda: fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS))
+        except BaseException:
+            self._libc.munmap(window, file.end)
+            raise
+        file.window, self._own = window, None
+        self._sealed.append(file)
 
     def import_fd(self, fd: int, num_bytes: int) -> int:
         self._ledger.check_size("import_fd", num_bytes)
@@ -234,9 +275,10 @@ class HostMemory(AbstractVirtualMemory):
         return foreign_array(address, shape, dtype, (CPU, self._device))
 
     def usage(self) -> Usage:
-        """Created: blocks of the file. Mapped: files' lines in the process's memory map."""
+        """Created: blocks of our files. Mapped: files' lines in the process's memory map."""
         with self._lock:
-            created = os.fstat(self._own.fd).st_blocks * 512 if self._own else 0
+            own = [*self._sealed, *([self._own] if self._own else [])]
+            created = sum(os.fstat(file.fd).st_blocks * 512 for file in own)
             mapped = 0
             with open("/proc/self/maps") as lines:
                 for line in lines:
@@ -255,6 +297,9 @@ class HostMemory(AbstractVirtualMemory):
     def _forget_file(self, file: _File) -> None:
         if file is self._own:
             self._own = None
+        elif file.window is not None:
+            self._libc.munmap(file.window, file.end)
+            self._sealed = [f for f in self._sealed if f is not file]
         else:
             self._imported = {key: f for key, f in self._imported.items() if f is not file}
         os.close(file.fd)
@@ -266,16 +311,24 @@ class HostMemory(AbstractVirtualMemory):
 
     def _mmap_page(self, address: int, num_bytes: int, access: Access, page: _Place) -> int:
         """Map a part of a file over reserved addresses; return 0 or the error's number."""
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        where = page.file.fd, page.offset
-        mapped = self._libc.mmap(address, num_bytes, _PROTECTION[access], flags, *where)
-        return 0 if mapped == address else ctypes.get_errno()
+        protection = _PROTECTION[access]
+        if page.file.window is None:
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            where = page.file.fd, page.offset
+            mapped = self._libc.mmap(address, num_bytes, protection, flags, *where)
+            return 0 if mapped == address else ctypes.get_errno()
+        source = page.file.window + page.offset
+        # An old size of 0 leaves the shared mapping where it is and makes another one of it.
+        mapped = self._libc.mremap(source, 0, num_bytes, _MREMAP_FIXED, address)
+        if mapped == address and not self._libc.mprotect(address, num_bytes, protection):
+            return 0
+        return ctypes.get_errno()
 
     def _mmap_hole(self, address: int | None, num_bytes: int, what: str) -> int:
         """Return the address of a range without pages; at `address` it replaces what is there."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         flags |= 0 if address is None else _MAP_FIXED
         mapped = self._libc.mmap(address, num_bytes, _PROTECTION[self._hole], flags, -1, 0)
-        if mapped is None or mapped == ctypes.c_void_p(-1).value:
+        if mapped is None or mapped == _FAILED:
             raise _error(what, ctypes.get_errno())
         return mapped

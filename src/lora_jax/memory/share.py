@@ -1,14 +1,11 @@
 """A weight tensor's pages, shown read-only to another process over a Unix socket, in one shot.
 
-The message is a header, 8 bytes of length and that much JSON, then one byte per batch of
-descriptors (SCM_RIGHTS). Who may connect is the business of whoever opened the socket.
+`wire` says how the message looks.
 """
 
 import dataclasses
 import itertools
-import json
 import math
-import os
 import socket
 from collections.abc import Iterator
 
@@ -17,14 +14,16 @@ import numpy as np
 from lora_jax.memory.pool import Block, PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.memory.weight_tensor import WeightTensor
+from lora_jax.memory.wire import (
+    BATCH,
+    ShareError,
+    close_all,
+    receive_fds,
+    receive_header,
+    send_fds,
+    send_header,
+)
 from lora_jax.typing import Array
-
-_BATCH = 250  # Linux carries at most 253 descriptors in a message
-_LONGEST_HEADER = 1 << 24
-
-
-class ShareError(ConnectionError):
-    """The other side went away in the middle, or did not speak as this module does."""
 
 
 class Lease:
@@ -59,9 +58,8 @@ def export_tensor(connection: socket.socket, tensor: WeightTensor) -> Lease:
         "mapped": _spans(mapped),
     }
     try:
-        text = json.dumps(header).encode()
-        connection.sendall(len(text).to_bytes(8, "little") + text)
-        for batch in itertools.batched(blocks.values(), _BATCH):
+        send_header(connection, header)
+        for batch in itertools.batched(blocks.values(), BATCH):
             _send_blocks(connection, tensor.pool.memory, batch)
     except BaseException:
         lease.close()
@@ -75,10 +73,9 @@ def _send_blocks(
     fds: list[int] = []
     try:
         fds += (memory.export_fd(block.handle) for block in blocks)
-        socket.send_fds(connection, [b"\0"], fds)
+        send_fds(connection, fds)
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +155,7 @@ def import_tensor(connection: socket.socket, memory: AbstractVirtualMemory) -> I
     header = _receive_header(connection)
     handles: list[int] = []
     try:
-        for batch in itertools.batched(header.blocks, _BATCH):
+        for batch in itertools.batched(header.blocks, BATCH):
             sizes = [len(block) * header.page_bytes for block in batch]
             handles += _receive_blocks(connection, memory, sizes)
     except BaseException:
@@ -169,11 +166,9 @@ def import_tensor(connection: socket.socket, memory: AbstractVirtualMemory) -> I
 
 
 def _receive_header(connection: socket.socket) -> _Header:
-    length = int.from_bytes(_receive(connection, 8), "little")
-    if length > _LONGEST_HEADER:
-        raise ShareError(f"a header of {length} bytes is not one of ours")
+    fields = receive_header(connection)
     try:
-        return _parse(json.loads(_receive(connection, length)))
+        return _parse(fields)
     except (KeyError, TypeError, ValueError) as error:
         raise ShareError(f"the header cannot be read: {error!r}") from error
 
@@ -194,11 +189,9 @@ def _receive_blocks(
     connection: socket.socket, memory: AbstractVirtualMemory, sizes: list[int]
 ) -> list[int]:
     """Return handles of one batch of blocks of so many bytes; the descriptors are closed again."""
-    data, fds, _, _ = socket.recv_fds(connection, 1, _BATCH, socket.MSG_CMSG_CLOEXEC)
+    fds = receive_fds(connection, len(sizes))
     handles: list[int] = []
     try:
-        if len(data) != 1 or len(fds) != len(sizes):
-            raise ShareError(f"{len(fds)} of {len(sizes)} blocks arrived")
         for fd, num_bytes in zip(fds, sizes, strict=True):
             handles.append(memory.import_fd(fd, num_bytes))
     except BaseException:
@@ -206,19 +199,8 @@ def _receive_blocks(
             memory.destroy_page(handle)
         raise
     finally:
-        for fd in fds:
-            os.close(fd)
+        close_all(fds)
     return handles
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        part = connection.recv(count - len(data))
-        if not part:
-            raise ShareError(f"the connection ended after {len(data)} of {count} bytes")
-        data += part
-    return data
 
 
 def _spans(numbers) -> list[tuple[int, int]]:

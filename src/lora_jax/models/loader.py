@@ -32,21 +32,33 @@ IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases s
 HEAD = "lm_head.weight"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")  # what plain weights are stored in
 _MOST_NAMES = 20  # listed in an error
+Axes = tuple[str | None, ...]  # of a parameter, by their logical names
+Fill = Callable[[Index, np.ndarray], None]  # reads a slice of a tensor into an array
+# Makes the array of a name, shape and dtype, with `Fill` if it wants the files' values.
+Place = Callable[[str, tuple[int, ...], np.dtype, Fill], jax.Array]
 _ALIGNMENT = 64  # jax takes over host memory that is aligned so, without a copy
 
 
 def load(
-    path: str | Path, *, dtype: Any = None, split: Split | None = None, plain: bool = False
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    split: Split | None = None,
+    plain: bool = False,
+    place: Place | None = None,
 ) -> tuple[AbstractCausalLM, ModelConfig]:
     """Return the model of a checkpoint folder, on the devices of a split or on the first.
 
     `dtype` None keeps the checkpoint's (float16 becomes float32, which every device computes).
-    With `plain` no weight stays quantised: all are the values that the files stand for.
+    With `plain` no weight stays quantised: all are the values that the files stand for. `place`
+    makes the arrays of a model on one device somewhere else than in jax's own memory.
 
     Raises:
         ValueError: config or dtype are not supported, or tensors are missing, left over or
             misshapen.
     """
+    if place is not None and split is not None:
+        raise ValueError("weights in a memory of their own are those of one device, without split.")
     folder = Path(path)
     config, files = read_config(folder), Checkpoint(folder)
     kind = model_class(config.model_type)
@@ -57,8 +69,9 @@ def load(
     shapes = {name: stored_shape(param, config) for name, (_, param) in params.items()}
     plan = plan_load(kind.weight_rules(config), shapes, files)
     check_leftovers(plan, files, config)
+    put = functools.partial(_putter, split=split, place=place)
     loaded = [
-        (path, param.replace(read_weight(param, plan[name], files, split, plain=plain)))
+        (path, param.replace(read_weight(param, plan[name], files, put(name), plain=plain)))
         for name, (path, param) in params.items()
     ]
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
@@ -167,35 +180,48 @@ def same_values(first: Source, second: Source, files: Checkpoint) -> bool:
     return True
 
 
+def wanted_dtype(folder: Path, dtype: Any) -> jnp.dtype:
+    """Return the dtype in which `load` makes a folder's model."""
+    if dtype is not None:
+        return supported_dtype(dtype)
+    return checkpoint_dtype(read_config(folder), Checkpoint(folder))
+
+
 def read_weight(
-    param: Any, source: Source, files: Checkpoint, split: Split | None, *, plain: bool
+    param: Any, source: Source, files: Checkpoint, put: Callable[..., jax.Array], *, plain: bool
 ) -> Any:
-    """Return one parameter on its devices: quantised where it may be and the files have it so."""
+    """Return one parameter by `put`: quantised where it may be and the files have it so."""
+    axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
+    stored = source.shape(files)[0] if shape else 0
     form = source.form(files) if param.get_metadata().get("coded") and not plain else None
     if form is None:
-        return read_parameter(param, source, files, split)
-    layout = (param.get_metadata()["logical_axes"], split, source.shape(files)[0])
-    shape, arrays = tuple(param.shape), {}
+        fill = functools.partial(source.read, files)
+        return put("", shape, np.dtype(param.dtype), axes, stored, fill)
+    arrays = {}
     for part, (part_shape, dtype) in form.parts(shape).items():
         fill = functools.partial(source.read_part, files, part)
-        arrays[part] = _on_devices(part_shape, dtype, *layout, fill)
+        arrays[part] = put(part, part_shape, dtype, axes, stored, fill)
     return form.weight(arrays, shape, param.dtype)
 
 
-def read_parameter(param: Any, source: Source, files: Checkpoint, split: Split | None) -> jax.Array:
-    """Return one plain parameter on its devices."""
-    dtype, shape = np.dtype(param.dtype), tuple(param.shape)
-    layout = (param.get_metadata()["logical_axes"], split, source.shape(files)[0] if shape else 0)
-    return _on_devices(shape, dtype, *layout, functools.partial(source.read, files))
+def _putter(name: str, *, split: Split | None, place: Place | None) -> Callable[..., jax.Array]:
+    """Return what makes the arrays of a parameter: `place`, or the devices of a split."""
+
+    def put(part: str, shape: tuple[int, ...], dtype: Any, axes: Axes, stored: int, fill: Fill):
+        if place is not None:
+            return place(f"{name}#{part}" if part else name, shape, np.dtype(dtype), fill)
+        return _on_devices(shape, dtype, axes, split, stored, fill)
+
+    return put
 
 
 def _on_devices(
     shape: tuple[int, ...],
     dtype: np.dtype,
-    axes: tuple[str | None, ...],
+    axes: Axes,
     split: Split | None,
     stored: int,
-    fill: Callable[[Index, np.ndarray], None],
+    fill: Fill,
 ) -> jax.Array:
     """Return an array on its devices, each of which is given its own slice only.
 

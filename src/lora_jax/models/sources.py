@@ -11,13 +11,13 @@ the same leading axes and rows. Sources that change columns have none, and give 
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from lora_jax.models import mxfp4
-from lora_jax.models.checkpoint import Checkpoint, Index
+from lora_jax.models.checkpoint import AbstractTensor, Checkpoint, Index
 from lora_jax.models.quantised.forms import BFLOAT16, E2M1, CodedForm, Form
 
 
@@ -305,27 +305,26 @@ class Mxfp4:
 
     def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
         *lead, columns = index
-        blocks, scales = (files[name] for name in self.names())
-        stored = blocks if part == "codes" else scales
-        tail = stored.shape[len(lead) :]
-        buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
-        stored.read((*lead, *(range(n) for n in tail)), buffer)
-        flat = buffer.reshape(*buffer.shape[: len(lead)], -1)
+        blocks, scales = self.names()
+        stored = _stored_bytes(files[blocks if part == "codes" else scales], lead)
+        flat = stored.reshape(*stored.shape[: len(lead)], -1)
         values = flat if part == "codes" else mxfp4.powers_of_two(flat)
         out[...] = values[..., columns.start : columns.stop : columns.step].astype(out.dtype)
 
     def _read_matrix(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         *lead, columns = index
-        packed = []
-        for name in self.names():
-            stored = files[name]
-            tail = stored.shape[len(lead) :]
-            buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
-            stored.read((*lead, *(range(n) for n in tail)), buffer)
-            packed.append(buffer)
-        values = mxfp4.dequantize(packed[0], packed[1], out.dtype)
+        blocks, scales = (_stored_bytes(files[name], lead) for name in self.names())
+        values = mxfp4.dequantize(blocks, scales, out.dtype)
         values = values[..., columns.start : columns.stop : columns.step]
         out[...] = values.reshape(out.shape)
+
+
+def _stored_bytes(stored: AbstractTensor, lead: Sequence[range]) -> np.ndarray:
+    """Return bytes at an index of the leading axes, the other axes whole."""
+    tail = stored.shape[len(lead) :]
+    buffer = np.empty((*(len(r) for r in lead), *tail), np.uint8)
+    stored.read((*lead, *(range(n) for n in tail)), buffer)
+    return buffer
 
 
 @dataclasses.dataclass(frozen=True)

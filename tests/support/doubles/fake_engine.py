@@ -276,6 +276,21 @@ class FakeEngine:
         self.alive = False
 
 
+class SayingEngine(FakeEngine):
+    """Answers with a text, a character a piece."""
+
+    def __init__(self, said: str, reason: FinishReason = FinishReason.STOP):
+        super().__init__(max_model_len=4096)
+        self.said, self.reason = said, reason
+
+    def _deltas(self, given: SimpleNamespace, index: int):
+        top = given.sampling.logprobs
+        for char in self.said:
+            scored = () if top is None else (score(ord(char), top),)
+            yield OutputDelta(given.id, index, char, (ord(char),), logprobs=scored)
+        yield OutputDelta(given.id, index, "", (257,), finish_reason=self.reason)
+
+
 def letters(prompt: list[int], adapter: str | None, index: int, count: int) -> list[int]:
     """The tokens of an answer: a pure function of what was asked."""
     start = sum(prompt) + sum((adapter or "").encode()) + index

@@ -61,6 +61,51 @@ def test_chat_and_its_stream_agree(client, adapters):
     assert streamed == whole.choices[0].message.content
 
 
+def test_response_and_its_stream_agree(client, adapters):
+    request = {
+        "model": adapters[0],
+        "instructions": "Answer.",
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}],
+        "max_output_tokens": 16,
+        "temperature": 0,
+    }
+    whole = client.responses.create(**request)
+    assert whole.output_text == whole.output[0].content[0].text
+    with client.responses.stream(**request) as stream:
+        told = list(stream)
+    kinds, final = [event.type for event in told], told[-1].response
+    assert final.output_text == whole.output_text
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == f"response.{whole.status}"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    events = list(client.responses.create(**request, stream=True))
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == whole.output_text
+
+
+def test_a_response_calls_a_function_and_takes_its_output(client, adapters):
+    parameters = {
+        "type": "object",
+        "properties": {"what": {"type": "string", "maxLength": 8}},
+        "required": ["what"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "name": "play", "parameters": parameters, "strict": True}]
+    asked = {"role": "user", "content": "Play jazz"}
+    request = {"model": adapters[0], "tools": tools, "max_output_tokens": 64, "temperature": 0}
+    first = client.responses.create(input=[asked], tool_choice="required", **request)
+    call = first.output[0]
+    assert (call.type, call.name) == ("function_call", "play")
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "playing"}
+    again = client.responses.create(
+        input=[asked, call.to_dict(), output], tool_choice="none", **request
+    )
+    assert again.usage.input_tokens > first.usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        client.responses.create(input="x", previous_response_id=first.id, **request)
+
+
 def test_seed_n_logprobs_and_extra_body(client, adapters):
     request = {
         "model": adapters[1],

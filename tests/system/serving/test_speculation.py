@@ -118,6 +118,11 @@ def test_a_stream_ends_in_the_middle_of_a_draft(engine, plain):
         assert answer(engine.generate([prompt], None, sampling)[0]) == answer(want)
 
 
+def test_a_lora_server_is_refused_by_name():
+    with pytest.raises(ValueError, match="speculative_config is for engines that compute all"):
+        Engine(str(MODEL), lora_server=object(), speculative_config=NGRAM)
+
+
 def test_aborted_requests_leave_nothing(engine):
     seen, count = threading.Event(), 0
 

@@ -132,6 +132,77 @@ def test_an_exported_page_cannot_be_mapped_for_writing():
     memory.destroy_page(handle)
 
 
+REOPENER = """
+import errno, fcntl, mmap, os, sys
+fd, page = int(sys.argv[1]), mmap.PAGESIZE
+again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+attempts = {
+    "write": lambda: os.pwrite(again, b"x", 0),
+    "map": lambda: mmap.mmap(again, page, mmap.MAP_SHARED, mmap.PROT_WRITE),
+    "shrink": lambda: os.ftruncate(again, 0),
+    "grow": lambda: os.ftruncate(again, 1 << 20),
+    "allocate": lambda: os.posix_fallocate(again, 0, 1 << 20),
+    "unseal": lambda: fcntl.fcntl(again, fcntl.F_ADD_SEALS, 0),
+}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+        print(name, "allowed")
+    except OSError as error:
+        print(name, errno.errorcode[error.errno])
+seen = mmap.mmap(again, page, mmap.MAP_SHARED, mmap.PROT_READ)
+print(seen[0])
+"""
+
+
+def test_an_importer_that_opens_its_descriptor_again_is_refused_every_write():
+    """By way of /proc the memfd opens for writing; the kernel's seals refuse what follows."""
+    memory, page = HostMemory(), mmap.PAGESIZE
+    address, handle = memory.reserve(page), memory.create_page(page)
+    memory.map(address, handle, page)
+    memory.write(address, np.full(page, 7, np.uint8))
+    fd = memory.export_fd(handle)
+    command = [sys.executable, "-c", REOPENER, str(fd)]
+    done = subprocess.run(command, pass_fds=[fd], capture_output=True, text=True, timeout=120)
+    names = ("write", "map", "shrink", "grow", "allocate", "unseal")
+    assert done.stdout.splitlines() == [*(f"{name} EPERM" for name in names), "7"], done.stderr
+    os.close(fd)
+    memory.unmap(address, page)
+    memory.destroy_page(handle)
+    memory.release(address, page)
+
+
+def test_the_owner_writes_and_maps_exported_pages_as_before():
+    """At new addresses too, with each access; later pages lie in another file."""
+    files, page = open_files(), mmap.PAGESIZE
+    memory, importer = HostMemory(), HostMemory()
+    address, there = memory.reserve(4 * page), importer.reserve(page)
+    pages = [memory.create_page(page) for _ in range(2)]
+    memory.map(address, pages[1], page)
+    fd = memory.export_fd(pages[1])
+    shown = importer.import_fd(fd, page)
+    os.close(fd)
+    importer.map(there, shown, page)
+    memory.write(address, np.full(page, 5, np.uint8))
+    assert importer.read(there, page) == bytes([5]) * page
+    memory.unmap(address, page)
+    memory.map(address + 2 * page, pages[1], page)
+    memory.write(address + 2 * page, np.full(page, 6, np.uint8))
+    assert importer.read(there, page) == bytes([6]) * page
+    later = memory.create_page(page)
+    memory.map_run(address, [later, pages[0]], 2 * page)
+    memory.write(address, np.full(2 * page, 8, np.uint8))
+    assert importer.read(there, page) == bytes([6]) * page
+    memory.unmap(address, 3 * page)
+    importer.unmap(there, page)
+    importer.destroy_page(shown)
+    for handle in (*pages, later):
+        memory.destroy_page(handle)
+    assert (open_files(), memory.usage().created) == (files, 0)
+    memory.release(address, 4 * page)
+    importer.release(there, page)
+
+
 def test_an_import_of_another_size_is_refused():
     memory, page = HostMemory(), mmap.PAGESIZE
     handle = memory.create_page(page)
@@ -149,8 +220,8 @@ def test_an_import_of_another_size_is_refused():
         os.close(end)
 
 
-def test_pages_share_a_descriptor_on_both_sides_and_its_memory_returns_page_by_page():
-    """A page's part of the file is a hole after it, and is never another page's."""
+def test_pages_share_a_descriptor_on_both_sides_and_exported_memory_returns_with_the_last():
+    """A page's part of the file is never another page's."""
     files, page = open_files(), mmap.PAGESIZE
     memory, importer = HostMemory(), HostMemory()
     address, there = memory.reserve(50 * page), importer.reserve(50 * page)
@@ -165,13 +236,14 @@ def test_pages_share_a_descriptor_on_both_sides_and_its_memory_returns_page_by_p
     importer.map_run(there, imported, 10 * page)
     assert importer.read(there, 10 * page) == memory.read(address + 10 * page, 10 * page)
     memory.unmap(address, 49 * page)
-    for gone, handle in enumerate(pages[:49], 1):
+    for handle in pages[:49]:
         memory.destroy_page(handle)
-        assert memory.usage().created == (50 - gone) * page
+    assert memory.usage().created == 50 * page
     fresh = memory.create_page(page)
     memory.map(address, fresh, page)
     memory.write(address, np.full(page, 99, np.uint8))
-    assert importer.read(there, 10 * page) == bytes(10 * page)
+    want = np.repeat(np.arange(10, 20, dtype=np.uint8), page).tobytes()
+    assert importer.read(there, 10 * page) == want
     assert memory.read(address + 49 * page, page) == bytes([49]) * page
     memory.unmap(address, page)
     memory.unmap(address + 49 * page, page)
@@ -183,6 +255,14 @@ def test_pages_share_a_descriptor_on_both_sides_and_its_memory_returns_page_by_p
     assert (open_files(), memory.usage().created) == (files, 0)
     memory.release(address, 50 * page)
     importer.release(there, 50 * page)
+
+
+def test_memory_that_nobody_was_shown_returns_page_by_page():
+    memory, page = HostMemory(), mmap.PAGESIZE
+    pages = [memory.create_page(page) for _ in range(5)]
+    for gone, handle in enumerate(pages, 1):
+        memory.destroy_page(handle)
+        assert memory.usage().created == (5 - gone) * page
 
 
 def open_files() -> int:

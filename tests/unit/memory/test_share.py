@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from support.doubles.faulty_memory import FaultyMemory, Injected, counting_memory
 
-from lora_jax.memory import share
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.pool import PagePool
-from lora_jax.memory.share import ShareError, export_tensor, import_tensor
+from lora_jax.memory.share import export_tensor, import_tensor
 from lora_jax.memory.virtual import MappingError, OutOfPages
 from lora_jax.memory.weight_tensor import WeightTensor
+from lora_jax.memory.wire import ShareError, receive
 
 PAGE = 4096
 SHAPE = (120, 22, 128)
@@ -142,7 +142,7 @@ def test_an_importer_that_dies_leaks_nothing_and_changes_nothing(tensor, memory,
         ours.settimeout(120)
         lease = export_tensor(ours, tensor)
         want = experts(range(50, 52))[1].tobytes()
-        assert share._receive(ours, len(want)) == want
+        assert receive(ours, len(want)) == want
         if end == "killed":
             os.kill(importer.pid, signal.SIGKILL)
         assert ours.recv(1) == b""  # the end of the connection says so

@@ -59,13 +59,16 @@ class BitsandbytesTensor(AbstractQuantisedTensor):
     def form(self) -> CodedForm:
         return CodedForm(self.table, self.shape[1] // self.absmax.shape[1])
 
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
-        packed, scales = self.codes.rows(rows), self.absmax.rows(rows)
-        if self.nested is not None:
-            groups = self.absmax.shape[1]
-            flat = np.array(rows)[:, None] * groups + np.arange(groups)[None]
-            scales = self.nested.values(scales, flat)
-        return {"codes": packed >> 4 | packed << 4, "scales": scales}
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
+        if part == "codes":
+            packed = self.codes.rows(rows)
+            return packed >> 4 | packed << 4
+        scales = self.absmax.rows(rows)
+        if self.nested is None:
+            return scales
+        groups = self.absmax.shape[1]
+        flat = np.array(rows)[:, None] * groups + np.arange(groups)[None]
+        return self.nested.values(scales, flat)
 
 
 def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:

@@ -127,19 +127,21 @@ class AbstractQuantisedTensor(abc.ABC):
         """Form of the device that holds the same values."""
 
     @abc.abstractmethod
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
-        """Return all parts of some rows."""
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
+        """Return some rows of one part of the form, in the part's dtype; reads only that part."""
 
     def read_part(self, part: str, index: Index, out: np.ndarray) -> None:
         """Fill `out` with rows and columns of one part, columns being those of the part."""
         rows, columns = index
-        out[...] = self.read_rows(rows)[part][:, columns.start : columns.stop : columns.step]
+        out[...] = self.rows_of(part, rows)[:, columns.start : columns.stop : columns.step]
 
     def read(self, index: Index, out: np.ndarray) -> None:
         """Fill `out` with plain values, rounded to the model's dtype and then to out's."""
-        rows, columns = index
+        (rows, columns), form = index, self.form
+        names = form.parts(self.shape)
         for start, chunk in chunks(rows, self.shape[1]):
-            values = self.form.values(self.read_rows(chunk)).astype(self.dtype)
+            parts = {name: self.rows_of(name, chunk) for name in names}
+            values = form.values(parts).astype(self.dtype)
             chosen = values[:, columns.start : columns.stop : columns.step]
             out[start : start + len(chunk)] = chosen.astype(out.dtype)
 

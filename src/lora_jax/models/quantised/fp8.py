@@ -34,11 +34,13 @@ class Fp8Tensor(AbstractQuantisedTensor):
     def form(self) -> ScaledForm:
         return ScaledForm(self.block[1])
 
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
+        if part == "scales":
+            return self.scales[np.array(rows) // self.block[0]]
         values = self.values.rows(rows)
         if np.any((values.view(np.uint8) & 127) == NAN):
             raise ValueError(f"{self.name} holds NaN.")
-        return {"values": values, "scales": self.scales[np.array(rows) // self.block[0]]}
+        return values
 
 
 def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from lora_jax.models.quantised.forms import (
     CodedForm,
     pack,
 )
-from lora_jax.models.quantised.packed import INT32, nibbles
+from lora_jax.models.quantised.packed import INT32, expect, nibbles, parts_of
 
 PARTS = ("qweight", "scales", "qzeros", "g_idx")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a number
@@ -42,15 +42,15 @@ class GptqTensor(AbstractQuantisedTensor):
         table = SIGNED if self.zeros is None else UNSIGNED
         return CodedForm(table, size, FLOAT32, self.zeros is not None)
 
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
         index = np.array(rows)
+        if part == "zeros" and self.zeros is not None:
+            return self.zeros[index]
+        if part == "scales":
+            return self.scales.whole().T[index].astype(np.float32)
         if self.awq:
-            codes = in_order(nibbles(self.qweight.whole())).T[index]
-        else:
-            codes = nibbles(self.qweight.whole().T[index])
-        scales = self.scales.whole().T[index].astype(np.float32)
-        parts = {"codes": pack(codes), "scales": scales}
-        return parts if self.zeros is None else parts | {"zeros": self.zeros[index]}
+            return pack(in_order(nibbles(self.qweight.whole())).T[index])
+        return pack(nibbles(self.qweight.whole().T[index]))
 
 
 def names_of(site: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
@@ -80,10 +80,7 @@ def read(
         ValueError: a part is missing, of another shape, ordered by activations, or a zero point is
             not what the config says.
     """
-    missing = [part for part in PARTS[:3] if f"{site}{part}" not in tensors]
-    if missing:
-        raise ValueError(f"{site}weight is packed and lacks {', '.join(missing)}.")
-    qweight, scales, qzeros = (tensors[f"{site}{part}"] for part in PARTS[:3])
+    qweight, scales, qzeros = parts_of(site, PARTS[:3], tensors)
     rows, columns = qweight.shape if len(qweight.shape) == 2 else (0, 0)
     d_in, d_out = (rows, 8 * columns) if awq else (8 * rows, columns)
     size = group_size or d_in
@@ -93,13 +90,9 @@ def read(
             f"eights and groups of {size}."
         )
     groups = d_in // size
-    wanted = {qweight: (rows, columns), scales: (groups, d_out), qzeros: (groups, d_out // 8)}
-    for stored, shape in wanted.items():
-        if stored.shape != shape or (stored is not scales and stored.dtype != INT32):
-            kind = stored.dtype if stored is scales else INT32
-            raise ValueError(
-                f"{stored.name} is {stored.dtype} {stored.shape}, expected {kind} {shape}."
-            )
+    expect(qweight, INT32, (rows, columns))
+    expect(scales, scales.dtype, (groups, d_out))
+    expect(qzeros, INT32, (groups, d_out // 8))
     _check_order(site, tensors, d_in, size)
     zero_points = _zeros(qzeros, symmetric, zero_offset, awq)
     zeros = None if symmetric else zero_points

@@ -7,7 +7,7 @@ earlier weight in the low half, `weight_scale` uint8 [d_out, d_in / 32], the exp
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -43,10 +43,12 @@ class PackedInt4(AbstractQuantisedTensor):
         table = SIGNED if self.zeros is None else UNSIGNED
         return CodedForm(table, size, scale_dtype(self.scales.dtype), self.zeros is not None)
 
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
-        scales = self.scales.rows(rows).astype(scale_dtype(self.scales.dtype))
-        parts = {"codes": self.codes.rows(rows), "scales": scales}
-        return parts if self.zeros is None else parts | {"zeros": self.zeros[np.array(rows)]}
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
+        if part == "zeros" and self.zeros is not None:
+            return self.zeros[np.array(rows)]
+        if part == "scales":
+            return self.scales.rows(rows).astype(scale_dtype(self.scales.dtype))
+        return self.codes.rows(rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,9 +62,10 @@ class PackedMxfp4(AbstractQuantisedTensor):
     def form(self) -> CodedForm:
         return CodedForm(E2M1, mxfp4.BLOCK, BFLOAT16)
 
-    def read_rows(self, rows: range) -> dict[str, np.ndarray]:
-        scales = mxfp4.powers_of_two(self.exponents.rows(rows))
-        return {"codes": self.codes.rows(rows), "scales": scales.astype(BFLOAT16)}
+    def rows_of(self, part: str, rows: range) -> np.ndarray:
+        if part == "codes":
+            return self.codes.rows(rows)
+        return mxfp4.powers_of_two(self.exponents.rows(rows)).astype(BFLOAT16)
 
 
 def names_of(site: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
@@ -87,15 +90,15 @@ def read_int4(
         raise ValueError(
             f"{site}weight_g_idx: groups in the order of activations (actorder) are not supported."
         )
-    packed, scales, shape = (_part(site, part, tensors) for part in PARTS[:3])
+    packed, scales, shape = parts_of(site, PARTS[:3], tensors)
     d_out, d_in = _shape(shape)
     groups = _groups(name, d_in, group_size)
-    _expect(packed, INT32, (d_out, d_in // 8))
-    _expect(scales, scales.dtype, (d_out, groups))
+    expect(packed, INT32, (d_out, d_in // 8))
+    expect(scales, scales.dtype, (d_out, groups))
     zeros = None
     if not symmetric:
-        stored = _part(site, "weight_zero_point", tensors)
-        _expect(stored, INT32, (-(-d_out // 8), groups))
+        (stored,) = parts_of(site, PARTS[3:4], tensors)
+        expect(stored, INT32, (-(-d_out // 8), groups))
         # Eight rows of one group in a number: codes of the transposed matrix [groups, d_out].
         zeros = nibbles(stored.whole().T)[:, :d_out].T
     codes = packed.seen_as(UINT8, (d_out, d_in // 2))
@@ -104,11 +107,11 @@ def read_int4(
 
 def read_mxfp4(site: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype) -> PackedMxfp4:
     """Return the matrix X.weight of the map `site`; ValueError as `read_int4`."""
-    packed, scales = (_part(site, part, tensors) for part in PARTS[:2])
+    packed, scales = parts_of(site, PARTS[:2], tensors)
     d_out, half = packed.shape if len(packed.shape) == 2 else (0, 0)
-    _expect(packed, UINT8, (d_out, half))
+    expect(packed, UINT8, (d_out, half))
     groups = _groups(f"{site}weight", 2 * half, mxfp4.BLOCK)
-    _expect(scales, UINT8, (d_out, groups))
+    expect(scales, UINT8, (d_out, groups))
     return PackedMxfp4(f"{site}weight", (d_out, 2 * half), dtype, packed, scales)
 
 
@@ -119,10 +122,14 @@ def nibbles(numbers: np.ndarray) -> np.ndarray:
     return np.stack([rows & 15, rows >> 4], axis=-1).reshape(len(rows), -1)
 
 
-def _part(site: str, part: str, tensors: Mapping[str, CheckpointTensor]) -> CheckpointTensor:
-    if f"{site}{part}" not in tensors:
-        raise ValueError(f"{site}weight is packed and lacks {part}.")
-    return tensors[f"{site}{part}"]
+def parts_of(
+    site: str, parts: Sequence[str], tensors: Mapping[str, CheckpointTensor]
+) -> list[CheckpointTensor]:
+    """Return the parts of the map `site` ("X."); ValueError naming those that are missing."""
+    missing = [part for part in parts if f"{site}{part}" not in tensors]
+    if missing:
+        raise ValueError(f"{site}weight is packed and lacks {', '.join(missing)}.")
+    return [tensors[f"{site}{part}"] for part in parts]
 
 
 def _shape(stored: CheckpointTensor) -> tuple[int, int]:
@@ -139,7 +146,8 @@ def _groups(name: str, d_in: int, group_size: int | None) -> int:
     return d_in // size
 
 
-def _expect(stored: CheckpointTensor, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+def expect(stored: CheckpointTensor, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has this dtype and shape."""
     if stored.dtype != dtype or stored.shape != shape:
         raise ValueError(
             f"{stored.name} is {stored.dtype} {stored.shape}, expected {dtype} {shape}."

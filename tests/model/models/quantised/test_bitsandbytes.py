@@ -81,8 +81,8 @@ REFUSED = {
     "is float32 (15,), not float32 (16,)": with_one(weight__quant_map=np.ones(15, np.float32)),
     "absmax has 15 bytes": with_one(weight__absmax=np.ones(15, np.uint8)),
     "nested_quant_map has 8 bytes": with_one(weight__nested_quant_map=np.ones(2, np.float32)),
-    "nf4 is not JSON": with_one(**{STATE.replace(".", "__", 1): np.ones(4, np.uint8)}),
-    "not JSON bytes": with_one(**{STATE.replace(".", "__", 1): np.ones(5000, np.uint8)}),
+    "nf4 is not JSON": lambda tensors: tensors | {STATE: np.ones(4, np.uint8)},
+    "not JSON bytes": lambda tensors: tensors | {STATE: np.ones(5000, np.uint8)},
 }
 
 

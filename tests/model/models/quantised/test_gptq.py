@@ -66,4 +66,4 @@ def test_zero_points_of_the_second_format_may_be_15(tmp_path):
     tensors = store("gptq v2", (16, 128), np.random.default_rng(0)).tensors
     files, config = one_map(tmp_path, "gptq v2", zeros_of(15)(tensors))
     found = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
-    assert (found.read_rows(range(2))["zeros"] == 15).all()
+    assert (found.rows_of("zeros", range(2)) == 15).all()

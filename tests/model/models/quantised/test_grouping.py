@@ -13,7 +13,7 @@ from support.cases.quantised_checkpoints import LLAMA, MOE, one_map, write_pair
 from support.oracles.quantised_files import FORMATS, store
 
 from lora_jax.models import load
-from lora_jax.models.checkpoint import SINGLE
+from lora_jax.models.checkpoint import SINGLE, CheckpointTensor
 from lora_jax.models.quantised import with_quantised
 from lora_jax.ops.grouped_matmul import QUANTISED, CodedWeight, ScaledWeight
 from lora_jax.sharding import Split, make_mesh
@@ -43,6 +43,26 @@ def test_every_matrix_is_the_formats_own_dequantisation(tmp_path, name):
             found["a.b.weight"].read((rows, columns), out)
             chosen = want[rows.start : rows.stop : rows.step, columns.start : columns.stop]
             np.testing.assert_array_equal(out, chosen)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_part_is_read_without_the_others(tmp_path, monkeypatch, name):
+    stored = store(name, (48, 192), np.random.default_rng(3))
+    files, config = one_map(tmp_path, name, stored.tensors)
+    matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    seen, read = [], CheckpointTensor.read
+
+    def recorded(self, index, out):
+        seen.append(self.name)
+        read(self, index, out)
+
+    monkeypatch.setattr(CheckpointTensor, "read", recorded)
+    used: list[str] = []
+    for part, (shape, dtype) in matrix.form.parts((48, 192)).items():
+        seen.clear()
+        matrix.read_part(part, tuple(range(n) for n in shape), np.empty(shape, dtype))
+        used += sorted(set(seen))
+    assert len(set(used)) == len(used) > 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -8,7 +8,10 @@ from support.cases.metrics_cases import make, scrape, value
 from lora_jax.adapters.registry import AdapterNotFound
 from serving.api.request import EngineDead, QueueFull, Request
 from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.admission import Admission
+from serving.text.structured.checker import GrammarRefused
+from serving.text.structured.grammars import Grammars
 
 ENTRY = types.SimpleNamespace(name="sql@v2", digest="d")
 
@@ -38,6 +41,7 @@ def parts():
         tokenizer=None,
         images=None,
         metrics=make(),
+        grammars=Grammars(None, why_none="structured_outputs are off."),
         compositions=types.SimpleNamespace(resolve=resolve),
         model_info=types.SimpleNamespace(vocab_size=100),
     )
@@ -102,3 +106,12 @@ def test_a_refusal_of_the_loop_is_counted_by_its_reason(parts, error, reason):
     parts.loop.error = None
     admission.queue(request, ENTRY, ())
     assert parts.loop.requests == [(request, ENTRY)]
+
+
+def test_a_structure_that_is_refused_is_counted_too(parts):
+    bound = Sampling(structured_outputs=StructuredOutputs(regex="a"))
+    request = Request("r", (1,), bound, None, "", lambda delta: None, 0.0, 0.0)
+    with pytest.raises(GrammarRefused, match="are off"):
+        Admission(parts, 5).queue(request, None, ())
+    assert rejected(parts, "invalid") == 1
+    assert not parts.loop.requests

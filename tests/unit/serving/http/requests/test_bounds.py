@@ -25,7 +25,7 @@ from serving.text.tokenizer import Tokenizer
 CONTEXT = 32_768
 VALUES = 1 << 18
 LIMIT = 16 << 20  # bytes of a body
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
 
 
@@ -114,6 +114,9 @@ CASES: list[tuple[str, str, int, Callable[[], bytes]]] = [
         {"role": "u", "content": [{"type": "text", "text": "a"}] * 10_000}])),
     (CHAT, "parts, wrong", 400, lambda: body(messages=[
         {"role": "u", "content": [1] * (VALUES - 20)}])),
+    (RESPONSES, "items", 400, lambda: body(input=MESSAGES * 20_000)),
+    (RESPONSES, "parts of items", 400, lambda: body(input=[
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}] * 40_000}])),
     (CHAT, "a message, 16 MiB", 400, lambda: filled(
         LIMIT, b'{"messages": [{"role": "user", "content": "', b'"}]}')),
     ("/tokenize", "prompt", 200, lambda: body(prompt="a b c " * 5_000)),

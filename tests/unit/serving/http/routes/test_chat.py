@@ -4,10 +4,9 @@ import json
 import logging
 
 import pytest
-from support.doubles.fake_engine import FakeEngine, letters
+from support.doubles.fake_engine import FakeEngine, SayingEngine, letters
 from support.processes.http_server import client_of
 
-from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
@@ -225,20 +224,9 @@ THOUGHTS_AND_CALLS = (
 )
 
 
-class SayingEngine(FakeEngine):
-    """Answers with a text, a character a piece."""
-
-    said = THOUGHTS_AND_CALLS
-
-    def _deltas(self, given, index):
-        for char in self.said:
-            yield OutputDelta(given.id, index, char, (ord(char),))
-        yield OutputDelta(given.id, index, "", (257,), finish_reason=FinishReason.STOP)
-
-
 @pytest.fixture
 def saying():
-    engine = SayingEngine(max_model_len=4096)
+    engine = SayingEngine(THOUGHTS_AND_CALLS)
     settings = HttpSettings(
         enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3"
     )

@@ -1,0 +1,56 @@
+"""A conversation handed to the engine: what chats and responses have in common."""
+
+import dataclasses
+
+from fastapi import Request
+
+from serving.http.access.auth import caller_of
+from serving.http.answers.answers import cache_salt
+from serving.http.answers.generation import Generation
+from serving.http.requests.images import read_images
+from serving.http.requests.model_names import Target
+from serving.http.requests.parameters import chat_sampling, fit_context
+from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
+from serving.http.requests.protocol import ChatBody
+from serving.http.requests.session import target_of
+from serving.http.requests.structure import compiled_grammar
+from serving.http.requests.template_options import template_options
+from serving.http.requests.tools import auto_parser
+from serving.http.server import Server
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatGeneration:
+    """A conversation in the engine; `echo` is the text that comes before the answer's own."""
+
+    generation: Generation
+    target: Target
+    role: str
+    echo: str
+
+
+async def chat_generation(request: Request, server: Server, body: ChatBody) -> ChatGeneration:
+    """Return the generation of a chat's next message; ApiError says what cannot be served."""
+    caller = caller_of(request)
+    target = await target_of(server.names, request, body, caller)
+    request.state.adapter = target.adapter
+    defaults = server.engine.model_info.sampling_defaults
+    # Refuse bad parameters before any work on the messages.
+    parser = auto_parser(body, server.settings.auto_call_parser)
+    outputs = chat_sampling(body, 1, defaults).structured_outputs
+    grammar = await compiled_grammar(server.engine, body, outputs)
+    options = template_options(body, server.settings.default_template_kwargs)
+    special = bool(body.add_special_tokens)  # templates write their own special tokens
+    images = await read_images(server.engine, body.messages, server.settings.media)
+    prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
+    limit, length = server.max_model_len, len(prompt.ids)
+    sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
+    if parser is not None:  # the marks around calls are special tokens of some models
+        sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+    generation = Generation(server.engine, server.mailbox, [prompt])
+    salt = cache_salt(caller.salt, body.cache_salt)
+    generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
+    last = plain_messages(server.engine, body.messages[-1:])[0]
+    role = server.settings.response_role if options.add_generation_prompt else last["role"]
+    echo = text_of(last) if body.echo and last["role"] == role else ""
+    return ChatGeneration(generation, target, role, echo)

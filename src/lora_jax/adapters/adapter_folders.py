@@ -1,0 +1,104 @@
+"""Folders of adapters: paths of clients confined to a root, weights checked, entries. No jax."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lora_jax.adapters import reader
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
+from lora_jax.adapters.registry_errors import AdapterRejected
+from lora_jax.adapters.weights import AnyWeights
+
+
+class AdapterFolders:
+    """Reads folders for a registry; any thread may call it."""
+
+    def __init__(
+        self,
+        catalogue: LoraCatalogue,
+        base_names: tuple[str, ...],
+        root: Path | None,
+        limits: RegistryLimits,
+        *,
+        check: Callable[[AnyWeights], None] | None,
+        keep: Callable[[AnyWeights], AnyWeights] | None,
+        read: Callable[..., AnyWeights],
+    ):
+        """`root` is that of confined paths; the others are as AdapterRegistry has them."""
+        self._catalogue, self._base_names, self._root = catalogue, base_names, root
+        self._limits = reader.AdapterReadLimits(
+            max_file_bytes=limits.max_file_bytes, max_rank=limits.max_rank
+        )
+        self._check = check or (lambda weights: None)
+        self._keep = keep or (lambda weights: weights)
+        self._read = read
+
+    @property
+    def has_root(self) -> bool:
+        """True if there is a folder for confined paths."""
+        return self._root is not None
+
+    def has(self, name: str) -> bool:
+        """Return whether the root has a folder of this name."""
+        return self._root is not None and (self._root / name).is_dir()
+
+    def folder(self, path: str | os.PathLike[str], confined: bool) -> Path:
+        """Return where a path leads; AdapterRejected for a confined one without a root."""
+        if not confined:
+            return Path(path)
+        if self._root is None:
+            raise AdapterRejected("Loading by path needs an adapter directory on the server.")
+        return self._root / path
+
+    def read(
+        self, name: str, folder: Path, confined: bool, on_read: Callable[[AnyWeights], None]
+    ) -> AnyWeights:
+        """Return what stays of a folder's weights; `on_read` gets them before they are checked.
+
+        Raises FileNotFoundError without such a folder, AdapterRejected for one not acceptable.
+        """
+        limits, root = self._limits, self._root if confined else None
+        try:
+            weights = self._read(
+                folder, self._catalogue, base_names=self._base_names, limits=limits, root=root
+            )
+            on_read(weights)
+            weights = self._keep(weights)
+            self._check(weights)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise AdapterRejected(f"Adapter {name!r}: {error.strerror}.") from None
+        except ValueError as error:
+            raise AdapterRejected(f"Adapter {name!r}: {error}") from None
+        return weights
+
+    def entry(
+        self,
+        name: str,
+        weights: AnyWeights,
+        folder: Path,
+        confined: bool,
+        pinned: bool = False,
+        explicit: bool = True,
+    ) -> AdapterEntry:
+        """Return an entry that is not published yet and so has no generation."""
+        return AdapterEntry(
+            name=name,
+            kind=weights.report.kind,
+            digest=weights.digest,
+            generation=0,
+            weights=weights,
+            pinned=pinned,
+            path=self._shown_path(folder, confined),
+            folder=os.path.realpath(folder),
+            confined=confined,
+            explicit=explicit,
+        )
+
+    def _shown_path(self, folder: Path, confined: bool) -> str:
+        real = Path(os.path.realpath(folder))
+        if not confined or self._root is None:
+            return real.name
+        return real.relative_to(os.path.realpath(self._root)).as_posix()

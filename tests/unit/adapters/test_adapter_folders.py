@@ -1,0 +1,82 @@
+"""Folders of adapters: confined, checked before anything is published, named without their path."""
+
+import pytest
+from support.cases import adapter_cases as cases
+
+from lora_jax.adapters import reader
+from lora_jax.adapters.adapter_folders import AdapterFolders
+from lora_jax.adapters.entries import RegistryLimits
+from lora_jax.adapters.registry_errors import AdapterRejected
+
+
+@pytest.fixture
+def root(tmp_path):
+    cases.write_adapter(tmp_path / "root" / "sql", cases.dense_tensors())
+    cases.write_adapter(tmp_path / "secret", cases.dense_tensors(seed=9))
+    return tmp_path / "root"
+
+
+def folders(root, *, check=None, keep=None) -> AdapterFolders:
+    sources = cases.llama(), ("base",), root, RegistryLimits()
+    return AdapterFolders(*sources, check=check, keep=keep, read=reader.read)
+
+
+def read(made, path, *, confined=True):
+    seen = []
+    weights = made.read("a", made.folder(path, confined), confined, seen.append)
+    assert len(seen) == 1
+    return weights
+
+
+def test_an_entry_shows_its_path_below_the_root_or_its_folder_s_name_only(root):
+    made = folders(root)
+    entry = made.entry("a", read(made, "sql"), root / "sql", True, explicit=False)
+    assert (entry.path, entry.generation, entry.explicit) == ("sql", 0, False)
+    weights = read(made, root.parent / "secret", confined=False)
+    entry = made.entry("b", weights, root.parent / "secret", False, pinned=True)
+    assert (entry.path, entry.digest, entry.pinned) == ("secret", weights.digest, True)
+
+
+def test_only_folders_of_the_root_are_there(root):
+    made = folders(root)
+    assert (made.has_root, made.has("sql"), made.has("none")) == (True, True, False)
+    with pytest.raises(AdapterRejected, match="outside of the adapter directory"):
+        read(made, "../secret")
+    with pytest.raises(FileNotFoundError, match="there is no folder 'none'"):
+        read(made, "none")
+    made = folders(None)
+    assert (made.has_root, made.has("sql")) == (False, False)
+    with pytest.raises(AdapterRejected, match="needs an adapter directory"):
+        made.folder("sql", True)
+
+
+def test_what_can_never_run_is_refused_as_it_would_be_kept(root):
+    kept = []
+
+    def keep(weights):
+        kept.append(weights)
+        return weights
+
+    def check(weights):
+        assert kept[0] is weights
+        raise ValueError("too big for the device.")
+
+    with pytest.raises(AdapterRejected, match="Adapter 'a': too big for the device"):
+        read(folders(root, check=check, keep=keep), "sql")
+
+
+def test_only_safetensors(root):
+    folder = root / "sql"
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterRejected, match=r"adapter_model\.bin is not read: unpickling"):
+        read(folders(root), "sql")
+
+
+def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
+    def fail(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.listdir", fail)
+    with pytest.raises(AdapterRejected, match="Adapter 'a': Permission denied") as caught:
+        read(folders(root), "sql")
+    assert str(root) not in str(caught.value)
