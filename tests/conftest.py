@@ -41,21 +41,24 @@ _hook = install_import_hook(CHECKED, "beartype.beartype")
 
 
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
+# The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
 LONGEST = (
     "1_quick_start.ipynb",
     "test_exactness.py",
-    "test_processes.py",
-    "test_esft_serving.py",
-    "test_front.py",
-    "test_launch.py",
-    "test_expert_tensors.py",
-    "test_forward.py",
-    "test_engine.py",
-    "test_esft_results.py",
+    "test_devices.py",
     "test_lora.py",
     "test_compiled_step.py",
-    "test_devices.py",
     "test_split_step.py",
+    "test_esft_serving.py",
+    "test_engine.py",
+    "test_image_requests.py",
+    "test_expert_tensors.py",
+    "test_forward.py",
+    "test_processes.py",
+    "test_commands.py",
+    "test_front.py",
+    "test_launch.py",
+    "test_esft_results.py",
     "test_split.py",
 )
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
@@ -81,11 +84,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
-    """Return whether a case of the same test, of the same kind, comes before this one."""
+    """Return whether a case of the same test, of the same kind, comes before this one.
+
+    Of a contract that several model families keep, some promises are of the code that they
+    share: one family's tests stand for them.
+    """
     place = item.path.relative_to(ROOT).as_posix()
     if not place.startswith(SAMPLED):
         return False
+    of_each = getattr(item.cls, "of_each_family", None)
+    if of_each is not None and not item.cls.stands_for_others and item.originalname not in of_each:
+        return True
     params = getattr(getattr(item, "callspec", None), "params", {})
+    # The reference is what the others are compared with; its own test is that against float64.
+    if params.get("implementation") == "reference" and "float64" not in item.name:
+        return True
     kinds = tuple(repr(params[kind]) for kind in KINDS if kind in params)
     key = (place, item.nodeid.partition("[")[0], kinds)
     further = key in seen

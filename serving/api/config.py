@@ -8,8 +8,10 @@ from serving.api.sampling import MAX_LOGPROBS
 from serving.api.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
+LORA_DTYPES = ("auto", "int8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
+MERGE_MODES = ("off", "exact", "auto")
 DEFAULT_IMAGES = 8  # of one prompt
 
 
@@ -51,6 +53,7 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
     max_esft_experts: int = 16  # of one ESFT adapter in one layer
@@ -63,6 +66,10 @@ class EngineConfig:
     adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
     specialize_lora: bool = True  # decode steps without an adapter have programs of their own
+    # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.
+    lora_merge: str = "off"
+    lora_merge_theta: float = 0.05  # seconds that a sequence may be left out of steps for it
+    merge_adapter: str | None = None  # serve this adapter alone, merged into the weights
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
     # Speculation: method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max; {}: none.
     speculative_config: dict = dataclasses.field(default_factory=dict, hash=False)
@@ -94,6 +101,9 @@ class EngineConfig:
         wait = self.adapter_wait_s
         if isinstance(wait, bool) or not isinstance(wait, int | float) or not 0 < wait <= 86400:
             raise ValueError(f"adapter_wait_s must be in (0, 86400], got {wait!r}.")
+        theta = self.lora_merge_theta
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 <= theta <= 60:
+            raise ValueError(f"lora_merge_theta must be in [0, 60], got {theta!r}.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
@@ -130,6 +140,11 @@ class EngineConfig:
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
+    def max_drafts(self) -> int:
+        """Most tokens of a draft."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
+
+    @property
     def max_logit_rows(self) -> int:
         """Most tokens of one step whose logits are computed."""
         return max(self.max_num_seqs, 64)
@@ -143,8 +158,10 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),
+    ("lora_merge", MERGE_MODES),
 )
 _INT_BOUNDS = (
     ("tensor_parallel_size", 1, 64),

@@ -146,6 +146,8 @@ class Sequence:
     finish_reason: FinishReason | None = None
     grammar_state: Any = None  # where the output is in the request's grammar
     draft_state: Any = None  # repetitions of its tokens, where the engine speculates
+    # Digest of the adapter in the weights it runs on to its end, "": plain; None: not chosen yet.
+    weights: str | None = None
 
     @property
     def tenant(self) -> str:
@@ -208,18 +210,28 @@ class ScheduledChunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Merged:
+    """The adapter in the weights that a step takes, and the slot it holds for the while."""
+
+    digest: str
+    slot: int
+    name: str  # for people
+
+
+@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step,
     and towers must have computed `encodes`. A short step leaves out rows that could run, so that
-    its results come soon.
+    its results come soon. With `merged` its weights are not the plain ones.
     """
 
     chunks: tuple[ScheduledChunk, ...]
     admitted: tuple[Sequence, ...] = ()
     encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
+    merged: Merged | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -229,6 +241,13 @@ class StepPlan:
     def has_drafts(self) -> bool:
         """True if the next step's positions follow from this step's results."""
         return any(chunk.drafts for chunk in self.chunks)
+
+    @property
+    def is_mixture(self) -> bool:
+        """True if rows of other adapters run on merged weights."""
+        digest = None if self.merged is None else self.merged.digest
+        rows = (chunk.sequence.request.adapter_digest for chunk in self.chunks)
+        return digest is not None and any(row != digest for row in rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,6 +31,8 @@ ENGINE_HELP = {
     "language_model_only": "load no tower and refuse images",
     "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
     "max_lora_rank": "largest rank that an adapter may have",
+    "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
+    "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
     "max_esft_adapters": "most ESFT adapters on the device at a time; 0 turns ESFT off; default: "
     "16 for a model with experts, on a GPU only if the experts fit beside JAX's memory",
@@ -51,6 +53,11 @@ ENGINE_HELP = {
     "speculative_config": "guess tokens from repetitions, e.g. "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
     '"prompt_lookup_min": 2}; default: off',
+    "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
+    "exact: only its rows run on them, auto: rows of others too, in the same step",
+    "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",
+    "merge_adapter": "adapter of --lora-modules that the last of several --instances has in its "
+    "weights and serves alone",
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
 }

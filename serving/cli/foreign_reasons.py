@@ -36,7 +36,6 @@ ALWAYS_SO = {
     "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
     "--max-log-len *": "no part of a prompt is ever logged",
     "--api-server-count 1": "one process answers HTTP; --instances starts more engines behind it",
-    "--lora-dtype auto": "adapters are computed in the dtype of the model",
     "--kv-cache-dtype auto": "KV pages have the dtype of the model",
     "--tokenizer-mode auto hf": "the tokenizer is the one in the model's folder",
     "--runner auto generate": "models generate text here",

@@ -59,6 +59,7 @@ class Options:
                 "--lora-server serves instances that draw one token at a time: leave "
                 "--speculative-config out, or keep the adapters on the instances."
             )
+        self._check_merged()
         if self.metrics_port is not None and not self.cluster.is_single:
             raise ValueError(
                 "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
@@ -69,6 +70,27 @@ class Options:
             raise ValueError(
                 f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
                 "this server. Give a key, or say --insecure if that is what you want."
+            )
+
+    def _check_merged(self) -> None:
+        """Raise ValueError for what --merge-adapter does not go with."""
+        name = self.engine.merge_adapter
+        if name is None:
+            return
+        flag = f"--merge-adapter {name}"
+        if self.cluster.instances < 2:
+            raise ValueError(
+                f"{flag} gives it an instance of its own, which serves nothing else: add "
+                "--instances 2 or more."
+            )
+        if name not in [module.name for module in self.adapters]:
+            raise ValueError(f"{flag} must be a name of --lora-modules.")
+        if self.cluster.lora_server:
+            raise ValueError(f"{flag} merges it on an instance: leave --lora-server out.")
+        if self.http.enable_runtime_lora:
+            raise ValueError(
+                f"{flag} cannot be replaced or unloaded while the server runs: leave "
+                "--enable-runtime-lora out."
             )
 
 

@@ -51,7 +51,8 @@ class LocalCluster:
         self._options = options = dataclasses.replace(options, http=http)
         self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
         self.paths = [str(self._folder / f"instance-{n}") for n in range(cluster.instances)]
-        self.router = Router(cluster.instances, (module.name for module in options.adapters))
+        names, merged = (module.name for module in options.adapters), options.engine.merge_adapter
+        self.router = Router(cluster.instances, names, merged=merged)
         self.group: ServerGroup | None = None
         try:
             self.group = None if spec is None else ServerGroup(spec, cluster.instances)
@@ -118,7 +119,13 @@ class LocalCluster:
         group, place = self.group, None
         if group is not None:
             place = ServerPlace(group.spec, tuple(group.paths), self._cluster)
-        return InstanceProcess(self._options, number, self.paths[number], place, self._leases)
+        options, last = self._options, number == self._cluster.instances - 1
+        if options.engine.merge_adapter is not None:
+            own = {"lora_merge": "off"} if last else {"merge_adapter": None}
+            options = dataclasses.replace(
+                options, engine=dataclasses.replace(options.engine, **own)
+            )
+        return InstanceProcess(options, number, self.paths[number], place, self._leases)
 
     def _leases(self, instance: str, connection: Connection) -> None:
         assert self.group is not None, "leases without a server"

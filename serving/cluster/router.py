@@ -19,13 +19,16 @@ _MOST_NAMES = 8192  # adapters that have a home
 class Router:
     """Counts what is under way on each instance; any thread may call it."""
 
-    def __init__(self, instances: int, adapters: Iterable[str] = ()):
-        """`adapters` are known from the start, and taken for equally busy."""
+    def __init__(self, instances: int, adapters: Iterable[str] = (), *, merged: str | None = None):
+        """`adapters` are known from the start, and taken for equally busy. The last instance serves
+        the one that is `merged`, and nothing else.
+        """
         self._lock = threading.Lock()
+        self._merged, self._shared = merged, instances - (merged is not None)
         self._under_way = [0] * instances
         self._is_up = [True] * instances
-        self._load_of = dict.fromkeys(adapters, 1.0)
-        self._instance_of = assign(self._load_of, instances)
+        self._load_of = dict.fromkeys((a for a in adapters if a != merged), 1.0)
+        self._instance_of = assign(self._load_of, self._shared)
         self._totals = self._sums()
         self._since = 0
 
@@ -33,14 +36,17 @@ class Router:
         """Return the instance for a request and count it as under way; `done` ends that.
 
         `load` is any additive measure of the request. `adapter` None is the base model. Instances
-        that are down, and those in `avoid`, are taken only when there are no others.
+        that are down, and those in `avoid`, are taken only when there are no others; a merged
+        adapter's requests then go where it is not merged.
         """
         with self._lock:
             chosen = None if adapter is None else self._home_of(adapter, load)
             fit = [n for n, up in enumerate(self._is_up) if up and n not in set(avoid)]
+            if adapter is None or adapter != self._merged:
+                fit = [n for n in fit if n < self._shared]
             if chosen is None or (fit and chosen not in fit):
                 totals = [0.0] * len(self._totals) if adapter is None else self._totals
-                choices = fit or range(len(self._under_way))
+                choices = fit or range(self._shared)
                 chosen = min(choices, key=lambda n: (self._under_way[n], totals[n], n))
             self._under_way[chosen] += 1
             return chosen
@@ -48,7 +54,7 @@ class Router:
     def answered(self, adapter: str, instance: int, load: float = 1.0) -> None:
         """The instance has answered for this adapter, which exists and gets its home there."""
         with self._lock:
-            if adapter in self._instance_of:
+            if adapter in self._instance_of or adapter == self._merged:
                 return
             if len(self._instance_of) >= _MOST_NAMES:
                 self._drop(min(self._load_of, key=self._load_of.__getitem__))
@@ -85,6 +91,8 @@ class Router:
 
     def _home_of(self, adapter: str, load: float) -> int | None:
         """Count a request of an adapter; return its home, None while it has none."""
+        if adapter == self._merged:
+            return self._shared
         if adapter not in self._instance_of:
             return None
         self._load_of[adapter] += load
@@ -92,7 +100,7 @@ class Router:
         self._since += 1
         if self._since >= _REPLAN:
             self._since = 0
-            self._instance_of = assign(self._load_of, len(self._under_way))
+            self._instance_of = assign(self._load_of, self._shared)
             self._load_of = {name: _FADE * load for name, load in self._load_of.items()}
             self._totals = self._sums()
         return self._instance_of[adapter]

@@ -21,6 +21,7 @@ class Admission:
         self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
+        self._primary = parts.primary
         self._grammars = parts.grammars
         self._bad_words = BadWords(self._tokenizer, self._vocab_size)
 
@@ -35,6 +36,8 @@ class Admission:
         """Return the adapter's name and entry; raises, and counts, what is impossible."""
         try:
             self._check_numbers(prompt_ids, sampling)
+            if self._primary is not None:
+                return self._check_primary(adapter, entry, named)
             if isinstance(adapter, str) and entry is not None:
                 return adapter, entry
             if adapter is None:
@@ -73,6 +76,22 @@ class Admission:
         except RuntimeError:
             self._metrics.rejected("engine_dead")
             raise
+
+    def _check_primary(
+        self,
+        adapter: Adapter,
+        entry: AdapterEntry | None,
+        named: Callable[[str], AdapterEntry],
+    ) -> tuple[str | None, AdapterEntry | None]:
+        """Return the name of the adapter that is in the weights, whose rows need no other."""
+        if entry is None and adapter is not None:
+            entry = self._compositions.resolve(adapter, named)
+        if entry is None or entry.digest != self._primary:
+            raise ValueError(
+                "This engine has one adapter merged into its weights (merge_adapter), and serves "
+                "it alone, as it was at the start."
+            )
+        return entry.name, None
 
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self._vocab_size

@@ -1,10 +1,22 @@
-"""Counters of speculation, with vLLM's names, read from the scheduler when they are scraped."""
+"""Speculation of an engine and its counters, with vLLM's names, read when they are scraped."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client.core import CounterMetricFamily, Metric
 
-from serving.scheduling.speculation import DraftStats
+from serving.api.config import EngineConfig
+from serving.engine.metrics import EngineMetrics
+from serving.scheduling.speculation import DraftStats, Speculation
+
+
+def make_speculation(config: EngineConfig, metrics: EngineMetrics) -> Speculation | None:
+    """Return the speculation that the config asks for, its counters among the metrics."""
+    asked = config.speculation
+    if asked is None:
+        return None
+    speculation = Speculation(asked)
+    metrics.registry.register(DraftCollector(metrics.labels, lambda: speculation.stats))
+    return speculation
 
 
 class DraftCollector:

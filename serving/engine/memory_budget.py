@@ -7,11 +7,13 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, row_bytes, rows_per_adapter, size_slots
+from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
+from serving.engine.storage import lora_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,7 @@ def size_kv_cache(
     widths of `here`.
     """
     per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
-    free = _free_bytes(config)
+    free = free_device_bytes(config)
     if free is not None:
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
@@ -50,7 +52,7 @@ def size_kv_cache(
     return size
 
 
-def _free_bytes(config: EngineConfig) -> int | None:
+def free_device_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit."""
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -60,7 +62,8 @@ def _free_bytes(config: EngineConfig) -> int | None:
 
 def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
     """Return what an adapter of max_lora_rank on every module takes."""
-    return row_bytes(rows_per_adapter(here, config.max_lora_rank), dtype.itemsize)
+    rows = rows_per_adapter(here, config.max_lora_rank)
+    return rows_nbytes(rows, lora_dtype(config, dtype).itemsize)
 
 
 def make_allocator(
@@ -74,12 +77,15 @@ def make_allocator(
 
     `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
     """
-    budget = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), _free_bytes(config))
-    spec = size_slots(here, config.max_loras, config.max_lora_rank, dtype.itemsize, budget)
+    budget = adapter_bytes(
+        config, _one_adapter_bytes(config, here, dtype), free_device_bytes(config)
+    )
+    itemsize = lora_dtype(config, dtype).itemsize
+    spec = size_slots(here, config.max_loras, config.max_lora_rank, itemsize, budget)
     if whole:
         more = rows_per_adapter(catalogue, config.max_lora_rank)
         rows = {width: spec.rows.get(width, 0) + whole * count for width, count in more.items()}
         spec = SlotsSpec(spec.num_slots + whole, rows)
-        budget = row_bytes(rows, dtype.itemsize)
+        budget = rows_nbytes(rows, itemsize)
     logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
-    return SlotAllocator(catalogue, spec.num_slots, spec.rows, dtype.itemsize), spec
+    return SlotAllocator(catalogue, spec.num_slots, spec.rows, itemsize), spec

@@ -26,21 +26,29 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
-from serving.engine.draft_metrics import DraftCollector
+from serving.engine.draft_metrics import make_speculation
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
+from serving.engine.merging import (
+    AUTO,
+    check_merging,
+    make_merged,
+    make_modes,
+    merge_primary,
+    watch_merging,
+)
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
+from serving.engine.storage import check_storage, host_form, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
-from serving.loading.lora_residency import HostForm
 from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import InstanceSide, ServerAccess, connect
 from serving.runtime.compile_counter import CompileCounter
@@ -48,7 +56,7 @@ from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
-from serving.scheduling.speculation import Speculation
+from serving.steps.merged_weights import MergedWeights
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 from serving.text.structured.grammars import Grammars
@@ -73,6 +81,7 @@ class EngineParts:
     model_info: ModelInfo
     images: ImageFront | None
     grammars: Grammars
+    primary: str | None = None  # digest of the adapter that is served alone
 
 
 def build_parts(
@@ -100,6 +109,7 @@ def build_parts(
         )
     if backbone is not None:
         config = check_backbone(config, access is not None)
+    check_storage(config, has_server=access is not None)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -115,6 +125,7 @@ def build_parts(
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
     config = check_pairs(model_config, access is not None, config)
+    check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
         remote = None if access is None else connect(access, config, dtype.name)
@@ -123,6 +134,7 @@ def build_parts(
         esft = make_esft(config, model, model_config, split)
         if esft is not None:
             undo.callback(esft.room.close)
+        merged = make_merged(config, model)
         # KV pages may lie where the experts were.
         catalogue = catalogue_of(model, model_config)
         widths = local_widths(split)
@@ -133,7 +145,18 @@ def build_parts(
         size = size_kv_cache(config, model, *room)
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = _Base(
-            model, model_config, source, catalogue, dtype, size, esft, remote, split, widths, images
+            model,
+            model_config,
+            source,
+            catalogue,
+            dtype,
+            size,
+            esft,
+            remote,
+            split,
+            widths,
+            images,
+            merged,
         )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
@@ -155,6 +178,7 @@ class _Base:
     split: Split | None
     widths: LocalWidths | None  # of the split
     images: ImageParts | None
+    merged: MergedWeights | None
 
 
 def _build(
@@ -176,22 +200,23 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        cut=_cut(base),
+        host_form=host_form(config, base.catalogue, base.widths),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
+    primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
     runner = _make_runner(config, base, spec, end_ids)
+    watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
-    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows)
-    if scheduler.draft_stats is not None:
-        drafts = DraftCollector(metrics.labels, lambda: scheduler.draft_stats)
-        metrics.registry.register(drafts)
+    modes = make_modes(config, base.merged, residencies)
+    how = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
@@ -213,7 +238,7 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info, front, grammars
-    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told)
+    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, primary)
 
 
 def engine_stats(
@@ -278,12 +303,6 @@ def _load_model(
     return model, model_config, dtype
 
 
-def _cut(base: _Base) -> HostForm | None:
-    """Return what cuts a LoRA adapter for several devices; None for one device."""
-    widths, catalogue = base.widths, base.catalogue
-    return None if widths is None else lambda weights: widths.adapter(weights, catalogue)
-
-
 def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) -> Grammars:
     if not config.structured_outputs:
         off = "structured_outputs are off: start without --no-structured-outputs."
@@ -306,7 +325,7 @@ def _make_runner(
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, base.dtype, base.split),
+        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
@@ -316,6 +335,8 @@ def _make_runner(
         and (jax.default_backend() != "cpu" or link is not None),
         structured_outputs=config.structured_outputs,
         split=base.split,
+        merged=base.merged,
+        mixture=config.lora_merge == AUTO,
     )
     runner.warm_up(progress=True)
     logger.info(
@@ -328,7 +349,6 @@ def _make_runner(
 
 
 def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
-    speculation = config.speculation
     return StepSizes(
         max_seqs=config.max_num_seqs,
         max_len=size.max_model_len,
@@ -336,7 +356,7 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
         num_pages=size.num_pages,
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
-        max_drafts=0 if speculation is None else speculation.num_speculative_tokens,
+        max_drafts=config.max_drafts,
     )
 
 
@@ -346,6 +366,7 @@ def _make_scheduler(
     residencies: Residencies,
     end_ids: tuple[int, ...],
     num_encoder_rows: int,
+    **how: Any,
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -360,9 +381,8 @@ def _make_scheduler(
         scheduling_policy=config.scheduling_policy,
         num_encoder_rows=num_encoder_rows,
     )
-    speculation = None if config.speculation is None else Speculation(config.speculation)
-    given = {"eos_token_ids": end_ids, "seed": config.seed, "speculation": speculation}
-    return Scheduler(limits, adapters=residencies, **given)
+    fixed = {"eos_token_ids": end_ids, "seed": config.seed}
+    return Scheduler(limits, adapters=residencies, **fixed, **how)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

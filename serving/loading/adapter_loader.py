@@ -151,6 +151,11 @@ class AdapterLoader[P: AnyPlacement, S]:
         adapter = self._known.get(digest)
         return adapter is not None and adapter.pinned
 
+    def weights(self, digest: str) -> AnyWeights | None:
+        """Return the weights of a known adapter."""
+        adapter = self._known.get(digest)
+        return None if adapter is None else adapter.weights
+
     def users(self, digest: str) -> int:
         """Return how many sequences hold the adapter now."""
         return self._allocator.users(digest)

@@ -6,6 +6,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.row_copies import Copier, pin_matrices
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.mergeable import Mergeable
 from serving.loading.residency import AbstractLoaderResidency, DeviceTables, Failures
 
 HostForm = Callable[[AdapterWeights], AdapterWeights]
@@ -17,17 +18,33 @@ class LoraResidency(AbstractLoaderResidency):
     kind = AdapterKind.LORA
 
     def __init__(
-        self, loader: AdapterLoader, copier: Copier | None = None, cut: HostForm | None = None
+        self,
+        loader: AdapterLoader,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
     ):
-        """With a `copier` the host's matrices are pinned for it; `cut` takes the part of an adapter
-        that this engine holds, by default all of it.
+        """With a `copier` the host's matrices are pinned for it; `host_form` makes of an adapter
+        what this engine holds of it, by default all as it is.
         """
         super().__init__(loader)
-        self._copier, self._cut = copier, cut
+        self._copier, self._host_form = copier, host_form
+        self._mergeable: Mergeable | None = None
+
+    def merge_into(self, mergeable: Mergeable) -> None:
+        """Say which adapters merged weights can stand for; without this, none."""
+        self._mergeable = mergeable
+
+    def can_merge(self, digest: str) -> bool:
+        """True for a known adapter that merged weights can stand for."""
+        weights = self._loader.weights(digest)
+        if self._mergeable is None or not isinstance(weights, AdapterWeights):
+            return False
+        return self._mergeable.holds(weights)
 
     def keep(self, weights: AnyWeights) -> AnyWeights:
         assert isinstance(weights, AdapterWeights), "found by its kind"
-        return self.keep_composed(weights if self._cut is None else self._cut(weights))
+        form = self._host_form
+        return self.keep_composed(weights if form is None else form(weights))
 
     def keep_composed(self, weights: AnyWeights) -> AnyWeights:
         return pin_matrices(weights, self._copier)

@@ -175,19 +175,19 @@ def make_residencies(
     server: InstanceSide | None,
     *,
     copier: Copier | None = None,
-    cut: HostForm | None = None,
+    host_form: HostForm | None = None,
     on_loaded: Callable[[float], None],
 ) -> Residencies:
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
     `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
-    none. With a `copier` the host copies LoRA rows beside the device's programs; `cut` cuts LoRA
-    weights for several devices. `on_loaded` is told the seconds of each load.
+    none. With a `copier` the host copies LoRA rows beside the device's programs; `host_form`
+    makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load.
     """
     make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
     loader, num_slots = AdapterLoader(allocator, make_job, on_loaded=on_loaded), allocator.num_slots
     if server is None:
-        lora = LoraResidency(loader, copier, cut)
+        lora = LoraResidency(loader, copier, host_form)
     elif server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:

@@ -8,11 +8,12 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.slots import row_bytes, size_slots
+from lora_jax.adapters.slots import size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 from lora_jax.ops.lora_gemm import delta_dtype
+from lora_jax.rank_rows import rows_nbytes
 from serving.lora_server.rank import RankSizes
 from serving.lora_server.shards import ShardLayout, shard_catalogue, shard_layout
 from serving.lora_server.transport.compatibility import Terms
@@ -81,7 +82,7 @@ class ServerDesign:
         slots = size_slots(
             catalogue, spec.num_adapters, spec.max_rank, spec.itemsize, spec.byte_budget
         )
-        return row_bytes(slots.rows, spec.itemsize)
+        return rows_nbytes(slots.rows, spec.itemsize)
 
     def require_rows(self, max_tokens: int) -> None:
         """Raise ValueError unless a step of `max_tokens` tokens fits into one message."""

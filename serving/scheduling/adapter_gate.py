@@ -107,6 +107,11 @@ class AdapterGate:
         return sequence in self._since
 
     @property
+    def is_starving(self) -> bool:
+        """True if a sequence has waited half of its time for an adapter."""
+        return self._starving is not None
+
+    @property
     def blocked(self) -> dict[str, Sequence]:
         """The first sequence of each tenant that waits for an adapter."""
         first: dict[str, Sequence] = {}

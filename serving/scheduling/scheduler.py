@@ -11,8 +11,8 @@ A tenant below its share of rows or pages gets them at the next step, by preempt
 
 `plan` may be called while one earlier step is still on the device: then the last token of a
 decoding sequence is not known here yet, only that it exists. Steps run on the device in the order
-in which they were planned, so pages and rows freed here may be given away at once. A step with
-drafts (see `speculation`) must be complete before the next one is planned.
+in which they were planned, so pages and rows freed here may be given away at once. Only a step with
+drafts must be complete before the next plan.
 """
 
 import collections
@@ -35,12 +35,13 @@ from serving.scheduling.endings import take_in
 from serving.scheduling.entry_checks import check_fits, check_room
 from serving.scheduling.fair_share import FairShares
 from serving.scheduling.integrity import check_queues
+from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.new_sequences import new_sequences
 from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.short_steps import ShortStep, short_step
 from serving.scheduling.slot_claims import SlotClaims
-from serving.scheduling.speculation import DraftStats, Speculation
+from serving.scheduling.speculation import Speculation
 from serving.scheduling.stats import SchedulerStats, scheduler_stats
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
 from serving.scheduling.waiting_line import WaitingLine, prompts_by_tenant
@@ -58,10 +59,11 @@ class Scheduler:
         adapters: AdapterResidency | None = None,
         eos_token_ids: SequenceOf[int] = (),
         seed: int = 0,
+        modes: MergeModes | None = None,
         speculation: Speculation | None = None,
     ):
         """`seed` is where requests without a seed get theirs."""
-        self.limits, self._speculation = limits, speculation
+        self.limits, self.modes, self._speculation = limits, modes, speculation
         residency = adapters or NoAdapters()
         self._gate = AdapterGate(residency, limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
@@ -112,6 +114,8 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
         self._pages.close(sequence)
+        if self.modes is not None:
+            self.modes.leave(sequence)
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
@@ -133,6 +137,18 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
+        if self.modes is None:
+            return self._plan_step(now)
+        plan, starving = None, self._gate.is_starving
+        for weights in self.modes.begin(self._running, self._waiting, now, starving=starving):
+            self.modes.take(weights)
+            plan = self._plan_step(now)
+            if plan is not None:
+                break
+        return self.modes.end(plan, self._running, now)
+
+    def _plan_step(self, now: float) -> StepPlan | None:
+        """Return the next step, with merged weights that of their sequences alone."""
         self._pages.start_step()
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
@@ -158,9 +174,8 @@ class Scheduler:
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
     ) -> list[Progress]:
-        """Take in what a step gave; returns a Progress of each token of sequences still alive.
-
-        Ends sequences at EOS, at a stop token and at their length limit.
+        """Take in what a step gave; returns a Progress of each token of sequences that go on, or end
+        at EOS, at a stop token or at their length limit.
         """
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
@@ -169,9 +184,7 @@ class Scheduler:
         for result in alive:
             result.chunk.sequence.num_discarded -= result.chunk.sequence.num_discarded > 0
         if self._speculation is not None:
-            self._speculation.complete(plan, good, now)
-            for result in good:
-                self._fair.charge(result.chunk.sequence.tenant, len(result.more))
+            self._speculation.complete(plan, good, self._fair, now)
         drawn = (one for result in good for one in (result, *result.more))
         return [self._process_result(one, now) for one in drawn if not one.chunk.sequence.has_ended]
 
@@ -204,11 +217,6 @@ class Scheduler:
         return lost
 
     @property
-    def draft_stats(self) -> DraftStats | None:
-        """Counts of drafts; None: the scheduler does not speculate."""
-        return None if self._speculation is None else self._speculation.stats
-
-    @property
     def has_work(self) -> bool:
         """True if any sequence is waiting or running."""
         return bool(self._waiting or self._running)
@@ -226,6 +234,8 @@ class Scheduler:
         self._fair.check_integrity(*tenants)
         self._pages.check_integrity(live, self._running)
         self._gate.check_integrity([*self._running, *(s for s in self._waiting if s.slot >= 0)])
+        if self.modes is not None:
+            self.modes.check_integrity(live)
 
     # The rest is how.
 
@@ -239,6 +249,8 @@ class Scheduler:
         self, step: StepBudget, sequences: SequenceOf[Sequence], order: SequenceOf[Sequence]
     ) -> None:
         """Plan a token of each that decodes, taking pages from the last of `order` if need be."""
+        if self.modes is not None:
+            sequences = list(filter(self.modes.joins, sequences))
         for sequence in sequences:
             if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
                 self._continue_decode(step, sequence, order)
@@ -305,6 +317,8 @@ class Scheduler:
         lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()
+        if self.modes is not None:
+            lines = {t: filter(self.modes.joins, line) for t, line in lines.items()}
         while lines and not step.exhausted:
             tenant = self._fair.first(lines)
             may_admit = admitting and self._running.num_free_rows > 0
@@ -324,6 +338,9 @@ class Scheduler:
         had_slot = sequence.slot >= 0
         if not self._gate.enter(sequence, now):
             return True
+        if self.modes is not None:
+            for chosen in self.modes.choose(self._requests[sequence.request.request_id]):
+                self._pages.open(chosen)  # its pages are others' than those on plain weights
         # Every running sequence is left a page to grow into, so that one that enters is not
         # preempted again at once.
         if not self._pages.give(sequence, reserve=len(self._running)):

@@ -54,6 +54,7 @@ class SequencePages:
         request = sequence.request
         faults = self._faults.get(request.adapter_digest, 0)
         owner = request.adapter_digest + (f" after {faults}" if faults else "")
+        owner += f" on {sequence.weights}" if sequence.weights else ""
         self._chains[sequence] = PrefixChain(
             owner, request.cache_salt, self._cache.page_size, request.images
         )

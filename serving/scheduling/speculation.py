@@ -18,6 +18,7 @@ from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan
 from serving.api.speculative_config import SpeculativeConfig
+from serving.scheduling.fair_share import FairShares
 from serving.scheduling.repetitions import Repetitions
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.step_budget import StepBudget
@@ -159,11 +160,17 @@ class Speculation:
             if self._grow(chunks[place].sequence, len(draft), pages, num_running):
                 step.add_drafts(place, draft)
 
-    def complete(self, plan: StepPlan, results: Iterable[SequenceResult], now: float) -> None:
-        """Take back what wrong guesses of the step got ahead of, and measure the step."""
+    def complete(
+        self, plan: StepPlan, results: Iterable[SequenceResult], fair: FairShares, now: float
+    ) -> None:
+        """Take back what wrong guesses of the step got ahead of, and measure the step.
+
+        Tenants are charged for tokens of drafts as for others.
+        """
         for result in results:
             if result.chunk.drafts:
                 self._take_back(result)
+                fair.charge(result.chunk.sequence.tenant, len(result.more))
         before, self._completed_s = self._completed_s, now
         if before is not None and all(_decodes(chunk) for chunk in plan.chunks):
             size = {"drafts": plan.has_drafts, "num_tokens": plan.num_tokens}

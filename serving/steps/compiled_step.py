@@ -46,6 +46,13 @@ _HOLES = 32  # of each size
 NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
 
 
+class MergedOperands(NamedTuple):
+    """The model's leaves with an adapter merged into them, and its slot."""
+
+    leaves: tuple[jax.Array, ...]
+    slot: Int[Array, ""]
+
+
 class Operands(NamedTuple):
     """Inputs of a step beside the model; cache and state are donated to it."""
 
@@ -55,6 +62,7 @@ class Operands(NamedTuple):
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
     remote_table: RemoteTable | None
     images: ImageOperands | None = None
+    merged: MergedOperands | None = None  # in the place of the plain model
 
 
 class Forwarded(NamedTuple):
@@ -185,9 +193,10 @@ class CompiledStep:
         results = self._forwarded.get(bucket)
         donated, donated_tree = jax.tree.flatten((operands.cache, results, self._status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
-        rest = (adapters, table, self._pages, operands.images, operands.state.history)
-        leaves, rest_tree = jax.tree.flatten(rest)
-        return self._leaves, donated, leaves, (donated_tree, rest_tree)
+        leaves, slot = self._weights(operands)
+        rest = (adapters, table, self._pages, operands.images, slot, operands.state.history)
+        rest, rest_tree = jax.tree.flatten(rest)
+        return leaves, donated, rest, (donated_tree, rest_tree)
 
     def _sample_arguments(
         self, state: RowState, forwarded: Forwarded, masks: TokenMasks | None, bucket: int
@@ -206,8 +215,13 @@ class CompiledStep:
         status = self._status if lora else None
         donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
-        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages, operands.images))
-        return self._leaves, donated, rest, (donated_tree, rest_tree)
+        leaves, slot = self._weights(operands)
+        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages, operands.images, slot))
+        return leaves, donated, rest, (donated_tree, rest_tree)
+
+    def _weights(self, operands: Operands) -> tuple[tuple[jax.Array, ...], Int[Array, ""] | None]:
+        """Return the model's leaves, and the slot of the adapter that is merged into them."""
+        return (self._leaves, None) if operands.merged is None else operands.merged
 
     def _results_of(self, bucket: int) -> Sampled:
         """Return the arrays whose memory the samples of a bucket are written to."""
@@ -244,12 +258,12 @@ def _jit_steps(
     specs = None if split is None else weight_specs(leaves)
 
     def run_forward(leaves, cache, history, rest, bucket, lora):
-        merged = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        (slots, reroute_tables, remote_table), table, pages, images = rest
+        made = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        (slots, reroute_tables, remote_table), table, pages, images, merged = rest
         remote = None if link is None or not lora else link.start(remote_table)
         over = None if split is None else split.split
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
-        cache, logits, rows = forward_step(merged, cache, history, *batch)
+        cache, logits, rows = forward_step(made, cache, history, *batch, merged)
         return cache, logits, rows, None if remote is None else remote.status()
 
     @functools.partial(

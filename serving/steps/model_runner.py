@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
+from serving.steps.merged_weights import MergedWeights
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import (
@@ -63,6 +65,14 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
     return (*buckets, max_tokens)
 
 
+class Program(NamedTuple):
+    """A step that is one program: its token bucket, its LoRA, and which weights it takes."""
+
+    bucket: int
+    lora: bool = True
+    merged: bool = False
+
+
 class ModelRunner:
     """The device side of the engine; one thread uses it."""
 
@@ -83,6 +93,8 @@ class ModelRunner:
         structured_outputs: bool = True,
         split: Split | None = None,
         encoder: ImageEncoder | None = None,
+        merged: MergedWeights | None = None,
+        mixture: bool = False,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -91,7 +103,8 @@ class ModelRunner:
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots`
         lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
-        images, on one device.
+        images, on one device. With `merged` steps may take those weights, with `mixture` steps
+        whose rows have other adapters too.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -114,6 +127,7 @@ class ModelRunner:
         self._cache = cache if split is not None else place(cache)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place, self._encoder = place, encoder
+        self.merged, self._mixture = merged, mixture
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
@@ -137,12 +151,14 @@ class ModelRunner:
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         if self._encoder is not None:
             self._encoder.warm_up(self.slots)
+        if self.merged is not None and self.slots is not None:
+            self.merged.warm_up(self.slots)
         table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
-        for bucket, lora in self.programs:
-            jax.block_until_ready(self._run(table, bucket, lora=lora))
-        for bucket in self.two_part_buckets:
-            forwarded, status = self._run_forward(table, bucket)
+        for program in self.programs:
+            jax.block_until_ready(self._run(table, program))
+        for bucket, merged in self.two_part_programs:
+            forwarded, status = self._run_forward(table, bucket, merged=merged)
             sampled = self._run_sample(forwarded, self.new_masks(), bucket)
             jax.block_until_ready((sampled, status))
 
@@ -159,16 +175,20 @@ class ModelRunner:
                 job.result()
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered]:
-        for bucket, lora in self.programs:
-            yield self._step.lower(self._operands(), table, bucket, lora=lora)
-        for bucket in self.two_part_buckets:
-            yield from self._step.lower_parts(self._operands(), table, bucket)
+        for bucket, lora, merged in self.programs:
+            yield self._step.lower(self._operands(merged=merged), table, bucket, lora=lora)
+        for bucket, merged in self.two_part_programs:
+            yield from self._step.lower_parts(self._operands(merged=merged), table, bucket)
 
     @property
-    def programs(self) -> tuple[tuple[int, bool], ...]:
-        """Every step that is one program: its token bucket, and whether it has LoRA."""
-        all_rows = tuple((bucket, True) for bucket in self.buckets)
-        return (*all_rows, *((b, False) for b in self.buckets if self._can_specialize(b)))
+    def programs(self) -> tuple[Program, ...]:
+        """Every step that is one program."""
+        kinds = [(True, False)]
+        if self.merged is not None:
+            kinds += [(False, True), (True, True)] if self._mixture else [(False, True)]
+        programs = [Program(b, *kind) for kind in kinds for b in self.buckets]
+        alone = [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
+        return (*programs, *alone)
 
     @property
     def two_part_buckets(self) -> tuple[int, ...]:
@@ -181,9 +201,15 @@ class ModelRunner:
         return tuple(dict.fromkeys((self._decode_bucket, self.buckets[-1])))
 
     @property
+    def two_part_programs(self) -> tuple[tuple[int, bool], ...]:
+        """Every step in two programs: its token bucket, and whether it takes merged weights."""
+        kinds = (False,) if self.merged is None else (False, True)
+        return tuple((bucket, merged) for merged in kinds for bucket in self.two_part_buckets)
+
+    @property
     def num_programs(self) -> int:
         """Programs that are compiled at the start."""
-        return len(self.programs) + 2 * len(self.two_part_buckets)
+        return len(self.programs) + 2 * len(self.two_part_programs)
 
     @property
     def _decode_bucket(self) -> int:
@@ -201,8 +227,8 @@ class ModelRunner:
         """
         bucket = self._bucket(plan, self.buckets)
         table, scored = self._prepare(plan)
-        lora = self._needs_lora(plan, bucket)
-        sampled, status = self._run(table, bucket, lora=lora)
+        program = Program(bucket, self._needs_lora(plan, bucket), plan.merged is not None)
+        sampled, status = self._run(table, program)
         return in_flight(plan, first_rows(plan), sampled, scored, status)
 
     def forward(self, plan: StepPlan) -> HeldStep:
@@ -212,7 +238,7 @@ class ModelRunner:
         """
         bucket = self._bucket(plan, self.two_part_buckets)
         table, scored = self._prepare(plan)
-        forwarded, status = self._run_forward(table, bucket)
+        forwarded, status = self._run_forward(table, bucket, merged=plan.merged is not None)
         return HeldStep(plan, first_rows(plan), scored, bucket, forwarded, status)
 
     def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
@@ -231,6 +257,8 @@ class ModelRunner:
         if self._encoder is not None:
             for work in plan.encodes:
                 self._encoder.encode(work, self.slots)
+        if self.merged is not None and self.slots is not None:
+            self.merged.prepare(plan, self.slots)
         changed, scored = False, False
         table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
@@ -272,6 +300,8 @@ class ModelRunner:
         self.remote_table = RemoteTable(*self._step.replace(before, new))
 
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
+        if plan.merged is not None:
+            return plan.is_mixture
         if not self._can_specialize(bucket) or self.slots is None:
             return True
         # ESFT slots are numbered after the LoRA slots, then come pairs of both.
@@ -280,25 +310,28 @@ class ModelRunner:
         slots = [chunk.sequence.slot for chunk in plan.chunks]
         return any(0 <= slot < num_lora or slot >= pairs for slot in slots)
 
-    def _run(
-        self, table: np.ndarray, bucket: int, *, lora: bool
-    ) -> tuple[Sampled, jax.Array | None]:
-        done = self._step.run(self._operands(), table, bucket, lora=lora)
+    def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
+        operands = self._operands(merged=program.merged)
+        done = self._step.run(operands, table, program.bucket, lora=program.lora)
         self._cache, self._state, sampled, status = done
         return sampled, status
 
-    def _run_forward(self, table: np.ndarray, bucket: int) -> tuple[Forwarded, jax.Array | None]:
-        self._cache, forwarded, status = self._step.forward(self._operands(), table, bucket)
+    def _run_forward(
+        self, table: np.ndarray, bucket: int, *, merged: bool = False
+    ) -> tuple[Forwarded, jax.Array | None]:
+        operands = self._operands(merged=merged)
+        self._cache, forwarded, status = self._step.forward(operands, table, bucket)
         return forwarded, status
 
     def _run_sample(self, forwarded: Forwarded, masks: TokenMasks, bucket: int) -> Sampled:
         self._state, sampled = self._step.sample(self._state, forwarded, masks, bucket)
         return sampled
 
-    def _operands(self) -> Operands:
+    def _operands(self, *, merged: bool = False) -> Operands:
         images = None if self._encoder is None else self._encoder.operands
         adapters = (self.slots, self.reroute_tables, self.remote_table)
-        return Operands(self._cache, self._state, *adapters, images)
+        weights = self.merged.operands if merged and self.merged is not None else None
+        return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""

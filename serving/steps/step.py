@@ -16,6 +16,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch, ImageRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.ops.merge import mixture_slots
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.steps.device_state import RowState
@@ -72,6 +73,7 @@ def forward_step(
     lora: bool = True,
     images: ImageOperands | None = None,
     split: Split | None = None,
+    merged_slot: Int[Array, ""] | None = None,
 ) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
     """Return the cache after the step, and its logit rows with their logits.
 
@@ -81,7 +83,8 @@ def forward_step(
     `samples` ones: several where `history` has drafts, see with_drafts. Rows of a step follow each
     other in the order of sequence rows. Without `lora` no row may have a LoRA adapter, and no trace
     of LoRA is in the program; without `images` no trace of them. With `split` this is one device's
-    part of the step; all have the same logits.
+    part of the step; all have the same logits. With `merged_slot` the model's weights have that
+    slot's adapter in them, and rows of others may come.
     """
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
     if images is not None:
@@ -93,6 +96,8 @@ def forward_step(
         lora_rows, _ = _split(rows.row_to_slot, num_lora, reroute_tables.shape[1])
         rows = dataclasses.replace(rows, row_to_slot=lora_rows)
     slots = slots if lora else None
+    if merged_slot is not None and lora:
+        batch = mixture(batch, merged_slot)
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
@@ -159,6 +164,17 @@ def unpack_images(batch: ForwardBatch, images: ImageOperands) -> ImageRows:
     real = jnp.arange(places.shape[0], dtype=jnp.int32) < batch.num_tokens
     rows = jnp.where(real, places[:, ENCODER_ROW], -1)
     return ImageRows(images.rows, rows, places[:, POSITIONS].T)
+
+
+def mixture(batch: ForwardBatch, merged_slot: Int[Array, ""]) -> ForwardBatch:
+    """Return the batch for weights that have the adapter of `merged_slot` in them.
+
+    Its rows need nothing more; from all others, rows of the base too, it is taken out.
+    """
+    own, surplus = mixture_slots(batch.token_to_slot, merged_slot, merged_slot)
+    real = jnp.arange(own.shape[0], dtype=jnp.int32) < batch.num_tokens
+    surplus = jnp.where(real, surplus, -1)
+    return dataclasses.replace(batch, token_to_slot=own, token_to_surplus_slot=surplus)
 
 
 def split_slots(

@@ -32,8 +32,8 @@ class ForwardBatch:
 
     Padding carries position 0, sequence row 0, page slot out of range (writes are dropped) and
     adapter slots -1; every op skips it, so that a bucket costs what its real tokens cost. The two
-    fields of ESFT go together; without them no trace of ESFT is in the program, and without
-    `images` none of images.
+    fields of ESFT go together; without them no trace of ESFT is in the program, without `images`
+    none of images, and without `token_to_surplus_slot` none of a mixture.
     """
 
     tokens: Int[Array, "tokens"]  # token ids
@@ -46,3 +46,5 @@ class ForwardBatch:
     token_to_esft_slot: Int[Array, "tokens"] | None = None  # row of the tables; -1: base's experts
     reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = None  # see ops.reroute
     images: ImageRows | None = None
+    # In a mixture: the adapter that a token's weights have too much; -1 where they have the right.
+    token_to_surplus_slot: Int[Array, "tokens"] | None = None

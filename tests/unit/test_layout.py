@@ -28,6 +28,7 @@ WITHOUT_MODULE = {
     "serving/test_speculation.py",
     "serving/test_structured_outputs.py",
     "serving/test_families.py",
+    "serving/test_int8_adapters.py",
     "serving/test_quantised_base.py",
     "serving/test_image_families.py",
     "serving/test_image_requests.py",

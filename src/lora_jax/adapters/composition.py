@@ -21,6 +21,7 @@ from lora_jax.adapters.weights import (
     ModuleReport,
     SiteWeights,
 )
+from lora_jax.rank_rows import scaled
 
 MOST_PARTS = 4
 MOST_WEIGHT = 100.0
@@ -118,12 +119,12 @@ def sum_of(
 
 
 def _joined(matrices: list[np.ndarray], factors: list[tuple[float, float]]) -> np.ndarray:
-    """Return the ranks one after the other, times weight and then scaling, in float32."""
+    """Return the ranks one after the other, times weight and then scaling; see `scaled`."""
     experts = max(len(matrix) for matrix in matrices)
     rows = []
     for matrix, (weight, scaling) in zip(matrices, factors, strict=True):
-        scaled = matrix.astype(np.float32) * np.float32(weight) * np.float32(scaling)
-        rows.append(np.broadcast_to(scaled, (experts, *matrix.shape[1:])))
+        times = scaled(matrix, weight, scaling)
+        rows.append(np.broadcast_to(times, (experts, *matrix.shape[1:])))
     return np.concatenate(rows, axis=1)
 
 

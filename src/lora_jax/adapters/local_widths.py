@@ -17,6 +17,7 @@ from lora_jax.adapters.catalogue import (
     LoraModule,
 )
 from lora_jax.adapters.weights import AdapterWeights, SiteWeights
+from lora_jax.rank_rows import INT8, joined, parts, value_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +71,23 @@ class LocalWidths:
 
     def _cut(self, matrix: np.ndarray, by_expert: bool, width: int) -> np.ndarray:
         """Return [experts, rank, devices, width] of a matrix [experts or 1, rank, wide]."""
-        experts, rank, wide = matrix.shape
+        experts, rank, items = matrix.shape
         if by_expert:
-            by_device = matrix.reshape(self.devices, experts // self.devices, rank, wide)
+            by_device = matrix.reshape(self.devices, experts // self.devices, rank, items)
             return by_device.transpose(1, 2, 0, 3)
+        wide = value_width(items, matrix.dtype)
         if wide == width:
-            shape = (experts, rank, self.devices, wide)
+            shape = (experts, rank, self.devices, items)
             return np.broadcast_to(matrix[:, :, None], shape)
+        if matrix.dtype == INT8:  # each device's part has the scale of the whole row
+            values, scales = parts(matrix)
+            cut = self._cut_outputs(values, width)
+            return joined(cut, np.broadcast_to(scales[..., None], cut.shape[:-1]))
+        return self._cut_outputs(matrix, width)
+
+    def _cut_outputs(self, matrix: np.ndarray, width: int) -> np.ndarray:
+        """Return [experts, rank, devices, width] of values [experts, rank, wide], padded with 0."""
+        experts, rank, wide = matrix.shape
         if wide < self.devices * width:
             padding = self.devices * width - wide
             matrix = np.pad(matrix, ((0, 0), (0, 0), (0, padding)))

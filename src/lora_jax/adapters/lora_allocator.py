@@ -11,6 +11,7 @@ from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStat
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.row_ranges import RowRanges
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.rank_rows import rows_nbytes, value_width
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +51,8 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
     def __init__(
         self, catalogue: LoraCatalogue, num_slots: int, rows: dict[int, int], itemsize: int = 4
     ):
-        """`rows` is the size of each width's pool (SlotsSpec.rows), `itemsize` of a pool value."""
+        """`rows` is the size of each width's pool (SlotsSpec.rows), `itemsize` of a pool value,
+        1 in 8 bits."""
         super().__init__(num_slots)
         self._modules = {name: i for i, name in enumerate(catalogue.module_names)}
         self._num_layers = catalogue.num_layers
@@ -115,8 +117,8 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
             slots_total=self.num_slots,
             rows_used=used,
             rows_total=total,
-            bytes_used=sum(w * n for w, n in used.items()) * self._itemsize,
-            bytes_total=sum(w * n for w, n in total.items()) * self._itemsize,
+            bytes_used=rows_nbytes(used, self._itemsize),
+            bytes_total=rows_nbytes(total, self._itemsize),
         )
 
     def check_integrity(self) -> None:
@@ -187,5 +189,6 @@ def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[R
     writes: dict[int, list[RowWrite]] = {}
     for matrix, start in zip(weights.matrices(), starts, strict=True):
         rows = matrix.reshape(-1, *matrix.shape[2:])
-        writes.setdefault(matrix.shape[-1], []).append(RowWrite(start, rows))
+        width = value_width(matrix.shape[-1], matrix.dtype)
+        writes.setdefault(width, []).append(RowWrite(start, rows))
     return {width: tuple(rows) for width, rows in writes.items()}

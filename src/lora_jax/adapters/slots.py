@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.rank_rows import rows_nbytes, stored_width
 from lora_jax.sharding import Split
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 # Columns of AdapterSlots.entries.
 A_OFFSET, B_OFFSET, RANK, A_STRIDE, B_STRIDE = range(5)
@@ -37,10 +38,11 @@ class AdapterSlots:
     [b_offset + e * b_stride, + rank) of pools[d_out]; a stride of 0 shares one matrix between all
     experts. Rank 0 means the slot does not touch the site. `scaling` is alpha / rank (or
     alpha / sqrt(rank)). In a split model widths and experts are those of one device, and a pool is
-    the rows of all devices, one after the other; within a step each device has its own.
+    the rows of all devices, one after the other; within a step each device has its own. Rows in 8
+    bits have four more items than their width (lora_jax.rank_rows).
     """
 
-    pools: dict[str, Float[Array, "rows width"]]  # key: str(width)
+    pools: dict[str, Num[Array, "rows items"]]  # key: str(width)
     entries: Int[Array, "modules layers slots 5"]  # modules in the order of catalogue.module_names
     scaling: Float[Array, "modules layers slots"]
 
@@ -89,7 +91,7 @@ def size_slots(
     if num_slots < 1 or max_rank < 1:
         raise ValueError(f"Need at least 1 slot and rank 1, not {num_slots} and {max_rank}.")
     one = rows_per_adapter(catalogue, max_rank)
-    one_bytes = row_bytes(one, itemsize)
+    one_bytes = rows_nbytes(one, itemsize)
     if byte_budget is None or byte_budget >= num_slots * one_bytes:
         return SlotsSpec(num_slots, {width: num_slots * count for width, count in one.items()})
     if byte_budget < one_bytes:
@@ -99,8 +101,8 @@ def size_slots(
         )
     dense = rows_per_adapter(catalogue.without_experts(), max_rank)
     experts = {width: count - dense.get(width, 0) for width, count in one.items()}
-    expert_bytes = row_bytes(experts, itemsize)
-    left = byte_budget - num_slots * row_bytes(dense, itemsize)
+    expert_bytes = rows_nbytes(experts, itemsize)
+    left = byte_budget - num_slots * rows_nbytes(dense, itemsize)
     if not 0 < expert_bytes <= left:
         rows = {width: count * byte_budget // one_bytes for width, count in one.items()}
     else:
@@ -109,20 +111,18 @@ def size_slots(
     return SlotsSpec(num_slots, rows)
 
 
-def row_bytes(rows: dict[int, int], itemsize: int) -> int:
-    """Return the bytes of so many rank rows of each width."""
-    return sum(width * count for width, count in rows.items()) * itemsize
-
-
 def init_slots(
     catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype, split: Split | None = None
 ) -> AdapterSlots:
-    """Return empty slots: no adapter anywhere. With a split, spec and catalogue are a device's."""
+    """Return empty slots: no adapter anywhere. With int8 rows are in 8 bits.
+
+    With a split, spec and catalogue are a device's.
+    """
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
     parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
     return AdapterSlots(
         pools={
-            str(w): jnp.zeros((parts * n, w), dtype, device=rows)
+            str(w): jnp.zeros((parts * n, stored_width(w, dtype)), dtype, device=rows)
             for w, n in sorted(spec.rows.items())
         },
         entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
@@ -132,10 +132,10 @@ def init_slots(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def write_rows(
-    pool: Float[Array, "rows width"],
+    pool: Num[Array, "rows items"],
     indices: Int[Array, "chunk"],
-    values: Float[Array, "chunk width"],
-) -> Float[Array, "rows width"]:
+    values: Num[Array, "chunk items"],
+) -> Num[Array, "rows items"]:
     """Return the pool with values[i] at row indices[i]; an index out of range is dropped.
 
     The chunk is padded to one fixed length, so that loading never compiles after warm-up.
@@ -145,11 +145,11 @@ def write_rows(
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames="sharding")
 def _write_parts(
-    pool: Float[Array, "rows width"],
+    pool: Num[Array, "rows items"],
     indices: Int[Array, "chunk"],
-    values: Float[Array, "values width"],
+    values: Num[Array, "values items"],
     sharding: NamedSharding,
-) -> Float[Array, "rows width"]:
+) -> Num[Array, "rows items"]:
     """Return the pool with a chunk written on each device, as write_rows does on one.
 
     `values` are the chunks of all devices, and the indices those of a device's own rows.

@@ -8,16 +8,18 @@ from typing import Any
 import numpy as np
 
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.rank_rows import quantised, value_width
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteWeights:
     """LoRA of one site: y += scaling * (x A[e]^T) B[e] for rows of expert e.
 
-    `a` is [experts, rank, d_in] and `b` is [experts, rank, d_out], in the file's dtype. A leading
-    1 means one matrix for all experts (stride 0), and the only matrix of a site without experts.
-    Sites that share a matrix hold the very same array object, which is then stored once. Of a split
-    model both are [experts, rank, devices, width], with each device's part (local_widths).
+    `a` is [experts, rank, d_in] and `b` is [experts, rank, d_out], in the file's dtype, or in 8
+    bits with four more items a row (lora_jax.rank_rows). A leading 1 means one matrix for all
+    experts (stride 0), and the only matrix of a site without experts. Sites that share a matrix
+    hold the very same array object, which is then stored once. Of a split model both are
+    [experts, rank, devices, width], with each device's part (local_widths).
     """
 
     a: np.ndarray
@@ -84,7 +86,18 @@ class AdapterWeights:
     @functools.cached_property
     def demand(self) -> tuple[tuple[int, int], ...]:
         """(width, rows) of each distinct matrix, in the order of `matrices`."""
-        return tuple((m.shape[-1], m.shape[0] * m.shape[1]) for m in self.matrices())
+        widths = ((value_width(m.shape[-1], m.dtype), m) for m in self.matrices())
+        return tuple((width, m.shape[0] * m.shape[1]) for width, m in widths)
+
+    def in_8_bits(self) -> "AdapterWeights":
+        """Return the adapter with rank rows in 8 bits; sites go on sharing their matrices."""
+        made = {id(matrix): quantised(matrix) for matrix in self.matrices()}
+        sites = {
+            key: SiteWeights(made[id(site.a)], made[id(site.b)], site.scaling)
+            for key, site in self.sites.items()
+        }
+        size = sum(matrix.nbytes for matrix in made.values())
+        return AdapterWeights(sites, dataclasses.replace(self.report, weight_bytes=size))
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""

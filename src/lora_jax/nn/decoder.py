@@ -143,6 +143,7 @@ class AbstractCausalLM(nnx.Module):
             remote,
             split=split,
         ).with_items()
+        routing = routing.without(batch.token_to_surplus_slot)
         x, angles = self._inputs(batch, split)
         new_cache = []
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):

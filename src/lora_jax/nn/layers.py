@@ -116,6 +116,8 @@ def _apply_local(
         ys = exchange.wait_add(ys, x)
         if not routing.has_local:
             return ys
+    if routing.surplus is not None:
+        ys = add_lora(ys, x, routing.surplus, modules, layer)
     return add_lora(ys, x, routing, modules, layer)
 
 

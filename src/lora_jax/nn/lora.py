@@ -37,6 +37,7 @@ class AdapterRouting:
     remote: RemoteExperts | None = None  # computes a part of every adapter
     items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
     split: Split | None = None  # of the model over several devices; pools have its local widths
+    surplus: "AdapterRouting | None" = None  # what is taken out of dense maps; see `without`
 
     def with_items(self) -> "AdapterRouting":
         """Return this routing, its rows brought together by adapter once for all linear maps."""
@@ -45,6 +46,18 @@ class AdapterRouting:
         slots = self.adapters.scaling.shape[-1]
         items = adapter_items(self.row_to_slot, slots, max_rank=self.max_rank)
         return dataclasses.replace(self, items=items)
+
+    def without(self, row_to_slot: Int[Array, "rows"] | None) -> "AdapterRouting":
+        """Return this routing for dense maps whose weights have each row's `row_to_slot` too much.
+
+        That adapter's part is subtracted before the row's own is added: V-LoRA's deLoRA branch
+        (section 4.4.2). None: no weights have anything too much.
+        """
+        if row_to_slot is None or self.adapters is None:
+            return self
+        negated = dataclasses.replace(self.adapters, scaling=-self.adapters.scaling)
+        surplus = dataclasses.replace(self, adapters=negated, row_to_slot=row_to_slot)
+        return dataclasses.replace(self, surplus=surplus.with_items())
 
     @property
     def has_local(self) -> bool:
@@ -68,8 +81,8 @@ class AdapterRouting:
     ) -> "AdapterRouting":
         """Return the routing of a matrix whose row t is row row_to_row[t] of this one.
 
-        Its rows are those of single experts, past routing, and so have no ESFT slots. `items` are
-        their own, if they are known.
+        Its rows are those of single experts, past routing, and so have no ESFT slots, and nothing
+        too much: experts are not merged. `items` are their own, if they are known.
         """
         return dataclasses.replace(
             self,
@@ -78,6 +91,7 @@ class AdapterRouting:
             row_to_esft_slot=None,
             reroute_tables=None,
             items=items,
+            surplus=None,
         )
 
     def lora_arguments(self, modules: Sequence[str], layer: int, d_in: int, d_out: int) -> dict:

@@ -10,7 +10,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +116,8 @@ class LoraCase:
 
     y: Float[Array, "rows d_out"]
     x: Float[Array, "rows d_in"]
-    a_pool: Float[Array, "a_rows d_in"]
-    b_pool: Float[Array, "b_rows d_out"]
+    a_pool: Num[Array, "a_rows a_items"]
+    b_pool: Num[Array, "b_rows b_items"]
     entries: Int[Array, "slots 5"]
     scaling: Float[Array, "slots"]
     row_to_slot: Int[Array, "rows"]

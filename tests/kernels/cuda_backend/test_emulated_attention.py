@@ -25,7 +25,10 @@ from lora_jax.ops.cases import (
 )
 from lora_jax.ops.paged_attention import reference as attention_reference
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+]
 DRIVER = "attention.cc"
 BF16 = ml_dtypes.bfloat16
 

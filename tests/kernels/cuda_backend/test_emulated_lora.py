@@ -17,7 +17,10 @@ from lora_jax.ops.cases import (
     lora_case,
 )
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+]
 DRIVER = "drivers.cc"
 BF16 = ml_dtypes.bfloat16
 

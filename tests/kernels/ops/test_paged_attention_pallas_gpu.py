@@ -81,9 +81,9 @@ def tokens_of(case: AttentionCase, tokens: np.ndarray) -> AttentionCase:
 INTERPRETED = [
     ("gqa", CUT),
     ("gqa", WHOLE),
-    ("window-and-sinks", WHOLE),
-    ("window-and-sinks", CUT),
-    ("latent", CUT),
+    pytest.param("window-and-sinks", WHOLE, marks=pytest.mark.long),
+    pytest.param("window-and-sinks", CUT, marks=pytest.mark.long),
+    pytest.param("latent", CUT, marks=pytest.mark.long),
 ]
 
 

@@ -69,7 +69,7 @@ def tokens_of(case: AttentionCase, tokens: np.ndarray) -> AttentionCase:
     [
         pytest.param("gqa", "bfloat16", marks=pytest.mark.long),
         ("window-and-sinks", "float32"),
-        ("latent", "float32"),
+        pytest.param("latent", "float32", marks=pytest.mark.long),
         ("latent", "bfloat16"),
     ],
 )

@@ -95,6 +95,8 @@ def case(tmp_path_factory) -> Case:
 class TestDeepseekV2(ModelContract):
     """Low-rank q, yarn with both mscales, group-limited experts, a dense and a shared MLP."""
 
+    stands_for_others = True
+
 
 def test_cache_holds_the_latent_only(case: Case):
     cache = case.driver.new_cache(1)

@@ -87,6 +87,8 @@ def case(tmp_path_factory) -> Case:
 class TestGptOss(ModelContract):
     """Sinks, a window, biases, weights normalised over the best two of five experts."""
 
+    stands_for_others = True
+
 
 def quantised_copy(source: Path, target: Path) -> Path:
     """Write the checkpoint as the released ones: experts in blocks and scales, the rest bf16."""

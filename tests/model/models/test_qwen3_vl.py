@@ -30,6 +30,8 @@ def case(tmp_path_factory) -> VisionCase:
 class TestQwen3VL(VisionContract):
     """Interleaved sections, deepstack, a resampled position table."""
 
+    stands_for_others = True
+
     peft_targets = (
         r"model\.language_model\..*\.(q_proj|down_proj)"
         r"|model\.visual\..*(qkv|linear_fc1)"

@@ -72,7 +72,15 @@ def shaken(oracle: Any, seed: int = 0) -> Any:
 
 
 class ModelContract:
-    """Needs the fixture `case`."""
+    """Needs the fixture `case`; a class with `stands_for_others` has all tests in `make test`."""
+
+    stands_for_others = False
+    of_each_family = (
+        "test_both_dialects_give_one_model",
+        "test_logits_match_transformers",
+        "test_greedy_text_matches_transformers",
+        "test_adapter_on_every_module_equals_merged_weights",
+    )
 
     def test_both_dialects_give_one_model(self, case: Case):
         model, config = load(case.folders["hub"])

@@ -97,6 +97,14 @@ class VisionContract:
     """Needs the fixture `case`; `peft_targets` is a pattern of the maps PEFT puts LoRA on."""
 
     peft_targets: str
+    stands_for_others = False  # then all tests are in `make test`
+    of_each_family = (
+        "test_both_dialects_give_one_model",
+        "test_rows_of_the_tower_match_transformers",
+        "test_logits_match_transformers",
+        "test_text_alone_matches_transformers",
+        "test_images_matter",
+    )
 
     def oracle_rows(self, case: VisionCase, image: Patches) -> list[np.ndarray]:
         """Return transformers' rows of an image: those for embeddings, then deepstack's."""

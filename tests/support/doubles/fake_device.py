@@ -8,7 +8,14 @@ other hashes. Plans are captured when they are made and run later, as on a real 
 import dataclasses
 import hashlib
 
-from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan, TokenLogprobs
+from serving.api.request import (
+    Merged,
+    ScheduledChunk,
+    Sequence,
+    SequenceResult,
+    StepPlan,
+    TokenLogprobs,
+)
 
 
 def digest(*parts: object) -> int:
@@ -17,6 +24,11 @@ def digest(*parts: object) -> int:
 
 def kv_root(adapter: str) -> int:
     return digest("root", adapter)
+
+
+def arithmetic(adapter: str, weights: str | None) -> str:
+    """Name what computes a row: its adapter, on weights with another one, or its own, merged."""
+    return f"{adapter} on {weights}" if weights else adapter
 
 
 def next_token(kv: int, seed: int, position: int, vocab: int) -> int:
@@ -60,9 +72,9 @@ class FakeDevice:
     def capture(self, plan: StepPlan) -> list[Captured]:
         rows = [chunk.sequence.row for chunk in plan.chunks]
         assert len(set(rows)) == len(rows), f"a row twice in one step: {rows}"
-        return [self._capture(chunk) for chunk in plan.chunks]
+        return [self._capture(chunk, plan.merged) for chunk in plan.chunks]
 
-    def _capture(self, chunk: ScheduledChunk) -> Captured:
+    def _capture(self, chunk: ScheduledChunk, merged: Merged | None) -> Captured:
         seq: Sequence = chunk.sequence
         end = chunk.start + chunk.num_tokens
         assert seq.row >= 0
@@ -72,6 +84,9 @@ class FakeDevice:
         assert unknown <= 1, "only the last token before the drafts may be unknown"
         adapter = self.slots[seq.slot] if seq.slot >= 0 else ""
         assert adapter == seq.request.adapter_digest, "the slot holds another adapter"
+        if merged is not None:
+            assert self.slots[merged.slot] == merged.digest, "the merged adapter has lost its slot"
+            adapter = arithmetic(adapter, merged.digest)
         tokens = (*known, *[None] * unknown, *chunk.drafts)
         return Captured(chunk, seq.row, adapter, tuple(seq.pages), seq.seed, tokens)
 
@@ -156,6 +171,9 @@ class FakeResidency:
 
     def is_loading(self, adapter: str) -> bool:
         return adapter in self.ready_in
+
+    def can_merge(self, adapter: str) -> bool:
+        return adapter in self.order and adapter != "e"
 
     def pool_of(self, adapter: str) -> str | None:
         return None if adapter in self.pinned else "slots"

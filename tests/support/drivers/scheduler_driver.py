@@ -3,11 +3,20 @@
 import collections
 import dataclasses
 import random
+from collections.abc import Callable
 
-from support.doubles.fake_device import FakeDevice, FakeResidency, digest, expected_tokens, kv_root
+from support.doubles.fake_device import (
+    FakeDevice,
+    FakeResidency,
+    arithmetic,
+    digest,
+    expected_tokens,
+    kv_root,
+)
 
 from serving.api.request import FinishReason, Request, Sequence, SequenceState, Share, StepPlan
 from serving.api.sampling import Sampling
+from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.scheduling.speculation import Speculation
 
@@ -57,13 +66,14 @@ class Driver:
         *,
         num_slots: int = 3,
         ticks: int = 2,
+        make_modes: Callable[[FakeResidency], MergeModes] | None = None,
         speculation: Speculation | None = None,
     ):
         self.residency = FakeResidency(num_slots, ticks)
         self.device = FakeDevice(limits.num_pages, limits.page_size, VOCAB, self.residency.slots)
-        self.scheduler = Scheduler(
-            limits, adapters=self.residency, eos_token_ids=[EOS], speculation=speculation
-        )
+        modes = None if make_modes is None else make_modes(self.residency)
+        given = {"modes": modes, "speculation": speculation}
+        self.scheduler = Scheduler(limits, adapters=self.residency, eos_token_ids=[EOS], **given)
         self.now = 0.0
         self.in_flight: collections.deque = collections.deque()
         self.scores: dict[Sequence, list] = collections.defaultdict(list)
@@ -147,8 +157,9 @@ class Driver:
 def alone(sequence: Sequence) -> tuple[list[int], FinishReason]:
     """What the sequence must give: what it gives without neighbours, cut at its end."""
     request, sampling = sequence.request, sequence.request.sampling
+    adapter = arithmetic(request.adapter_digest, sequence.weights)
     tokens = expected_tokens(
-        request.prompt_ids, request.adapter_digest, sequence.seed, sequence.max_outputs, VOCAB
+        request.prompt_ids, adapter, sequence.seed, sequence.max_outputs, VOCAB
     )
     for i, token in enumerate(tokens):
         ends = token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
@@ -158,7 +169,8 @@ def alone(sequence: Sequence) -> tuple[list[int], FinishReason]:
 
 
 def expected_scores(sequence: Sequence) -> list[tuple[int, float]]:
-    kv, scores = kv_root(sequence.request.adapter_digest), []
+    kv = kv_root(arithmetic(sequence.request.adapter_digest, sequence.weights))
+    scores = []
     prompt = sequence.request.prompt_ids
     for i, token in enumerate(prompt[:-1]):
         kv = digest(kv, token)

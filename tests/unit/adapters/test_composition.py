@@ -15,6 +15,7 @@ from lora_jax.adapters.composition import (
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ExpertWeights, SiteWeights
+from lora_jax.rank_rows import parts
 
 REPORT = AdapterReport(AdapterKind.LORA, "x", "d" * 64, {}, 0, 100, {}, 2, 0, None, None)
 
@@ -52,6 +53,18 @@ def test_the_sum_is_what_the_parts_add():
     assert made.digest == "e" * 64
     assert made.report.max_rank == 5
     assert made.report.weight_bytes == 4 * (5 * 11 + 11)
+
+
+def test_a_sum_of_rows_in_8_bits_keeps_their_values_and_scales_them():
+    one, two = lora(q_proj=site(2, seed=1)), lora(q_proj=site(3, seed=2, scaling=0.3))
+    coded = [weights.in_8_bits() for weights in (one, two)]
+    made = sum_of([(coded[0], 0.7), (coded[1], 0.1)], "e" * 64, "x", max_rank=8)
+    values, scales = parts(made.sites["q_proj", 0].a)
+    first, second = (parts(weights.sites["q_proj", 0].a) for weights in coded)
+    np.testing.assert_array_equal(values, np.concatenate([first[0], second[0]], axis=1))
+    f = np.float32
+    want = [first[1] * f(0.7) * f(2.0), second[1] * f(0.1) * f(0.3)]
+    np.testing.assert_array_equal(scales, np.concatenate(want, axis=1))
 
 
 def test_ranks_stand_in_order_and_only_a_is_scaled_in_float32():

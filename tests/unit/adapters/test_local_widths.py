@@ -9,6 +9,8 @@ from lora_jax.adapters.catalogue import EXPERTS, WHOLE
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import rows_per_adapter
+from lora_jax.adapters.weights import AdapterWeights, SiteWeights
+from lora_jax.rank_rows import parts
 
 UNIT = 8  # stands for the multiple of a vocabulary
 
@@ -78,6 +80,32 @@ def test_each_device_has_its_part_and_no_matrix_is_copied(whole_experts):
             np.testing.assert_array_equal(got.b[:, :, device], b)
         assert np.shares_memory(got.a, site.a)
         assert np.shares_memory(got.b, site.b)
+
+
+@pytest.mark.parametrize("whole_experts", [False, True])
+def test_each_part_of_a_row_in_8_bits_has_the_scale_of_the_whole(whole_experts):
+    widths = LocalWidths(2, whole_experts, UNIT)
+    plain = cases.weights(MOE, rank=3)
+    whole, local = plain.in_8_bits(), widths.adapter(plain.in_8_bits(), MOE)
+    want = widths.adapter(decoded(whole), MOE)
+    for key, site in decoded(local).sites.items():
+        np.testing.assert_array_equal(site.a, want.sites[key].a)
+        np.testing.assert_array_equal(site.b, want.sites[key].b)
+
+
+def decoded(weights):
+    """The adapter with the values that its rows in 8 bits stand for."""
+
+    def values(matrix):
+        steps, scales = parts(matrix)
+        return steps * scales[..., None]
+
+    made = {id(matrix): values(matrix) for matrix in weights.matrices()}
+    sites = {
+        key: SiteWeights(made[id(site.a)], made[id(site.b)], site.scaling)
+        for key, site in weights.sites.items()
+    }
+    return AdapterWeights(sites, weights.report)
 
 
 @pytest.mark.parametrize("folder", ["0.21.2-deepseek_v2-everything", "hand-mixtral-shared_outer"])

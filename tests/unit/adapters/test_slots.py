@@ -223,6 +223,30 @@ def test_where_memory_is_short_the_experts_rows_shrink_first():
     assert rows == {width: 2 * count for width, count in one.items()}
 
 
+def test_a_budget_holds_twice_the_adapters_in_8_bits():
+    catalogue = cases.llama(hidden=512)
+    spec = {item: size_slots(catalogue, 100, 8, item, byte_budget=1 << 20) for item in (1, 2)}
+    rows = {item: sum(of.rows.values()) for item, of in spec.items()}
+    assert 1.95 * rows[2] < rows[1] < 2 * rows[2]
+    slots = init_slots(catalogue, spec[1], jnp.dtype(jnp.int8))
+    assert sum(pool.nbytes for pool in slots.pools.values()) <= 1 << 20
+    allocator = SlotAllocator(catalogue, 1, spec[1].rows, 1)
+    assert allocator.stats().bytes_total == sum(pool.nbytes for pool in slots.pools.values())
+
+
+def test_rows_in_8_bits_arrive_as_they_are():
+    weights = cases.weights(CATALOGUE, 3).in_8_bits()
+    spec = size_slots(CATALOGUE, 1, 4, 1)
+    allocator = SlotAllocator(CATALOGUE, 1, spec.rows, 1)
+    slots, slot = load(init_slots(CATALOGUE, spec, jnp.dtype(jnp.int8)), allocator, weights)
+    index = CATALOGUE.module_names.index("q_proj")
+    a_offset, b_offset, rank = np.asarray(slots.entries[index, 0, slot])[:3]
+    site = weights.sites["q_proj", 0]
+    for offset, matrix in ((a_offset, site.a[0]), (b_offset, site.b[0])):
+        pool = slots.pools[str(matrix.shape[1] - 4)]
+        np.testing.assert_array_equal(pool[offset : offset + rank], matrix)
+
+
 def test_byte_budget():
     one = sum(w * n for w, n in rows_per_adapter(CATALOGUE, 8).items()) * 2
     spec = size_slots(CATALOGUE, 100, 8, 2, byte_budget=3 * one)

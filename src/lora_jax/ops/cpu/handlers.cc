@@ -72,16 +72,17 @@ ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::AnyBu
   return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], d[2], x, group_sizes, bias, y);
 }
 
-template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype>
+template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype, class R,
+          ffi::DataType r_dtype>
 ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<y_dtype> y, ffi::Buffer<dtype> x,
-                    ffi::Buffer<dtype> a_pool, ffi::Buffer<dtype> b_pool, S32 entries, F32 scaling,
-                    S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<y_dtype>> out,
+                    ffi::Buffer<r_dtype> a_pool, ffi::Buffer<r_dtype> b_pool, S32 entries,
+                    F32 scaling, S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<y_dtype>> out,
                     int64_t max_rank) {
   using T = typename D::T;
   if (out->untyped_data() != y.untyped_data())
     std::memcpy(out->untyped_data(), y.untyped_data(), y.size_bytes());
-  bool fits = run_lora<D, Y>(
-      pool, {data<T>(x), data<T>(a_pool), data<T>(b_pool), entries.typed_data(),
+  bool fits = run_lora<D, Y, R>(
+      pool, {data<T>(x), data<R>(a_pool), data<R>(b_pool), entries.typed_data(),
              row_to_slot.typed_data(), row_to_expert.typed_data(), scaling.typed_data(),
              data<Y>(out), int64_t(x.dimensions()[0]), x.dimensions()[1], y.dimensions()[1],
              a_pool.dimensions()[0], b_pool.dimensions()[0], entries.dimensions()[0], max_rank});
@@ -167,14 +168,15 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Ret<ffi::Buffer<dtype>>()                          \
                                     .Attr<int64_t>("block_rows")                        \
                                     .Attr<int64_t>("block_cols"))
-#define LORA_JAX_LORA(name, D, dtype, Y, y_dtype)                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype>), \
+#define LORA_JAX_LORA(name, D, dtype, Y, y_dtype, R, r_dtype)                           \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
+                                (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype, R, r_dtype>), \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
                                     .Arg<ffi::Buffer<y_dtype>>()                        \
                                     .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<r_dtype>>()                        \
+                                    .Arg<ffi::Buffer<r_dtype>>()                        \
                                     .Arg<S32>()                                         \
                                     .Arg<F32>()                                         \
                                     .Arg<S32>()                                         \
@@ -203,9 +205,16 @@ LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_bfloat16, DotBF16, ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32);
-LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32);
+LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32, float, ffi::F32);
+LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16, uint16_t,
+              ffi::BF16);
+LORA_JAX_LORA(lora_jax_lora_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32, uint16_t,
+              ffi::BF16);
+LORA_JAX_LORA(lora_jax_lora_int8_float32, DotF32, ffi::F32, float, ffi::F32, int8_t, ffi::S8);
+LORA_JAX_LORA(lora_jax_lora_int8_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16, int8_t,
+              ffi::S8);
+LORA_JAX_LORA(lora_jax_lora_int8_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32, int8_t,
+              ffi::S8);
 LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32);
 LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

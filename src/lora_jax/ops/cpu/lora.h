@@ -3,6 +3,9 @@
 // Rows are brought together by (slot, expert), up to 12 at a time, so that a rank row is fetched
 // once for all of them. Per output element: the dot products of dot.h, times the scaling, then a
 // chain over the rank rows in order, then one addition to y and one rounding.
+//
+// A rank row in 8 bits ends in its scale, a float: its values are read as they are, which every
+// type holds exactly, and both scales of a rank multiply its h.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -17,11 +20,30 @@ constexpr int64_t kStripsAhead = 4;  // columns of B are fetched this many strip
 template <class T>
 constexpr int64_t kLineElements = 64 / sizeof(T);
 
-// Rows and pools hold T, results hold Y: T, or float for sums that are rounded elsewhere.
-template <class T, class Y = T>
+// A rank row of R in its pool: how far the next one is, and what its values are multiplied by.
+template <class R>
+struct RankRow {
+  static constexpr bool kScaled = false;
+  static int64_t stride(int64_t width) { return width; }
+};
+template <>
+struct RankRow<int8_t> {
+  static constexpr bool kScaled = true;
+  static int64_t stride(int64_t width) { return width + int64_t(sizeof(float)); }
+  static float scale(const int8_t* row, int64_t width) {
+    float value;
+    std::memcpy(&value, row + width, sizeof(value));
+    return value;
+  }
+};
+
+// Rows hold T, pools hold R: T or int8_t. Results hold Y: T, or float for sums that are rounded
+// elsewhere.
+template <class T, class Y = T, class R = T>
 struct Lora {
-  using Row = T;
-  const T *x, *a_pool, *b_pool;
+  using Row = R;
+  const T* x;
+  const R *a_pool, *b_pool;
   const int32_t *entries, *row_to_slot, *row_to_expert;
   const float* scaling;
   Y* y;
@@ -87,20 +109,41 @@ bool lora_items(const G& g, const std::vector<int32_t>& rows, std::vector<LoraIt
   return true;
 }
 
-// h[r * rank + j] = scaling * x[row r] . A[j]
+// Writes `width` values of a row in 8 bits as T.
+template <class T>
+void widen(const int8_t* row, int64_t width, T* out) {
+  for (int64_t k = 0; k < width; k += kLanes)
+    store(out + k, load(row + k, width - k), std::min<int64_t>(kLanes, width - k));
+}
+
+// h[r * rank + j] = scaling * x[row r] . A[j], times the scales of A[j] and B[j] if they have some.
 template <class D, class G>
 void shrink(const G& g, const LoraItem& item, float* h) {
   using T = typename D::T;
+  using Rows = RankRow<typename G::Row>;
+  const int64_t a_stride = Rows::stride(g.d_in), b_stride = Rows::stride(g.d_out);
+  std::vector<T> wide(Rows::kScaled ? kCols * g.d_in : 0);
+  float scales[kCols];
   const T *x[kChunkRows], *a[kCols];
   float sums[kTile];
   for (int64_t r = 0; r < item.count; ++r) x[r] = g.x + item.rows[r] * g.d_in;
   for (int64_t j = 0; j < item.rank; j += kCols) {
-    for (int64_t c = 0; c < kCols; ++c)
-      a[c] = g.a_pool + (item.a_row + std::min(j + c, item.rank - 1)) * g.d_in;
+    for (int64_t c = 0; c < kCols; ++c) {
+      int64_t at = std::min(j + c, item.rank - 1);
+      const auto* row = g.a_pool + (item.a_row + at) * a_stride;
+      if constexpr (Rows::kScaled) {
+        widen(row, g.d_in, wide.data() + c * g.d_in);
+        a[c] = wide.data() + c * g.d_in;
+        const auto* b = g.b_pool + (item.b_row + at) * b_stride;
+        scales[c] = Rows::scale(row, g.d_in) * Rows::scale(b, g.d_out);
+      } else {
+        a[c] = row;
+      }
+    }
     int64_t cols = std::min<int64_t>(kCols, item.rank - j);
     for (int64_t r = 0; r < item.count; r += kRows) {
       int64_t m = std::min<int64_t>(kRows, item.count - r);
-      if (r == 0 && m == 1 && j + 2 * kCols <= item.rank) {
+      if (!Rows::kScaled && r == 0 && m == 1 && j + 2 * kCols <= item.rank) {
         f32x16 acc[kTile] = {};
         dot_rows<D, 1, true>(x, a, 0, g.d_in, acc, kCols * g.d_in);
         sum_tile<1>(acc, sums);
@@ -108,8 +151,10 @@ void shrink(const G& g, const LoraItem& item, float* h) {
         dot_tile<D>(m, x + r, a, g.d_in, sums);
       }
       for (int64_t i = 0; i < m; ++i)
-        for (int64_t c = 0; c < cols; ++c)
-          h[(r + i) * item.rank + j + c] = item.scaling * sums[i * kCols + c];
+        for (int64_t c = 0; c < cols; ++c) {
+          float value = item.scaling * sums[i * kCols + c];
+          h[(r + i) * item.rank + j + c] = Rows::kScaled ? value * scales[c] : value;
+        }
     }
   }
 }
@@ -118,12 +163,13 @@ void shrink(const G& g, const LoraItem& item, float* h) {
 template <int M, int S, class G>
 inline void expand_tile(const G& g, const LoraItem& item, const float* h, int64_t row, int64_t col,
                         int64_t n) {
-  using T = typename G::Row;
+  using R = typename G::Row;
   f32x16 acc[M][S] = {};
-  const T* b = g.b_pool + item.b_row * g.d_out + col;
-  for (int64_t j = 0; j < item.rank; ++j, b += g.d_out) {
+  const int64_t stride = RankRow<R>::stride(g.d_out);
+  const R* b = g.b_pool + item.b_row * stride + col;
+  for (int64_t j = 0; j < item.rank; ++j, b += stride) {
     if (S > 1 && row == 0)  // a strip is too short for the hardware to see where it goes on
-      for (int64_t i = 0; i < S * kLanes; i += kLineElements<T>)
+      for (int64_t i = 0; i < S * kLanes; i += kLineElements<R>)
         __builtin_prefetch(b + kStripsAhead * S * kLanes + i, 0, 3);
     for (int s = 0; s < S; ++s) {
       f32x16 bv = s + 1 < S ? load(b + s * kLanes) : load(b + s * kLanes, n);
@@ -164,8 +210,8 @@ void run_lora_item(const G& g, const LoraItem& item) {
     expand_rows<1>(g, item, h.data(), col, std::min<int64_t>(kLanes, g.d_out - col));
 }
 
-template <class D, class Y>
-bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T, Y>& g) {
+template <class D, class Y, class R>
+bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T, Y, R>& g) {
   std::vector<int32_t> rows = adapter_rows(g);
   std::vector<LoraItem> items;
   double micros;

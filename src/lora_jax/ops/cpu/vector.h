@@ -13,6 +13,7 @@ constexpr int kLanes = 16;
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 inline f32x16 splat(float v) { return v - f32x16{}; }
@@ -53,6 +54,17 @@ inline f32x16 load(const uint16_t* p) {
   u16x16 v;
   std::memcpy(&v, p, 32);
   return (f32x16)(__builtin_convertvector(v, u32x16) << 16);
+}
+inline f32x16 load(const int8_t* p) {
+  i8x16 v;
+  std::memcpy(&v, p, 16);
+  return __builtin_convertvector(v, f32x16);
+}
+inline f32x16 load(const int8_t* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  int8_t buffer[kLanes] = {};
+  std::memcpy(buffer, p, n);
+  return load(buffer);
 }
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 inline uint32_t first_bits(int64_t n) { return uint32_t((uint64_t(1) << n) - 1); }

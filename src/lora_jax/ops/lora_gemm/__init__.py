@@ -18,7 +18,8 @@ from lora_jax.ops.dispatch import (
 )
 from lora_jax.ops.lora_gemm import cpu, reference, xla
 from lora_jax.ops.lora_gemm.batch import LoraBatch
-from lora_jax.typing import Array, Float, Int
+from lora_jax.rank_rows import stored_width
+from lora_jax.typing import Array, Float, Int, Num
 
 __all__ = ["LoraBatch", "delta_dtype", "lora_gemm", "lora_gemms"]
 
@@ -42,15 +43,21 @@ def _sums_of_the_rows_dtype(ys: _Ys, batch: LoraBatch, sites: _Sites) -> str | N
     return f"takes y of x's dtype, {batch.x.dtype}, not {', '.join(wide)}" if wide else None
 
 
+def _rows_of_the_same_dtype(ys: _Ys, batch: LoraBatch, sites: _Sites) -> str | None:
+    del ys, sites
+    return "takes rank rows of x's dtype, not in 8 bits" if batch.has_int8_rows else None
+
+
 def _pallas(name: str) -> Callable:
     return _site_by_site(lazy_kernel(f"{__name__}.{name}", "lora_gemm"))
 
 
-_NARROW = (_sums_of_the_rows_dtype,)
+_PLAIN = (_rows_of_the_same_dtype,)
+_NARROW = (*_PLAIN, _sums_of_the_rows_dtype)
 LORA_GEMM = Op(
     "lora_gemm",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm")),
+        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm"), accepts=_PLAIN),
         Implementation("pallas_gpu", GPU, _pallas("pallas_gpu"), accepts=_NARROW),
         Implementation("pallas_tpu", TPU, _pallas("pallas_tpu"), accepts=_NARROW),
         Implementation("ffi", CPU, _site_by_site(cpu.lora_gemm), wide_sums=True),
@@ -63,8 +70,8 @@ LORA_GEMM = Op(
 def lora_gemm(
     y: Float[Array, "rows d_out"] | None,
     x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
+    a_pool: Num[Array, "a_rows a_items"],
+    b_pool: Num[Array, "b_rows b_items"],
     entries: Int[Array, "slots 5"],
     scaling: Float[Array, "slots"],
     row_to_slot: Int[Array, "rows"],
@@ -76,10 +83,10 @@ def lora_gemm(
 ) -> Float[Array, "rows d_out"]:
     """y[t] + s * sum_j (x[t] . A[j]) B[j] over the rank rows of slot row_to_slot[t].
 
-    LoraBatch describes the tables. Rows of slot -1 come back unchanged, bit for bit, and cost
-    nothing. The kernel works in place if y is a temporary. y may be float32 with rows and pools in
-    bfloat16, for a sum that is rounded elsewhere. Without y the sums alone come back, in
-    delta_dtype: rows of slot -1 are exact zeros.
+    LoraBatch describes the tables; both pools hold rows of x's dtype, or both rows in 8 bits. Rows
+    of slot -1 come back unchanged, bit for bit, and cost nothing. The kernel works in place if y is
+    a temporary. y may be float32 with rows and pools in bfloat16, for a sum that is rounded
+    elsewhere. Without y the sums alone come back, in delta_dtype: rows of slot -1 are exact zeros.
     """
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)
@@ -93,8 +100,8 @@ def lora_gemm(
 def lora_gemms(
     ys: Sequence[Float[Array, "rows d_out"] | None],
     x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
+    a_pool: Num[Array, "a_rows a_items"],
+    b_pool: Num[Array, "b_rows b_items"],
     entries: Int[Array, "sites slots 5"],
     scaling: Float[Array, "sites slots"],
     sites: Sequence[int],
@@ -158,15 +165,20 @@ def _check(y: Array | None, batch: LoraBatch) -> None:
     if max_rank < 1:
         raise ValueError(f"lora_gemm: max_rank {max_rank} must be at least 1")
     rows, d_in, slots = *x.shape, batch.entries.shape[-2]
-    d_out = b_pool.shape[1] if y is None else y.shape[1]
+    d_out = batch.d_out if y is None else y.shape[1]
     narrow = None if y is None or y.dtype == jnp.float32 else y
-    checks.check_dtypes("lora_gemm", y=narrow, x=x, a_pool=a_pool, b_pool=b_pool)
+    if batch.has_int8_rows:
+        checks.check_dtypes("lora_gemm", y=narrow, x=x)
+        checks.check_dtype("lora_gemm", jnp.int8, b_pool=b_pool)
+    else:
+        checks.check_dtypes("lora_gemm", y=narrow, x=x, a_pool=a_pool, b_pool=b_pool)
+    a_items, b_items = (stored_width(n, a_pool.dtype) for n in (d_in, d_out))
     owners = {"row_to_slot": batch.row_to_slot, "row_to_expert": batch.row_to_expert}
     checks.check_shapes(
         "lora_gemm",
         y=((rows, d_out) if y is None else tuple(y.shape), (rows, d_out)),
-        a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
-        b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
+        a_pool=(tuple(a_pool.shape), (a_pool.shape[0], a_items)),
+        b_pool=(tuple(b_pool.shape), (b_pool.shape[0], b_items)),
         entries=(tuple(batch.entries.shape), (*lead, slots, 5)),
         scaling=(tuple(batch.scaling.shape), (*lead, slots)),
         **{name: (tuple(owner.shape), (rows,)) for name, owner in owners.items()},

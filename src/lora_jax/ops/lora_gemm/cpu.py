@@ -15,7 +15,8 @@ def lora_gemm(
     """Same result as the reference; a row's result depends on its own x, y and adapter only."""
     build.require()
     out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    name = f"lora_jax_lora_{batch.x.dtype.name}"
+    rows = "int8_" if batch.has_int8_rows else ""
+    name = f"lora_jax_lora_{rows}{batch.x.dtype.name}"
     name += "" if y.dtype == batch.x.dtype else f"_to_{y.dtype.name}"
     call = jax.ffi.ffi_call(name, out, input_output_aliases={0: 0})
     tables = (batch.a_pool, batch.b_pool, batch.entries, batch.scaling)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.ops.lora_gemm.batch import LoraBatch, float_rows
 from lora_jax.typing import Array, Float
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -28,9 +28,9 @@ def lora_gemm(
     a_rows = jnp.where(live, (a_off + row_to_expert * a_stride)[:, None] + j[None], 0)
     b_rows = jnp.where(live, (b_off + row_to_expert * b_stride)[:, None] + j[None], 0)
     f32 = jnp.float32
-    h = jnp.einsum("td,trd->tr", x.astype(f32), a_pool[a_rows].astype(f32), precision=HIGHEST)
+    h = jnp.einsum("td,trd->tr", x.astype(f32), float_rows(a_pool[a_rows]), precision=HIGHEST)
     h = jnp.where(live, h, 0.0) * scaling[slot][:, None]
-    b = jnp.where(live[:, :, None], b_pool[b_rows].astype(f32), 0.0)
+    b = jnp.where(live[:, :, None], float_rows(b_pool[b_rows]), 0.0)
     delta = jnp.einsum("tr,trd->td", h, b, precision=HIGHEST)
     z = y.astype(f32) + delta
     return jnp.where((row_to_slot >= 0)[:, None], z.astype(y.dtype), y)

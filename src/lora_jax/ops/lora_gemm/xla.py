@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.ops.lora_gemm.batch import LoraBatch, float_rows
 from lora_jax.typing import Array, Float, Int
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -30,8 +30,8 @@ def lora_gemm(
         slot, expert = row_to_slot[chosen[0]], row_to_expert[chosen[0]]
         a_off, b_off, rank, a_stride, b_stride = (entries[slot, c] for c in range(5))
         live = (rank_row < rank)[:, None]
-        a = a_pool.at[a_off + expert * a_stride + rank_row].get(mode="clip").astype(f32)
-        b = b_pool.at[b_off + expert * b_stride + rank_row].get(mode="clip").astype(f32)
+        a = float_rows(a_pool.at[a_off + expert * a_stride + rank_row].get(mode="clip"))
+        b = float_rows(b_pool.at[b_off + expert * b_stride + rank_row].get(mode="clip"))
         a, b = jnp.where(live, a, f32(0)), jnp.where(live, b, f32(0))
         h = jnp.einsum("ti,ri->tr", x[chosen].astype(f32), a, precision=HIGHEST) * scaling[slot]
         z = y[chosen].astype(f32) + jnp.einsum("tr,ro->to", h, b, precision=HIGHEST)

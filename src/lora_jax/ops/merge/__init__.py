@@ -61,14 +61,16 @@ def merge(
 
 
 def mixture_slots(
-    row_to_slot: Int[Array, "rows"], merged_slot: int, negative_slot: int
+    row_to_slot: Int[Array, "rows"],
+    merged_slot: Int[Array, ""] | int,
+    surplus_slot: Int[Array, ""] | int,
 ) -> tuple[Int[Array, "rows"], Int[Array, "rows"]]:
     """Return the two slots that each row needs while one adapter is merged into the weights.
 
-    A row of the merged adapter needs none. Any other row, base rows too, needs its own slot and
-    then `negative_slot`: the merged adapter's entries with its scaling negated, which takes out
-    what the weights have too much (V-LoRA's deLoRA branch, section 4.4.2).
+    A row of the merged adapter needs none. Any other row, base rows too, needs its own slot, and
+    `surplus_slot`, whose part is subtracted: what the weights have too much (V-LoRA's deLoRA
+    branch, section 4.4.2).
     """
     merged = row_to_slot == merged_slot
     own_slot = jnp.where(merged, jnp.int32(-1), row_to_slot)
-    return own_slot, jnp.where(merged, jnp.int32(-1), jnp.int32(negative_slot))
+    return own_slot, jnp.where(merged, jnp.int32(-1), jnp.int32(surplus_slot))

@@ -1,5 +1,6 @@
 """Requirements of a cluster and restarts of its processes; the roles are stand-ins."""
 
+import dataclasses
 import os
 import threading
 
@@ -32,6 +33,7 @@ class Role:
 
     def __init__(self, options, number, path, place, serve_leases):
         self.number, self.place, self.is_ready, self.stopped = number, place, False, False
+        self.engine = options.engine
         self.sentinel, self._end = os.pipe()
         self.order = len(Role.made)
         Role.made = (*Role.made, self)
@@ -139,3 +141,15 @@ def test_a_role_that_cannot_start_ends_all_others(options, monkeypatch):
         LocalCluster(options, None)
     assert len(Role.made) == 2
     assert all(role.stopped for role in Role.made)
+
+
+def test_the_last_instance_has_the_merged_adapter_and_the_others_all(options):
+    engine = dataclasses.replace(options.engine, merge_adapter="a1", lora_merge="auto")
+    cluster = LocalCluster(
+        dataclasses.replace(options, engine=engine, cluster=ClusterConfig(instances=2)), None
+    )
+    kinds = [(role.engine.merge_adapter, role.engine.lora_merge) for role in Role.made]
+    assert kinds == [(None, "auto"), ("a1", "off")]
+    assert cluster.router.choose("a1") == 1
+    assert cluster.router.choose("a0") == cluster.router.choose(None) == 0
+    cluster.close()

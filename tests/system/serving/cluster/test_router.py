@@ -87,3 +87,19 @@ def test_all_down_is_no_reason_to_choose_nobody(instances):
         made.set_up(number, False)
     assert made.choose("a") in range(instances)
     assert made.choose(None) in range(instances)
+
+
+def test_a_merged_adapter_has_the_last_instance_and_nothing_else_goes_there():
+    made = Router(3, ["a", "b", "hot"], merged="hot")
+    assert {made.choose("hot") for _ in range(9)} == {2}
+    others = [made.choose(name) for name in ("a", "b", "new", None) for _ in range(5)]
+    assert set(others) == {0, 1}
+    made.answered("hot", 2)
+    assert "hot" not in made.instance_of
+    made.set_up(2, False)
+    assert made.choose("hot") in (0, 1)  # which have it too, unmerged
+    made.set_up(2, True)
+    for number in (0, 1):
+        made.set_up(number, False)
+    assert made.choose(None) in (0, 1)
+    assert made.choose("hot") == 2

@@ -44,6 +44,7 @@ def parts():
         grammars=Grammars(None, why_none="structured_outputs are off."),
         compositions=types.SimpleNamespace(resolve=resolve),
         model_info=types.SimpleNamespace(vocab_size=100),
+        primary=None,
     )
 
 
@@ -115,3 +116,14 @@ def test_a_structure_that_is_refused_is_counted_too(parts):
         Admission(parts, 5).queue(request, None, ())
     assert rejected(parts, "invalid") == 1
     assert not parts.loop.requests
+
+
+def test_an_engine_of_one_merged_adapter_takes_its_requests_as_rows_of_the_base(parts):
+    parts.primary = "d"
+    assert check(parts, adapter="sql") == ("sql@v2", None)
+    assert check(parts, adapter="sql@v2", entry=ENTRY) == ("sql@v2", None)
+    with pytest.raises(ValueError, match="serves it alone"):
+        check(parts)
+    parts.primary = "another"
+    with pytest.raises(ValueError, match="as it was at the start"):
+        check(parts, adapter="sql")

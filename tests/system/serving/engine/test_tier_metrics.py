@@ -34,12 +34,12 @@ def test_more_adapters_than_the_host_holds_are_served(tmp_path):
         "structured_outputs": False,
         "max_model_len": 64,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
+        "max_num_batched_tokens": 8,
     }
     sizes |= {"max_lora_rank": 2, "block_size": 4}
     names = [f"a{(7 * n) % 12}" for n in range(24)]
     prompts = prompts_of(24, seed=31)
-    with Engine(tmp_path / "model", paths, max_loras=12, **sizes) as roomy:
+    with Engine(tmp_path / "model", paths, max_loras=2, **sizes) as roomy:
         want = [answer(output) for output in roomy.generate(prompts, names, SCORED)]
     with Engine(tmp_path / "model", paths, max_loras=2, max_cpu_loras=4, **sizes) as engine:
         assert len(engine.registry.entries()) == 4

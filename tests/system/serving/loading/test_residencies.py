@@ -135,7 +135,7 @@ def test_matrices_are_pinned_for_the_copier_or_cut_for_several_devices():
     pinning = make_residencies(Slots(1), None, None, copier=copier, **told)
     assert pinning.keep(weights) is weights
     assert copier.log == ["pin"] * len(list(weights.matrices()))
-    cutting = make_residencies(Slots(1), None, None, cut=lambda given: cut, **told)
+    cutting = make_residencies(Slots(1), None, None, host_form=lambda given: cut, **told)
     assert cutting.keep(weights) is cut
 
 

@@ -62,3 +62,27 @@ def test_not_loopback(host):
 def test_bounds(fields, message):
     with pytest.raises(ValueError, match=message):
         Options(ENGINE, OPEN, **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "cluster", "http", "message"),
+    [
+        ("a", ClusterConfig(), OPEN, "add --instances 2"),
+        ("b", ClusterConfig(instances=2), OPEN, "must be a name of --lora-modules"),
+        ("a", ClusterConfig(instances=2, lora_server=1), OPEN, "leave --lora-server out"),
+        (
+            "a",
+            ClusterConfig(instances=2),
+            HttpSettings(enable_runtime_lora=True),
+            "leave --enable-runtime-lora out",
+        ),
+    ],
+    ids=["alone", "unknown", "server", "runtime"],
+)
+def test_what_a_merged_adapter_does_not_go_with(name, cluster, http, message):
+    engine = EngineConfig(model="m", merge_adapter=name)
+    adapters = (LoraModuleFlag("a", "x"),)
+    with pytest.raises(ValueError, match=f"--merge-adapter {name} .*{message}"):
+        Options(engine, http, cluster=cluster, adapters=adapters)
+    good = EngineConfig(model="m", merge_adapter="a")
+    Options(good, OPEN, cluster=ClusterConfig(instances=2), adapters=adapters)

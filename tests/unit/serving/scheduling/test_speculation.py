@@ -1,13 +1,17 @@
 """Drafts change how many steps an answer takes, and nothing else; they are sent where they pay."""
 
+import functools
 import random
+import types
 
 import pytest
-from support.doubles.fake_device import expected_tokens
+from support.doubles.fake_device import arithmetic, expected_tokens
 from support.drivers.scheduler_driver import VOCAB, Driver, check_answer, limits, random_request
 
 from serving.api.request import FinishReason
 from serving.api.speculative_config import SpeculativeConfig
+from serving.scheduling.merge_modes import MergeModes
+from serving.scheduling.merge_policy import MergeTarget
 from serving.scheduling.repetitions import Repetitions
 from serving.scheduling.speculation import DraftState, Speculation, StepTimes
 
@@ -32,8 +36,9 @@ class Knowing(Speculation):
         left = sequence.max_outputs - sequence.num_scheduled_outputs
         count = min(self.rng.randrange(5), left, room)
         request = sequence.request
+        adapter = arithmetic(request.adapter_digest, sequence.weights)
         tokens = expected_tokens(
-            request.prompt_ids, request.adapter_digest, sequence.seed, sequence.max_outputs, VOCAB
+            request.prompt_ids, adapter, sequence.seed, sequence.max_outputs, VOCAB
         )
         first = sequence.num_computed - sequence.num_prompt
         guesses = tokens[first : first + count]
@@ -45,6 +50,7 @@ SHAPES = {
     "few pages": {"num_pages": 13},
     "no cache": {"num_pages": 13, "enable_prefix_caching": False},
     "small steps": {"max_num_batched_tokens": 4, "max_logit_rows": 4},
+    "merged weights": {"num_pages": 64, "max_num_batched_tokens": 24},
 }
 
 
@@ -53,7 +59,14 @@ SHAPES = {
 def test_every_sequence_gives_what_it_gives_without_drafts(shape, seed):
     rng = random.Random(f"{shape} {seed}")
     speculation = Knowing(rng)
-    driver = Driver(limits(**SHAPES[shape]), ticks=2, speculation=speculation)
+    make_modes = None
+    if shape == "merged weights":
+        make_modes = functools.partial(MergeModes, mixture=seed > 0, theta=3.0)
+    given = {"speculation": speculation, "make_modes": make_modes}
+    driver = Driver(limits(**SHAPES[shape]), ticks=2, **given)
+    if make_modes is not None:
+        always = types.SimpleNamespace(next=lambda *_: MergeTarget("a"))
+        driver.scheduler.modes.policy = always
     added, requests = [], []
     for _ in range(120):
         if rng.random() < 0.25:
@@ -68,6 +81,8 @@ def test_every_sequence_gives_what_it_gives_without_drafts(shape, seed):
     assert not [s for s in added if s.finish_reason is FinishReason.ERROR]
     stats = speculation.stats
     assert 0 < stats.accepted < stats.tokens
+    if make_modes is not None:
+        assert any(plan.merged and plan.has_drafts for plan in driver.plans)
     assert stats.accepted == sum(stats.accepted_per_place)
     assert stats.drafts <= stats.tokens <= 4 * stats.drafts
 

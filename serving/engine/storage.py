@@ -1,0 +1,46 @@
+"""Dtypes in which an engine keeps adapters, and what that does not go with."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.local_widths import LocalWidths
+from lora_jax.adapters.weights import AdapterWeights
+from serving.api.config import EngineConfig
+
+INT8 = "int8"
+
+
+def check_storage(config: EngineConfig, *, has_server: bool) -> None:
+    """Raise ValueError for what adapters in 8 bits do not go with."""
+    if config.lora_dtype != INT8:
+        return
+    if has_server:
+        raise ValueError(
+            "A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype int8 out, or "
+            "start without --lora-server."
+        )
+    if config.lora_merge != "off" or config.merge_adapter is not None:
+        raise ValueError(
+            "lora_merge and merge_adapter add adapters to the weights, and rows in 8 bits are not "
+            "what their files say: leave lora_dtype int8 out, or merge none."
+        )
+
+
+def lora_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of rank rows: the model's, or int8 for rows in 8 bits."""
+    return jnp.dtype(jnp.int8) if config.lora_dtype == INT8 else dtype
+
+
+def host_form(
+    config: EngineConfig, catalogue: LoraCatalogue, widths: LocalWidths | None
+) -> Callable[[AdapterWeights], AdapterWeights]:
+    """Return what makes of a LoRA adapter's files what the host keeps of them."""
+
+    def form(weights: AdapterWeights) -> AdapterWeights:
+        if config.lora_dtype == INT8:
+            weights = weights.in_8_bits()
+        return weights if widths is None else widths.adapter(weights, catalogue)
+
+    return form

@@ -1,0 +1,39 @@
+"""Adapters in 8 bits: the dtype of their rows, and what they do not go with."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases import adapter_cases as cases
+
+from lora_jax.adapters.local_widths import LocalWidths
+from serving.api.config import EngineConfig
+from serving.engine.storage import check_storage, host_form, lora_dtype
+
+CODED = EngineConfig(model="m", lora_dtype="int8")
+BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def test_rows_are_of_the_model_unless_they_are_in_8_bits():
+    assert lora_dtype(EngineConfig(model="m"), BFLOAT16) == BFLOAT16
+    assert lora_dtype(CODED, BFLOAT16) == jnp.int8
+    catalogue = cases.llama()
+    weights = cases.weights(catalogue, 2)
+    assert host_form(EngineConfig(model="m"), catalogue, None)(weights) is weights
+    coded = host_form(CODED, catalogue, LocalWidths(2, True, 8))(weights)
+    assert coded.sites["q_proj", 0].b.shape == (1, 2, 2, 8 + 4)
+    assert coded.sites["q_proj", 0].b.dtype == np.int8
+
+
+@pytest.mark.parametrize(
+    ("changes", "server", "reason"),
+    [
+        ({}, True, "A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype int8"),
+        ({"lora_merge": "auto"}, False, "lora_merge and merge_adapter add adapters"),
+        ({"merge_adapter": "law"}, False, "lora_merge and merge_adapter add adapters"),
+    ],
+)
+def test_refused_by_name(changes, server, reason):
+    config = EngineConfig(model="m", lora_dtype="int8", **changes)
+    with pytest.raises(ValueError, match=reason):
+        check_storage(config, has_server=server)
+    check_storage(CODED, has_server=False)
