@@ -174,7 +174,7 @@ class Scheduler:
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
     ) -> list[Progress]:
-        """Take in what a step gave; returns a Progress of each token of sequences that go on, or end
+        """Take in what a step gave; returns a Progress of each token. Sequences go on, or end
         at EOS, at a stop token or at their length limit.
         """
         for chunk in plan.chunks:
