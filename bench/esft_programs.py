@@ -156,7 +156,7 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
         mock.patch.object(moe, "reroute", functools.partial(noting, moe.reroute, plain)),
         mock.patch.object(moe, "row_map", functools.partial(noting, moe.row_map, {})),
     ):
-        cache, logits, rows = forward_step(
+        cache, logits, rows, _ = forward_step(
             model, cache, state.history, None, table, blocks, program.bucket, program.sizes, tables
         )
     state, _ = sample_step(logits, rows, state, batch_sampler.sample)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from lora_jax.adapters.task_head import MAX_LABELS
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 from serving.api.speculative_config import SpeculativeConfig
@@ -53,6 +54,8 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
+    max_lora_cls_labels: int | None = None
     lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
@@ -187,6 +190,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("lora_memory_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
+    ("max_lora_cls_labels", 0, MAX_LABELS),
     ("max_cpu_loras", 1, 1 << 20),
     ("encoder_cache_tokens", 1, 1 << 24),
 )

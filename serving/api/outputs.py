@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lora_jax.adapters.task_head import HeadAnswer
 from lora_jax.adapters.versions import split
 from serving.api.request import FinishReason, OutputDelta, TokenLogprobs
 
@@ -24,6 +25,7 @@ class Completion:
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token id when asked for
+    head: HeadAnswer | None = None  # of the adapter's task head, if that was asked
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -117,12 +119,14 @@ class _Choice:
         self._logprobs: list[TokenLogprobs] = []
         self._finish_reason: FinishReason | None = None
         self._stop_reason: str | int | None = None
+        self._head: HeadAnswer | None = None
 
     def add(self, delta: OutputDelta) -> None:
         self._text.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
         self._finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
+        self._head = delta.head
 
     def completion(self) -> Completion:
         self._text = ["".join(self._text)]  # so that looking often joins each piece once
@@ -133,4 +137,5 @@ class _Choice:
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs),
+            head=self._head,
         )

@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lora_jax.adapters.task_head import HeadAnswer, TaskHead
 from serving.api.images import EncodeImage, PromptImage
 from serving.api.sampling import Sampling
 
@@ -81,6 +82,7 @@ class OutputDelta:
     error: str | None = None  # message when finish_reason is ERROR
     retryable: bool = False  # the same request may succeed later (HTTP 503)
     adapter: str | None = None  # that served it, with its version where it has one
+    head: HeadAnswer | None = None  # of its adapter's task head, if that was asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +102,7 @@ class Request:
     share: Share = dataclasses.field(default_factory=Share)
     grammar: Any = None  # compiled; of sampling.structured_outputs
     images: tuple[PromptImage, ...] = ()  # in order
+    head: TaskHead | None = None  # that answers in place of the LM head; max_tokens is 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of sampling.bad_words
 
 
@@ -202,6 +205,7 @@ class ScheduledChunk:
     samples: bool
     prompt_logprobs: bool = False
     drafts: tuple[int, ...] = ()
+    by_head: bool = False  # the adapter's task head answers from the chunk's last token
 
     @property
     def num_samples(self) -> int:
@@ -261,6 +265,7 @@ class SequenceResult:
     token_id: int | None  # None when the chunk does not sample
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt
+    head: Any = None  # float32 [width], logits of the task head; token_id says if they are bad
     more: tuple["SequenceResult", ...] = ()
 
 

@@ -31,6 +31,8 @@ ENGINE_HELP = {
     "language_model_only": "load no tower and refuse images",
     "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
     "max_lora_rank": "largest rank that an adapter may have",
+    "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
+    "heads; default: those of --lora-modules",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",

@@ -130,9 +130,7 @@ REFUSED = {
         "--mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --ec-transfer-config "
         "--ec-manager-config --aux-output-config"
     ),
-    "models generate text here": (
-        "--pooler-config --max-lora-cls-labels --enable-prompt-embeds --diffusion-config"
-    ),
+    "models generate text here": ("--pooler-config --enable-prompt-embeds --diffusion-config"),
     "demanded calls are always bound by their schemas, others never; tools are the client's": (
         "--tool-strict-level --tool-server"
     ),

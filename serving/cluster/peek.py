@@ -19,6 +19,7 @@ _NESTED = re.compile(rb'["\[\]{}]')
 _SCALAR = re.compile(rb"[^,}]*+")
 _NUMBER = re.compile(rb"\d{1,9}(?:\.\d{1,6})?(?=[\s,}])")
 _ELEMENT = re.compile(rb"[\s,]*+([\"\[])")
+_PROMPTS = (b'"prompt"', b'"input"')  # of completions, of /classify
 _TOKENS = (b'"max_tokens"', b'"max_completion_tokens"', b'"max_output_tokens"')
 
 
@@ -59,7 +60,7 @@ def sequences(body: bytes) -> int:
         position, name = key.end(), _plain(key[1])
         if name == b'"n"' and (number := _NUMBER.match(body, position)):
             choices = max(choices, int(float(number[0])))
-        elif name == b'"prompt"' and body[position : position + 1] == b"[":
+        elif name in _PROMPTS and body[position : position + 1] == b"[":
             count, steps = _elements(body, position + 1, steps)
             prompts = max(prompts, count)
         position, steps = _skip(body, position, steps - 1)

@@ -4,9 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.task_head import TaskHead
 from serving.api.images import PlacedImages
 from serving.api.request import QueueFull, Request
 from serving.api.sampling import Sampling
+from serving.engine.classification import asked_head
 from serving.engine.generate_arguments import Adapter
 from serving.engine.image_inputs import with_placed
 from serving.engine.live_request import LiveRequest
@@ -47,6 +49,14 @@ class Admission:
         except KeyError:
             self._metrics.rejected("adapter_not_found")
             raise
+        except ValueError:
+            self._metrics.rejected("invalid")
+            raise
+
+    def head_of(self, name: str | None, entry: AdapterEntry | None, sampling: Sampling) -> TaskHead:
+        """Return the task head that is asked; raises, and counts, where there is none."""
+        try:
+            return asked_head(name, entry, sampling)
         except ValueError:
             self._metrics.rejected("invalid")
             raise

@@ -25,6 +25,7 @@ from serving.engine.adapter_info import AdapterInfo, adapter_info
 from serving.engine.admission import Admission
 from serving.engine.batch import Batch
 from serving.engine.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
+from serving.engine.classification import HEAD_SAMPLING, Classification, classified
 from serving.engine.generate_arguments import (
     Adapter,
     Adapters,
@@ -127,11 +128,43 @@ class Engine:
         not finish one.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
-        given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         sampling = self.default_sampling() if sampling is None else sampling
+        submit = functools.partial(self.submit, session=session)
+        return self._answers(submit, prompts, images, adapter, sampling, use_tqdm)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        adapter: Adapters = None,
+        *,
+        lora_request: Any = None,
+        use_tqdm: bool = False,
+        images: Any = None,
+        session: str | None = None,
+    ) -> list[Classification]:
+        """Return the answer of the adapter's task head to each prompt, in order.
+
+        One forward pass over the prompt; nothing is generated. Arguments are those of `generate`.
+        Raises what `generate` raises, and ValueError for what has no task head.
+        """
+        adapter, _ = adapter_and_sampling(adapter, None, None, lora_request)
+        submit = functools.partial(self.submit, session=session, by_head=True)
+        outputs = self._answers(submit, prompts, images, adapter, HEAD_SAMPLING, use_tqdm)
+        return [classified(output) for output in outputs]
+
+    def _answers(
+        self,
+        submit: Callable[..., str],
+        prompts: Prompt | Sequence[Prompt],
+        images: Any,
+        adapter: Adapters,
+        sampling: Samplings,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         ids, placed = read_prompts(self.tokenizer, self.images, given)
         batch = Batch(
-            functools.partial(self.submit, session=session),
+            submit,
             ids,
             broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
             broadcast("sampling", sampling, len(given), (Sampling,)),
@@ -220,6 +253,7 @@ class Engine:
         images: PlacedImages = (),
         session: str | None = None,
         grammar: Any = None,
+        by_head: bool = False,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
@@ -227,7 +261,9 @@ class Engine:
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
         weights are not in memory is read here and now. `images` come with their first tokens,
-        `grammar` is compiled. Raises AdapterNotFound, ValueError, QueueFull or EngineDead.
+        `grammar` is compiled. `by_head` has the adapter's task head answer, after one forward pass
+        over the prompt, in place of the LM head: `sampling` must be `HEAD_SAMPLING`. Raises
+        AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
         now = time.monotonic()
@@ -248,6 +284,7 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
             grammar=grammar,
+            head=self._admission.head_of(name, entry, sampling) if by_head else None,
         )
         self._admission.queue(request, entry, images)
         return request.request_id

@@ -127,8 +127,13 @@ class _Choice:
             text, stop_string = self._text(token, reason, stop_reason)
             if stop_string is not None:
                 reason, stop_reason = FinishReason.STOP, stop_string
+        head = None
+        if result.head is not None and self.sequence.request.head is not None:
+            head = self.sequence.request.head.answer(result.head)
+            text = head.text
         return self._delta(
             text=text,
+            head=head,
             token_ids=() if token is None else (token,),
             logprobs=() if result.logprobs is None else (result.logprobs,),
             finish_reason=reason,

@@ -17,6 +17,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.task_head import SCORE
 from lora_jax.config import ModelConfig
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
@@ -27,7 +28,8 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
-from serving.engine.draft_metrics import make_speculation
+from serving.engine.draft_metrics import check_speculation, make_speculation
+from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
@@ -103,11 +105,7 @@ def build_parts(
             "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
             f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
         )
-    if access is not None and config.speculation is not None:
-        raise ValueError(
-            "speculative_config is for engines that compute all of an adapter: leave it out, or "
-            "keep the adapters on the instances instead of a LoRA Server."
-        )
+    check_speculation(config, has_server=access is not None)
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
@@ -137,7 +135,9 @@ def build_parts(
             undo.callback(esft.room.close)
         merged = make_merged(config, model)
         # KV pages may lie where the experts were.
-        catalogue = catalogue_of(model, model_config)
+        labels = head_labels(config, adapters, remote is not None)
+        modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
+        catalogue = take_heads(model, modules, hidden, labels)
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
@@ -171,7 +171,7 @@ class _Base:
     model: AbstractCausalLM
     config: ModelConfig
     source: WeightSource
-    catalogue: LoraCatalogue  # all modules that adapters may be on
+    catalogue: LoraCatalogue  # all modules that adapters may be on, and their heads
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
@@ -321,7 +321,7 @@ def _make_runner(
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
-        _step_sizes(config, base.size),
+        _step_sizes(config, base),
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
         dtype=base.dtype,
@@ -349,7 +349,8 @@ def _make_runner(
     return runner
 
 
-def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
+def _step_sizes(config: EngineConfig, base: _Base) -> StepSizes:
+    size, head = base.size, base.catalogue.modules.get(SCORE)
     return StepSizes(
         max_seqs=config.max_num_seqs,
         max_len=size.max_model_len,
@@ -358,6 +359,7 @@ def _step_sizes(config: EngineConfig, size: CacheSize) -> StepSizes:
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
         max_drafts=config.max_drafts,
+        head_width=0 if head is None else head.d_out,
     )
 
 

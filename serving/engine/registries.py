@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
@@ -50,6 +51,8 @@ def make_registry(
 
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
+        # Adapters name the base as its folder, whatever name it is served under.
+        more["base_names"] = (*more.get("base_names", ()), Path(config.model).resolve().name)
         weights = base.source.read_adapter(*given, **more)
         on_read(time.perf_counter() - begun)
         for text in weights.report.warnings:

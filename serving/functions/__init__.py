@@ -1,1 +1,26 @@
-"""Isolated functions over one shared backbone (ServerlessLoRA, arXiv 2505.14468)."""
+"""Isolated functions over one shared backbone (ServerlessLoRA, arXiv 2505.14468).
+
+from serving import functions
+
+law = functions.connect("path/to/model", adapter="path/to/adapter")
+print(law.generate("The court")[0].outputs[0].text)
+
+Names are imported when they are first used: the agent, which this process is, needs no jax.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serving.functions.agent import Agent, connect
+    from serving.functions.handle import Function, FunctionDied
+
+__all__ = ["Agent", "Function", "FunctionDied", "connect"]
+
+_HOMES = {"Agent": "agent", "connect": "agent", "Function": "handle", "FunctionDied": "handle"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'serving.functions' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"serving.functions.{_HOMES[name]}"), name)

@@ -13,6 +13,7 @@ from serving.http.requests.body import OneLength
 from serving.http.routes import (
     adapters,
     chat,
+    classify,
     completions,
     demo,
     docs,
@@ -52,7 +53,8 @@ def create_app(
     )
     server = Server.build(engine, settings, journal)
     app.state.server = server
-    for room in (models, completions, chat, responses, tokenize, adapters, rollouts, health):
+    generating = (completions, chat, responses, classify)
+    for room in (models, *generating, tokenize, adapters, rollouts, health):
         app.include_router(room.router)
     if settings.docs:
         app.include_router(docs.router)

@@ -61,6 +61,7 @@ class AbstractEngine(Protocol):
         entry: AdapterEntry | None = None,
         images: PlacedImages = (),
         grammar: Grammar | None = None,
+        by_head: bool = False,
     ) -> str: ...
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...

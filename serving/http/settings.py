@@ -7,8 +7,9 @@ from typing import Any
 from serving.images.sources import MediaPolicy
 
 ROLES = ("user", "admin", "metrics")
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("qwen3",)
+HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", HARMONY_CALLS)
+REASONING_PARSERS = ("qwen3", HARMONY)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +114,13 @@ class HttpSettings:
             )
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        if self.tool_call_parser and (
+            (self.tool_call_parser == HARMONY_CALLS) != (self.reasoning_parser == HARMONY)
+        ):
+            raise ValueError(
+                f"--reasoning-parser {HARMONY} and --tool-call-parser {HARMONY_CALLS} read one "
+                "format: calls of such a model need both, and other parsers go with neither."
+            )
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError(
                 "--enable-auto-tool-choice needs --tool-call-parser with the format of the model: "

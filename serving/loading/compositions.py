@@ -56,6 +56,9 @@ class Compositions:
             return parts[0][0]
         if self._refused is not None:
             raise ValueError(self._refused)
+        headed = next((e.name for e, _ in parts if e.report.head is not None), None)
+        if headed is not None:
+            raise ValueError(f"{headed!r} has a task head, and is served alone with weight 1.")
         with self._making:
             loras = [(e, weight) for e, weight in parts if isinstance(e.weights, AdapterWeights)]
             esfts = [(e, weight) for e, weight in parts if isinstance(e.weights, ExpertWeights)]

@@ -36,7 +36,8 @@ def take_in(result: SequenceResult, now: float, eos: Container[int]) -> Progress
     if not chunk.samples:
         is_read = chunk.start + chunk.num_tokens == sequence.num_prompt
         ends = is_read and not sequence.max_outputs
-        return Progress(sequence, result, FinishReason.LENGTH if ends else None)
+        why = FinishReason.LENGTH if sequence.request.head is None else FinishReason.STOP
+        return Progress(sequence, result, why if ends else None)
     if token is None:
         raise ValueError(f"No token came back for {sequence.request.request_id}.")
     sequence.token_ids.append(token)

@@ -81,7 +81,9 @@ class StepBudget:
             rows += min(start + num_tokens, sequence.num_prompt - 1) - start
         if num_tokens < 1 or rows > self.logit_rows:
             return
-        self._chunks.append(ScheduledChunk(sequence, start, num_tokens, samples, scores))
+        by_head = sequence.request.head is not None and num_tokens == remaining
+        chunk = ScheduledChunk(sequence, start, num_tokens, samples, scores, by_head)
+        self._chunks.append(chunk)
         self.tokens -= num_tokens
         self.logit_rows -= rows
         sequence.num_computed += num_tokens

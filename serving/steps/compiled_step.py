@@ -10,6 +10,7 @@ A step in which a grammar binds rows is two programs, forward and sample: the ho
 of a step while its forward part runs, because they follow from the tokens of the step before.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -70,6 +71,7 @@ class Forwarded(NamedTuple):
 
     logits: Float[Array, "rows vocab"]
     rows: LogitRows
+    heads: Float[Array, "seqs width"] | None = None  # logits of task heads
 
 
 class CompiledStep:
@@ -145,9 +147,7 @@ class CompiledStep:
     ) -> tuple[Lowered, Lowered]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
         source = self._table if self._in_place else table
-        forwarded = jax.tree.map(
-            self._place, _no_logits(self._sizes.logit_rows(bucket), self._vocab_size)
-        )
+        forwarded = jax.tree.map(self._place, _no_logits(self._sizes, bucket, self._vocab_size))
         masks = jax.tree.map(self._place, host_masks(self._sizes.max_seqs, self._vocab_size))
         sample = self._sample_arguments(operands.state, forwarded, masks, bucket)
         if self._in_place:
@@ -166,8 +166,8 @@ class CompiledStep:
             self._table = _overwrite(self._table, table)
         source = self._table if self._in_place else table
         arguments = self._forward_arguments(operands, source, bucket)
-        cache, logits, rows, status = self._forward(*arguments, bucket=bucket)
-        forwarded = Forwarded(logits, rows)
+        cache, logits, (rows, heads), status = self._forward(*arguments, bucket=bucket)
+        forwarded = Forwarded(logits, rows, heads)
         if self._in_place:
             self._forwarded[bucket] = forwarded
             self._status = self._status if status is None else status
@@ -227,17 +227,27 @@ class CompiledStep:
         """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            self._results[rows] = jax.tree.map(self._place, no_samples(rows, self._vocab_size))
+            empty = no_samples(rows, self._vocab_size)
+            empty = dataclasses.replace(empty, heads=_no_heads(self._sizes))
+            self._results[rows] = jax.tree.map(self._place, empty)
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:
         return jax.device_put(value, self.sharding)
 
 
-def _no_logits(rows: int, vocab: int) -> Forwarded:
+def _no_logits(sizes: StepSizes, bucket: int, vocab: int) -> Forwarded:
     """Return arrays of the shapes of a forward part's results."""
+    rows = sizes.logit_rows(bucket)
     columns = [jnp.zeros(rows, jnp.int32) for _ in range(5)]
-    return Forwarded(jnp.zeros((rows, vocab), jnp.float32), LogitRows(jnp.int32(0), *columns))
+    logits = jnp.zeros((rows, vocab), jnp.float32)
+    return Forwarded(logits, LogitRows(jnp.int32(0), *columns), _no_heads(sizes))
+
+
+def _no_heads(sizes: StepSizes) -> Float[Array, "seqs width"] | None:
+    """Return logits of task heads in which nobody asked one; None where there are no heads."""
+    shape = sizes.max_seqs, sizes.head_width
+    return jnp.zeros(shape, jnp.float32) if sizes.head_width else None
 
 
 def _jit_steps(
@@ -263,8 +273,8 @@ def _jit_steps(
         remote = None if link is None or not lora else link.start(remote_table)
         over = None if split is None else split.split
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
-        cache, logits, rows = forward_step(made, cache, history, *batch, merged)
-        return cache, logits, rows, None if remote is None else remote.status()
+        cache, logits, rows, heads = forward_step(made, cache, history, *batch, merged)
+        return cache, logits, (rows, heads), None if remote is None else remote.status()
 
     @functools.partial(
         jax.jit,
@@ -285,8 +295,8 @@ def _jit_steps(
         if sizes.max_drafts:
             state = with_drafts(state, rest[1])
         done = run_forward(leaves, cache, state.history, rest, bucket, lora)
-        cache, logits, rows, status = done
-        return cache, *sample_step(logits, rows, state, sample), status
+        cache, logits, (rows, heads), status = done
+        return cache, *sample_step(logits, rows, state, sample, heads=heads), status
 
     @functools.partial(
         jax.jit,
@@ -315,8 +325,8 @@ def _jit_steps(
 
     def local_sample(donated, rest, *, trees):
         state, *_ = jax.tree.unflatten(trees[0], donated)
-        (logits, rows), masks = jax.tree.unflatten(trees[1], rest)
-        return sample_step(logits, rows, state, sample, masks)
+        (logits, rows, heads), masks = jax.tree.unflatten(trees[1], rest)
+        return sample_step(logits, rows, state, sample, masks, heads)
 
     return (step, forward, sample_part), tuple(leaves)
 

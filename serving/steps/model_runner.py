@@ -33,6 +33,7 @@ from serving.steps.merged_weights import MergedWeights
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import (
+    BY_HEAD,
     NUM_TARGETS,
     NUM_TOKENS,
     SAMPLES,
@@ -270,7 +271,7 @@ class ModelRunner:
             table[NUM_TOKENS, row] = chunk.num_tokens
             table[SLOT, row] = chunk.sequence.slot
             table[NUM_TARGETS, row] = num_targets(chunk)
-            table[SAMPLES, row] = chunk.num_samples
+            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.num_samples
             table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
         if changed:
             self._step.set_pages(self._tables)
@@ -279,7 +280,7 @@ class ModelRunner:
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
 
-        A sampled token_id of INVALID_TOKEN means that the row's logits were not finite. Raises
+        A token_id of INVALID_TOKEN means that the logits of a row or a head were not finite. Raises
         RuntimeError when the devices of a split have lost each other.
         """
         arrays = HostArrays(step)

@@ -52,6 +52,7 @@ class Sampled:
     ranks: Int[Array, "*rows"]  # 1 + number of tokens that are more likely
     top_ids: Int[Array, "*rows top"]  # most likely first, the lower id first on a tie
     top_logprobs: Float[Array, "*rows top"]
+    heads: Float[Array, "seqs width"] | None = None  # logits of task heads, by sequence row
 
 
 def sample(

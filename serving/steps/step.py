@@ -16,6 +16,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ForwardBatch, ImageRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.nn.task_head import head_logits
 from lora_jax.ops.merge import mixture_slots
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
@@ -27,6 +28,7 @@ from serving.steps.token_masks import TokenMasks
 # Rows of the step table; behind them one for each draft that a sequence may have.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
+BY_HEAD = -1  # in place of a count in SAMPLES: the adapter's task head answers, nothing is drawn
 
 # sampler.sample, or another of its kind.
 Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState, TokenMasks | None], Sampled]
@@ -42,6 +44,7 @@ class StepSizes:
     num_pages: int
     max_logit_rows: int
     max_rank: int
+    head_width: int = 0  # of task heads' logits; 0: no trace of heads is in the programs
     max_drafts: int = 0  # of a sequence in one step; 0: no trace of them is in the programs
 
     @property
@@ -74,18 +77,22 @@ def forward_step(
     images: ImageOperands | None = None,
     split: Split | None = None,
     merged_slot: Int[Array, ""] | None = None,
-) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows]:
-    """Return the cache after the step, and its logit rows with their logits.
+) -> tuple[PagedKVCache, Float[Array, "rows vocab"], LogitRows, Float[Array, "seqs width"] | None]:
+    """Return the cache after the step, its logit rows with their logits, and those of task heads.
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots, then pairs), scores the next
     num_targets tokens of its prompt after the first ones, and draws the tokens after the last
-    `samples` ones: several where `history` has drafts, see with_drafts. Rows of a step follow each
-    other in the order of sequence rows. Without `lora` no row may have a LoRA adapter, and no trace
-    of LoRA is in the program; without `images` no trace of them. With `split` this is one device's
-    part of the step; all have the same logits. With `merged_slot` the model's weights have that
-    slot's adapter in them, and rows of others may come.
+    `samples` ones, several where `history` has drafts (see with_drafts), or (BY_HEAD) has its
+    adapter's task head answer from the last one's state. Rows of a step follow each other in the
+    order of sequence rows. Without `lora` no row may have a LoRA adapter, and no trace of LoRA is
+    in the program; without `images` no trace of them. With `split` this is one device's part of the
+    step; all have the same logits. With `merged_slot` the model's weights have that slot's adapter
+    in them, and rows of others may come.
     """
+    by_head = table[SAMPLES] == BY_HEAD
+    if sizes.head_width:  # a head's row has no logits of the vocabulary
+        table = table.at[SAMPLES].set(jnp.where(by_head, 0, table[SAMPLES]))
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
     if images is not None:
         batch = dataclasses.replace(batch, images=unpack_images(batch, images))
@@ -102,7 +109,14 @@ def forward_step(
     logits = model.logits(
         hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
     )
-    return cache, logits, rows
+    if not sizes.head_width:
+        return cache, logits, rows, None
+    if slots is None:  # then no row has an adapter
+        return cache, logits, rows, jnp.zeros((sizes.max_seqs, sizes.head_width), jnp.float32)
+    last = jnp.maximum(jnp.cumsum(table[NUM_TOKENS]) - 1, 0)
+    heads = jnp.where(by_head, table[SLOT], -1)
+    answers = head_logits(hidden[last], heads, slots, model.module_names, sizes.head_width)
+    return cache, logits, rows, answers
 
 
 def sample_step(
@@ -111,9 +125,13 @@ def sample_step(
     state: RowState,
     sample: Sample,
     masks: TokenMasks | None = None,
+    heads: Float[Array, "seqs width"] | None = None,
 ) -> tuple[RowState, Sampled]:
-    """Return the state with every sampled token at its place, and what `sample` gave."""
-    sampled = sample(logits, rows, state, masks)
+    """Return the state with every sampled token at its place, and what `sample` gave.
+
+    `heads` are the logits of task heads, which go through as they are.
+    """
+    sampled = dataclasses.replace(sample(logits, rows, state, masks), heads=heads)
     return _remember(state, rows, sampled.token_ids), sampled
 
 

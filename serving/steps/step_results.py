@@ -41,7 +41,12 @@ def in_flight(
     status: jax.Array | None,
 ) -> InFlightStep:
     """Return the step, its results on their way to the host."""
-    for leaf in jax.tree.leaves(sampled) if scored else (sampled.token_ids,):
+    wanted = [sampled.token_ids]
+    if scored:
+        wanted += [sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs]
+    if sampled.heads is not None and any(chunk.by_head for chunk in plan.chunks):
+        wanted.append(sampled.heads)
+    for leaf in wanted:
         leaf.copy_to_host_async()
     if status is not None:
         status.copy_to_host_async()
@@ -51,6 +56,7 @@ def in_flight(
 def first_rows(plan: StepPlan) -> tuple[int, ...]:
     """Return where each chunk's logit rows start: they stand in order of sequence rows.
 
+    A chunk whose task head answers has none; its place is its sequence row, as head logits stand.
     To be asked before the step: the scheduler may take a row away while the step runs.
     """
     chunks = plan.chunks
@@ -58,6 +64,8 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     for index in sorted(range(len(chunks)), key=lambda index: chunks[index].sequence.row):
         firsts[index] = first
         first += num_targets(chunks[index]) + chunks[index].num_samples
+        if chunks[index].by_head:
+            firsts[index] = chunks[index].sequence.row
     return tuple(firsts)
 
 
@@ -74,6 +82,9 @@ class HostArrays:
 
     def __init__(self, step: InFlightStep):
         self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        self._heads: np.ndarray | None = None
+        if any(chunk.by_head for chunk in step.plan.chunks):
+            self._heads = np.asarray(step.sampled.heads)
         if step.scored:
             self.logprobs = np.asarray(step.sampled.logprobs).tolist()
             self.ranks = np.asarray(step.sampled.ranks).tolist()
@@ -81,7 +92,9 @@ class HostArrays:
             self.top_logprobs = np.asarray(step.sampled.top_logprobs)
 
     def result(self, chunk: ScheduledChunk, first: int) -> SequenceResult:
-        """Return the result of a chunk whose logit rows start at `first`."""
+        """Return the result of a chunk whose place in `first_rows` is `first`."""
+        if chunk.by_head:
+            return self._of_head(chunk, first)
         sampling = chunk.sequence.request.sampling
         targets = num_targets(chunk)
         scored: tuple[TokenLogprobs, ...] = ()
@@ -111,6 +124,12 @@ class HostArrays:
         count = chunk.sequence.request.sampling.logprobs
         entry = None if count is None else self._entry(row, count)
         return SequenceResult(chunk, self.token_ids[row], entry)
+
+    def _of_head(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
+        assert self._heads is not None, "a head was asked in an engine without heads"
+        logits = self._heads[row]
+        bad = None if np.isfinite(logits).all() else INVALID_TOKEN
+        return SequenceResult(chunk, bad, head=logits)
 
     def _entry(self, row: int, count: int) -> TokenLogprobs:
         ids, values = self.top_ids[row, :count].tolist(), self.top_logprobs[row, :count].tolist()

@@ -155,7 +155,13 @@ def test_links_of_pages_lead_somewhere():
 
 
 FILE = re.compile(r"`([\w./-]+/[\w.-]+|[\w-]+\.(?:py|cuh|cu|cc|h|md|json|ipynb))`")
-ELSEWHERE = {"config.json", "adapter_config.json", "expert_cfg.json", "DIR/X"}  # the user's
+ELSEWHERE = {
+    "config.json",
+    "adapter_config.json",
+    "expert_cfg.json",
+    "task_head.json",
+    "DIR/X",
+}  # the user's
 ELSEWHERE |= {"dist/sbom.json"}  # written by a command
 
 

@@ -29,7 +29,8 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 UNCOUNTED = frozenset(
     {"/metrics", "/metrics/", "/health", "/live", "/ready", "/load", "/ping", "/version"}
 )
-GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+STREAMING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING = STREAMING | {"/classify"}
 REQUEST_ID_HEADER = b"x-request-id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -4,9 +4,11 @@ import dataclasses
 
 from fastapi import Request
 
+from serving.engine.classification import HEAD_SAMPLING
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import cache_salt
 from serving.http.answers.generation import Generation
+from serving.http.requests.heads import by_head
 from serving.http.requests.images import read_images
 from serving.http.requests.model_names import Target
 from serving.http.requests.parameters import chat_sampling, fit_context
@@ -17,6 +19,7 @@ from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.requests.tools import auto_parser
 from serving.http.server import Server
+from serving.http.settings import HARMONY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,7 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     request.state.adapter = target.adapter
     defaults = server.engine.model_info.sampling_defaults
     # Refuse bad parameters before any work on the messages.
+    asks_head = by_head(body, target)
     parser = auto_parser(body, server.settings.auto_call_parser)
     outputs = chat_sampling(body, 1, defaults).structured_outputs
     grammar = await compiled_grammar(server.engine, body, outputs)
@@ -45,9 +49,12 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
     limit, length = server.max_model_len, len(prompt.ids)
     sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
-    if parser is not None:  # the marks around calls are special tokens of some models
+    is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
+    if asks_head:
+        sampling = HEAD_SAMPLING
+    elif parser is not None or is_harmony:  # marks of parts are special tokens of some models
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-    generation = Generation(server.engine, server.mailbox, [prompt])
+    generation = Generation(server.engine, server.mailbox, [prompt], by_head=asks_head)
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(server.engine, body.messages[-1:])[0]

@@ -38,8 +38,16 @@ class ClientGone(Exception):
 class Generation:
     """Requests in the engine whose deltas arrive here; the engine's thread only appends."""
 
-    def __init__(self, engine: AbstractEngine, mailbox: Mailbox, prompts: Sequence[Prompt]):
-        self._engine, self._mailbox = engine, mailbox
+    def __init__(
+        self,
+        engine: AbstractEngine,
+        mailbox: Mailbox,
+        prompts: Sequence[Prompt],
+        *,
+        by_head: bool = False,
+    ):
+        """`by_head`: the adapter's task head answers in place of the LM head."""
+        self._engine, self._mailbox, self.by_head = engine, mailbox, by_head
         self.prompts = tuple(prompts)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
@@ -117,6 +125,7 @@ class Generation:
         self.samplings.append(sampling)
         receiver = self._receiver(prompt, self.num_choices)
         more: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
+        more |= {"by_head": True} if self.by_head else {}
         request_id = self._engine.submit(
             prompt.ids, sampling=sampling, on_output=receiver, **submission, **more
         )

@@ -7,10 +7,11 @@ from typing import Any
 from serving.api.request import FinishReason
 from serving.http.answers.call_parsers import CALL_PARSERS
 from serving.http.answers.generation import Generation
+from serving.http.answers.harmony_reader import HarmonyReader
 from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.requests.protocol import ChatBody
 from serving.http.requests.tools import auto_parser, demanded_calls
-from serving.http.settings import HttpSettings
+from serving.http.settings import HARMONY, HttpSettings
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -92,19 +93,25 @@ class MessageReader:
         reasoning: str | None,
         *,
         thinks: bool = False,
+        prompt: str = "",
         parallel: bool,
         demanded: str | None = None,
     ):
         """`parser` and `reasoning` name formats, None: there are none of their kind.
 
-        `thinks`: the prompt ends with the opening tag of thoughts; without `parallel` the first
-        call is the only one. With `demanded` the text is calls by a grammar: of the function of
-        that name, or ("") of any.
+        `thinks`: the prompt ends with the opening tag of thoughts; `prompt` is its text, where
+        the format reads it. Without `parallel` the first call is the only one. With `demanded`
+        the text is calls by a grammar: of the function of that name, or ("") of any.
         """
         self._demanded = None if demanded is None else ToolCallReader(demanded)
         self._is_one = bool(demanded)
-        self._calls = None if parser is None else CALL_PARSERS[parser]()
-        self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+        self._harmony = self._calls = self._thoughts = None
+        if reasoning == HARMONY:
+            self._harmony = HarmonyReader(prompt, with_calls=parser is not None)
+        else:
+            self._calls = None if parser is None else CALL_PARSERS[parser]()
+            self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+        self._has_thoughts = reasoning is not None
         self._parallel = parallel
 
     @property
@@ -112,7 +119,8 @@ class MessageReader:
         """The calls so far."""
         if self._demanded is not None:
             return self._demanded.calls
-        calls = [] if self._calls is None else self._calls.calls
+        reader = self._harmony or self._calls
+        calls = [] if reader is None else reader.calls
         return calls if self._parallel else calls[:1]
 
     def feed(self, text: str, ends: bool) -> dict[str, Any]:
@@ -121,9 +129,11 @@ class MessageReader:
             demanded = joined(self._demanded.feed(text))
             return {"tool_calls": demanded} if demanded else {}
         thoughts, content = "", text
+        deltas: list[dict[str, Any]] = []
+        if self._harmony is not None:
+            thoughts, content, deltas = self._harmony.feed(text, ends)
         if self._thoughts is not None:
             thoughts, content = self._thoughts.feed(text, ends)
-        deltas: list[dict[str, Any]] = []
         if self._calls is not None:
             content, deltas = self._calls.feed(content)
             if ends:
@@ -140,7 +150,7 @@ class MessageReader:
             return {"content": None, "tool_calls": calls}
         content = echo + read.get("content", "")
         message: dict[str, Any] = {"content": content or None if calls else content}
-        if self._thoughts is not None:
+        if self._has_thoughts:
             message["reasoning_content"] = read.get("reasoning_content")
         return message | ({"tool_calls": calls} if calls else {})
 
@@ -155,13 +165,14 @@ def reader_of(
     body: ChatBody, settings: HttpSettings, generation: Generation
 ) -> Callable[[], MessageReader]:
     """Return what makes a reader for each choice of a chat that is in the engine."""
-    demanded = demanded_calls(body)
+    demanded, prompt = demanded_calls(body), generation.prompts[0].text or ""
     is_bound = generation.samplings[0].structured_outputs is not None
     return functools.partial(
         MessageReader,
         auto_parser(body, settings.auto_call_parser),
-        None if is_bound else settings.reasoning_parser,
-        thinks=(generation.prompts[0].text or "").rstrip().endswith("<think>"),
+        None if is_bound or generation.by_head else settings.reasoning_parser,
+        thinks=prompt.rstrip().endswith("<think>"),
+        prompt=prompt,
         parallel=body.parallel_tool_calls is not False,
         demanded=None if demanded is None else demanded.name,
     )

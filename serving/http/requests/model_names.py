@@ -8,6 +8,7 @@ from typing import Any
 from lora_jax.adapters.composition import parts_of
 from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound, RegistryBusy
+from lora_jax.adapters.task_head import TaskHead
 from lora_jax.adapters.versions import FULL_NAME, NAME, split
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
@@ -62,6 +63,11 @@ class ModelNames:
         if self._engine.registry.knows(name) or name in self._engine.rollouts.states():
             return True
         return root is not None and _is_adapter_folder(os.path.realpath(root), name)
+
+    def heads(self) -> dict[str, TaskHead]:
+        """Return the task heads of loaded adapters, by the adapter's name."""
+        known = self._engine.registry.known()
+        return {e.name: e.report.head for e in known if e.report.head is not None}
 
     async def resolve(
         self, model: str | None, lora_path: str | None, caller: Caller, session: str = ""

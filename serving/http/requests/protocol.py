@@ -95,6 +95,7 @@ class GenerationBody(Body):
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     cache_salt: CacheSalt | None = None
+    head: Annotated[str, StringConstraints(max_length=32)] | None = None  # see requests.heads
     best_of: int | None = None
     priority: int | None = None
     # Accepted without effect.
@@ -161,6 +162,23 @@ class ChatBody(GenerationBody, TemplateFields):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+
+class ClassifyBody(TemplateFields):
+    """Body of POST /classify: inputs, or messages."""
+
+    model: str | None = Field(default=None, max_length=_MAX_NAME)
+    lora_path: str | None = Field(default=None, max_length=_MAX_NAME)
+    adapters: Annotated[list[Any], Field(max_length=64)] | None = None
+    input: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
+    messages: Quick[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    use_activation: bool | None = None  # false: logits in place of probabilities
+    cache_salt: CacheSalt | None = None
+    priority: int | None = None
+    user: str | None = Field(default=None, max_length=_MAX_NAME)
+    prompt_cache_key: str | None = Field(default=None, max_length=_MAX_NAME)
+    safety_identifier: str | None = Field(default=None, max_length=_MAX_NAME)
 
 
 class ReasoningOptions(Body):
@@ -254,6 +272,7 @@ class RolloutBody(Body):
 BODIES: tuple[type[Body], ...] = (
     CompletionBody,
     ChatBody,
+    ClassifyBody,
     ResponsesBody,
     TokenizeBody,
     DetokenizeBody,

@@ -4,12 +4,12 @@ from fastapi import Request
 
 from serving.http.access.keys import Caller
 from serving.http.requests.model_names import ModelNames, Target
-from serving.http.requests.protocol import GenerationBody
+from serving.http.requests.protocol import ClassifyBody, GenerationBody
 
 HEADER = "X-Session-ID"
 
 
-def session_key(request: Request, body: GenerationBody) -> str:
+def session_key(request: Request, body: GenerationBody | ClassifyBody) -> str:
     """Return the header X-Session-ID, or what the body says of its user, or the request's id."""
     body_keys = (body.prompt_cache_key, body.safety_identifier, body.user)
     chosen = next((key for key in (request.headers.get(HEADER), *body_keys) if key), None)
@@ -17,7 +17,7 @@ def session_key(request: Request, body: GenerationBody) -> str:
 
 
 async def target_of(
-    names: ModelNames, request: Request, body: GenerationBody, caller: Caller
+    names: ModelNames, request: Request, body: GenerationBody | ClassifyBody, caller: Caller
 ) -> Target:
     """Return the base model, the adapter or the sum of adapters that a body asks for."""
     key = session_key(request, body)

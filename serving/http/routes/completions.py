@@ -5,12 +5,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from serving.engine.classification import HEAD_SAMPLING
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractChoices, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import CompletionLogprobs, prompt_logprobs
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.body import read_body, takes
+from serving.http.requests.heads import by_head
 from serving.http.requests.parameters import completion_sampling, fit_context
 from serving.http.requests.prompts import read_prompts
 from serving.http.requests.protocol import CompletionBody
@@ -29,13 +31,16 @@ async def create_completion(request: Request) -> Response:
     body = await read_body(request, CompletionBody)
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
+    asks_head = by_head(body, target)
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     prompts = await read_prompts(server.engine, body.prompt, special)
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
-    generation = Generation(server.engine, server.mailbox, prompts)
+    if asks_head:
+        samplings = [HEAD_SAMPLING] * len(prompts)
+    generation = Generation(server.engine, server.mailbox, prompts, by_head=asks_head)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
     answer = CompletionAnswer(

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from serving.http.access.observe import GENERATING
+from serving.http.access.observe import STREAMING
 from serving.http.errors import TYPES
 from serving.http.requests.protocol import body_schemas
 
@@ -57,5 +57,5 @@ def _add_errors(path: str, operation: dict[str, Any]) -> None:
     for status in sorted(statuses):
         content = {"application/json": {"schema": form}}
         responses[str(status)] = {"description": TYPES[status], "content": content}
-    if path in GENERATING:
+    if path in STREAMING:
         responses["200"]["content"]["text/event-stream"] = {"schema": {}}

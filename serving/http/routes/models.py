@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from lora_jax.adapters.task_head import TaskHead
 from serving.http.access.auth import caller_of
 from serving.http.errors import unknown_model
 from serving.http.server import Server, server_of
@@ -20,7 +21,8 @@ def list_models(request: Request) -> dict[str, Any]:
     server = server_of(request)
     cards = [card(server, name, None) for name in server.names.listed]
     adapters = server.names.visible_adapters(caller_of(request))
-    cards += [card(server, name, server.names.base) for name in adapters]
+    heads = server.names.heads()
+    cards += [card(server, name, server.names.base, heads.get(name)) for name in adapters]
     return {"object": "list", "data": cards}
 
 
@@ -32,13 +34,16 @@ async def show_model(request: Request, model: str) -> dict[str, Any]:
         return card(server, model, None)
     if not server.names.sees_adapter(model, caller_of(request)):
         raise unknown_model(model)
-    return card(server, model, server.names.base)
+    return card(server, model, server.names.base, server.names.heads().get(model))
 
 
-def card(server: Server, name: str, parent: str | None) -> dict[str, Any]:
+def card(
+    server: Server, name: str, parent: str | None, head: TaskHead | None = None
+) -> dict[str, Any]:
     """Return vLLM's model card; `root` is a name, never a path.
 
-    The base's says which of its weights are quantised, if any are.
+    The base's says which of its weights are quantised, if any are; an adapter's has kind and labels
+    of its task head, if it has one and its folder has been read.
     """
     quantization = server.engine.model_info.quantization if parent is None else None
     return {
@@ -51,6 +56,7 @@ def card(server: Server, name: str, parent: str | None) -> dict[str, Any]:
         "max_model_len": server.max_model_len,
         "permission": [_permission(server, name)],
         **({} if quantization is None else {"quantization": quantization}),
+        **({} if head is None else {"head": {"kind": head.kind, "labels": head.labels}}),
     }
 
 

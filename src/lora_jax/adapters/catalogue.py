@@ -18,7 +18,8 @@ class LoraModule:
 
     `num_experts` > 0 means one W per expert. MLA's absorbed kv_b_proj also uses this: a head is an
     expert there. `split` is what the devices of a split model share: its outputs, its experts, or
-    nothing, each having the module whole.
+    nothing, each having the module whole. `most_rank` bounds the rank on this module where it is
+    not the engine's: a task head has a rank row per label.
     """
 
     name: str
@@ -27,6 +28,7 @@ class LoraModule:
     layers: tuple[int, ...]
     num_experts: int = 0
     split: str = OUTPUTS
+    most_rank: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,8 @@ _APPLIED = frozenset(
         *("target_parameters", "use_rslora"),
     )
 )
+# A classifier's last layer in transformers; PEFT lists both names, whichever the model has.
+HEAD_NAMES = ("score", "classifier")
 # key -> (its harmless value besides null, what it would mean)
 _REFUSED: dict[str, tuple[Any, str]] = {
     "alora_invocation_tokens": ([], "aLoRA: the adapter acts only after an invocation"),
@@ -92,9 +94,14 @@ class PeftConfig:
             raise ValueError(f"{patterns} patterns for {num_modules} modules are too many.")
 
 
-def parse(data: bytes) -> PeftConfig:
-    """Return the config; ValueError naming the key that is wrong or not supported."""
+def parse(data: bytes, *, has_head: bool = False) -> PeftConfig:
+    """Return the config; ValueError naming the key that is wrong or not supported.
+
+    `has_head`: the folder has a task head, so that modules_to_save may name it.
+    """
     config = strict_json.read_object(data, _MAX_VALUES)
+    if has_head and isinstance(saved := config.get("modules_to_save"), list):
+        config["modules_to_save"] = [name for name in saved if name not in HEAD_NAMES]
     _check_keys(config)
     return PeftConfig(
         rank=_positive_int(config, "r"),
@@ -130,6 +137,8 @@ def _check_keys(config: dict[str, Any]) -> None:
         if key not in _REFUSED:
             raise ValueError(f"the key {key[:80]!r} = {_short(value)} is not known.")
         harmless, meaning = _REFUSED[key]
+        if key == "modules_to_save" and set(HEAD_NAMES) & set(map(str, value)):
+            meaning = "a task head needs a task_head.json beside it, with kind and labels"
         if type(value) is not type(harmless) or value != harmless:
             raise ValueError(f"{key} = {_short(value)} is not supported ({meaning}).")
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from lora_jax.adapters import peft_config, peft_experts, safetensors_file
+from lora_jax.adapters import head_format, peft_config, peft_experts, safetensors_file
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
@@ -19,6 +19,7 @@ from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_experts import Fused
 from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
 from lora_jax.adapters.safetensors_file import FileLimits
+from lora_jax.adapters.task_head import SCORE, TaskHead
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 
 CONFIG_FILE = "adapter_config.json"
@@ -57,15 +58,23 @@ def read(
     limits = limits or PeftReadLimits()
     folder = AdapterFolder(path, root)
     check_files(folder)
-    config = read_config(folder)
+    head = head_format.read_head(folder) if head_format.HEAD_FILE in folder.files() else None
+    config = read_config(folder, has_head=head is not None)
     tensors, metadata = safetensors_file.read_with_metadata(
         folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
     )
+    warnings, num_tensors, sites = _warnings(config, base_names), len(tensors), {}
+    if head is not None and warnings:
+        # LoRA's shapes say that it fits. A head would tell its labels of states it does not know.
+        raise ValueError(f"{CONFIG_FILE}: the task head was {warnings[0]}")
     with _naming(WEIGHTS_FILE):
-        sites = read_sites(pair_up(tensors), config, catalogue)
+        if head is not None:
+            sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
+        if head is None or tensors:  # a head alone has no LoRA
+            sites |= read_sites(pair_up(tensors), config, catalogue)
         check_ranks(sites, limits.max_rank)
-    warnings = _warnings(config, base_names) + _precision_warnings(metadata, catalogue)
-    report = make_report(folder, sites, config, len(tensors), warnings)
+    warnings += _precision_warnings(metadata, catalogue)
+    report = make_report(folder, sites, config, num_tensors, warnings, head)
     return AdapterWeights(sites, report)
 
 
@@ -74,8 +83,10 @@ def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits
 
     PEFT may add a copy of the base's head, see `peft_names`.
     """
-    tensors, values = 0, 0
+    tensors, values = 0, head_format.most_values(catalogue)
     for module in catalogue.modules.values():
+        if module.name == SCORE:
+            continue
         count = len(module.layers) * max(1, module.num_experts)
         tensors += 2 * count
         values += count * limits.max_rank * (module.d_in + module.d_out)
@@ -84,10 +95,10 @@ def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits
     return limits.file.for_model(tensors + _MORE_TENSORS, 4 * values)
 
 
-def read_config(folder: AdapterFolder) -> peft_config.PeftConfig:
+def read_config(folder: AdapterFolder, *, has_head: bool = False) -> peft_config.PeftConfig:
     """Return the folder's config. Raises ValueError naming the file and the key."""
     with _naming(CONFIG_FILE):
-        return peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
+        return peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES), has_head=has_head)
 
 
 @contextlib.contextmanager
@@ -209,7 +220,7 @@ def _absorb(
 def check_ranks(sites: _SITES, max_rank: int) -> None:
     """Raise ValueError naming the first site whose rank is above the limit."""
     for (name, layer), site in sites.items():
-        if site.rank > max_rank:
+        if site.rank > max_rank and name != SCORE:
             raise ValueError(
                 f"rank {site.rank} of {name} in layer {layer} is above the limit of {max_rank}."
             )
@@ -241,6 +252,7 @@ def make_report(
     config: PeftConfig,
     num_tensors: int,
     warnings: tuple[str, ...],
+    head: TaskHead | None = None,
 ) -> AdapterReport:
     """Return what is told of an adapter whose sites these are."""
     by_module: dict[str, list[tuple[int, SiteWeights]]] = {}
@@ -255,11 +267,12 @@ def make_report(
         file_bytes=folder.num_bytes,
         weight_bytes=sum(distinct.values()),
         modules={name: _module_report(of_module) for name, of_module in by_module.items()},
-        max_rank=max(site.rank for site in sites.values()),
+        max_rank=max((s.rank for (name, _), s in sites.items() if name != SCORE), default=0),
         num_tensors=num_tensors,
         base_model=config.base_model,
         peft_version=config.peft_version,
         warnings=warnings,
+        head=head,
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from lora_jax.adapters import esft_format, peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.head_format import HEAD_FILE
 from lora_jax.adapters.weights import AnyWeights
 
 CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them makes an adapter
@@ -33,7 +34,10 @@ def read(
     tensor for everything else; see peft_format.read and esft_format.read.
     """
     limits = limits or AdapterReadLimits()
-    if esft_format.CONFIG_FILE in AdapterFolder(path, root).files():
+    files = AdapterFolder(path, root).files()
+    if esft_format.CONFIG_FILE in files:
+        if HEAD_FILE in files:
+            raise ValueError(f"{HEAD_FILE} would be lost: an ESFT adapter has no task head here.")
         most = esft_format.EsftReadLimits(limits.max_file_bytes)
         return esft_format.read(path, catalogue, limits=most, root=root)
     most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)

@@ -63,8 +63,10 @@ def rows_per_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
     """Return the rank rows of each width that one adapter of `rank` on every site takes."""
     rows = dict.fromkeys(catalogue.widths, 0)
     for module in catalogue.modules.values():
-        count = len(module.layers) * rank
+        count = len(module.layers) * (module.most_rank or rank)
         a_count, b_count = (count * max(module.num_experts, 1),) * 2
+        if module.most_rank:  # a task head: its bias is one more row of B
+            b_count += 1
         if module.name == "kv_b_proj.k":  # its B is the A that kv_b_proj.v counts below
             b_count = 0
         elif module.name == "kv_b_proj.v":  # one A for all heads

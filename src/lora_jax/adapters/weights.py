@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
 
 
@@ -57,6 +58,7 @@ class AdapterReport:
     peft_version: str | None
     warnings: tuple[str, ...] = ()
     experts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # by layer; ESFT
+    head: TaskHead | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as dicts, tuples, strings and numbers, for json.dumps."""

@@ -80,7 +80,7 @@ def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lo
     def step(leaves, cache, state, slots, table, pages):
         merged, state = nnx.merge(*model_of(leaves)), state_of(state)
         parts = (cache_of(cache), state.history, slots_of(slots), table, pages, tokens, SIZES)
-        cache, logits, rows = forward_step(merged, *parts, lora=lora)
+        cache, logits, rows, _ = forward_step(merged, *parts, lora=lora)
         return jax.tree.leaves((cache, *sample_step(logits, rows, state, batch_sampler.sample)))
 
     table = h200.array((5, SIZES.max_seqs), jnp.int32)

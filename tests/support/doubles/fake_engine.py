@@ -80,7 +80,7 @@ class FakeEntry:
         }
         modules = {"q_proj": SimpleNamespace(layers=(0,), ranks=(4,), scalings=(2.0,))}
         values = details | {"modules": modules}
-        return SimpleNamespace(**values, as_json=lambda: dict(details))
+        return SimpleNamespace(**values, head=None, as_json=lambda: dict(details))
 
 
 class FakeRegistry:

@@ -15,6 +15,9 @@ def test_the_kind_is_told_by_the_config_file(tmp_path):
     catalogue = model_class(config.model_type).catalogue(config)
     tiny_esft.write_esft_adapter(tmp_path / "esft", base, {0: (1,)}, 1)
     assert reader.read(tmp_path / "esft", catalogue).report.kind == "esft"
+    (tmp_path / "esft" / "task_head.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"task_head\.json would be lost"):
+        reader.read(tmp_path / "esft", catalogue)
     cases.write_adapter(tmp_path / "lora", cases.dense_tensors())
     assert reader.read(tmp_path / "lora", cases.llama()).report.kind == "lora"
     (tmp_path / "empty").mkdir()

@@ -38,6 +38,7 @@ def test_source_is_the_files_without_a_backbone():
     assert not source_of(EngineConfig(str(MODEL)), None).made_up
 
 
+@pytest.mark.long  # test_agent.py has the same promise between processes
 def test_answers_are_those_of_an_engine_of_its_own():
     """Tokens and log-probability bits, with an adapter and without, over imported weights."""
     _, _, arena = load_into_arena(MODEL, HostMemory())

@@ -25,3 +25,12 @@ def test_which_keys_close_the_model():
     assert not HttpSettings(admin_keys=("a",), metrics_keys=("m",)).has_api_keys
     assert HttpSettings(api_keys=("k",)).has_api_keys
     assert HttpSettings(tenants=(Tenant("k"),)).has_api_keys
+
+
+@pytest.mark.parametrize(
+    ("calls", "thoughts"), [("openai", None), ("openai", "qwen3"), ("hermes", "openai_gptoss")]
+)
+def test_one_format_has_calls_and_thoughts_of_gpt_oss(calls, thoughts):
+    with pytest.raises(ValueError, match="--reasoning-parser openai_gptoss and"):
+        HttpSettings(tool_call_parser=calls, reasoning_parser=thoughts)
+    HttpSettings(reasoning_parser="openai_gptoss")

@@ -6,7 +6,7 @@ import pytest
 
 from serving.http.answers.call_parsers import CALL_PARSERS
 from serving.http.answers.tool_calls import joined
-from serving.http.settings import TOOL_CALL_PARSERS
+from serving.http.settings import HARMONY_CALLS, TOOL_CALL_PARSERS
 
 NESTED = {"what": 'a "b" {c} [d] \\ }</tool_call>', "n": [1, {"x": {}}], "ü": None}
 PLAY = json.dumps({"name": "play", "arguments": NESTED})
@@ -138,7 +138,7 @@ def test_ids_of_mistral_are_those_that_its_templates_take():
 
 
 @pytest.mark.parametrize("piece", ["{", '{"name": "x", "a": {}, ', "<tool_call>{", "[TOOL_CALLS]["])
-@pytest.mark.parametrize("name", TOOL_CALL_PARSERS)
+@pytest.mark.parametrize("name", CALL_PARSERS)
 def test_absurd_texts_are_content(name, piece):
     text = piece * 5000
     content, calls = run(name, [text])
@@ -146,4 +146,4 @@ def test_absurd_texts_are_content(name, piece):
 
 
 def test_settings_name_the_parsers():
-    assert set(TOOL_CALL_PARSERS) == set(CALL_PARSERS)
+    assert set(TOOL_CALL_PARSERS) == {*CALL_PARSERS, HARMONY_CALLS}

@@ -179,3 +179,21 @@ def test_bad_bodies_name_the_field(client, body, text):
     assert answer.status_code in (400, 404)
     assert text in answer.json()["error"]["message"]
     assert respond(client, max_output_tokens=1)["usage"]["output_tokens"] == 1
+
+
+def test_channels_of_gpt_oss_are_items():
+    engine = SayingEngine(
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        " to=functions.play <|constrain|>json<|message|>{}"
+    )
+    settings = HttpSettings(
+        enable_auto_tool_choice=True, tool_call_parser="openai", reasoning_parser="openai_gptoss"
+    )
+    with client_of(create_app(engine, settings)) as client:
+        got = respond(client, tools=TOOLS)
+        assert engine.submitted[-1].sampling.skip_special_tokens is False
+        respond(client, text={"format": {"type": "json_object"}})
+        assert engine.submitted[-1].sampling.skip_special_tokens is True
+    thoughts, call = got["output"]
+    assert thoughts["content"][0]["text"] == "Hm."
+    assert (call["name"], call["arguments"]) == ("play", "{}")

@@ -1,0 +1,219 @@
+"""Keeps a backbone's descriptors, starts functions over it and starts them again. No jax.
+
+The agent holds no weights and maps nothing: it has the manifest, a descriptor per block, and the
+zygote. Each function is sent the descriptors once, over a socket pair that nobody else can open.
+"""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lora_jax.memory.wire import (
+    ShareError,
+    close_all,
+    receive_fds,
+    receive_header,
+    send_fds,
+    send_header,
+)
+from serving.functions.handle import Function, Running
+
+_END_S = 10.0  # for a process to leave by itself
+# Sizes of one function, where nothing else is asked for.
+FIELDS = {
+    "max_loras": 1,
+    "structured_outputs": False,
+    "enable_prefix_caching": True,
+    "max_num_seqs": 16,
+}
+
+
+class Agent:
+    """One backbone and its functions; any thread may call any method."""
+
+    def __init__(self, model: str | os.PathLike[str], *, dtype: str | None = None, **fields: Any):
+        """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
+        function.
+
+        Raises ValueError for a model that cannot be shared, ConnectionError where a process ends.
+        """
+        self.model = str(Path(model).resolve())
+        if not Path(self.model, "config.json").is_file():
+            raise ValueError(f"Cannot share {self.model}: there is no config.json.")
+        self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+        self._functions: dict[str, Function] = {}
+        self._folders: dict[str, str | None] = {}  # of the functions' adapters
+        self._starting = threading.Lock()  # functions start one at a time
+        self._lock = threading.Lock()  # the zygote's connection
+        self._zygote, self._control = _spawn("serving.functions.zygote")
+        self._fds: list[int] = []
+        try:
+            self._manifest, self._fds = self._load_backbone(dtype)
+            _expect(self._control, "ready")
+        except BaseException:
+            self._zygote.kill()
+            self.close()
+            raise
+        _agents.add(self)
+
+    def __enter__(self) -> "Agent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def backbone_bytes(self) -> int:
+        """Bytes of the backbone's memory, once for all functions."""
+        return sum(self._manifest["blocks"])
+
+    @property
+    def functions(self) -> dict[str, Function]:
+        """The functions by name."""
+        return dict(self._functions)
+
+    def function(
+        self, adapter: str | os.PathLike[str] | None = None, *, name: str | None = None
+    ) -> Function:
+        """Start a function of one adapter folder, or of the base model; return when it is ready.
+
+        `name` is the folder's own where none is given. A name that runs already is that function.
+        Raises ValueError for an adapter that cannot be served, and for a name that another
+        adapter's function has.
+        """
+        folder = None if adapter is None else str(Path(adapter).resolve())
+        name = name or (Path(folder).name if folder else "base")
+        with self._starting:
+            if name not in self._functions:
+                self._functions[name] = Function(name, lambda: self._start(name, folder))
+                self._folders[name] = folder
+            if self._folders[name] != folder:
+                raise ValueError(
+                    f"Function {name!r} has the adapter {self._folders[name]}, not {folder}: give "
+                    "another name."
+                )
+            return self._functions[name]
+
+    def close(self) -> None:
+        """End all functions, and give the backbone's memory back. A second call does nothing."""
+        for function in self._functions.values():
+            function.close()
+        self._functions.clear()
+        self._control.close()
+        _end(self._zygote)
+        close_all(self._fds)
+        self._fds = []
+
+    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int]]:
+        process, connection = _spawn("serving.functions.backbone")
+        try:
+            with connection:
+                send_header(connection, {"model": self.model, "dtype": dtype})
+                answer = _expect(connection, "manifest")
+                fds = receive_fds(connection, len(answer["manifest"]["blocks"]))
+                send_header(connection, {"received": len(fds)})
+        finally:
+            _end(process)
+        return answer["manifest"], fds
+
+    def _start(self, name: str, folder: str | None) -> Running:
+        """Return a new process of a function that is ready for calls."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                pid = self._fork(theirs.fileno())
+            order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
+            send_header(ours, order | {"manifest": self._manifest})
+            send_fds(ours, self._fds)
+            ready = _expect(ours, "ready")
+        except BaseException:
+            ours.close()
+            raise
+        return Running(ours, pid, {key: ready[key] for key in ("attach_s", "start_s")})
+
+    def _fork(self, end: int) -> int:
+        """Return the process id of a new function; a zygote that has gone is replaced."""
+        with self._lock:
+            for attempt in range(2):
+                try:
+                    send_header(self._control, {"fork": True})
+                    send_fds(self._control, [end])
+                    return receive_header(self._control)["pid"]
+                except OSError:
+                    if attempt:
+                        raise
+                    self._control.close()
+                    _end(self._zygote)
+                    self._zygote, self._control = _spawn("serving.functions.zygote")
+                    _expect(self._control, "ready")
+        raise AssertionError("unreachable")
+
+
+_agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()
+_connected: dict[tuple[str, str], Agent] = {}
+_connecting = threading.Lock()
+
+
+def connect(
+    model: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    name: str | None = None,
+    **fields: Any,
+) -> Function:
+    """Return a function over the model's backbone, which this process loads once.
+
+    Functions of the same model and `fields` share one backbone; all end with this process. Raises
+    what Agent and Agent.function raise.
+    """
+    key = str(Path(model).resolve()), json.dumps(fields, sort_keys=True)
+    with _connecting:
+        if key not in _connected:
+            _connected[key] = Agent(model, **fields)
+    return _connected[key].function(adapter, name=name)
+
+
+@atexit.register
+def _close_all() -> None:
+    for agent in list(_agents):
+        agent.close()
+
+
+def _spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
+    """Start a module as a process; return it with our end of its only connection."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        end = theirs.fileno()
+        try:
+            process = subprocess.Popen([sys.executable, "-m", module, str(end)], pass_fds=[end])
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+def _expect(connection: socket.socket, key: str) -> dict[str, Any]:
+    """Return the next message, which has `key`. Raises ValueError with the other side's reason."""
+    try:
+        answer = receive_header(connection)
+    except ShareError as error:
+        raise ConnectionError(f"A process ended before it was ready: {error}.") from error
+    if key not in answer:
+        raise ValueError(answer.get("error", f"unexpected answer {answer}"))
+    return answer
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Wait for a process whose connection is closed; kill it if it does not leave."""
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

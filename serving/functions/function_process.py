@@ -1,0 +1,118 @@
+"""Life of a function: attach to the backbone, build an engine with one adapter, answer calls.
+
+A function has its own memory for KV pages, adapter and programs, and maps the backbone for reading.
+It listens nowhere: its only connection is the socket that it was born with, whose end ends it.
+"""
+
+import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from lora_jax.memory.arena import ImportedArena, parse_manifest
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
+from serving.engine.engine import Engine
+from serving.functions.messages import output_fields, sampling_of
+
+_CALLS = 256  # answered at a time; more wait
+_SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
+
+
+def main(connection) -> None:
+    """Be a function until the other side of the connection has gone."""
+    _shut_others_out()
+    order = receive_header(connection)
+    manifest = parse_manifest(order["manifest"])
+    fds = receive_fds(connection, len(manifest.blocks))
+    start = time.monotonic()
+    try:
+        arena = ImportedArena(for_platform(jax.default_backend()), manifest, fds)
+        attached = time.monotonic()
+        name, folder = order["name"], order["adapter"]
+        adapters = {} if folder is None else {name: folder}
+        engine = Engine(order["model"], adapters, backbone=arena, **order["fields"])
+    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
+        return
+    finally:
+        close_all(fds)
+    times = {"attach_s": attached - start, "start_s": time.monotonic() - start}
+    send_header(connection, {"ready": True, **times})
+    with engine:
+        _Calls(connection, engine, arena, name if adapters else None).answer()
+
+
+class _Calls:
+    """Answers of one function, each on a thread of its own."""
+
+    def __init__(self, connection, engine: Engine, arena: ImportedArena, adapter: str | None):
+        self._connection, self._engine, self._arena = connection, engine, arena
+        self._adapter = adapter
+        self._sending = threading.Lock()
+
+    def answer(self) -> None:
+        """Return when the other side has gone."""
+        pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+        try:
+            while True:
+                call = receive_header(self._connection)
+                pool.submit(self._answer, call)
+        except ShareError:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _answer(self, call: dict[str, Any]) -> None:
+        try:
+            value = {"value": self._do(call)}
+        except Exception as error:  # the call's own: others go on
+            value = {
+                "error": type(error).__name__,
+                "text": str(error),
+                "retryable": getattr(error, "retryable", False),
+            }
+        self._send({"id": call["id"], **value})
+
+    def _do(self, call: dict[str, Any]) -> Any:
+        if call["call"] == "generate":
+            sampling = [sampling_of(fields) for fields in call["sampling"]]
+            return [
+                output_fields(output)
+                for output in self._engine.generate(call["prompts"], self._adapter, sampling)
+            ]
+        if call["call"] == "stream":
+            (sampling,) = (sampling_of(fields) for fields in call["sampling"])
+            for piece in self._engine.stream(call["prompts"][0], self._adapter, sampling):
+                self._send({"id": call["id"], "piece": piece.text})
+            return None
+        if call["call"] == "changed":
+            return self._arena.changed()
+        if call["call"] == "memory":
+            return backbone_memory()
+        raise ValueError(f"There is no call {call['call']!r}.")
+
+    def _send(self, fields: dict[str, Any]) -> None:
+        with self._sending:
+            send_header(self._connection, fields)
+
+
+def backbone_memory(maps: str = "/proc/self/smaps") -> dict[str, int]:
+    """Return bytes of this process's maps of shared pages: size, and its share of them (Pss)."""
+    found, ours = {"Size": 0, "Pss": 0}, False
+    with open(maps) as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if "-" in name and " " in line.split(":")[0]:  # the head of a mapping
+                ours = "lora_jax_pages" in line
+            elif ours and name in found:
+                found[name] += int(rest.split()[0]) << 10
+    return found
+
+
+def _shut_others_out() -> None:
+    """Let no process of the same user trace this one or read its memory, and gain no privileges."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)

@@ -1,0 +1,81 @@
+"""Requests and answers between an agent and its functions, as JSON. No jax.
+
+Nothing that comes in is executed or unpickled: a call names one of a few functions, with numbers
+and text as arguments.
+"""
+
+import dataclasses
+from typing import Any
+
+from serving.api.outputs import Completion, RequestOutput
+from serving.api.request import FinishReason, TokenLogprobs
+from serving.api.sampling import Sampling
+
+
+def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+    """Return the fields that are not the default's. ValueError for structured outputs."""
+    if sampling.structured_outputs is not None:
+        raise ValueError(
+            "structured_outputs do not work in a function over a shared backbone yet: leave them "
+            "out, or use an engine of its own."
+        )
+    default = Sampling()
+    fields = _shallow(sampling)
+    changed = {name: v for name, v in fields.items() if v != getattr(default, name)}
+    if sampling.logit_bias:
+        changed["logit_bias"] = list(sampling.logit_bias.items())
+    return changed
+
+
+def sampling_of(fields: dict[str, Any]) -> Sampling:
+    """Return the sampling of `sampling_fields`. Raises ValueError and TypeError for others."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    if "logit_bias" in values:
+        values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"]}
+    return Sampling(**values)
+
+
+def output_fields(output: RequestOutput) -> dict[str, Any]:
+    """Return an answer as JSON takes it."""
+    fields = _shallow(output)
+    fields["outputs"] = [
+        _shallow(choice) | {"logprobs": [_logprobs_fields(e) for e in choice.logprobs]}
+        for choice in output.outputs
+    ]
+    if output.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [e and _logprobs_fields(e) for e in output.prompt_logprobs]
+    return fields
+
+
+def output_of(fields: dict[str, Any]) -> RequestOutput:
+    """Return the answer of `output_fields`."""
+    given = fields["prompt_logprobs"]
+    changed = {
+        "prompt_ids": tuple(fields["prompt_ids"]),
+        "outputs": tuple(_completion_of(choice) for choice in fields["outputs"]),
+        "prompt_logprobs": given and tuple(e and _logprobs_of(e) for e in given),
+    }
+    return RequestOutput(**fields | changed)
+
+
+def _shallow(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _logprobs_fields(entry: TokenLogprobs) -> list[Any]:
+    return [entry.token_id, entry.logprob, entry.rank, list(entry.top.items())]
+
+
+def _logprobs_of(values: list[Any]) -> TokenLogprobs:
+    *numbers, top = values
+    return TokenLogprobs(*numbers, {int(token): logprob for token, logprob in top})
+
+
+def _completion_of(fields: dict[str, Any]) -> Completion:
+    reason = fields["finish_reason"]
+    changed = {
+        "token_ids": tuple(fields["token_ids"]),
+        "finish_reason": reason and FinishReason(reason),
+        "logprobs": tuple(_logprobs_of(entry) for entry in fields["logprobs"]),
+    }
+    return Completion(**fields | changed)

@@ -1,0 +1,103 @@
+"""Functions over one backbone: an engine's answers, memory counted once, and deaths apart."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from support.processes.server_process import ROOT
+
+from serving import Engine, Sampling
+from serving.functions import Agent, FunctionDied
+
+MODEL = ROOT / "assets" / "tiny-moe"
+SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
+SIZES |= {"structured_outputs": False, "max_esft_adapters": 0, "max_lora_rank": 16}
+SAMPLING = Sampling(temperature=0, max_tokens=12, logprobs=1)
+PROMPTS = ["The court", "原告"]
+
+
+def answers(outputs) -> list:
+    return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.outputs[0].text) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def agent():
+    with Agent(MODEL, **SIZES) as made:
+        for name in ("law", "summary"):
+            made.function(MODEL / "adapters" / name)
+        yield made
+    assert made.functions == {}
+
+
+@pytest.fixture(scope="module")
+def coupled():
+    """Answers of one engine with both adapters: tokens and log-probability bits."""
+    adapters = {name: MODEL / "adapters" / name for name in ("law", "summary")}
+    with Engine(MODEL, adapters, **SIZES) as engine:
+        return {name: answers(engine.generate(PROMPTS, name, SAMPLING)) for name in adapters}
+
+
+def test_answers_are_those_of_one_engine_with_both_adapters(agent, coupled):
+    for name, want in coupled.items():
+        assert answers(agent.functions[name].generate(PROMPTS, SAMPLING)) == want
+    assert coupled["law"] != coupled["summary"]
+
+
+def test_the_backbone_is_counted_once(agent):
+    """Its processes' shares add up to its bytes within 1%, when all have read all of it."""
+    functions = agent.functions.values()
+    assert [function.changed() for function in functions] == [[], []]
+    shares = [function.memory() for function in functions]
+    assert all(share["Size"] == agent.backbone_bytes for share in shares)
+    assert sum(share["Pss"] for share in shares) == pytest.approx(agent.backbone_bytes, rel=0.01)
+
+
+def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
+    law, summary = agent.functions["law"], agent.functions["summary"]
+    killed, other = law.pid, summary.pid
+    os.kill(killed, signal.SIGSTOP)  # so that the call cannot be answered before
+    streamed = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(FunctionDied, match="'law' ended during the call"):
+        list(streamed)
+    assert answers(summary.generate(PROMPTS, SAMPLING)) == coupled["summary"]
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+    assert (summary.pid, law.pid != killed) == (other, True)
+    assert law.changed() == []
+
+
+@pytest.mark.long
+def test_a_killed_zygote_is_replaced(agent):
+    agent._zygote.kill()
+    agent._zygote.wait()
+    base = agent.function(name="alone")
+    assert base.generate("The", SAMPLING)[0].adapter is None
+    base.close()
+
+
+@pytest.mark.long
+def test_a_function_s_neighbours_cannot_trace_it_or_read_its_memory(agent):
+    """Unless they are root, whom nothing here holds back."""
+    pid = agent.functions["law"].pid
+    code = f"import os; os.setgid(65534); os.setuid(65534); open('/proc/{pid}/mem', 'rb')"
+    if os.getuid():
+        code = f"open('/proc/{pid}/mem', 'rb')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "PermissionError" in done.stderr
+
+
+def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):
+    with pytest.raises(ValueError, match=r"'law' has the adapter .*: give another name"):
+        agent.function(MODEL / "adapters" / "summary", name="law")
+    with pytest.raises(ValueError, match=r"nowhere: there is no config\.json"):
+        Agent("/nowhere")
+    assert agent.functions["law"].generate("a", SAMPLING)
+
+
+def test_the_agent_needs_no_jax():
+    code = (
+        "import sys; from serving.functions import Agent, connect; assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

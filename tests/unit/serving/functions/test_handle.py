@@ -1,0 +1,103 @@
+"""A function's handle against processes that answer, die, or never start; all of them threads."""
+
+import itertools
+import socket
+import threading
+
+import pytest
+
+from lora_jax.memory.wire import receive_header, send_header
+from serving.api.outputs import RequestFailed
+from serving.functions.handle import Function, FunctionDied, Running
+
+PIDS = itertools.count(1)
+
+
+def process(behave) -> Running:
+    """Return a process of `behave(connection)`, which ends its side when it returns."""
+    ours, theirs = socket.socketpair()
+
+    def run() -> None:
+        with theirs:
+            behave(theirs)
+
+    threading.Thread(target=run, daemon=True).start()
+    return Running(ours, next(PIDS), {})
+
+
+def answering(connection: socket.socket) -> None:
+    """Answer calls until the other side has gone; a call of `changed` ends the process."""
+    while True:
+        try:
+            call = receive_header(connection)
+        except OSError:
+            return
+        number = {"id": call["id"]}
+        if call["call"] == "changed":
+            return
+        if call["call"] == "stream":
+            for piece in call["prompts"][0].split():
+                send_header(connection, number | {"piece": piece})
+        failed = {"error": "RequestFailed", "text": "no room", "retryable": True}
+        bad = {"error": "ValueError", "text": "too long", "retryable": False}
+        answers = {"fail": failed, "bad": bad}
+        prompt = call.get("prompts", [""])[0]
+        send_header(connection, number | answers.get(prompt, {"value": []}))
+
+
+def test_calls_get_their_own_answers():
+    with Function("f", lambda: process(answering)) as function:
+        assert list(function.stream("a b c")) == ["a", "b", "c"]
+        assert function.generate(["x"]) == []
+        with pytest.raises(ValueError, match="too long"):
+            function.generate(["bad"])
+        with pytest.raises(RequestFailed, match="no room") as failed:
+            function.generate("fail")
+        assert failed.value.retryable
+    with pytest.raises(ConnectionError, match="'f' is closed"):
+        function.generate("x")
+    function.close()
+
+
+def test_a_process_that_dies_is_replaced_and_says_so_to_its_calls():
+    with Function("f", lambda: process(answering)) as function:
+        first = function.pid
+        with pytest.raises(FunctionDied, match="ended during the call"):
+            function.changed()
+        assert function.generate("x") == []
+        assert function.pid > first
+
+
+def test_a_function_that_always_dies_is_given_up_with_its_reason():
+    """Each process ends at its first call; an answer in between would begin the count anew."""
+    starts = []
+
+    def start() -> Running:
+        starts.append(1)
+        if len(starts) > 1:
+            raise ConnectionError("no memory")
+        return process(answering)
+
+    function = Function("f", start)
+    with pytest.raises(FunctionDied):
+        function.changed()
+    with pytest.raises(ConnectionError, match=r"does not start: no memory \(3 times"):
+        function.generate("x")
+    assert len(starts) == 4
+
+
+def test_a_first_start_that_fails_is_its_caller_s():
+    def start() -> Running:
+        raise ValueError("rank 99 is above the limit")
+
+    with pytest.raises(ValueError, match="rank 99"):
+        Function("f", start)
+
+
+def test_calls_of_an_ended_process_are_answered():
+    running = process(lambda connection: None)
+    waiting = running.send({"call": "x"})
+    running.read()
+    assert waiting.get(timeout=60) == {"error": "FunctionDied"}
+    assert running.send({"call": "x"}).get(timeout=60) == {"error": "FunctionDied"}
+    running.close()

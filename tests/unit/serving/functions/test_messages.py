@@ -1,0 +1,54 @@
+"""What an agent and its functions say to each other survives JSON."""
+
+import json
+
+import pytest
+
+from serving.api.outputs import Completion, RequestOutput
+from serving.api.request import FinishReason, TokenLogprobs
+from serving.api.sampling import Sampling
+from serving.api.structured_outputs import StructuredOutputs
+from serving.functions.messages import output_fields, output_of, sampling_fields, sampling_of
+
+ENTRY = TokenLogprobs(7, -0.5, 1, {7: -0.5, 9: -1.25})
+ANSWER = RequestOutput(
+    "r1",
+    (1, 2),
+    "law",
+    (
+        Completion(0, "text", (7, 2), FinishReason.STOP, "x", (ENTRY, ENTRY)),
+        Completion(1, "", (), None),
+    ),
+    (None, ENTRY),
+    3,
+    "a prompt",
+)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(max_tokens=3, temperature=0.25, stop=("a", "b"), logprobs=2, seed=5),
+        Sampling(logit_bias={3: -1.5, 8: 2.0}, allowed_token_ids=(3, 8), bad_words=("no",)),
+        Sampling(max_tokens=0, echo=True, prompt_logprobs=1),
+    ],
+)
+def test_samplings_arrive_as_they_were(sampling):
+    assert sampling_of(json.loads(json.dumps(sampling_fields(sampling)))) == sampling
+
+
+def test_structured_outputs_are_refused_by_name():
+    with pytest.raises(ValueError, match="structured_outputs do not work in a function"):
+        sampling_fields(Sampling(structured_outputs=StructuredOutputs(regex="a+")))
+
+
+def test_fields_that_are_none_of_a_sampling_are_refused():
+    with pytest.raises(TypeError, match="nonsense"):
+        sampling_of({"nonsense": 1})
+    with pytest.raises(ValueError, match="temperature"):
+        sampling_of({"temperature": -1.0})
+
+
+def test_answers_arrive_as_they_were():
+    assert output_of(json.loads(json.dumps(output_fields(ANSWER)))) == ANSWER
