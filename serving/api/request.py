@@ -204,8 +204,8 @@ class ScheduledChunk:
     num_tokens: int
     samples: bool
     prompt_logprobs: bool = False
-    drafts: tuple[int, ...] = ()
     by_head: bool = False  # the adapter's task head answers from the chunk's last token
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_samples(self) -> int:
