@@ -118,7 +118,7 @@ class FakeDevice:
         count = right.index(False) if False in right else len(right)
         self.last_token[captured.row] = drawn[count]
         more = tuple(SequenceResult(chunk, token) for token in drawn[1 : count + 1])
-        return SequenceResult(chunk, drawn[0], None, self._scores(chunk, kvs), more)
+        return SequenceResult(chunk, drawn[0], None, self._scores(chunk, kvs), more=more)
 
     def _scores(self, chunk: ScheduledChunk, kvs: list[int]) -> tuple[TokenLogprobs, ...]:
         if not chunk.prompt_logprobs:
