@@ -10,6 +10,7 @@ from serving.api.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
 LORA_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -37,6 +38,7 @@ class EngineConfig:
     enable_expert_parallel: bool | None = None
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
@@ -161,6 +163,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("kv_cache_dtype", KV_DTYPES),
     ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),

@@ -11,6 +11,8 @@ ENGINE_HELP = {
     "default: whole ones where their number divides",
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
+    "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
+    "of the model",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",

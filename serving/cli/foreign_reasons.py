@@ -36,7 +36,6 @@ ALWAYS_SO = {
     "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
     "--max-log-len *": "no part of a prompt is ever logged",
     "--api-server-count 1": "one process answers HTTP; --instances starts more engines behind it",
-    "--kv-cache-dtype auto": "KV pages have the dtype of the model",
     "--tokenizer-mode auto hf": "the tokenizer is the one in the model's folder",
     "--runner auto generate": "models generate text here",
     "--convert auto none": "models generate text here",
@@ -179,7 +178,7 @@ REFUSED = {
         "--kv-offloading-backend --kv-transfer-config --kv-events-config"
     ),
     "KV pages are counted in bytes: --kv-cache-memory-bytes": "--num-gpu-blocks-override",
-    "every layer's KV pages have the dtype of the model": (
+    "every layer's KV pages have the dtype that --kv-cache-dtype says": (
         "--kv-cache-dtype-skip-layers --kv-sharing-fast-prefill"
     ),
     "a prompt's pages are matched whole: --block-size": "--prefix-match-unit",

@@ -47,7 +47,7 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
-from serving.engine.storage import check_storage, host_form, lora_dtype
+from serving.engine.storage import check_storage, host_form, kv_dtype, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
@@ -324,7 +324,7 @@ def _make_runner(
         _step_sizes(config, base),
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
-        dtype=base.dtype,
+        dtype=kv_dtype(config, base.dtype),
         end_ids=end_ids,
         slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
@@ -392,7 +392,7 @@ def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
     cache = {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.kv_pages),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
     }
     return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)

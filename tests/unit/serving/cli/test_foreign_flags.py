@@ -19,7 +19,6 @@ MEANS_NOTHING = [
     "-tp=1",
     "--pp-size=1",
     "-dp=1",
-    "--kv-cache-dtype=auto",
     "--lora-eviction-policy=lru",
     "--async-scheduling",
     "--tokenizer-mode=auto",
