@@ -15,7 +15,7 @@ def chunk(row, start, count, samples, scores=False, prompt=6, drafts=()):
     sampling = Sampling(logprobs=1)
     request = Request(str(row), ids, sampling, None, "", print, 0.0, 0.0)
     sequence = Sequence(request, 0, 0, list(ids), row=row)
-    return ScheduledChunk(sequence, start, count, samples, scores, drafts)
+    return ScheduledChunk(sequence, start, count, samples, scores, drafts=drafts)
 
 
 def test_rows_follow_each_other_by_sequence_row():
