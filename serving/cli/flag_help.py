@@ -54,6 +54,9 @@ ENGINE_HELP = {
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
     "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
     "start time",
+    "speculative_config": "guess tokens from repetitions, e.g. "
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
+    '"prompt_lookup_min": 2}; default: off',
     "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
     "exact: only its rows run on them, auto: rows of others too, in the same step",
     "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",

@@ -198,10 +198,10 @@ REFUSED = {
         "--moe-backend --linear-backend --sparse-indexer-topk-backend --use-fp64-gumbel"
     ),
     "a model's sliding window is part of it": "--disable-sliding-window",
-    "every token is computed by the model that is served": (
-        "--speculative-config --spec-method --spec-model --spec-tokens "
-        "--per-request-spec-decode-metrics"
+    "drafts are copied from the text: --speculative-config with the method ngram": (
+        "--spec-method --spec-model --spec-tokens"
     ),
+    "drafts are counted for the whole server, see /metrics": "--per-request-spec-decode-metrics",
     "texts carry no watermark": "--watermark-config",
     "answers do not say it": "--enable-return-routed-experts --return-sampling-mask",
     "waiting sequences are bounded by --max-queue, running ones by --max-num-seqs": (

@@ -44,7 +44,7 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
         (["--lora-backend=triton"], "chosen by device"),
         (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
-        (["--speculative-config", '{"model": "x"}'], "by the model that is served"),
+        (["--spec-model", "x"], "copied from the text: --speculative-config"),
         (["--pipeline-parallel-size=2"], "only 1 is offered; one process serves on the devices"),
         (["--pp-size=2"], "only 1 is offered"),
         (["--data-parallel-size", "4"], "--instances starts several"),
@@ -87,6 +87,7 @@ OURS = {
     "--log-level": "INFO",
     "--uvicorn-log-level": "info",
     "--mm-processor-kwargs": '{"max_pixels": 4096}',
+    "--speculative-config": '{"method": "ngram", "num_speculative_tokens": 4}',
     "--tool-call-parser": "hermes",
     "--reasoning-parser": "qwen3",
 }
