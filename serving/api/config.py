@@ -6,9 +6,11 @@ from pathlib import Path
 from lora_jax.adapters.task_head import MAX_LABELS
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
+from serving.api.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
 LORA_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
@@ -36,6 +38,7 @@ class EngineConfig:
     enable_expert_parallel: bool | None = None
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
@@ -73,6 +76,8 @@ class EngineConfig:
     lora_merge_theta: float = 0.05  # seconds that a sequence may be left out of steps for it
     merge_adapter: str | None = None  # serve this adapter alone, merged into the weights
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
+    # Speculation: method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max; {}: none.
+    speculative_config: dict = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -117,6 +122,12 @@ class EngineConfig:
                 "enable_expert_parallel shares experts among several devices: set "
                 "tensor_parallel_size to their number."
             )
+        speculation = SpeculativeConfig.of(self.speculative_config)
+        if self.tensor_parallel_size > 1 and speculation is not None:
+            raise ValueError(
+                "speculative_config is for a model on one device: set tensor_parallel_size to 1, "
+                f"not {self.tensor_parallel_size}, or leave it out."
+            )
 
     @property
     def model_name(self) -> str:
@@ -127,6 +138,16 @@ class EngineConfig:
     def max_images(self) -> int:
         """Most images of one prompt."""
         return self.limit_mm_per_prompt.get("image", DEFAULT_IMAGES)
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """How answers are speculated on; None: they are not."""
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens of a draft."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
     def max_logit_rows(self) -> int:
@@ -142,6 +163,7 @@ _SWITCHES = (
 )
 CHOICES = (
     ("dtype", DTYPES),
+    ("kv_cache_dtype", KV_DTYPES),
     ("lora_dtype", LORA_DTYPES),
     ("load_format", LOAD_FORMATS),
     ("scheduling_policy", POLICIES),

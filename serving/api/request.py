@@ -148,6 +148,7 @@ class Sequence:
     num_prompt_logprobs: int = 0  # prompt tokens whose chunk was planned with prompt_logprobs
     finish_reason: FinishReason | None = None
     grammar_state: Any = None  # where the output is in the request's grammar
+    draft_state: Any = None  # repetitions of its tokens, where the engine speculates
     # Digest of the adapter in the weights it runs on to its end, "": plain; None: not chosen yet.
     weights: str | None = None
 
@@ -166,6 +167,10 @@ class Sequence:
         if self.max_outputs and self.num_scheduled_outputs >= self.max_outputs:
             return 0
         return self.num_prompt + self.num_scheduled_outputs - self.num_computed
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state is SequenceState.FINISHED
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
@@ -189,6 +194,9 @@ class ScheduledChunk:
     token of the chunk that is followed by a prompt token also takes a logit row. Where the host
     has not yet seen the input token (it was sampled by the step in flight), the runner takes the
     row's last sampled token, which stays on the device.
+
+    `drafts` are guesses of the next tokens. They are the chunk's last tokens, each of which yields
+    a token too; those that follow a wrong guess are worth nothing.
     """
 
     sequence: Sequence
@@ -197,6 +205,12 @@ class ScheduledChunk:
     samples: bool
     prompt_logprobs: bool = False
     by_head: bool = False  # the adapter's task head answers from the chunk's last token
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the chunk draws, worthless ones included."""
+        return self.samples + len(self.drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +242,11 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     @property
+    def has_drafts(self) -> bool:
+        """True if the next step's positions follow from this step's results."""
+        return any(chunk.drafts for chunk in self.chunks)
+
+    @property
     def is_mixture(self) -> bool:
         """True if rows of other adapters run on merged weights."""
         digest = None if self.merged is None else self.merged.digest
@@ -237,13 +256,17 @@ class StepPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceResult:
-    """Result of a finished step for one chunk: the sampled token and the asked-for logprobs."""
+    """Result of a finished step for one chunk: the sampled token and the asked-for logprobs.
+
+    `more` are results of the chunk's drafts that were right, in order.
+    """
 
     chunk: ScheduledChunk
     token_id: int | None  # None when the chunk does not sample
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for tokens start + 1 .. of the prompt
     head: Any = None  # float32 [width], logits of the task head; token_id says if they are bad
+    more: tuple["SequenceResult", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

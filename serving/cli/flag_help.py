@@ -11,6 +11,8 @@ ENGINE_HELP = {
     "default: whole ones where their number divides",
     "block_size": "tokens in one KV page",
     "kv_cache_memory_bytes": "bytes for KV pages",
+    "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
+    "of the model",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
@@ -52,6 +54,9 @@ ENGINE_HELP = {
     "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
     "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
     "start time",
+    "speculative_config": "guess tokens from repetitions, e.g. "
+    '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
+    '"prompt_lookup_min": 2}; default: off',
     "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
     "exact: only its rows run on them, auto: rows of others too, in the same step",
     "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",

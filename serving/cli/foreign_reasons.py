@@ -36,7 +36,6 @@ ALWAYS_SO = {
     "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
     "--max-log-len *": "no part of a prompt is ever logged",
     "--api-server-count 1": "one process answers HTTP; --instances starts more engines behind it",
-    "--kv-cache-dtype auto": "KV pages have the dtype of the model",
     "--tokenizer-mode auto hf": "the tokenizer is the one in the model's folder",
     "--runner auto generate": "models generate text here",
     "--convert auto none": "models generate text here",
@@ -179,7 +178,7 @@ REFUSED = {
         "--kv-offloading-backend --kv-transfer-config --kv-events-config"
     ),
     "KV pages are counted in bytes: --kv-cache-memory-bytes": "--num-gpu-blocks-override",
-    "every layer's KV pages have the dtype of the model": (
+    "every layer's KV pages have the dtype that --kv-cache-dtype says": (
         "--kv-cache-dtype-skip-layers --kv-sharing-fast-prefill"
     ),
     "a prompt's pages are matched whole: --block-size": "--prefix-match-unit",
@@ -199,10 +198,10 @@ REFUSED = {
         "--moe-backend --linear-backend --sparse-indexer-topk-backend --use-fp64-gumbel"
     ),
     "a model's sliding window is part of it": "--disable-sliding-window",
-    "every token is computed by the model that is served": (
-        "--speculative-config --spec-method --spec-model --spec-tokens "
-        "--per-request-spec-decode-metrics"
+    "drafts are copied from the text: --speculative-config with the method ngram": (
+        "--spec-method --spec-model --spec-tokens"
     ),
+    "drafts are counted for the whole server, see /metrics": "--per-request-spec-decode-metrics",
     "texts carry no watermark": "--watermark-config",
     "answers do not say it": "--enable-return-routed-experts --return-sampling-mask",
     "waiting sequences are bounded by --max-queue, running ones by --max-num-seqs": (

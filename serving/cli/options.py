@@ -54,6 +54,11 @@ class Options:
                 f"--tensor-parallel-size {self.engine.tensor_parallel_size} out, or keep the "
                 "adapters on the instances."
             )
+        if self.cluster.lora_server and self.engine.speculation is not None:
+            raise ValueError(
+                "--lora-server serves instances that draw one token at a time: leave "
+                "--speculative-config out, or keep the adapters on the instances."
+            )
         self._check_merged()
         if self.metrics_port is not None and not self.cluster.is_single:
             raise ValueError(

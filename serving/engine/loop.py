@@ -161,6 +161,7 @@ class EngineLoop:
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
+        early = self._take_in_drafts()
         if self._flying is not None:
             wait_s = self._pacer.wait_s(self._flying.plan.num_tokens)
             if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
@@ -188,6 +189,8 @@ class EngineLoop:
         finished, self._flying = self._flying, None
         if finished is not None:
             self._process_results(finished)
+        elif early is not None:
+            self._hand_out(early)
         elif step is None and not loaded:
             self._sleep()
         if isinstance(step, HeldStep):
@@ -259,6 +262,17 @@ class EngineLoop:
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
+        self._hand_out(self._take_in(step))
+
+    def _take_in_drafts(self) -> list[Progress] | None:
+        """Take in the step that runs if the next one's positions follow from its results."""
+        if self._flying is None or not self._flying.plan.has_drafts:
+            return None
+        step, self._flying = self._flying, None
+        return self._take_in(step)
+
+    def _take_in(self, step: InFlightStep) -> list[Progress]:
+        """Read a step's results; return what it gave, not handed out yet."""
         began = time.monotonic()
         results = self._parts.runner.read(step)
         self._pacer.ended(step.plan.num_tokens, began)
@@ -280,7 +294,11 @@ class EngineLoop:
             sequence = result.chunk.sequence
             barred = sequence.request.sampling.bars_tokens
             self._end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
-        num_generated = 0
+        return progress
+
+    def _hand_out(self, progress: list[Progress]) -> None:
+        """Give callers their tokens."""
+        num_generated, now = 0, time.monotonic()
         for one in progress:
             num_generated += one.result.token_id is not None
             self._deliver(one, now)

@@ -13,7 +13,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
-from serving.engine.storage import lora_dtype
+from serving.engine.storage import kv_dtype, lora_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ def size_kv_cache(
     images `encoder_bytes`. Of a model over several devices all bytes are those of one, as are the
     widths of `here`.
     """
-    per_token = model.kv_shape(model_config).local(devices).bytes_per_token(dtype)
+    shape = model.kv_shape(model_config).local(devices)
+    per_token = shape.bytes_per_token(kv_dtype(config, dtype))
     free = free_device_bytes(config)
     if free is not None:
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)

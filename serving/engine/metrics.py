@@ -40,8 +40,8 @@ class EngineMetrics:
         self.prompt_tokens = self.generation_tokens = 0  # totals, for the periodic log line
         self.registry = CollectorRegistry()
         self._model_name = model_name
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._gauges = Gauges(self._labels, cache_config, max_loras, stats)
+        self.labels = {"model_name": model_name, "engine": "0"}
+        self._gauges = Gauges(self.labels, cache_config, max_loras, stats)
         self.registry.register(self._gauges)
         self._make_counters()
         self._make_histograms(length_buckets(max_model_len))
@@ -53,8 +53,8 @@ class EngineMetrics:
         self._gauges.stats = stats
 
     def _counter(self, name: str, text: str, *extra: str) -> Counter:
-        counter = Counter(name, text, (*self._labels, *extra), registry=self.registry)
-        return counter if extra else counter.labels(**self._labels)
+        counter = Counter(name, text, (*self.labels, *extra), registry=self.registry)
+        return counter if extra else counter.labels(**self.labels)
 
     def _make_counters(self) -> None:
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens processed.")
@@ -66,12 +66,12 @@ class EngineMetrics:
             "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source"
         )
         sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
-        self._by_source = {s: by_source.labels(**self._labels, source=s) for s in sources}
+        self._by_source = {s: by_source.labels(**self.labels, source=s) for s in sources}
         success = self._counter(
             "vllm:request_success", "Requests by how they ended.", "finished_reason"
         )
         reasons = ("stop", "length", "abort", "error")
-        self._success = {r: success.labels(**self._labels, finished_reason=r) for r in reasons}
+        self._success = {r: success.labels(**self.labels, finished_reason=r) for r in reasons}
         self._rejections = Counter(
             "vllm:admission_rejections",
             "Requests refused before they entered the engine.",
@@ -92,8 +92,8 @@ class EngineMetrics:
     def _make_histograms(self, lengths: tuple[int, ...]) -> None:
         self._histograms = {
             name: Histogram(
-                f"vllm:{name}", text, tuple(self._labels), buckets=buckets, registry=self.registry
-            ).labels(**self._labels)
+                f"vllm:{name}", text, tuple(self.labels), buckets=buckets, registry=self.registry
+            ).labels(**self.labels)
             for name, text, buckets in (*TIME_HISTOGRAMS, *count_histograms(lengths))
         }
         self._load_seconds = Histogram(

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
+from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
 from serving.engine.loop import EngineLoop, LoopParts
@@ -45,7 +47,7 @@ from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
-from serving.engine.storage import check_storage, host_form, lora_dtype
+from serving.engine.storage import check_storage, host_form, kv_dtype, lora_dtype
 from serving.engine.version_metrics import ShareCollector
 from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
@@ -56,7 +58,6 @@ from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
-from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.model_runner import ModelRunner
@@ -104,6 +105,7 @@ def build_parts(
             "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
             f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
         )
+    check_speculation(config, has_server=access is not None)
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
@@ -131,11 +133,11 @@ def build_parts(
         esft = make_esft(config, model, model_config, split)
         if esft is not None:
             undo.callback(esft.room.close)
-        merged = make_merged(config, model)
         # KV pages may lie where the experts were.
         labels = head_labels(config, adapters, remote is not None)
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
+        merged = make_merged(config, model)  # which names modules as the slots do
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes
@@ -214,7 +216,8 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
-    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows, modes)
+    how = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    scheduler = _make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
@@ -321,7 +324,7 @@ def _make_runner(
         _step_sizes(config, base),
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
-        dtype=base.dtype,
+        dtype=kv_dtype(config, base.dtype),
         end_ids=end_ids,
         slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
         reroute_tables=None if base.esft is None else base.esft.tables,
@@ -355,6 +358,7 @@ def _step_sizes(config: EngineConfig, base: _Base) -> StepSizes:
         num_pages=size.num_pages,
         max_logit_rows=config.max_logit_rows,
         max_rank=config.max_lora_rank,
+        max_drafts=config.max_drafts,
         head_width=0 if head is None else head.d_out,
     )
 
@@ -365,7 +369,7 @@ def _make_scheduler(
     residencies: Residencies,
     end_ids: tuple[int, ...],
     num_encoder_rows: int,
-    modes: MergeModes | None,
+    **how: Any,
 ) -> Scheduler:
     limits = SchedulerLimits(
         num_pages=size.num_pages,
@@ -381,14 +385,14 @@ def _make_scheduler(
         num_encoder_rows=num_encoder_rows,
     )
     fixed = {"eos_token_ids": end_ids, "seed": config.seed}
-    return Scheduler(limits, adapters=residencies, **fixed, modes=modes)
+    return Scheduler(limits, adapters=residencies, **fixed, **how)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
     cache = {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.kv_pages),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         "enable_prefix_caching": str(config.enable_prefix_caching),
     }
     return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)

@@ -1,4 +1,4 @@
-"""Dtypes in which an engine keeps adapters, and what that does not go with."""
+"""Dtypes in which an engine keeps adapters and KV pages, and what they do not go with."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.ops.kv_rows import CODED
 from serving.api.config import EngineConfig
 
 INT8 = "int8"
@@ -26,6 +27,11 @@ def check_storage(config: EngineConfig, *, has_server: bool) -> None:
             "lora_merge and merge_adapter add adapters to the weights, and rows in 8 bits are not "
             "what their files say: leave lora_dtype int8 out, or merge none."
         )
+
+
+def kv_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of KV pages: the model's, or that of rows in 8 bits (ops.kv_rows)."""
+    return CODED if config.kv_cache_dtype == "fp8" else dtype
 
 
 def lora_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:

@@ -11,7 +11,8 @@ A tenant below its share of rows or pages gets them at the next step, by preempt
 
 `plan` may be called while one earlier step is still on the device: then the last token of a
 decoding sequence is not known here yet, only that it exists. Steps run on the device in the order
-in which they were planned, so pages and rows freed here may be given away at once.
+in which they were planned, so pages and rows freed here may be given away at once. Only a step with
+drafts must be complete before the next plan.
 """
 
 import collections
@@ -40,6 +41,7 @@ from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.short_steps import ShortStep, short_step
 from serving.scheduling.slot_claims import SlotClaims
+from serving.scheduling.speculation import Speculation
 from serving.scheduling.stats import SchedulerStats, scheduler_stats
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
 from serving.scheduling.waiting_line import WaitingLine, prompts_by_tenant
@@ -58,11 +60,10 @@ class Scheduler:
         eos_token_ids: SequenceOf[int] = (),
         seed: int = 0,
         modes: MergeModes | None = None,
+        speculation: Speculation | None = None,
     ):
-        """`seed` is where requests without a seed get theirs. With `modes` steps may take merged
-        weights.
-        """
-        self.limits, self.modes = limits, modes
+        """`seed` is where requests without a seed get theirs."""
+        self.limits, self.modes, self._speculation = limits, modes, speculation
         residency = adapters or NoAdapters()
         self._gate = AdapterGate(residency, limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
@@ -164,6 +165,8 @@ class Scheduler:
         if not self._fill_short(step, short, now, self._num_preemptions == preemptions):
             self._decode(step, crowd, order)
             self._fill(step, now, admitting=self._num_preemptions == preemptions)
+        if self._speculation is not None:
+            self._speculation.extend(step, self._pages, len(self._running))
         for sequence in step.sequences:
             self._pages.register(sequence)
         return step.plan(self._pages.take_encodes())
@@ -171,9 +174,8 @@ class Scheduler:
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
     ) -> list[Progress]:
-        """Take in what a step gave; returns one Progress per sequence that is still alive.
-
-        Ends sequences at EOS, at a stop token and at their length limit.
+        """Take in what a step gave; returns a Progress of each token. Sequences go on, or end
+        at EOS, at a stop token or at their length limit.
         """
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
@@ -181,7 +183,10 @@ class Scheduler:
         good = [result for result in alive if not result.chunk.sequence.num_discarded]
         for result in alive:
             result.chunk.sequence.num_discarded -= result.chunk.sequence.num_discarded > 0
-        return [self._process_result(result, now) for result in good]
+        if self._speculation is not None:
+            self._speculation.complete(plan, good, self._fair, now)
+        drawn = (one for result in good for one in (result, *result.more))
+        return [self._process_result(one, now) for one in drawn if not one.chunk.sequence.has_ended]
 
     def fail_adapters(self, digests: frozenset[str]) -> list[Sequence]:
         """End and return the sequences of these adapters that a bad step may have affected.

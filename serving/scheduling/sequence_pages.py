@@ -104,11 +104,12 @@ class SequencePages:
                 self._cache.record(sequence.num_prompt, sequence.num_computed)
         return True
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Hold a page for the next token to compute; False (no change) when there is none."""
-        if sequence.num_computed < len(sequence.pages) * self._cache.page_size:
+    def grow(self, sequence: Sequence, count: int = 1) -> bool:
+        """Hold pages for the next `count` tokens to compute; False (no change) without room."""
+        missing = self.num_pages(sequence.num_computed + count) - len(sequence.pages)
+        if missing <= 0:
             return True
-        fresh = self._cache.allocate(1)
+        fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
         sequence.pages = sequence.pages + fresh

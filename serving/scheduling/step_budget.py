@@ -47,6 +47,11 @@ class StepBudget:
         return not (self.tokens and self.logit_rows)
 
     @property
+    def chunks(self) -> list[ScheduledChunk]:
+        """The chunks so far."""
+        return list(self._chunks)
+
+    @property
     def sequences(self) -> list[Sequence]:
         """The sequences that got a chunk."""
         return [chunk.sequence for chunk in self._chunks]
@@ -86,6 +91,18 @@ class StepBudget:
         sequence.num_in_flight += 1
         if scores:
             sequence.num_prompt_logprobs = start + num_tokens
+
+    def add_drafts(self, place: int, drafts: tuple[int, ...]) -> None:
+        """Let the chunk at `place`, which draws a token, go on with guesses of the next ones."""
+        chunk, count = self._chunks[place], len(drafts)
+        if count > min(self.tokens, self.logit_rows):
+            raise ValueError(f"{count} drafts; {self.tokens} tokens, {self.logit_rows} rows left.")
+        longer = chunk.num_tokens + count
+        self._chunks[place] = dataclasses.replace(chunk, num_tokens=longer, drafts=drafts)
+        self.tokens -= count
+        self.logit_rows -= count
+        chunk.sequence.num_computed += count
+        chunk.sequence.num_scheduled_outputs += count
 
     def plan(self, encodes: tuple[EncodeImage, ...] = ()) -> StepPlan | None:
         """Return the step, before which towers compute `encodes`; None when nobody got a chunk."""

@@ -31,11 +31,11 @@ from serving.steps.image_encoder import ImageOperands
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
-    TABLE_ROWS,
     Sample,
     StepSizes,
     forward_step,
     sample_step,
+    with_drafts,
 )
 from serving.steps.token_masks import TokenMasks, host_masks
 
@@ -97,7 +97,7 @@ class CompiledStep:
         jitted = _jit_steps(model, sizes, link, sample, compiler_options, split)
         (self._step, self._forward, self._sample), self._leaves = jitted
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
-        self._table = self._place(np.zeros((TABLE_ROWS, sizes.max_seqs), np.int32))
+        self._table = self._place(np.zeros((sizes.table_rows, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
         self._spacers = _make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
@@ -292,6 +292,8 @@ def _jit_steps(
     def local_step(leaves, donated, rest, *, trees, bucket, lora):
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
         rest = jax.tree.unflatten(trees[1], rest)
+        if sizes.max_drafts:
+            state = with_drafts(state, rest[1])
         done = run_forward(leaves, cache, state.history, rest, bucket, lora)
         cache, logits, (rows, heads), status = done
         return cache, *sample_step(logits, rows, state, sample, heads=heads), status

@@ -154,7 +154,7 @@ class ModelRunner:
             self._encoder.warm_up(self.slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
-        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
@@ -261,7 +261,7 @@ class ModelRunner:
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         changed, scored = False, False
-        table = np.zeros((TABLE_ROWS, self.sizes.max_seqs), np.int32)
+        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         for chunk in plan.chunks:
             changed |= self._update_pages(chunk.sequence)
             sampling = chunk.sequence.request.sampling
@@ -271,7 +271,8 @@ class ModelRunner:
             table[NUM_TOKENS, row] = chunk.num_tokens
             table[SLOT, row] = chunk.sequence.slot
             table[NUM_TARGETS, row] = num_targets(chunk)
-            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.samples
+            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.num_samples
+            table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
         if changed:
             self._step.set_pages(self._tables)
         return table, scored
@@ -335,7 +336,7 @@ class ModelRunner:
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
-        rows = sum(num_targets(chunk) + chunk.samples for chunk in plan.chunks)
+        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
         most = self.sizes.max_logit_rows
         for bucket in buckets:
             if plan.num_tokens <= bucket and rows <= most:

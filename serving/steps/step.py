@@ -25,10 +25,10 @@ from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageOperands
 from serving.steps.sampler import LogitRows, Sampled
 from serving.steps.token_masks import TokenMasks
 
-# Rows of the step table.
+# Rows of the step table; behind them one for each draft that a sequence may have.
 START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
-BY_HEAD = 2  # in place of 0 or 1 in SAMPLES: the adapter's task head answers, nothing is drawn
+BY_HEAD = -1  # in place of a count in SAMPLES: the adapter's task head answers, nothing is drawn
 
 # sampler.sample, or another of its kind.
 Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState, TokenMasks | None], Sampled]
@@ -45,6 +45,12 @@ class StepSizes:
     max_logit_rows: int
     max_rank: int
     head_width: int = 0  # of task heads' logits; 0: no trace of heads is in the programs
+    max_drafts: int = 0  # of a sequence in one step; 0: no trace of them is in the programs
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the step table."""
+        return TABLE_ROWS + self.max_drafts
 
     @property
     def max_pages(self) -> int:
@@ -61,7 +67,7 @@ def forward_step(
     cache: PagedKVCache,
     history: Int[Array, "seqs max_len"],
     slots: AdapterSlots | None,
-    table: Int[Array, "5 seqs"],
+    table: Int[Array, "table_rows seqs"],
     block_tables: Int[Array, "seqs max_pages"],
     bucket: int,
     sizes: StepSizes,
@@ -76,12 +82,13 @@ def forward_step(
 
     Column s of the table says that sequence row s runs tokens start..start + num_tokens - 1 with
     an adapter slot (-1: base; ESFT slots count on from the LoRA slots, then pairs), scores the next
-    num_targets tokens of its prompt after the first ones, and (samples = 1) draws the token after
-    the last one, or (BY_HEAD) has its adapter's task head answer from the last one's state. Rows
-    of a step follow each other in the order of sequence rows. Without `lora` no row may have a LoRA
-    adapter, and no trace of LoRA is in the program; without `images` no trace of them. With `split`
-    this is one device's part of the step; all have the same logits. With `merged_slot` the model's
-    weights have that slot's adapter in them, and rows of others may come.
+    num_targets tokens of its prompt after the first ones, and draws the tokens after the last
+    `samples` ones, several where `history` has drafts (see with_drafts), or (BY_HEAD) has its
+    adapter's task head answer from the last one's state. Rows of a step follow each other in the
+    order of sequence rows. Without `lora` no row may have a LoRA adapter, and no trace of LoRA is
+    in the program; without `images` no trace of them. With `split` this is one device's part of the
+    step; all have the same logits. With `merged_slot` the model's weights have that slot's adapter
+    in them, and rows of others may come.
     """
     by_head = table[SAMPLES] == BY_HEAD
     if sizes.head_width:  # a head's row has no logits of the vocabulary
@@ -128,8 +135,24 @@ def sample_step(
     return _remember(state, rows, sampled.token_ids), sampled
 
 
+def with_drafts(state: RowState, table: Int[Array, "table_rows seqs"]) -> RowState:
+    """Return the state with the drafts of each sequence in its history, as the last input tokens.
+
+    A sequence that draws several tokens has a draft for each but the first.
+    """
+    drafts = table[TABLE_ROWS:]
+    max_drafts, seqs = drafts.shape
+    count = jnp.maximum(table[SAMPLES] - 1, 0)
+    place, seq = jnp.indices((max_drafts, seqs), dtype=jnp.int32)
+    positions = (table[START] + table[NUM_TOKENS] - count)[None] + place
+    # Others go to distinct rows past the end and are dropped.
+    row = jnp.where(place < count[None], seq, seqs + place * seqs + seq)
+    history = state.history.at[row, positions].set(drafts, mode="drop", unique_indices=True)
+    return dataclasses.replace(state, history=history)
+
+
 def unpack_batch(
-    table: Int[Array, "5 seqs"],
+    table: Int[Array, "table_rows seqs"],
     block_tables: Int[Array, "seqs max_pages"],
     history: Int[Array, "seqs max_len"],
     bucket: int,
@@ -202,17 +225,19 @@ def _split(
 
 
 def unpack_logit_rows(
-    table: Int[Array, "5 seqs"],
+    table: Int[Array, "table_rows seqs"],
     batch: ForwardBatch,
     history: Int[Array, "seqs max_len"],
     num_rows: int,
 ) -> LogitRows:
-    """Return the step's logit rows: of each sequence its targets in order, then its sample."""
+    """Return the step's logit rows: of each sequence its targets in order, then its samples."""
     counts = table[NUM_TARGETS] + table[SAMPLES]
     seq, offset, live = _spread(counts, num_rows)
     is_target = live & (offset < table[NUM_TARGETS, seq])
     first = (jnp.cumsum(table[NUM_TOKENS]) - table[NUM_TOKENS])[seq]
     last = first + table[NUM_TOKENS, seq] - 1
+    if table.shape[0] > TABLE_ROWS:  # there may be several samples
+        last = last - (table[SAMPLES, seq] - 1 - (offset - table[NUM_TARGETS, seq]))
     row_to_token = jnp.where(live, jnp.where(is_target, first + offset, last), 0)
     positions = batch.positions[row_to_token] + 1
     target = history[seq, jnp.minimum(positions, history.shape[1] - 1)]

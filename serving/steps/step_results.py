@@ -63,7 +63,7 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     firsts, first = [0] * len(chunks), 0
     for index in sorted(range(len(chunks)), key=lambda index: chunks[index].sequence.row):
         firsts[index] = first
-        first += num_targets(chunks[index]) + chunks[index].samples
+        first += num_targets(chunks[index]) + chunks[index].num_samples
         if chunks[index].by_head:
             firsts[index] = chunks[index].sequence.row
     return tuple(firsts)
@@ -104,9 +104,26 @@ class HostArrays:
             scored = tuple(self._entry(first + index, count) for index in range(targets))
         if not chunk.samples:
             return SequenceResult(chunk, None, None, scored)
-        last = first + targets
-        entry = None if sampling.logprobs is None else self._entry(last, sampling.logprobs)
-        return SequenceResult(chunk, self.token_ids[last], entry, scored)
+        row = first + targets
+        more = tuple(
+            self._sample(chunk, row + i) for i in range(1, 1 + self._num_right(chunk, row))
+        )
+        return dataclasses.replace(self._sample(chunk, row), prompt_logprobs=scored, more=more)
+
+    def _num_right(self, chunk: ScheduledChunk, row: int) -> int:
+        """Return how many of the chunk's drafts, from the first on, are what was drawn.
+
+        One that is followed by bad logits does not count: its result comes alone in a next step.
+        """
+        drawn, count = self.token_ids[row : row + chunk.num_samples], 0
+        while count < len(chunk.drafts) and drawn[count] == chunk.drafts[count]:
+            count += 1
+        return count - (count > 0 and drawn[count] == INVALID_TOKEN)
+
+    def _sample(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
+        count = chunk.sequence.request.sampling.logprobs
+        entry = None if count is None else self._entry(row, count)
+        return SequenceResult(chunk, self.token_ids[row], entry)
 
     def _of_head(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
         assert self._heads is not None, "a head was asked in an engine without heads"

@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from lora_jax.ops.kv_rows import stored_dim
 from lora_jax.sharding import Split
-from lora_jax.typing import Array, Float
+from lora_jax.typing import Array, Num
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerCache:
-    """K and V pages of one layer. MLA keeps one latent per token in `k` and an empty `v`."""
+    """K and V pages of one layer. MLA keeps one latent per token in `k` and an empty `v`.
 
-    k: Float[Array, "pages page_size kv_heads k_dim"]
-    v: Float[Array, "pages page_size kv_heads v_dim"]
+    Pages of uint8 hold rows in 8 bits, which have a scale each (ops.kv_rows).
+    """
+
+    k: Num[Array, "pages page_size kv_heads k_items"]
+    v: Num[Array, "pages page_size kv_heads v_items"]
 
 
 PagedKVCache = tuple[LayerCache, ...]
@@ -36,7 +40,8 @@ class KVShape:
     v_dim: int
 
     def bytes_per_token(self, dtype: jnp.dtype) -> int:
-        per_layer = self.num_kv_heads * (self.k_dim + self.v_dim)
+        items = stored_dim(self.k_dim, dtype) + stored_dim(self.v_dim, dtype)
+        per_layer = self.num_kv_heads * items
         return self.num_layers * per_layer * jnp.dtype(dtype).itemsize
 
     def splits_heads(self) -> bool:
@@ -70,8 +75,8 @@ def init_cache(
     def layer() -> LayerCache:
         lead = (num_pages, page_size, shape.num_kv_heads)
         return LayerCache(
-            k=jnp.zeros((*lead, shape.k_dim), dtype, device=where),
-            v=jnp.zeros((*lead, shape.v_dim), dtype, device=where),
+            k=jnp.zeros((*lead, stored_dim(shape.k_dim, dtype)), dtype, device=where),
+            v=jnp.zeros((*lead, stored_dim(shape.v_dim, dtype)), dtype, device=where),
         )
 
     return tuple(layer() for _ in range(shape.num_layers))

@@ -71,7 +71,7 @@ def by_name(artifacts: Sequence[Artifact]) -> dict[str, Artifact]:
     ordered: dict[str, Artifact] = {}
     waiting = list(artifacts)
     while waiting:
-        ready = [a for a in waiting if all(name in ordered for name in a.requires)]
+        ready = [a for a in waiting if ordered.keys() >= set(a.requires)]
         if not ready:
             stuck = ", ".join(f"{a.name} requires {', '.join(a.requires)}" for a in waiting)
             raise ValueError(f"requirements are unknown or go in a circle: {stuck}.")

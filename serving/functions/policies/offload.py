@@ -1,7 +1,10 @@
 """Artifacts that leave a device to make room (ServerlessLoRA, section 4.3, Eq. 7 and 8)."""
 
 import dataclasses
+import operator
 from collections.abc import Sequence
+
+_DENSITY, _VALUE = operator.itemgetter(0), operator.itemgetter(2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +43,16 @@ def plan(residents: Sequence[Resident], need_bytes: int) -> list[str]:
         return []
     parts = [r for r in residents if not r.in_use]
     backbones = {r.backbone for r in residents if r.backbone}
-    bundles = [[r] for r in parts if r.name not in backbones]
-    plans = [_cheapest(bundles, need_bytes)]
+    singles = [_alone(r) for r in parts if r.name not in backbones]
+    plans = [_cheapest(singles, need_bytes)]
     free = backbones - {r.backbone for r in residents if r.in_use}
     if whole := [r for r in parts if r.name in free]:
         held = {r.name: [x for x in parts if x.backbone == r.name] + [r] for r in whole}
-        rest = [[r] for r in parts if r.name not in backbones and r.backbone not in held]
-        plans.append(_cheapest([*rest, *held.values()], need_bytes))
+        rest = [_alone(r) for r in parts if r.name not in backbones and r.backbone not in held]
+        plans.append(_cheapest(rest + [_together(group) for group in held.values()], need_bytes))
     found = [chosen for chosen in plans if chosen is not None]
     if not found:
-        room = sum(r.num_bytes for bundle in bundles for r in bundle)
-        room += sum(r.num_bytes for r in parts if r.name in free)
+        room = sum(r.num_bytes for r in parts if r.name in free or r.name not in backbones)
         raise NoRoomError(
             f"{need_bytes} bytes are asked for; what no running function uses is {room} bytes."
         )
@@ -58,33 +60,45 @@ def plan(residents: Sequence[Resident], need_bytes: int) -> list[str]:
     return [r.name for r in best]
 
 
-def _cheapest(bundles: list[list[Resident]], need_bytes: int) -> list[Resident] | None:
-    """Return the greedy choice among groups that leave together; None: all are too little."""
-    sized = [(sum([r.num_bytes for r in b]), sum([r.value for r in b]), b) for b in bundles]
-    sized.sort(key=lambda item: item[1] / item[0])
-    chosen, freed = [], 0
-    for item in sized:
-        chosen.append(item)
-        freed += item[0]
-        if freed >= need_bytes:
-            break
-    if freed < need_bytes:
-        return None
-    return [r for item in _without_needless(sized, chosen, freed - need_bytes) for r in item[2]]
+# Residents that leave together, behind their value per byte, bytes and value.
+_Group = tuple[float, int, float, list[Resident]]
 
 
-def _without_needless(sized: list, chosen: list, spare: int) -> list:
-    """Return `chosen` less what `spare` bytes allow; its last one may be swapped for a cheaper."""
-    *others, last = chosen
-    short = last[0] - spare  # bytes that the others lack
-    cheaper = [item for item in sized[len(chosen) :] if item[0] >= short and item[1] < last[1]]
+def _alone(resident: Resident) -> _Group:
+    size, value = resident.num_bytes, resident.value
+    return value / size, size, value, [resident]
+
+
+def _together(residents: list[Resident]) -> _Group:
+    size, value = sum(r.num_bytes for r in residents), sum(r.value for r in residents)
+    return value / size, size, value, residents
+
+
+def _cheapest(groups: list[_Group], need_bytes: int) -> list[Resident] | None:
+    """Return the greedy choice among the groups; None: all are too little."""
+    groups = sorted(groups, key=_DENSITY)
+    chosen, freed = 0, 0
+    while freed < need_bytes:
+        if chosen == len(groups):
+            return None
+        freed += groups[chosen][1]
+        chosen += 1
+    kept = _without_needless(groups, chosen, freed - need_bytes)
+    return [resident for group in kept for resident in group[3]]
+
+
+def _without_needless(groups: list[_Group], chosen: int, spare: int) -> list[_Group]:
+    """Return the first groups less what `spare` bytes allow; the last may become a cheaper one."""
+    last = groups[chosen - 1]
+    short = last[1] - spare  # bytes that the others lack
+    cheaper = [group for group in groups[chosen:] if group[1] >= short and group[2] < last[2]]
     if cheaper:
-        last = min(cheaper, key=lambda item: item[1])
-        spare = last[0] - short
+        last = min(cheaper, key=_VALUE)
+        spare = last[1] - short
     kept = [last]
-    for item in sorted(others, key=lambda item: -item[1]):
-        if item[0] <= spare:
-            spare -= item[0]
+    for group in sorted(groups[: chosen - 1], key=_VALUE, reverse=True):
+        if group[1] <= spare:
+            spare -= group[1]
         else:
-            kept.append(item)
+            kept.append(group)
     return kept[::-1]

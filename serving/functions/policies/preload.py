@@ -74,7 +74,7 @@ class _Greedy:
                 self.dependents[j].append(i)
         self.free = [place.num_bytes for place in places]
         tiers = [sum(p.num_bytes for p in places if p.on_device is t) for t in (False, True)]
-        self.weights = [1 / room if room else float("inf") for room in tiers]
+        self.costs = [[n / room if room else float("inf") for n in self.sizes] for room in tiers]
         self.placed: list[int | None] = [None] * len(named)
         self.heap: list[tuple[float, int, int, int]] = []
         self.groups = [0] * len(named)  # bytes of the artifact with what raises its density
@@ -128,8 +128,11 @@ class _Greedy:
         return [*bundle, (i, tier)]
 
     def _gain_and_cost(self, bundle: list[tuple[int, int]]) -> tuple[float, float]:
-        gain = sum(self._worth(i, tier) or 0.0 for i, tier in bundle)
-        return gain, sum(self.sizes[i] * self.weights[tier] for i, tier in bundle)
+        gain = cost = 0.0
+        for i, tier in bundle:
+            gain += self._worth(i, tier) or 0.0
+            cost += self.costs[tier][i]
+        return gain, cost
 
     def _push(self, i: int, tier: int) -> None:
         """Queue a copy of `i` by the density of its bundle, with the dependents that raise it."""

@@ -72,7 +72,7 @@ def table(texts: dict[str, Rows]) -> str:
             plain, coded = of[UNQUANTISED], of[NF4]
             shown = name.replace(f"over {UNQUANTISED}", "over 16 bits").replace("nf4", "NF4")
             change = f"{100 * (coded / plain - 1):+.1f}%"
-            lines.append(f"| {text} | {shown} | {plain:.1f} | {coded:.1f} | {change} |")
+            lines.append(f"| {text} | {shown} | {plain:.2f} | {coded:.2f} | {change} |")
     return "\n".join(lines)
 
 

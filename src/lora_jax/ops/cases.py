@@ -171,8 +171,8 @@ class AttentionCase:
     """Arguments of paged_attention; `chunks` are the (sequence, start, count) of its tokens."""
 
     q: Float[Array, "tokens q_heads k_dim"]
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"]
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None
+    k_pages: Num[Array, "pages page_size kv_heads k_items"]
+    v_pages: Num[Array, "pages page_size kv_heads v_items"] | None
     block_tables: Int[Array, "seqs max_pages"]
     token_to_seq: Int[Array, "tokens"]
     positions: Int[Array, "tokens"]

@@ -15,8 +15,8 @@ def test_the_table_names_every_pair():
     rows = {"no adapter": {"none": 10.0, "nf4": 11.0}, "rank 16 over nf4": {"none": 5, "nf4": 4.9}}
     shown = qlora_results.table({"law": rows}).splitlines()
     assert shown[2:] == [
-        "| law | no adapter | 10.0 | 11.0 | +10.0% |",
-        "| law | rank 16 over NF4 | 5.0 | 4.9 | -2.0% |",
+        "| law | no adapter | 10.00 | 11.00 | +10.0% |",
+        "| law | rank 16 over NF4 | 5.00 | 4.90 | -2.0% |",
     ]
 
 

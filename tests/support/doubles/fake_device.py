@@ -79,14 +79,15 @@ class FakeDevice:
         end = chunk.start + chunk.num_tokens
         assert seq.row >= 0
         assert end <= len(seq.pages) * self.page_size
-        known = seq.token_ids[chunk.start : end]
-        assert len(known) >= chunk.num_tokens - 1, "only the last token may be unknown"
+        known = seq.token_ids[chunk.start : end - len(chunk.drafts)]
+        unknown = chunk.num_tokens - len(chunk.drafts) - len(known)
+        assert unknown <= 1, "only the last token before the drafts may be unknown"
         adapter = self.slots[seq.slot] if seq.slot >= 0 else ""
         assert adapter == seq.request.adapter_digest, "the slot holds another adapter"
         if merged is not None:
             assert self.slots[merged.slot] == merged.digest, "the merged adapter has lost its slot"
             adapter = arithmetic(adapter, merged.digest)
-        tokens = (*known, *[None] * (chunk.num_tokens - len(known)))
+        tokens = (*known, *[None] * unknown, *chunk.drafts)
         return Captured(chunk, seq.row, adapter, tuple(seq.pages), seq.seed, tokens)
 
     def run(self, step: list[Captured]) -> list[SequenceResult]:
@@ -107,12 +108,17 @@ class FakeDevice:
             kvs.append(kv)
             self.kv[self._place(captured, chunk.start + i)] = kv
             self.computed += 1
-        token_id = None
-        if chunk.samples:
-            end = chunk.start + chunk.num_tokens
-            token_id = next_token(kv, captured.seed, end, self.vocab)
-            self.last_token[captured.row] = token_id
-        return SequenceResult(chunk, token_id, None, self._scores(chunk, kvs))
+        if not chunk.samples:
+            return SequenceResult(chunk, None, None, self._scores(chunk, kvs))
+        end, drawn = chunk.start + chunk.num_tokens, []
+        for place in range(len(chunk.drafts), -1, -1):  # drafts that follow the token's place
+            kv = kvs[len(kvs) - 1 - place]
+            drawn.append(next_token(kv, captured.seed, end - place, self.vocab))
+        right = [guess == token for guess, token in zip(chunk.drafts, drawn, strict=False)]
+        count = right.index(False) if False in right else len(right)
+        self.last_token[captured.row] = drawn[count]
+        more = tuple(SequenceResult(chunk, token) for token in drawn[1 : count + 1])
+        return SequenceResult(chunk, drawn[0], None, self._scores(chunk, kvs), more=more)
 
     def _scores(self, chunk: ScheduledChunk, kvs: list[int]) -> tuple[TokenLogprobs, ...]:
         if not chunk.prompt_logprobs:

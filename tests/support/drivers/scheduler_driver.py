@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import random
 from collections.abc import Callable
 
 from support.doubles.fake_device import (
@@ -17,6 +18,7 @@ from serving.api.request import FinishReason, Request, Sequence, SequenceState, 
 from serving.api.sampling import Sampling
 from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.scheduling.speculation import Speculation
 
 VOCAB = 20
 EOS = 0
@@ -36,6 +38,25 @@ def limits(**changes) -> SchedulerLimits:
     return dataclasses.replace(base, **changes)
 
 
+def random_request(rng: random.Random) -> dict:
+    stem = [rng.choice([[1] * 9, [2] * 9, [1] * 4 + [3] * 6]), []][rng.random() < 0.3]
+    prompt = stem + [rng.randrange(20) for _ in range(rng.randrange(1, 12))]
+    scores = rng.random() < 0.2
+    max_tokens = rng.randrange(0 if scores else 1, 20)
+    return {
+        "prompt": prompt,
+        "adapter": rng.choice(["", "", "a", "a", "b", "c", "d", "e"]),
+        "salt": rng.choice(["", "", "", "salt"]),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "max_tokens": max_tokens,
+        "min_tokens": rng.randrange(max_tokens + 1) if rng.random() < 0.3 else 0,
+        "ignore_eos": rng.random() < 0.5,
+        "stop_token_ids": [rng.randrange(20)] if rng.random() < 0.3 else [],
+        "prompt_logprobs": 1 if scores else None,
+        "seed": rng.randrange(100),
+    }
+
+
 class Driver:
     """One second passes per step."""
 
@@ -46,13 +67,13 @@ class Driver:
         num_slots: int = 3,
         ticks: int = 2,
         make_modes: Callable[[FakeResidency], MergeModes] | None = None,
+        speculation: Speculation | None = None,
     ):
         self.residency = FakeResidency(num_slots, ticks)
         self.device = FakeDevice(limits.num_pages, limits.page_size, VOCAB, self.residency.slots)
         modes = None if make_modes is None else make_modes(self.residency)
-        self.scheduler = Scheduler(
-            limits, adapters=self.residency, eos_token_ids=[EOS], modes=modes
-        )
+        given = {"modes": modes, "speculation": speculation}
+        self.scheduler = Scheduler(limits, adapters=self.residency, eos_token_ids=[EOS], **given)
         self.now = 0.0
         self.in_flight: collections.deque = collections.deque()
         self.scores: dict[Sequence, list] = collections.defaultdict(list)
@@ -97,6 +118,8 @@ class Driver:
             self.in_flight.append((plan, self.device.capture(plan)))
             self._check_budgets(plan)
         self.scheduler.check_integrity()
+        if plan is not None and plan.has_drafts:
+            depth = 0
         while self.in_flight and (len(self.in_flight) > depth or plan is None):
             self.complete_one()
         return plan
@@ -124,7 +147,7 @@ class Driver:
         rows = 0
         for chunk in plan.chunks:
             assert chunk.num_tokens > 0
-            rows += chunk.samples
+            rows += chunk.num_samples
             if chunk.prompt_logprobs:
                 end = min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt - 1)
                 rows += end - chunk.start

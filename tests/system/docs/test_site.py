@@ -10,6 +10,8 @@ import sys
 import pytest
 from support.processes.server_process import ROOT
 
+import serving
+from serving.api.config import EngineConfig
 from serving.cli.flags import build_parser
 
 SITE = ROOT / "docs/site"
@@ -51,6 +53,21 @@ def test_metrics_that_pages_name_exist(reference):
     named = set(re.findall(r"`((?:vllm|lora_jax):\w+)`", text))
     assert named
     assert not [name for name in named if f"`{name}`" not in known]
+
+
+def test_names_that_the_page_for_programs_of_vllm_has_exist():
+    text = (ROOT / "docs/how-to/from-vllm-llm.md").read_text()
+    named = set(re.findall(r"`(\w*Engine)\.(\w+)", text))
+    assert {("Engine", "generate"), ("AsyncEngine", "stream")} <= named
+    assert not [pair for pair in named if not hasattr(getattr(serving, pair[0]), pair[1])]
+    rows = dict(re.findall(r"^\| `(\w+)` \| .*?: (`.*?)(?: \||$)", text, re.MULTILINE))
+    of = {"RequestOutput": serving.RequestOutput, "CompletionOutput": serving.Completion}
+    for row, kind in of.items():
+        for name in re.findall(r"`(\w+)`", rows[row]):
+            assert name in kind.__dataclass_fields__ or hasattr(kind, name), name
+    (same,) = re.findall(r"^\| (`tensor_parallel_size`.*) \| the same names", text, re.MULTILINE)
+    fields = EngineConfig.__dataclass_fields__
+    assert not [name for name in re.findall(r"`(\w+)`", same) if name not in fields]
 
 
 def test_every_page_is_in_the_navigation():

@@ -39,7 +39,8 @@ ASKED = [(p, a) for p in PROMPTS for a in (None, *ADAPTERS, *ESFT, SUM, PAIR)]
 
 
 def test_a_request_has_the_bits_it_has_alone():
-    with engine_of(lora_dtype="int8") as engine:
+    """With KV pages in 8 bits too, so that one engine tests both."""
+    with engine_of(lora_dtype="int8", kv_cache_dtype="fp8") as engine:
         together = answers(engine, ASKED)
         for asked in ASKED[:7]:
             assert answers(engine, [asked]) == [together[ASKED.index(asked)]]
@@ -64,7 +65,7 @@ def test_answers_are_near_those_of_plain_adapters():
 @pytest.mark.long
 def test_two_devices_give_the_bits_of_one():
     asked = [pair for pair in ASKED if pair[1] not in (*ESFT, PAIR)]
-    changes = {"lora_dtype": "int8", "max_esft_adapters": 0}
+    changes = {"lora_dtype": "int8", "kv_cache_dtype": "fp8", "max_esft_adapters": 0}
     with Engine(str(MODEL), adapters=ADAPTERS, **(SIZES | changes)) as engine:
         want = answers(engine, asked)
     changes["tensor_parallel_size"] = 2

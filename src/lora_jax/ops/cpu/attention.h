@@ -2,13 +2,18 @@
 // position and its sequence's K and V: scores by dot.h, the exact maximum, exponentials summed in
 // 16 lanes counted from the token's first visible position, then a chain over positions in order.
 // Several tokens of one sequence are worked on together only to share loads.
+//
+// Pages in 8 bits hold rows of e4m3 values with a scale, a power of two, behind them. Their values
+// are widened to T, which holds them exactly; the scales multiply scores and weights.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "dot.h"
 #include "parallel.h"
+#include "quantised.h"
 
 namespace lora_jax {
 
@@ -16,9 +21,12 @@ constexpr int64_t kQueryRows = 24;          // (token, head) rows that share loa
 constexpr int64_t kScoreBytes = 512 << 10;  // their scores should stay in L2
 constexpr int64_t kAhead = 16;  // positions to prefetch ahead: rows of one head lie far apart
 
-template <class T>
+// Queries and results are of T, pages of P: T, or uint8_t for rows in 8 bits.
+template <class T, class P = T>
 struct Attention {
-  const T *q, *k, *v;  // v null: V is the first v_dim of K
+  using Page = P;
+  const T* q;
+  const P *k, *v;  // v null: V is the first v_dim of K
   const int32_t *block_tables, *token_to_seq, *positions;
   const float* sinks;  // may be null
   T* out;
@@ -48,7 +56,7 @@ struct Query {
 // Pointers to the K and V rows of positions [lo, hi] of a sequence for one kv head; V's last is
 // repeated kAhead times.
 template <class T>
-void row_pointers(const Attention<T>& g, int64_t seq, int64_t kv_head, int64_t lo, int64_t hi,
+void row_pointers(const Attention<T, T>& g, int64_t seq, int64_t kv_head, int64_t lo, int64_t hi,
                   std::vector<const T*>* k, std::vector<const T*>* v) {
   const int32_t* table = g.block_tables + seq * g.max_pages;
   int64_t v_dim = g.v ? g.v_dim : g.k_dim;
@@ -65,9 +73,57 @@ void row_pointers(const Attention<T>& g, int64_t seq, int64_t kv_head, int64_t l
   v->resize(v->size() + kAhead, v->back());
 }
 
+// Widened rows of positions [lo, hi] for one kv head, and their scales.
+template <class T>
+struct WideRows {
+  std::vector<T> values;
+  std::vector<float> scales;
+
+  void reserve(int64_t rows, int64_t dim) { values.resize(rows * dim), scales.reserve(rows); }
+  const T* add(const uint8_t* row, int64_t dim) {
+    T* out = values.data() + int64_t(scales.size()) * dim;
+    int64_t d = 0;
+    for (; d + kLanes <= dim; d += kLanes) scale_e4m3(row + d, 1.0f, out + d);
+    if (d < dim) {
+      uint8_t codes[kLanes] = {};
+      T rest[kLanes];
+      std::memcpy(codes, row + d, dim - d);
+      scale_e4m3(codes, 1.0f, rest);
+      std::memcpy(out + d, rest, (dim - d) * sizeof(T));
+    }
+    float scale;
+    std::memcpy(&scale, row + dim, sizeof(scale));
+    scales.push_back(scale);
+    return out;
+  }
+};
+
+// As row_pointers of plain pages, with the rows widened into `wide_k` and `wide_v`.
+template <class T>
+void wide_pointers(const Attention<T, uint8_t>& g, int64_t seq, int64_t kv_head, int64_t lo,
+                   int64_t hi, std::vector<const T*>* k, std::vector<const T*>* v,
+                   WideRows<T>* wide_k, WideRows<T>* wide_v) {
+  const int32_t* table = g.block_tables + seq * g.max_pages;
+  wide_k->reserve(hi - lo + 1, g.k_dim);
+  if (g.v) wide_v->reserve(hi - lo + 1, g.v_dim);
+  for (int64_t s = lo; s <= hi; ++s) {
+    int64_t page = std::clamp<int64_t>(table[s / g.page_size], 0, g.pages - 1);
+    int64_t row = (page * g.page_size + s % g.page_size) * g.kv_heads + kv_head;
+    k->push_back(wide_k->add(g.k + row * (g.k_dim + int64_t(sizeof(float))), g.k_dim));
+    v->push_back(g.v ? wide_v->add(g.v + row * (g.v_dim + int64_t(sizeof(float))), g.v_dim)
+                     : k->back());
+  }
+  v->resize(v->size() + kAhead, v->back());
+}
+
+// values[s] *= scales[s] for s in [begin, end).
+inline void times(float* values, const std::vector<float>& scales, int64_t begin, int64_t end) {
+  for (int64_t s = begin; s < end; ++s) values[s] *= scales[s];
+}
+
 // queries[i].scores[s] = q[i] . k[s] for all s, also those that query i does not see.
-template <class D>
-void score(const Attention<typename D::T>& g, const std::vector<const typename D::T*>& q,
+template <class D, class G>
+void score(const G& g, const std::vector<const typename D::T*>& q,
            const std::vector<const typename D::T*>& k, std::vector<Query>& queries) {
   int64_t num_q = int64_t(q.size()), num_k = int64_t(k.size());
   float sums[kTile];
@@ -139,8 +195,8 @@ inline void add_values(const Query* queries, const T* const* v, int64_t begin, i
 
 // S vectors of output columns of M queries. Each query's positions are added in order; those that
 // all M see are added together.
-template <class T, int M, int S>
-inline void value_tile(const Attention<T>& g, const Query* queries, T* const* out,
+template <class T, int M, int S, class G>
+inline void value_tile(const G& g, const Query* queries, T* const* out,
                        const T* const* v, int64_t col, int64_t n) {
   int64_t begin = queries[0].begin, end = queries[0].end;
   for (int r = 1; r < M; ++r) {
@@ -164,8 +220,8 @@ inline void value_tile(const Attention<T>& g, const Query* queries, T* const* ou
             j + 1 < S ? kLanes : n);
 }
 
-template <class T, int S>
-inline void value_rows(const Attention<T>& g, const std::vector<Query>& queries, T* const* out,
+template <class T, int S, class G>
+inline void value_rows(const G& g, const std::vector<Query>& queries, T* const* out,
                        const T* const* v, int64_t col, int64_t n) {
   int64_t num = int64_t(queries.size());
   for (int64_t i = 0; i < num; i += 4) {
@@ -179,15 +235,21 @@ inline void value_rows(const Attention<T>& g, const std::vector<Query>& queries,
   }
 }
 
-template <class D>
-void run_attention_item(const Attention<typename D::T>& g, const AttentionItem& item) {
+template <class D, class G>
+void run_attention_item(const G& g, const AttentionItem& item) {
   using T = typename D::T;
+  constexpr bool kCoded = !std::is_same_v<T, typename G::Page>;
   int64_t position = g.positions[item.token], group = g.group();
   int64_t lo = g.first(position), hi = position + item.count - 1, context = hi - lo + 1;
   std::vector<const T*> k, v, q;
   k.reserve(context);
   v.reserve(context + kAhead);
-  row_pointers(g, g.token_to_seq[item.token], item.kv_head, lo, hi, &k, &v);
+  WideRows<T> wide_k, wide_v;
+  int64_t seq = g.token_to_seq[item.token];
+  if constexpr (kCoded)
+    wide_pointers(g, seq, item.kv_head, lo, hi, &k, &v, &wide_k, &wide_v);
+  else
+    row_pointers(g, seq, item.kv_head, lo, hi, &k, &v);
   std::vector<float> scores(context * item.count * group);
   std::vector<Query> queries;
   std::vector<T*> out;
@@ -199,8 +261,13 @@ void run_attention_item(const Attention<typename D::T>& g, const AttentionItem& 
       out.push_back(g.out + ((item.token + t) * g.q_heads + h) * g.v_dim);
     }
   score<D>(g, q, k, queries);
-  for (size_t i = 0; i < queries.size(); ++i)
-    softmax(queries[i], g.scale, g.sinks ? g.sinks + item.kv_head * group + i % group : nullptr);
+  for (size_t i = 0; i < queries.size(); ++i) {
+    Query& query = queries[i];
+    if (kCoded) times(query.scores, wide_k.scales, query.begin, query.end);
+    softmax(query, g.scale, g.sinks ? g.sinks + item.kv_head * group + i % group : nullptr);
+    const auto& scales = g.v ? wide_v.scales : wide_k.scales;
+    if (kCoded) times(query.scores, scales, query.begin, query.end);
+  }
   constexpr int64_t kStrip = 4 * kLanes;
   int64_t col = 0;
   for (; col + kStrip <= g.v_dim; col += kStrip)
@@ -211,8 +278,8 @@ void run_attention_item(const Attention<typename D::T>& g, const AttentionItem& 
 }
 
 // Returns false if a token's sequence or position has no place in the block tables.
-template <class T>
-bool attention_items(const Attention<T>& g, std::vector<AttentionItem>* items, double* micros) {
+template <class G>
+bool attention_items(const G& g, std::vector<AttentionItem>* items, double* micros) {
   *micros = 0;
   for (int64_t t = 0, end; t < g.tokens; t = end) {
     int32_t seq = g.token_to_seq[t], position = g.positions[t];
@@ -227,13 +294,13 @@ bool attention_items(const Attention<T>& g, std::vector<AttentionItem>* items, d
       for (int64_t token = t; token < end; token += chunk)
         items->push_back({token, std::min(chunk, end - token), head});
     double work = double(end - t) * (last - g.first(last) + 1) * (g.k_dim + g.v_dim);
-    *micros += std::max(work * g.q_heads / 35e3, work * g.kv_heads * sizeof(T) / 12e3 / chunk);
+    *micros += std::max(work * g.q_heads / 35e3, work * g.kv_heads * sizeof(typename G::Page) / 12e3 / chunk);
   }
   return true;
 }
 
-template <class D>
-bool run_attention(xla::ffi::ThreadPool& pool, const Attention<typename D::T>& g,
+template <class D, class P>
+bool run_attention(xla::ffi::ThreadPool& pool, const Attention<typename D::T, P>& g,
                    int64_t all_tokens) {
   std::vector<AttentionItem> items;
   double micros;

@@ -26,6 +26,8 @@ TARGETS = (
     "lora_jax_lora_int8_bfloat16_to_float32",
     "lora_jax_attention_float32",
     "lora_jax_attention_bfloat16",
+    "lora_jax_attention_8_bits_float32",
+    "lora_jax_attention_8_bits_bfloat16",
     "lora_jax_row_map",
     "lora_jax_reroute",
 )

@@ -90,21 +90,21 @@ ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<y_dtype> y, ffi::Buffer<dt
   return ffi::Error::Success();
 }
 
-template <class D, ffi::DataType dtype>
-ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::Buffer<dtype> q, ffi::Buffer<dtype> k,
-                         ffi::Buffer<dtype> v, S32 block_tables, S32 token_to_seq, S32 positions,
+template <class D, ffi::DataType dtype, class P, ffi::DataType p_dtype>
+ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::Buffer<dtype> q, ffi::Buffer<p_dtype> k,
+                         ffi::Buffer<p_dtype> v, S32 block_tables, S32 token_to_seq, S32 positions,
                          S32 num_tokens, F32 sinks, ffi::Result<ffi::Buffer<dtype>> out,
                          float scale, int64_t window) {
   using T = typename D::T;
   int64_t all = q.dimensions()[0];
-  Attention<T> g;
-  g.q = data<T>(q), g.k = data<T>(k), g.v = data<T>(v), g.out = data<T>(out);
+  Attention<T, P> g;
+  g.q = data<T>(q), g.k = data<P>(k), g.v = data<P>(v), g.out = data<T>(out);
   g.block_tables = block_tables.typed_data(), g.token_to_seq = token_to_seq.typed_data();
   g.positions = positions.typed_data(), g.sinks = data<float>(sinks);
   g.tokens = std::clamp<int64_t>(num_tokens.typed_data()[0], 0, all);
   g.seqs = block_tables.dimensions()[0], g.max_pages = block_tables.dimensions()[1];
   g.pages = k.dimensions()[0], g.page_size = k.dimensions()[1], g.kv_heads = k.dimensions()[2];
-  g.q_heads = q.dimensions()[1], g.k_dim = k.dimensions()[3], g.v_dim = out->dimensions()[2];
+  g.q_heads = q.dimensions()[1], g.k_dim = q.dimensions()[2], g.v_dim = out->dimensions()[2];
   g.window = window, g.scale = scale;
   if (run_attention<D>(pool, g, all)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(
@@ -183,13 +183,14 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<S32>()                                         \
                                     .Ret<ffi::Buffer<y_dtype>>()                        \
                                     .Attr<int64_t>("max_rank"))
-#define LORA_JAX_ATTENTION(name, D, dtype)                                              \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::AttentionCall<lora_jax::D, dtype>),    \
+#define LORA_JAX_ATTENTION(name, D, dtype, P, p_dtype)                                  \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
+                                (lora_jax::AttentionCall<lora_jax::D, dtype, P, p_dtype>), \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
                                     .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::Buffer<p_dtype>>()                        \
+                                    .Arg<ffi::Buffer<p_dtype>>()                        \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
@@ -215,8 +216,10 @@ LORA_JAX_LORA(lora_jax_lora_int8_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF
               ffi::S8);
 LORA_JAX_LORA(lora_jax_lora_int8_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32, int8_t,
               ffi::S8);
-LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32);
-LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32, float, ffi::F32);
+LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
+LORA_JAX_ATTENTION(lora_jax_attention_8_bits_float32, DotF32, ffi::F32, uint8_t, ffi::U8);
+LORA_JAX_ATTENTION(lora_jax_attention_8_bits_bfloat16, DotBF16, ffi::BF16, uint8_t, ffi::U8);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_row_map, lora_jax::RowMapCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +16,8 @@ class PagedAttentionArgs:
     """
 
     q: Float[Array, "tokens q_heads k_dim"]
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"]
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None
+    k_pages: Num[Array, "pages page_size kv_heads k_items"]
+    v_pages: Num[Array, "pages page_size kv_heads v_items"] | None
     block_tables: Int[Array, "seqs max_pages"]
     token_to_seq: Int[Array, "tokens"]
     positions: Int[Array, "tokens"]

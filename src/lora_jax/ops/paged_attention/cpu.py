@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.ops.cpu import build
+from lora_jax.ops.kv_rows import CODED
 from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.typing import Array, Float
 
@@ -15,10 +16,11 @@ def paged_attention(
     """Same result as the reference; the chunks of a sequence do not change a token's result."""
     build.require()
     q, sinks = args.q, args.sinks
-    v = jnp.zeros((0, 0, 0, 0), q.dtype) if args.v_pages is None else args.v_pages
+    v = jnp.zeros((0, 0, 0, 0), args.k_pages.dtype) if args.v_pages is None else args.v_pages
     sinks = jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((*q.shape[:2], args.v_dim), q.dtype)
-    call = jax.ffi.ffi_call(f"lora_jax_attention_{q.dtype.name}", out)
+    pages = "8_bits_" if args.k_pages.dtype == CODED else ""
+    call = jax.ffi.ffi_call(f"lora_jax_attention_{pages}{q.dtype.name}", out)
     places = (args.block_tables, args.token_to_seq, args.positions, args.num_tokens)
     options = {"scale": np.float32(args.scale), "window": np.int64(args.sliding_window or 0)}
     return call(q, args.k_pages, v, *places, sinks, **options)

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.kv_rows import decoded
 from lora_jax.ops.paged_attention.args import PagedAttentionArgs
 from lora_jax.typing import Array, Float
 
@@ -27,10 +28,10 @@ def paged_attention(
     def one_token(token):
         q_t, seq, position, t = token
         table = block_tables[seq]
-        k = k_pages[table].reshape(context, kv_heads, -1).astype(f32)
+        k = decoded(k_pages[table]).reshape(context, kv_heads, -1)
         v = k[..., :v_dim]
         if v_pages is not None:
-            v = v_pages[table].reshape(context, kv_heads, -1).astype(f32)
+            v = decoded(v_pages[table]).reshape(context, kv_heads, -1)
         first = 0 if sliding_window is None else position - sliding_window + 1
         seen = (places <= position) & (places >= first) & (t < num_tokens)
         q_g = q_t.reshape(kv_heads, q_heads // kv_heads, -1).astype(f32)

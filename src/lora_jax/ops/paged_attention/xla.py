@@ -5,8 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lora_jax.ops.kv_rows import decoded
 from lora_jax.ops.paged_attention.args import PagedAttentionArgs
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 HIGHEST = jax.lax.Precision.HIGHEST
 BLOCK_TOKENS = 16
@@ -18,8 +19,8 @@ LOWEST = -1e30  # stands for minus infinity where a difference of two must not b
 class _Pages:
     """The arguments that do not change over the loops, and the sizes of a block of pages."""
 
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"]
-    v_pages: Float[Array, "pages page_size kv_heads v_dim"] | None
+    k_pages: Num[Array, "pages page_size kv_heads k_items"]
+    v_pages: Num[Array, "pages page_size kv_heads v_items"] | None
     block_tables: Int[Array, "seqs max_pages"]
     scale: float
     v_dim: int
@@ -36,10 +37,10 @@ class _Pages:
         last = self.block_tables.shape[1] - 1
         table = self.block_tables[seq, jnp.minimum(page, last)]
         n = self.block_pages * page_size
-        k = self.k_pages[table].reshape(n, kv_heads, -1).astype(jnp.float32)
+        k = decoded(self.k_pages[table]).reshape(n, kv_heads, -1)
         v = k[..., : self.v_dim]
         if self.v_pages is not None:
-            v = self.v_pages[table].reshape(n, kv_heads, -1).astype(jnp.float32)
+            v = decoded(self.v_pages[table]).reshape(n, kv_heads, -1)
         return block * n + jnp.arange(n, dtype=jnp.int32), k, v
 
 

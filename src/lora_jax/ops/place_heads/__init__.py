@@ -1,16 +1,22 @@
 """Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper."""
 
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.kv_rows import CODED
 from lora_jax.ops.place_heads import reference, xla
 from lora_jax.ops.place_heads.args import PlaceHeadsArgs
 from lora_jax.typing import Array
 
 __all__ = ["PlaceHeadsArgs", "place_heads"]
 
+
+def _plain_pages(args: PlaceHeadsArgs) -> str | None:
+    return "writes pages of k's dtype, not in 8 bits" if args.k_pages.dtype == CODED else None
+
+
 PLACE_HEADS = Op(
     "place_heads",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "place_heads")),
+        Implementation("cuda", GPU, backend_kernel("cuda", "place_heads"), accepts=(_plain_pages,)),
         Implementation("xla", ANY, xla.place_heads, stands_in=True),
         Implementation("reference", ANY, reference.place_heads),
     ),

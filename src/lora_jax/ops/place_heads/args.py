@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 
 @jax.tree_util.register_dataclass
@@ -13,7 +13,7 @@ class PlaceHeadsArgs:
     """New heads of a flat list of tokens, their angles, and the pages that k and v go to.
 
     `scales` are the weights of the norms that each head of q and of k goes through first, if any.
-    Tokens whose page slot is out of range are dropped.
+    Tokens whose page slot is out of range are dropped. Pages may be in 8 bits (ops.kv_rows).
     """
 
     q: Float[Array, "tokens q_heads head_dim"]
@@ -22,7 +22,7 @@ class PlaceHeadsArgs:
     cos: Float[Array, "tokens half"]
     sin: Float[Array, "tokens half"]
     scales: tuple[Float[Array, "head_dim"], Float[Array, "head_dim"]] | None
-    k_pages: Float[Array, "pages page_size kv_heads head_dim"]
-    v_pages: Float[Array, "pages page_size kv_heads head_dim"]
+    k_pages: Num[Array, "pages page_size kv_heads items"]
+    v_pages: Num[Array, "pages page_size kv_heads items"]
     token_to_page_slot: Int[Array, "tokens"]
     eps: float = dataclasses.field(default=0.0, metadata={"static": True})  # of the norms

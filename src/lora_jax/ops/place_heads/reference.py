@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from lora_jax.ops.kv_rows import CODED, coded
 from lora_jax.ops.place_heads.args import PlaceHeadsArgs
 from lora_jax.typing import Array, Float
 
@@ -40,5 +41,6 @@ def _turned(
 
 
 def _written(pages: Array, new: Array, places: Array) -> Array:
+    new = coded(new) if pages.dtype == CODED else new
     flat = pages.reshape(-1, *pages.shape[2:])
     return flat.at[places].set(new, mode="drop").reshape(pages.shape)

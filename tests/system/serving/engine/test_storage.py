@@ -7,10 +7,17 @@ from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.local_widths import LocalWidths
 from serving.api.config import EngineConfig
-from serving.engine.storage import check_storage, host_form, lora_dtype
+from serving.engine.storage import check_storage, host_form, kv_dtype, lora_dtype
 
 CODED = EngineConfig(model="m", lora_dtype="int8")
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
+
+
+def test_pages_are_of_the_model_unless_they_are_in_8_bits():
+    assert kv_dtype(EngineConfig(model="m"), BFLOAT16) == BFLOAT16
+    assert kv_dtype(EngineConfig(model="m", kv_cache_dtype="fp8"), BFLOAT16) == jnp.uint8
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, fp8, got 'int8'"):
+        EngineConfig(model="m", kv_cache_dtype="int8")
 
 
 def test_rows_are_of_the_model_unless_they_are_in_8_bits():

@@ -12,6 +12,7 @@ from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
 from lora_jax.models import load
+from lora_jax.ops.kv_rows import CODED
 from serving.api.request import Request
 from serving.api.sampling import Sampling
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -33,7 +34,7 @@ def runner(checkpoint):
     return make_runner(checkpoint[1], max_tokens=40)
 
 
-def make_runner(loaded, max_tokens):
+def make_runner(loaded, max_tokens, dtype="float32"):
     model, config = loaded
     sizes = StepSizes(
         max_seqs=MAX_SEQS,
@@ -49,18 +50,21 @@ def make_runner(loaded, max_tokens):
         sizes,
         max_tokens=max_tokens,
         vocab_size=SHAPE.vocab,
-        dtype=jnp.dtype(jnp.float32),
+        dtype=jnp.dtype(dtype),
         end_ids=(2,),
     )
     runner.warm_up()
     return runner
 
 
-def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_parts=False):
+def drive(
+    runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_parts=False, told=None
+):
     """Run (prompt, sampling) pairs to the end; return each one's results in order.
 
     `ahead` steps are on the device before the results of the first are read. With `in_parts` every
-    other step is two programs, with a mask of even tokens for the last request.
+    other step is two programs, with a mask of even tokens for the last request. `told` gets the
+    scheduler's statistics.
     """
     limits = SchedulerLimits(
         num_pages=num_pages,
@@ -89,6 +93,8 @@ def drive(runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_p
             for progress in scheduler.complete(step.plan, runner.read(step), time.monotonic()):
                 results[progress.sequence.request.request_id].append(progress.result)
     scheduler.check_integrity()
+    if told is not None:
+        told.append(scheduler.stats())
     return [results[str(place)] for place in range(len(requests))]
 
 
@@ -174,6 +180,23 @@ def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
     assert [answers(results) for results in preempted] == want
     unpipelined = drive(runner, mixed_requests(), ahead=0)
     assert [answers(results) for results in unpipelined] == want
+
+
+def test_pages_in_8_bits_keep_the_bits_in_any_company_and_any_cut(checkpoint, runner):
+    coded = make_runner(checkpoint[1], max_tokens=40, dtype=CODED)
+    requests, told = mixed_requests(), []
+    want = [answers(results) for results in drive(coded, requests)]
+    assert want != [answers(results) for results in drive(runner, requests)]
+    for request, results in list(zip(requests, want, strict=True))[:3]:
+        assert answers(drive(coded, [request])[0]) == results
+    for changes in ({"max_tokens": 8}, {"num_pages": 18}, {"ahead": 0}):
+        got = drive(coded, requests, told=told, **changes)
+        assert [answers(results) for results in got] == want
+    assert told[1].num_preemptions > 0
+    greedy = [(prompt, MIXED[0]) for prompt in prompts_of(6, seed=3)]
+    twice = [answers(results) for results in drive(coded, greedy * 2, told=told)]
+    assert twice[:6] == twice[6:]
+    assert told[-1].prefix_hits > 0
 
 
 def test_a_step_in_two_programs_changes_no_bit_of_rows_without_a_mask(runner):

@@ -5,7 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from serving.steps.step import StepSizes, _split, split_slots, unpack_batch, unpack_logit_rows
+from serving.steps.device_state import init_row_state
+from serving.steps.step import (
+    StepSizes,
+    _split,
+    split_slots,
+    unpack_batch,
+    unpack_logit_rows,
+    with_drafts,
+)
 
 SIZES = StepSizes(max_seqs=5, max_len=20, page_size=4, num_pages=30, max_logit_rows=12, max_rank=8)
 
@@ -74,6 +82,26 @@ def test_tables_become_tokens_and_logit_rows(seed):
     np.testing.assert_array_equal(got[: len(rows)], np.array(rows).reshape(-1, 5))
     assert (got[len(rows) :, 2] == -1).all()
     assert (got[len(rows) :, 4] == -1).all()
+
+
+def test_drafts_are_the_last_input_tokens_and_each_yields_a_token():
+    table = np.zeros((5 + 3, 5), np.int32)
+    table[:, 1] = 7, 3, 2, 0, 3, 71, 72, 0  # two drafts behind the token at 7
+    table[:, 3] = 4, 1, -1, 0, 1, 99, 99, 99  # none, whatever stands there
+    table[:, 4] = 16, 4, 0, 0, 4, 81, 82, 83  # three, up to the last place
+    state = init_row_state(5, 20)
+    history = np.asarray(jax.jit(with_drafts)(state, table).history)
+    want = np.zeros((5, 20), np.int32)
+    want[1, 8:10], want[4, 17:20] = [71, 72], [81, 82, 83]
+    np.testing.assert_array_equal(history, want)
+    block_tables = np.arange(25, dtype=np.int32).reshape(5, 5)
+    batch = jax.jit(unpack_batch, static_argnums=(3, 4))(table, block_tables, history, 16, SIZES)
+    rows = jax.jit(unpack_logit_rows, static_argnums=3)(table, batch, history, 12)
+    assert int(rows.num_rows) == 8
+    np.testing.assert_array_equal(rows.row_to_token[:8], range(8))
+    np.testing.assert_array_equal(rows.positions[:8], [8, 9, 10, 5, 17, 18, 19, 20])
+    np.testing.assert_array_equal(rows.row_to_seq[:8], [1, 1, 1, 3, 4, 4, 4, 4])
+    assert (np.asarray(rows.targets[:8]) == -1).all()
 
 
 def test_slots_past_those_of_lora_are_esft_s():

@@ -18,6 +18,13 @@ def test_a_network_address_needs_a_key_or_a_word():
     Options(ENGINE, HttpSettings(api_keys=("k",)), host="0.0.0.0")
 
 
+def test_a_lora_server_serves_instances_that_do_not_speculate():
+    ngram = {"method": "ngram", "num_speculative_tokens": 4}
+    speculating = EngineConfig(model="m", speculative_config=ngram)
+    with pytest.raises(ValueError, match="leave --speculative-config out"):
+        Options(speculating, OPEN, cluster=ClusterConfig(lora_server=1))
+
+
 def test_a_lora_server_serves_instances_of_one_device():
     split = EngineConfig(model="m", tensor_parallel_size=2)
     Options(split, OPEN, cluster=ClusterConfig(instances=2))

@@ -4,7 +4,7 @@ import dataclasses
 import random
 
 import pytest
-from support.drivers.scheduler_driver import Driver, check_answer, harm, limits
+from support.drivers.scheduler_driver import Driver, check_answer, harm, limits, random_request
 
 from serving.api.request import FinishReason
 
@@ -15,25 +15,6 @@ SHAPES = {
     "small steps": {"max_num_batched_tokens": 4, "max_logit_rows": 4},
     "impatient": {"adapter_wait_s": 12.0},
 }
-
-
-def random_request(rng: random.Random) -> dict:
-    stem = [rng.choice([[1] * 9, [2] * 9, [1] * 4 + [3] * 6]), []][rng.random() < 0.3]
-    prompt = stem + [rng.randrange(20) for _ in range(rng.randrange(1, 12))]
-    scores = rng.random() < 0.2
-    max_tokens = rng.randrange(0 if scores else 1, 20)
-    return {
-        "prompt": prompt,
-        "adapter": rng.choice(["", "", "a", "a", "b", "c", "d", "e"]),
-        "salt": rng.choice(["", "", "", "salt"]),
-        "n": rng.choice([1, 1, 1, 2, 3]),
-        "max_tokens": max_tokens,
-        "min_tokens": rng.randrange(max_tokens + 1) if rng.random() < 0.3 else 0,
-        "ignore_eos": rng.random() < 0.5,
-        "stop_token_ids": [rng.randrange(20)] if rng.random() < 0.3 else [],
-        "prompt_logprobs": 1 if scores else None,
-        "seed": rng.randrange(100),
-    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)

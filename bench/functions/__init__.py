@@ -1,0 +1,1 @@
+"""Isolated functions: how good the policies are, and what a cluster of functions would do."""

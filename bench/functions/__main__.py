@@ -1,0 +1,84 @@
+"""Policies against the optimum, and a simulated cluster of functions.
+
+`python -m bench.functions --policies --out DIR`: loss and time of pre-loading and offloading.
+`python -m bench.functions --simulate --traces DIR --out DIR`: eight functions over two backbones
+for four hours of the Azure Functions trace; every baseline is a model of its idea.
+"""
+
+import argparse
+import datetime
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.functions import policies
+from bench.functions.device import FunctionState
+from bench.functions.result import figures
+from bench.functions.simulator import Simulation
+from bench.functions.systems import ABLATIONS, SYSTEMS, System
+from bench.functions.times import Times, read_times
+from bench.functions.traces import CLASSES, MINUTES, WINDOW_MINUTES, WINDOWS, read_classes
+
+SECONDS = 60.0 * WINDOW_MINUTES
+
+
+def simulate(system: System, times: Times, arrivals: list[list[float]]) -> dict[str, Any]:
+    """Return the figures of one system over the arrivals of its functions."""
+    half = -(-len(arrivals) // len(times.models))
+    functions = [
+        FunctionState(f"f{i}", times.models[i // half], moments)
+        for i, moments in enumerate(arrivals)
+    ]
+    if system.one_engine:
+        functions = [
+            FunctionState(
+                m.name, m, sorted(t for f in functions if f.model is m for t in f.arrivals)
+            )
+            for m in times.models
+        ]
+    run = Simulation(system, times, functions)
+    run.run(SECONDS)
+    return figures(run, SECONDS)
+
+
+def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of every class of arrivals, and those of the switches under "normal"."""
+    classes = read_classes(traces)
+    rows = {name: [simulate(s, times, classes[name]) for s in SYSTEMS] for name in CLASSES}
+    return rows | {"switches": [simulate(s, times, classes["normal"]) for s in ABLATIONS]}
+
+
+def main() -> None:
+    """Run what was asked for, write a JSON file and print its rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--policies", action="store_true", help="greedy plans against the best")
+    parser.add_argument("--simulate", action="store_true", help="functions beside baselines")
+    parser.add_argument("--traces", type=Path, help=f"with {WINDOWS} and {MINUTES}")
+    parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
+    parser.add_argument("--instances", type=int, default=20, help="of --policies")
+    parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    if given.policies == given.simulate:
+        parser.error("give one of --policies and --simulate.")
+    if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
+        parser.error(f"--simulate reads {WINDOWS} in --traces.")
+    start = time.monotonic()
+    if given.policies:
+        command = f"--policies --instances {given.instances} --limit-s {given.limit_s:g}"
+        kind, result = "policies", policies.measure(given.instances, given.limit_s)
+    else:
+        command, kind = "--simulate", "simulated"
+        result = tables(given.traces, read_times(given.times))
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    told = {"command": f"python -m bench.functions {command}", "date": date, kind: result}
+    given.out.mkdir(parents=True, exist_ok=True)
+    (given.out / f"functions_{kind}.json").write_text(json.dumps(told, indent=1))
+    print(json.dumps(result, indent=1))
+    print(f"{time.monotonic() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

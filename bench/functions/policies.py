@@ -1,0 +1,79 @@
+"""Loss and time of the greedy policies: 50 functions, 20 backbones, 20 containers, 20 devices."""
+
+import random
+import statistics
+import time
+from typing import Any
+
+from bench.functions.exact import best_value
+from serving.functions.policies import offload, preload
+from serving.functions.policies.artifacts import Artifact, Place
+
+_GB = 1 << 30
+
+
+def instance(seed: int, functions: int = 50, backbones: int = 20, places: int = 20):
+    """Return artifacts, rates and places: models of 7B to 13B, rates over three decades."""
+    rng = random.Random(seed)
+    rates = {f"f{f}": 10 ** rng.uniform(-3, 0) for f in range(functions)}
+    artifacts = []
+    for b in range(backbones):
+        gb, users = rng.choice([13.5, 16.0, 26.0]), tuple(list(rates)[b::backbones])
+        name = f"backbone-{b}"
+        artifacts.append(Artifact(name, int(gb * _GB), users, gb * 0.3, gb * 0.35))
+        for f in users:
+            libraries, gb = int(rng.uniform(1, 4) * _GB), rng.uniform(0.05, 0.5)
+            needs = (f"libraries-{f}", name)
+            artifacts += [
+                Artifact(f"libraries-{f}", libraries, (f,), rng.uniform(2, 6)),
+                Artifact(f"adapter-{f}", int(gb * _GB), (f,), gb * 2, gb * 3, needs),
+                Artifact(
+                    f"context-{f}",
+                    int(rng.uniform(0.4, 0.8) * _GB),
+                    (f,),
+                    device_s=rng.uniform(1, 3),
+                    requires=(f"adapter-{f}",),
+                ),
+            ]
+    room = [Place(f"C{c}", int(rng.uniform(4, 32) * _GB), False) for c in range(places)]
+    room += [Place(f"G{g}", int(rng.uniform(8, 40) * _GB), True) for g in range(places)]
+    return artifacts, rates, room
+
+
+def measure(instances: int, limit_s: float) -> dict[str, Any]:
+    """Return losses against HiGHS and seconds of processor time, for both policies."""
+    rows = []
+    for seed in range(instances):
+        case = instance(seed)
+        start = time.process_time()
+        loads = preload.plan(*case)
+        seconds = time.process_time() - start
+        value = preload.value_of(loads, *case)
+        best, bound = best_value(*case, limit_s)
+        rows.append(
+            {
+                "loss": 1 - value / max(best, value),
+                "loss_at_most": 1 - value / max(bound, value),
+                "seconds": seconds,
+            }
+        )
+    keys = ("loss", "loss_at_most", "seconds")
+    means = {key: statistics.fmean(row[key] for row in rows) for key in keys}
+    return {"preload": means | {"instances": instances}, "offload": measure_offload(instances)}
+
+
+def measure_offload(instances: int) -> dict[str, float]:
+    """Return the mean seconds of a plan among 200 artifacts, the fastest of ten runs each."""
+    seconds = []
+    for seed in range(instances):
+        rng = random.Random(seed)
+        residents = [
+            offload.Resident(str(i), rng.randint(50, 600), rng.random()) for i in range(200)
+        ]
+        runs = []
+        for _ in range(10):
+            start = time.process_time()
+            offload.plan(residents, 20_000)
+            runs.append(time.process_time() - start)
+        seconds.append(min(runs))
+    return {"seconds": statistics.fmean(seconds), "artifacts": 200}

@@ -1,0 +1,75 @@
+"""Repetitions in the tokens of one sequence: what followed the last tokens where they stood before.
+
+No jax.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+WINDOW = 16384  # tokens before the first look that are known; bounds memory and time of a long one
+_MOST_PLACES = 8  # of which the longest repetition is taken
+
+
+class Repetitions:
+    """Index of the runs of `low` tokens; the longest repetition, of up to `high` tokens, counts.
+
+    The tokens themselves are the caller's list, which only grows.
+    """
+
+    def __init__(self, token_ids: SequenceOf[int], low: int, high: int):
+        self._tokens, self._low, self._high = token_ids, low, high
+        self._first = max(0, len(token_ids) - WINDOW)
+        self._last: dict[tuple[int, ...], int] = {}  # run: place of its last token, latest one
+        self._before: list[int] = []  # of each known place: that of the same run before, or -1
+        self._found = -1  # place before which the last known tokens stand once more
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are indexed, from the start of the sequence."""
+        return self._first + len(self._before)
+
+    @property
+    def next_token(self) -> int | None:
+        """The token that is expected after the known ones; None without a repetition."""
+        return self._tokens[self._found] if self._found >= 0 else None
+
+    def add(self) -> None:
+        """Index one more token of the sequence, which has it already."""
+        tokens, end, low = self._tokens, self.num_known, self._low
+        start = end + 1 - low
+        if start < self._first:
+            self._before.append(-1)
+            return
+        run = tuple(tokens[start : end + 1])
+        place = self._last.get(run, -1)
+        self._last[run] = end
+        self._before.append(place)
+        self._found = self._longest(place, end) + 1 if place >= 0 else -1
+
+    def following(self, count: int) -> list[int]:
+        """Return up to `count` tokens that followed the repetition; a period goes on and on."""
+        if self._found < 0:
+            return []
+        known = self._tokens[self._found : min(self._found + count, self.num_known)]
+        return [known[i % len(known)] for i in range(count)]
+
+    def _longest(self, place: int, end: int) -> int:
+        """Return the latest place with the longest repetition of the tokens up to `end`."""
+        best, best_length = place, 0
+        for _ in range(_MOST_PLACES):
+            if place < 0:
+                break
+            length = self._length(place, end)
+            if length > best_length:
+                best, best_length = place, length
+            if length == self._high:
+                break
+            place = self._before[place - self._first]
+        return best
+
+    def _length(self, place: int, end: int) -> int:
+        """Return how many tokens up to `place` are those up to `end`, `high` at most."""
+        tokens, length = self._tokens, self._low
+        most = min(self._high, place - self._first + 1)
+        while length < most and tokens[place - length] == tokens[end - length]:
+            length += 1
+        return length

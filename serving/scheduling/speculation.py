@@ -1,0 +1,218 @@
+"""Speculation: guesses of the next tokens of decoding sequences, and whether they pay. No jax.
+
+A draft is what followed the longest repetition of a sequence's last tokens. The step draws a token
+after each guess as it would without, by the same seed and position; a guess counts when it is what
+was drawn before it. So drafts change how many steps an answer takes, and nothing else.
+
+Guesses are made all the time and compared with the tokens that come, which costs no step. Drafts
+are sent where these guesses were right lately, and where steps with drafts have given more tokens a
+second than steps without, as measured. The step after one with drafts is planned when its results
+are known, so it starts later; this is part of what is measured.
+"""
+
+import collections
+import dataclasses
+import statistics
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPlan
+from serving.api.speculative_config import SpeculativeConfig
+from serving.scheduling.fair_share import FairShares
+from serving.scheduling.repetitions import Repetitions
+from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.step_budget import StepBudget
+
+_CATCH_UP = 2048  # tokens that are indexed in one plan
+_FIRST_TRUST = 0.4  # share of right guesses of a sequence that has made none
+_NEWEST = 0.25  # weight of the newest guess in that share
+_LEAST_CHANCE = 0.35  # of a guess and all before it to be right
+_LATELY = 8  # steps of a kind whose times are remembered
+_FEW = 3  # steps of a kind before their times count
+_MARGIN = 1.05  # by which a step with drafts must be better
+_FORGET = 512  # steps without drafts after which those with drafts are tried again
+
+
+@dataclasses.dataclass(eq=False)
+class DraftState:
+    """Repetitions of one sequence, and the share of its guesses that were right lately."""
+
+    repetitions: Repetitions
+    trust: float = _FIRST_TRUST
+
+    def follow(self, token_ids: SequenceOf[int], most: int) -> int:
+        """Index up to `most` new tokens, each compared with its guess; return how many."""
+        repetitions = self.repetitions
+        start = repetitions.num_known
+        end = min(len(token_ids), start + most)
+        for place in range(start, end):
+            guess = repetitions.next_token
+            if guess is not None:
+                self.trust += _NEWEST * ((guess == token_ids[place]) - self.trust)
+            repetitions.add()
+        return end - start
+
+    def length(self, most: int) -> int:
+        """Return how many guesses are likely enough, `most` at most."""
+        count, chance = 0, self.trust
+        while count < most and chance >= _LEAST_CHANCE:
+            count, chance = count + 1, chance * self.trust
+        return count
+
+    def expected(self, first: int, count: int) -> float:
+        """Return how many of `count` guesses, after `first` others, will be right on average."""
+        return sum(self.trust**place for place in range(first + 1, first + count + 1))
+
+
+class StepTimes:
+    """Seconds of decode steps lately, with and without drafts; decides whether drafts pay."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[bool, int], collections.deque[float]] = {}
+        self._drafted: collections.deque[float] | None = (
+            None  # where the step before is, if drafted
+        )
+        self._refused = 0
+
+    def add(self, *, drafts: bool, num_tokens: int, seconds: float) -> None:
+        """Remember a step, given in the order of steps, from the results of the one before.
+
+        A plain step after one with drafts began late: what it took longer is the cost of the other.
+        """
+        key = (drafts, num_tokens.bit_length())
+        times = self._times.setdefault(key, collections.deque(maxlen=_LATELY))
+        drafted, self._drafted = self._drafted, times if drafts else None
+        if drafts or drafted is None:
+            times.append(seconds)
+        elif times:
+            drafted[-1] += max(0.0, seconds - statistics.median(times))
+
+    def pays(self, rows: int, num_drafts: int, expected: float) -> bool:
+        """Return whether a step of `rows` tokens does better with `num_drafts` drafts.
+
+        `expected` of them will be right. A kind of step that was not measured yet is tried.
+        """
+        plain = self._times.get((False, rows.bit_length()), ())
+        drafted = self._times.get((True, (rows + num_drafts).bit_length()), ())
+        ratio = 1.0
+        if len(plain) >= _FEW and len(drafted) >= _FEW:
+            ratio = statistics.median(drafted) / statistics.median(plain)
+        if (rows + expected) / rows >= _MARGIN * ratio:
+            return True
+        self._refused += 1
+        if self._refused >= _FORGET:
+            self._refused = 0
+            self._times = {key: times for key, times in self._times.items() if not key[0]}
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftStats:
+    """Counts from the start; a draft is the guesses of one sequence in one step."""
+
+    drafts: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    accepted_per_place: tuple[int, ...] = ()
+
+
+class Speculation:
+    """Adds drafts to steps, and takes in what came of them; the engine's thread uses it."""
+
+    def __init__(self, config: SpeculativeConfig, times: StepTimes | None = None):
+        self._config, self._times = config, times or StepTimes()
+        self._drafts = self._tokens = 0
+        self._accepted = [0] * config.num_speculative_tokens  # by place in the draft
+        self._completed_s: float | None = None  # when the last step's results came
+
+    @property
+    def stats(self) -> DraftStats:
+        accepted = tuple(self._accepted)
+        return DraftStats(self._drafts, self._tokens, sum(accepted), accepted)
+
+    def extend(self, step: StepBudget, pages: SequencePages, num_running: int) -> None:
+        """Give sequences of a step in which all decode their drafts, if they pay.
+
+        A step that is full, short, begins or continues a prompt, or has a row that a grammar binds
+        stays as it is.
+        """
+        chunks = step.chunks
+        if not chunks:
+            self._completed_s = None
+        if step.is_short or not all(_decodes(chunk) for chunk in chunks):
+            return
+        room = min(step.tokens, step.logit_rows)
+        if not room:
+            return
+        self._follow([chunk.sequence for chunk in chunks])
+        drafts, expected = [], 0.0
+        for place, chunk in enumerate(chunks):
+            unknown = chunk.start + 1 - len(chunk.sequence.token_ids)
+            draft = self._draft(chunk.sequence, unknown, room)
+            if draft:
+                drafts.append((place, draft))
+                expected += chunk.sequence.draft_state.expected(unknown, len(draft))
+                room -= len(draft)
+        num_drafts = sum(len(draft) for _, draft in drafts)
+        if not drafts or not self._times.pays(len(chunks), num_drafts, expected):
+            return
+        for place, draft in drafts:
+            if self._grow(chunks[place].sequence, len(draft), pages, num_running):
+                step.add_drafts(place, draft)
+
+    def complete(
+        self, plan: StepPlan, results: Iterable[SequenceResult], fair: FairShares, now: float
+    ) -> None:
+        """Take back what wrong guesses of the step got ahead of, and measure the step.
+
+        Tenants are charged for tokens of drafts as for others.
+        """
+        for result in results:
+            if result.chunk.drafts:
+                self._take_back(result)
+                fair.charge(result.chunk.sequence.tenant, len(result.more))
+        before, self._completed_s = self._completed_s, now
+        if before is not None and all(_decodes(chunk) for chunk in plan.chunks):
+            size = {"drafts": plan.has_drafts, "num_tokens": plan.num_tokens}
+            self._times.add(**size, seconds=now - before)
+
+    def _take_back(self, result: SequenceResult) -> None:
+        chunk, right = result.chunk, len(result.more)
+        wrong = len(chunk.drafts) - right
+        chunk.sequence.num_computed -= wrong
+        chunk.sequence.num_scheduled_outputs -= wrong
+        self._drafts += 1
+        self._tokens += len(chunk.drafts)
+        for place in range(right):
+            self._accepted[place] += 1
+
+    def _follow(self, sequences: Iterable[Sequence]) -> None:
+        """Let the states of sequences know their new tokens, a bounded number in all."""
+        left = _CATCH_UP
+        for sequence in sequences:
+            if sequence.draft_state is None:
+                config = self._config
+                lookup = config.prompt_lookup_min, config.prompt_lookup_max
+                sequence.draft_state = DraftState(Repetitions(sequence.token_ids, *lookup))
+            left -= sequence.draft_state.follow(sequence.token_ids, left)
+
+    def _draft(self, sequence: Sequence, unknown: int, room: int) -> tuple[int, ...]:
+        """Return a sequence's draft, after `unknown` tokens on their way from the device."""
+        state = sequence.draft_state
+        if state.repetitions.num_known < len(sequence.token_ids):
+            return ()
+        left = sequence.max_outputs - sequence.num_scheduled_outputs
+        count = state.length(min(self._config.num_speculative_tokens + unknown, left, room))
+        return tuple(state.repetitions.following(count)[unknown:])
+
+    @staticmethod
+    def _grow(sequence: Sequence, count: int, pages: SequencePages, num_running: int) -> bool:
+        """Hold pages for a draft, if every running sequence is left one to grow into."""
+        is_room = pages.num_free > num_running + pages.num_pages(count)
+        return is_room and pages.grow(sequence, count)
+
+
+def _decodes(chunk: ScheduledChunk) -> bool:
+    """Return whether a chunk is one token and its drafts, drawn without a grammar."""
+    alone = chunk.num_tokens - len(chunk.drafts) == 1 and chunk.samples
+    return alone and not chunk.prompt_logprobs and chunk.sequence.request.grammar is None

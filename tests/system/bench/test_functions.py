@@ -1,0 +1,100 @@
+"""The simulator: every call is answered in order of time, and known cases have known figures."""
+
+import json
+import random
+
+import pytest
+
+from bench.functions.__main__ import simulate
+from bench.functions.exact import best_value
+from bench.functions.policies import instance
+from bench.functions.systems import ABLATIONS, SYSTEMS, System
+from bench.functions.times import Times, read_times
+from bench.functions.traces import spread, thinned
+from serving.functions.policies.preload import plan, value_of
+
+
+def arrivals(seed: int, functions: int = 4, rate: float = 0.02) -> list[list[float]]:
+    rng, found = random.Random(seed), []
+    for _ in range(functions):
+        moments, now = [], 0.0
+        while (now := now + rng.expovariate(rate)) < 3600:
+            moments.append(now)
+        found.append(moments)
+    return found
+
+
+SWITCHED = [pytest.param(system, marks=pytest.mark.long) for system in ABLATIONS[1:]]
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS, *SWITCHED], ids=lambda system: system.name)
+def test_all_calls_are_answered_not_before_they_came(system):
+    calls = arrivals(1)
+    row = simulate(system, Times(), calls)
+    assert row["requests"] == sum(map(len, calls))
+    assert row["mean_ttft_s"] >= 0.5
+    assert row["mean_e2e_s"] >= row["mean_ttft_s"] + 99 * 0.024 - 1e-6
+    assert 0 <= row["slo_violations"] <= 1
+    assert 0 < row["dollars"] <= row["dollars_with_idle_backbone"]
+
+
+def test_a_lone_call_with_everything_there_takes_one_prefill():
+    row = simulate(System("x", always_on=True), Times(), [[5.0], [9.0]])
+    assert row["mean_ttft_s"] == pytest.approx((0.5 + 0.8) / 2)
+    assert row["mean_e2e_s"] == pytest.approx((0.5 + 0.8) / 2 + 99 * 0.024)
+    assert row["pre_loading_hits"] == 1
+
+
+def test_a_cold_start_loads_each_part_one_after_the_other():
+    """Libraries, context, backbone and adapter from storage; and the bill is for that time."""
+    times = Times()
+    row = simulate(System("x", preloads=False), times, [[5.0], []])
+    cold = 13.5 / 2 + 3.0 + 1.5 + 0.1 / 2
+    assert row["mean_ttft_s"] == pytest.approx(cold + 0.5)
+    assert row["pre_loading_hits"] == 0
+    busy = cold + 0.5 + 99 * 0.024
+    units = 1.5 * (13.5 * (busy - 13.5 / 2) + 0.573 * busy + 0.08 * (busy - cold)) + busy
+    units += 0.25 * 0.573 * 62 + 0.15 * 1.5 * busy + 75 / 10_000
+    assert row["dollars"] == pytest.approx(units * 0.00002, rel=0.02)
+
+
+def test_two_functions_that_decode_share_the_device():
+    """Each takes twice as long from where both decode."""
+    times = Times(devices_per_model=1)
+    alone = simulate(System("x", always_on=True), times, [[5.0], [], [], []])
+    both = simulate(System("x", always_on=True), times, [[5.0], [5.0], [], []])
+    assert alone["mean_e2e_s"] == pytest.approx(0.5 + 2.376)
+    assert both["mean_e2e_s"] == pytest.approx(1.0 + 2 * 2.376)
+
+
+def test_regular_calls_are_pre_loaded():
+    calls = [[60.0 * i for i in range(1, 60)], []]
+    switched = {p: simulate(System("x", preloads=p), Times(keep_alive_s=5), calls) for p in (0, 1)}
+    assert switched[1]["pre_loading_hits"] > 0.9 > switched[0]["pre_loading_hits"] == 0
+    assert switched[1]["mean_ttft_s"] < switched[0]["mean_ttft_s"]
+
+
+def test_calls_of_a_minute_are_spread_over_it():
+    moments = spread([2, 0, 3], random.Random(0))
+    assert len(moments) == 5
+    assert [int(m // 60) for m in moments] == [0, 0, 2, 2, 2]
+    assert set(thinned(moments, 0.5, random.Random(1))) < set(moments)
+
+
+def test_times_of_a_file_replace_the_assumed_ones(tmp_path):
+    file = tmp_path / "times.json"
+    file.write_text(json.dumps({"fork_s": 0.5}))
+    assert read_times(file).fork_s == 0.5
+    assert read_times(None) == Times()
+    file.write_text(json.dumps({"nonsense": 1}))
+    with pytest.raises(ValueError, match=r"times\.json: nonsense"):
+        read_times(file)
+
+
+def test_the_greedy_plan_is_within_its_bar_of_the_best():
+    """Where the best is found at once: 4 backbones, 12 functions, 4 and 4 places."""
+    case = instance(3, functions=12, backbones=4, places=4)
+    best, bound = best_value(*case, limit_s=20)
+    value = value_of(plan(*case), *case)
+    assert value <= bound + 1e-6
+    assert value >= (1 - 0.016) * best

@@ -1,0 +1,141 @@
+"""Files of deploy/: flags, routes, metrics and paths that they name exist."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.processes.server_process import ROOT
+
+from serving.http.access.auth import PROBE_PATHS
+from serving.launch import read_options
+
+DEPLOY = ROOT / "deploy"
+MODEL = ROOT / "assets/tiny-moe"
+PLACES = {"/models/adapters": MODEL / "adapters", "/models/base": MODEL}
+PLACES |= {"/adapters": MODEL / "adapters", "/model": MODEL}
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"loaded_{path.stem}", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+@pytest.fixture(scope="module")
+def metrics() -> dict[str, set[str]]:
+    """Every series of /metrics, with its labels."""
+    found: dict[str, set[str]] = {}
+    for line in load(ROOT / "docs/site/reference.py").metrics().splitlines()[2:]:
+        name, kind, labels, _ = (cell.strip(" |") for cell in line.split(" | ", 3))
+        named = set(re.findall(r"`(\w+)`", labels))
+        found[name.strip("`")] = named
+        if kind == "histogram":
+            found[f"{name.strip('`')}_bucket"] = named | {"le"}
+    return found
+
+
+def test_the_dashboard_is_what_its_script_writes():
+    written = json.loads((DEPLOY / "grafana/lora-jax.json").read_text())
+    assert written == load(DEPLOY / "grafana/dashboard.py").dashboard()
+
+
+def test_metrics_and_labels_of_the_dashboard_exist(metrics):
+    board = json.loads((DEPLOY / "grafana/lora-jax.json").read_text())
+    expressions = [t["expr"] for panel in board["panels"] for t in panel.get("targets", ())]
+    expressions += [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    series = [found for e in expressions for found in re.findall(r"([\w:]+)\{([^}]*)\}", e)]
+    series += [(name, f'{label}=""') for e in expressions
+               for name, label in re.findall(r"label_values\(([\w:]+), (\w+)\)", e)]  # fmt: skip
+    assert len(series) > 50
+    for name, labels in series:
+        assert name in metrics, name
+        wanted = set(re.findall(r"(\w+)=", labels)) - {"instance"}  # Prometheus adds it
+        assert wanted <= metrics[name], (name, wanted)
+    for expression in expressions:
+        names = re.findall(r"([\w:]+)\{", expression)
+        for group in re.findall(r"by \(([^)]*)\)", expression):
+            assert set(group.split(", ")) <= metrics[names[0]], expression
+    titles = [panel["title"] for panel in board["panels"]]
+    assert len(set(titles)) == len(titles)
+    assert sum("by adapter" in title for title in titles) == 3
+
+
+def check_flags(command: list[str]) -> None:
+    """The launcher takes a container's arguments, with folders that exist here."""
+    for there, here in PLACES.items():
+        command = [re.sub(rf"(^|=){there}$", rf"\1{here}", word) for word in command]
+    options = read_options(command, {"SERVING_API_KEY": "key"})
+    assert options.engine.model == str(MODEL)
+
+
+def test_the_compose_files_start_the_server_and_mount_what_exists():
+    (compose,), (cuda,) = documents("compose.yaml"), documents("compose.cuda.yaml")
+    server = compose["services"]["server"]
+    check_flags(server["command"])
+    targets = re.findall(r"^FROM \S+ AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    for service in (server, cuda["services"]["server"]):
+        assert service["build"]["target"] in targets
+    mounts = [m for service in compose["services"].values() for m in service["volumes"]]
+    for mount in mounts:
+        source = re.sub(r"^\$\{\w+:-([^}]*)\}", r"\1", mount).partition(":")[0]
+        named = source in compose["volumes"]
+        assert named or (DEPLOY / source).exists(), mount
+    (scraped,) = documents("prometheus.yml")[0]["scrape_configs"]
+    port = next(word for word in server["command"] if "--metrics-port" in word).partition("=")[2]
+    assert scraped["static_configs"] == [{"targets": [f"server:{port}"]}]
+    for name in ("datasources/prometheus.yaml", "dashboards/lora-jax.yaml"):
+        assert documents(f"grafana/provisioning/{name}")[0]["apiVersion"] == 1
+
+
+def test_the_image_is_made_of_files_that_exist():
+    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
+              for word in line.split()[:-1]]  # fmt: skip
+    assert {"pyproject.toml", "src", "serving"} <= set(copied)
+    assert not [name for name in copied if not (ROOT / name).exists()]
+    (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", text)
+    assert path in PROBE_PATHS
+
+
+def test_probes_ask_for_routes_that_need_no_key():
+    deployment, policy = documents("kubernetes/server.yaml")
+    pod = deployment["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    check_flags(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"] in PROBE_PATHS
+        assert probe["port"] in ports
+    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    labels = deployment["spec"]["selector"]["matchLabels"]
+    assert labels.items() <= pod["metadata"]["labels"].items()
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": ports["http"]}]
+    limit_s = read_options([str(MODEL)], {}).shutdown_timeout
+    assert pod["spec"]["terminationGracePeriodSeconds"] > limit_s
+
+
+def test_the_pool_holds_the_pods_and_objectives_belong_to_it():
+    deployment = documents("kubernetes/server.yaml")[0]
+    pool, *others, route = documents("kubernetes/gateway.yaml")
+    assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
+    assert pool["spec"]["selector"] == deployment["spec"]["selector"]
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert pool["spec"]["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
+    assert [one["kind"] for one in others] == ["InferenceObjective"] * 2
+    assert {one["spec"]["poolRef"]["name"] for one in others} == {pool["metadata"]["name"]}
+    (rule,) = route["spec"]["rules"]
+    assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]

@@ -1,0 +1,147 @@
+"""Drafts change how many steps an answer takes, and nothing else; they are sent where they pay."""
+
+import functools
+import random
+import types
+
+import pytest
+from support.doubles.fake_device import arithmetic, expected_tokens
+from support.drivers.scheduler_driver import VOCAB, Driver, check_answer, limits, random_request
+
+from serving.api.request import FinishReason
+from serving.api.speculative_config import SpeculativeConfig
+from serving.scheduling.merge_modes import MergeModes
+from serving.scheduling.merge_policy import MergeTarget
+from serving.scheduling.repetitions import Repetitions
+from serving.scheduling.speculation import DraftState, Speculation, StepTimes
+
+CONFIG = SpeculativeConfig(4, 1, 3)
+
+
+class Paying(StepTimes):
+    """Every draft pays."""
+
+    def pays(self, rows, num_drafts, expected):
+        return True
+
+
+class Knowing(Speculation):
+    """Guesses that are right as often as a coin says: random answers hardly repeat themselves."""
+
+    def __init__(self, rng):
+        super().__init__(CONFIG, Paying())
+        self.rng = rng
+
+    def _draft(self, sequence, unknown, room):
+        left = sequence.max_outputs - sequence.num_scheduled_outputs
+        count = min(self.rng.randrange(5), left, room)
+        request = sequence.request
+        adapter = arithmetic(request.adapter_digest, sequence.weights)
+        tokens = expected_tokens(
+            request.prompt_ids, adapter, sequence.seed, sequence.max_outputs, VOCAB
+        )
+        first = sequence.num_computed - sequence.num_prompt
+        guesses = tokens[first : first + count]
+        return tuple(t if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for t in guesses)
+
+
+SHAPES = {
+    "roomy": {"num_pages": 64, "max_num_seqs": 6, "max_num_batched_tokens": 24},
+    "few pages": {"num_pages": 13},
+    "no cache": {"num_pages": 13, "enable_prefix_caching": False},
+    "small steps": {"max_num_batched_tokens": 4, "max_logit_rows": 4},
+    "merged weights": {"num_pages": 64, "max_num_batched_tokens": 24},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_sequence_gives_what_it_gives_without_drafts(shape, seed):
+    rng = random.Random(f"{shape} {seed}")
+    speculation = Knowing(rng)
+    make_modes = None
+    if shape == "merged weights":
+        make_modes = functools.partial(MergeModes, mixture=seed > 0, theta=3.0)
+    given = {"speculation": speculation, "make_modes": make_modes}
+    driver = Driver(limits(**SHAPES[shape]), ticks=2, **given)
+    if make_modes is not None:
+        always = types.SimpleNamespace(next=lambda *_: MergeTarget("a"))
+        driver.scheduler.modes.policy = always
+    added, requests = [], []
+    for _ in range(120):
+        if rng.random() < 0.25:
+            requests.append(driver.add(**random_request(rng)))
+            added += requests[-1]
+        if requests and rng.random() < 0.05:
+            driver.ended += driver.scheduler.abort(rng.choice(requests)[0].request.request_id)
+        driver.step(depth=rng.choice([0, 1, 1]))
+    driver.run(max_steps=3000)
+    for sequence in added:
+        check_answer(driver, sequence)
+    assert not [s for s in added if s.finish_reason is FinishReason.ERROR]
+    stats = speculation.stats
+    assert 0 < stats.accepted < stats.tokens
+    if make_modes is not None:
+        assert any(plan.merged and plan.has_drafts for plan in driver.plans)
+    assert stats.accepted == sum(stats.accepted_per_place)
+    assert stats.drafts <= stats.tokens <= 4 * stats.drafts
+
+
+def test_right_drafts_take_fewer_steps():
+    steps = {}
+    for right in (True, False):
+        speculation = Knowing(random.Random(1)) if right else None
+        driver = Driver(limits(), speculation=speculation)
+        (sequence,) = driver.add([5, 6, 7], max_tokens=30, ignore_eos=True)
+        steps[right] = driver.run()
+        check_answer(driver, sequence)
+    assert steps[True] < 0.75 * steps[False]
+
+
+def test_guesses_are_trusted_after_right_ones_and_not_after_wrong_ones():
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
+    state = DraftState(Repetitions(tokens, 2, 3))
+    assert state.follow(tokens, 100) == 8
+    assert state.length(4) == 1  # a first guess is likely enough to be tried
+    tokens += [1, 2, 3, 4, 5, 6, 7]
+    assert state.follow(tokens, 3) == 3
+    assert state.follow(tokens, 100) == 4
+    assert state.length(4) == 4
+    assert 2.5 < state.expected(0, 4) < 4.0
+    assert state.expected(1, 4) < state.expected(0, 4)
+    tokens += [4, 1, 2, 9, 2, 3, 9]
+    state.follow(tokens, 100)
+    assert state.length(4) < 2
+
+
+def test_times_decide_whether_drafts_pay():
+    times = StepTimes()
+    assert times.pays(1, 4, 0.5)  # nothing is known yet
+    assert not times.pays(20, 4, 0.5)  # however little they cost
+    for _ in range(3):
+        times.add(drafts=False, num_tokens=1, seconds=1.0)
+    for _ in range(3):
+        times.add(drafts=True, num_tokens=5, seconds=2.0)
+    assert times.pays(1, 4, 1.5)
+    assert not times.pays(1, 4, 1.0)
+    times.add(drafts=False, num_tokens=1, seconds=2.5)  # it began 1.5 s late
+    for _ in range(4):
+        times.add(drafts=True, num_tokens=5, seconds=3.5)
+    assert not times.pays(1, 4, 2.0)
+    tries = [times.pays(1, 4, 2.0) for _ in range(600)]
+    assert True in tries  # in the end they are measured anew
+
+
+def test_grammars_scores_and_prompts_are_left_alone():
+    speculation = Knowing(random.Random(2))
+    driver = Driver(limits(num_pages=64, max_num_batched_tokens=6), speculation=speculation)
+    driver.add([5, 6, 7], max_tokens=45, ignore_eos=True)
+    for _ in range(6):
+        driver.step(depth=0)
+    assert speculation.stats.drafts
+    before = speculation.stats.drafts
+    driver.add(range(1, 19), max_tokens=2)
+    reading = [driver.step() for _ in range(3)]
+    assert not any(plan.has_drafts for plan in reading)
+    driver.run()
+    assert speculation.stats.drafts > before
