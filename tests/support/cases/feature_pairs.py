@@ -35,6 +35,8 @@ SIZES = {
 }
 WIDTH = 64  # of hidden states and experts: whole groups of quantised weights
 
+SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
@@ -49,6 +51,7 @@ FEATURES = {
     "images": Feature(),
     "task heads": Feature({"max_lora_cls_labels": 3}, keeps_bits=True),
     "structured outputs": Feature({"structured_outputs": True}, keeps_bits=True),
+    "speculation": Feature({"speculative_config": SPECULATIVE}, keeps_bits=True),
     "merged modes": Feature({"lora_merge": "exact"}),
     "merged primary": Feature({"merge_adapter": "one"}),
     "quantised base": Feature(),
@@ -79,6 +82,8 @@ REFUSED = {
     ("merged primary", "LoRA Server"): "a LoRA Server holds",
     ("merged primary", "shared backbone"): "refuses",
     ("adapters in 8 bits", "LoRA Server"): "in the dtype of the model",
+    ("speculation", "several devices"): "is for a model on one device",
+    ("speculation", "LoRA Server"): "compute all of an adapter",
     ("several devices", "LoRA Server"): "instances of one device each",
     ("several devices", "shared backbone"): "tensor_parallel_size 2",
     ("LoRA Server", "shared backbone"): "lora_server",
