@@ -25,6 +25,7 @@ WITHOUT_MODULE = {
     "serving/http/test_bad_input.py",
     "serving/test_composition_serving.py",
     "serving/test_esft_serving.py",
+    "serving/test_merged_serving.py",
     "serving/test_speculation.py",
     "serving/test_structured_outputs.py",
     "serving/test_families.py",
