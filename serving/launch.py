@@ -161,7 +161,7 @@ def _show_plan(options: Options, text: str) -> None:
     from lora_jax.config import from_hf
     from lora_jax.models import model_class
     from serving.cli.plan import ModelSizes, plan_text, read_request
-    from serving.engine.storage import kv_dtype
+    from serving.engine.storage import kv_dtype, lora_dtype
 
     folder = Path(options.engine.model)
     try:
@@ -172,7 +172,8 @@ def _show_plan(options: Options, text: str) -> None:
         wanted = options.engine.dtype if options.engine.dtype != "auto" else config.dtype
         dtype = jnp.dtype(wanted or "bfloat16")
         kv = model.kv_shape(config).bytes_per_token(kv_dtype(options.engine, dtype))
-        sizes = ModelSizes(weights, kv, dtype.itemsize)
+        itemsize = lora_dtype(options.engine, dtype).itemsize
+        sizes = ModelSizes(weights, kv, itemsize)
         print(plan_text(request, options.engine, model.catalogue(config), sizes))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error

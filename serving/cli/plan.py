@@ -17,6 +17,7 @@ from typing import Any
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import lru_hits, top_share, zipf
+from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import LORA_SHARE
 
@@ -43,7 +44,7 @@ class ModelSizes:
 
     weights: int
     kv_per_token: int
-    itemsize: int  # of an adapter's values
+    itemsize: int  # of an adapter's values; 1 in 8 bits
 
 
 def read_request(text: str) -> PlanRequest:
@@ -85,8 +86,12 @@ def adapter_bytes(
     if unknown is not None:
         raise ValueError(f"modules has {unknown!r}; the model has {catalogue.module_names}.")
     chosen = [catalogue.modules[name] for name in modules or catalogue.module_names]
-    values = sum(len(m.layers) * max(m.num_experts, 1) * rank * (m.d_in + m.d_out) for m in chosen)
-    return values * itemsize
+    rows: dict[int, int] = {}
+    for module in chosen:
+        count = len(module.layers) * max(module.num_experts, 1) * rank
+        for width in (module.d_in, module.d_out):
+            rows[width] = rows.get(width, 0) + count
+    return rows_nbytes(rows, itemsize)
 
 
 def plan_text(

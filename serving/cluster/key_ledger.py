@@ -90,7 +90,10 @@ class KeyLedger:
             raise
 
     def _let_in(self, account: _Account, most: int) -> None:
-        while account.line and account.running + account.line[0].sequences <= most:
+        """Let the first ones in; alone one always may: the limit may have been larger once."""
+        while account.line and (
+            not account.running or account.running + account.line[0].sequences <= most
+        ):
             waiter = account.line.popleft()
             account.running += waiter.sequences
             waiter.room.set()

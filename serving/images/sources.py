@@ -76,7 +76,10 @@ def _of_file(url: str, policy: MediaPolicy) -> bytes:
     if policy.local_path is None:
         raise ImageError(f"{_ONLY}; files need --allowed-local-media-path.")
     outside = ImageError("The file: URL names no file of the allowed folder.")
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise outside from None
     if parts.netloc not in ("", "localhost") or "\x00" in unquote(parts.path):
         raise outside
     root, path = os.path.realpath(policy.local_path), os.path.realpath(unquote(parts.path))

@@ -55,7 +55,8 @@ class Rollouts:
 
     def __init__(self, registry: AdapterRegistry, clock: Callable[[], float] = time.time):
         self._registry, self._clock = registry, clock
-        self._lock = threading.RLock()  # of changes and of the file
+        self._lock = threading.RLock()  # of changes and of the file, held while it is written
+        self._count_lock = threading.Lock()  # of the counts, held for moments
         self._states: Mapping[str, Rollout] = {}  # replaced as a whole
         self._counts: dict[tuple[str, str], tuple[int, Outcomes]] = {}  # with their revision
         self._judged: set[tuple[str, int]] = set()  # name and revision that a guard has acted on
@@ -115,7 +116,7 @@ class Rollouts:
         state = self._states.get(name)
         if version is None or state is None or version not in state.now.buckets:
             return
-        with self._lock:
+        with self._count_lock:
             revision, seen = self._counts.get((name, version), (0, Outcomes()))
             seen = (seen if revision == state.revision else Outcomes()).plus(outcome)
             self._counts[name, version] = state.revision, seen
@@ -195,7 +196,7 @@ class Rollouts:
     def seen(self, name: str) -> dict[str, Outcomes]:
         """Return what this process has seen of each version since the last change."""
         state = self.state(name)
-        with self._lock:
+        with self._count_lock:
             counts = {v: self._counts.get((name, v), (0, Outcomes())) for v in state.now.buckets}
         return {v: seen for v, (revision, seen) in counts.items() if revision == state.revision}
 
@@ -231,9 +232,12 @@ class Rollouts:
                 logger.error("Adapter %s is rolled back to %s: %s.", name, now.now.newest, why)
 
     def _changed(self, name: str, change: _Change, must_keep: bool = True) -> Any:
-        """Make a change under the file's lock, keep it, and let it hold; return the new state."""
-        with self._lock, self._file_lock():
-            self._look()
+        """Make a change under the file's lock, keep it, and let it hold; return the new state.
+
+        Unless it `must_keep` the change, a folder that cannot be used is logged.
+        """
+        with self._lock, self._file_lock(must_keep):
+            self._look(must_keep)
             old = self._states.get(name)
             new = change(old)
             if new is old:
@@ -291,13 +295,20 @@ class Rollouts:
         self._mark = self._file_mark()
 
     @contextlib.contextmanager
-    def _file_lock(self) -> Iterator[None]:
-        """Hold the folder against changes by other processes."""
-        if self._folder is None:
-            yield
-            return
-        with (self._folder / LOCK).open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+    def _file_lock(self, must: bool = True) -> Iterator[None]:
+        """Hold the folder against changes by other processes; unless it `must`, as far as it can.
+
+        A file system that has become read-only must not keep a guard from acting.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._folder is not None:
+                try:
+                    lock = stack.enter_context((self._folder / LOCK).open("ab"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+                except OSError as error:
+                    if must:
+                        raise
+                    logger.error("%s/%s: %s", self._folder.name, LOCK, error.strerror)
             yield
 
 

@@ -64,7 +64,10 @@ class TokenBudget:
 
     @contextlib.contextmanager
     def _balance(self) -> Iterator["_Balance"]:
-        """Yield the balance, to be changed; a file that cannot be had leaves this process's own."""
+        """Yield the balance, to be changed; a file that cannot be had leaves this process's own.
+
+        So does a new one that cannot be written, as on a full disk.
+        """
         with self._lock, contextlib.ExitStack() as stack:
             try:
                 file = None if self._file is None else stack.enter_context(_locked(self._file))
@@ -77,7 +80,8 @@ class TokenBudget:
             whole = len(stored) == _FORMAT.size
             balance = _Balance(*_FORMAT.unpack(stored)) if whole else self._own
             yield balance
-            os.pwrite(file, _FORMAT.pack(balance.left, balance.seen), 0)
+            with contextlib.suppress(OSError):
+                os.pwrite(file, _FORMAT.pack(balance.left, balance.seen), 0)
 
 
 @dataclasses.dataclass

@@ -122,12 +122,18 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if given == []:
         raise _error("input", "must not be empty")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    system = [] if body.instructions is None else [body.instructions]
     messages: list[dict[str, Any]] = []
-    if body.instructions is not None:
-        messages.append({"role": "system", "content": body.instructions})
     for place, item in enumerate(items):
-        _add_item(messages, f"input.{place}", item)
-    return messages
+        if not messages and _is_for_system(item):
+            system.append(_content(f"input.{place}", item.get("content")))
+        else:
+            _add_item(messages, f"input.{place}", item)
+    return [{"role": "system", "content": _joined(system)}, *messages] if system else messages
+
+
+def _is_for_system(item: Mapping[str, Any]) -> bool:
+    return item.get("type", "message") == "message" and item.get("role") in _SYSTEM
 
 
 def _add_item(messages: list[dict[str, Any]], where: str, item: Mapping[str, Any]) -> None:
@@ -153,18 +159,15 @@ def _add_message(messages: list[dict[str, Any]], where: str, item: Mapping[str, 
     role, content = item.get("role"), _content(where, item.get("content"))
     if role not in _ROLES:
         raise _error(f"{where}.role", f"must be one of {', '.join(_ROLES)}")
-    if role in _SYSTEM:
-        if len(messages) == 1 and messages[0]["role"] == "system":
-            messages[0]["content"] = _joined(messages[0]["content"], content)
-            return
-        role = "system"
-    messages.append({"role": role, "content": content})
+    messages.append({"role": "system" if role in _SYSTEM else role, "content": content})
 
 
-def _joined(one: str | list[Any], other: str | list[Any]) -> str | list[Any]:
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    return [*_parts(one), *_parts(other)]
+def _joined(contents: list[str | list[Any]]) -> str | list[Any]:
+    """Return contents as one, at once: a request may have very many of them."""
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return "\n\n".join(texts)
+    return [part for content in contents for part in _parts(content)]
 
 
 def _parts(content: str | list[Any]) -> list[Any]:

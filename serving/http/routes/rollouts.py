@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
 from lora_jax.adapters.rollout import NoWayBack, Rollout
 from lora_jax.adapters.rollout_guard import Outcomes
-from lora_jax.adapters.versions import NAME
+from lora_jax.adapters.versions import NAME, joined
 from serving.http.access.auth import caller_of
 from serving.http.errors import ApiError, from_exception, scrub, unknown_model
 from serving.http.requests.body import read_body, takes
@@ -108,16 +108,12 @@ def _answer(server: Server, name: str) -> dict[str, Any]:
     except NoRollout as error:
         there = ", ".join(rollouts.versions_of(name)) or "none"
         raise ApiError(404, f"{error} Versions that are loaded: {there}.") from None
-    digests = {v: _digest(server, f"{name}@{v}") for v in state.now.buckets}
+    loaded = {entry.name: entry.digest for entry in server.engine.registry.known()}
+    digests = {v: loaded.get(joined(name, v)) for v in state.now.buckets}  # None: not loaded
     told = {"name": name, **state.as_json(), "digests": digests}
     told["seen"] = {version: _seen(outcomes) for version, outcomes in seen.items()}
     note = durability(server).strip()
     return told | ({"note": note} if note else {})
-
-
-def _digest(server: Server, full_name: str) -> str | None:
-    """Return the sha256 of a version's files, None for one that is not loaded."""
-    return next((e.digest for e in server.engine.registry.known() if e.name == full_name), None)
 
 
 def _seen(outcomes: Outcomes) -> dict[str, Any]:

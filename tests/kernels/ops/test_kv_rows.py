@@ -122,3 +122,9 @@ def test_writes_code_new_rows_and_other_kernels_decline():
     wrong = dataclasses.replace(case, k_pages=case.k_pages[..., :-4])
     with pytest.raises(ValueError, match="k_pages has shape"):
         paged_attention(*wrong.arrays, **wrong.options)
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_rows_values():
+    case, meant = in_8_bits(attention_case(SHAPES["gqa-128"], MIXED, dtype="bfloat16", padding=3))
+    np.testing.assert_allclose(run(case, None), oracle(meant), **TOLERANCE["bfloat16"])

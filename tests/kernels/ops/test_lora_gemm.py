@@ -39,7 +39,7 @@ jitted = jax.jit(lora_gemm, static_argnames=STATIC)
 jitted_maps = jax.jit(lora_gemms, static_argnames=(*STATIC, "sites"))
 
 
-def run(case: LoraCase, implementation: str = "ffi") -> np.ndarray:
+def run(case: LoraCase, implementation: str | None = "ffi") -> np.ndarray:
     """Return the op's result under jit, as float32 (exact for bfloat16)."""
     options = {"max_rank": case.max_rank, "implementation": implementation}
     return np.asarray(jitted(*case.arrays, **options), np.float32)

@@ -65,3 +65,9 @@ def test_other_kernels_decline_and_mixed_pools_are_refused():
     narrow = dataclasses.replace(case, a_pool=case.a_pool[:, :-4])
     with pytest.raises(ValueError, match="a_pool has shape"):
         lora_gemm(*narrow.arrays, **options)
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_the_rows_values():
+    case, meant = in_8_bits(lora_case(37, 256, 128, num_experts=3, dtype="bfloat16"))
+    np.testing.assert_allclose(run(case, None), oracle(meant), **TOLERANCE["bfloat16"])

@@ -52,7 +52,7 @@ STATIC = ("scale", "v_dim", "sliding_window", "implementation")
 jitted = functools.partial(jax.jit, static_argnames=STATIC)(paged_attention)
 
 
-def run(case: AttentionCase, implementation: str = "ffi") -> np.ndarray:
+def run(case: AttentionCase, implementation: str | None = "ffi") -> np.ndarray:
     """Return the op's result under jit, as float32 (exact for bfloat16)."""
     got = jitted(*case.arrays, **case.options, implementation=implementation)
     return np.asarray(got, np.float32)

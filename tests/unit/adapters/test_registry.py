@@ -42,9 +42,10 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
-def registry(root, **limits) -> AdapterRegistry:
+def registry(root, keep=lambda weights: weights, **limits) -> AdapterRegistry:
+    limits = RegistryLimits(**limits)
     return AdapterRegistry(
-        cases.llama(), base_names=("base",), lora_dir=root, limits=RegistryLimits(**limits)
+        cases.llama(), base_names=("base",), lora_dir=root, limits=limits, keep=keep
     )
 
 
@@ -327,6 +328,16 @@ def test_a_full_host_evicts_what_was_not_used_for_longest(big_root):
     digest = next(a.digest for a in names.known() if a.name == "law")
     assert names.resolve("law").digest == digest
     assert loaded(names) == ["law", "med"]
+
+
+def test_a_full_host_holds_twice_the_adapters_in_8_bits(big_root):
+    adapters = ("sql", "law", "med", "art")
+    plain, coded = two(big_root), two(big_root, keep=lambda weights: weights.in_8_bits())
+    for name in adapters:
+        plain.load(name, name)
+        coded.load(name, name)
+    assert loaded(plain) == ["art", "med"]
+    assert loaded(coded) == sorted(adapters)
 
 
 def test_what_is_in_use_or_pinned_is_not_evicted(big_root):

@@ -102,6 +102,23 @@ def test_a_key_without_a_limit_and_a_body_without_sequences_pass():
     asyncio.run(run())
 
 
+def test_a_limit_that_becomes_smaller_lets_those_in_that_wait():
+    """Before: a request that asked for more waited for ever, and all others behind it."""
+
+    async def run():
+        case = Case()
+        case.ask("a", share=Share("key", max_running=1))
+        case.ask("large", 8, Share("key", max_running=8))
+        case.ask("b", share=Share("key", max_running=1))
+        await settle()
+        assert case.inside == ["a"]
+        for name in ("a", "large", "b"):
+            await case.end(name)
+        assert not case.ledger.num_keys
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_clients_that_leave_at_any_time_leave_their_room(seed):
     async def run():

@@ -74,6 +74,32 @@ def test_only_what_never_ended_counts(tmp_path):
     assert not attempts.is_quarantined("a", DIGEST)
 
 
+def test_loads_under_way_in_other_processes_are_no_ends(tmp_path):
+    """Before: of four instances that started at once, one refused an adapter that was good."""
+    attempts = LoadAttempts(tmp_path)
+    code = "import sys\nfrom pathlib import Path\n"
+    code += "from serving.runtime.load_attempts import LoadAttempts\n"
+    code += f"attempts, DIGEST = LoadAttempts(Path(sys.argv[1])), {DIGEST!r}\n"
+    code += "held = attempts.attempt('a', DIGEST)\nheld.__enter__()\n"
+    code += "print(flush=True)\nsys.stdin.read()\nimport os\nos._exit(9)\n"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    others = [subprocess.Popen(command, **pipes) for _ in range(MOST_ENDS)]
+    try:
+        for other in others:
+            assert other.stdout.readline()
+        assert not attempts.is_quarantined("a", DIGEST)
+    finally:
+        for other in others:
+            other.communicate()
+    assert attempts.is_quarantined("a", DIGEST)  # now they have ended, without a good load
+
+
+def test_a_file_that_is_damaged_keeps_no_adapter_away(tmp_path):
+    (tmp_path / load_attempts.FILE).write_bytes(b"\xff\xfe + \0\n")
+    assert not LoadAttempts(tmp_path).is_quarantined("a", DIGEST)
+
+
 def test_the_file_stays_small_and_half_lines_are_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(load_attempts, "_COMPACT_BYTES", 500)
     attempts = LoadAttempts(tmp_path)

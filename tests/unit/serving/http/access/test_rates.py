@@ -75,3 +75,17 @@ def test_without_its_file_a_budget_is_the_process_s_own(tmp_path):
     budget = TokenBudget(60, lambda: 0.0, tmp_path / "gone" / "key")
     budget.spend(60)
     assert budget.wait_s() == 1.0
+
+
+def test_a_full_disk_leaves_each_process_its_own_budget(tmp_path, monkeypatch):
+    """Before: every request of the key failed."""
+    clock = [100.0]
+    budget = TokenBudget(60, lambda: clock[0], tmp_path / "key")
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", full)
+    assert budget.wait_s() == 0.0
+    budget.spend(70)
+    assert budget.wait_s() == 11.0

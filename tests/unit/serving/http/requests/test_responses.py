@@ -34,6 +34,14 @@ def test_messages_for_the_system_at_the_beginning_become_one():
     assert plain == [{"role": "system", "content": "a\n\nb"}]
 
 
+def test_very_many_messages_for_the_system_cost_what_they_are_long():
+    """Before: each was appended to all before it, minutes for a body of 16 MB."""
+    given = [{"role": "system", "content": f"{n:04d}" * 10} for n in range(5000)]
+    made = chat_of(ResponsesBody.model_validate({"input": given}), 5000).messages
+    assert [m.role for m in made] == ["system"]
+    assert made[0].content == "\n\n".join(item["content"] for item in given)
+
+
 def test_calls_and_their_outputs_are_the_assistant_s_and_the_tool_s():
     no_part = {"type": "input_text", "text": "no"}
     given = [
