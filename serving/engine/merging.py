@@ -43,6 +43,11 @@ def check_merging(config: EngineConfig, model_config: ModelConfig, *, has_server
             f"{flag} adds adapters to the base's weights, and quantised weights would be rounded "
             f"anew: {config.model} is quantised. Set {off}, or serve a base in 16 bits."
         )
+    if config.lora_dtype != "auto":
+        raise ValueError(
+            f"{flag} adds rank rows to weights of the same dtype: set lora_dtype to auto, not "
+            f"{config.lora_dtype}, or set {off}."
+        )
     if config.tensor_parallel_size > 1:
         raise ValueError(
             f"{flag} is for one device: set tensor_parallel_size to 1, not "

@@ -133,11 +133,11 @@ def build_parts(
         esft = make_esft(config, model, model_config, split)
         if esft is not None:
             undo.callback(esft.room.close)
-        merged = make_merged(config, model)
         # KV pages may lie where the experts were.
         labels = head_labels(config, adapters, remote is not None)
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
+        merged = make_merged(config, model)  # which names modules as the slots do
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
         cache_bytes = 0 if images is None else images.cache_bytes

@@ -20,6 +20,8 @@ def check_backbone(config: EngineConfig, has_server: bool) -> EngineConfig:
         f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         f"load_format {config.load_format}": config.load_format != "auto",
         f"max_esft_adapters {config.max_esft_adapters}": bool(config.max_esft_adapters),
+        f"lora_merge {config.lora_merge}": config.lora_merge != "off",
+        f"merge_adapter {config.merge_adapter}": config.merge_adapter is not None,
         "lora_server": has_server,
         "a model that takes images": read_config(Path(config.model)).vision is not None,
     }

@@ -49,6 +49,10 @@ class MergeModes:
         self._step = PLAIN  # weights of the step that is planned
         self._left_out_s: dict[str, float] = {}  # since when, by weights
 
+    def reset(self) -> None:
+        """Begin anew with plain weights; sequences that run keep theirs."""
+        self._target = MergeTarget()
+
     def begin(
         self,
         running: Iterable[Sequence],
@@ -62,7 +66,7 @@ class MergeModes:
         While a sequence is `starving` for a slot none is held for new sequences. `end` must follow.
         """
         if starving:
-            self._target = MergeTarget()
+            self.reset()
         target = self._target.adapter
         if target != PLAIN and not self._users and self._residency.can_merge(target):
             self._hold(target, running, waiting)

@@ -72,14 +72,17 @@ def _first(before: Sequence[int], after: Sequence[int], most: int) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Costs in the time that one row takes in the base's maps, as a small model on a CPU has them.
+    """Costs in the time that one row takes in the base's maps.
 
-    A choice depends on their proportions only, and on those not much.
+    The defaults are those of 125 million parameters in bfloat16 with adapters of rank 64 on two
+    cores, from `python -m bench.merge_modes --costs`. A choice depends on their proportions only.
     """
 
-    step: float = 8.0  # of a step besides its rows: the weights are read once
-    lora_row: float = 0.15  # of one adapter's part of one row
-    switch: float = 1000.0  # of a merge pass, and of the steps of two kinds until old rows end
+    step: float = 5.0  # of a step besides its rows: the weights are read once
+    lora_row: float = 0.16  # of one adapter's part of one row
+    adapter: float = 0.45  # of each adapter in a step: its rank rows are read once
+    branch: float = 0.5  # of a mixture: the launches that take the merged adapter out
+    switch: float = 500.0  # of a merge pass, and of the steps of two kinds until old rows end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +110,15 @@ class MergePolicy:
 
         `rows` are sequences by adapter, PLAIN being the base model.
         """
-        base = rows.get(PLAIN, 0)
-        adapted = sum(rows.values()) - base
-        if adapter == PLAIN:
-            return self.costs.lora_row * adapted
-        merged = rows.get(adapter, 0)
-        others = adapted - merged
+        costs, base = self.costs, rows.get(PLAIN, 0)
+        others = [n for other, n in rows.items() if n and other not in (PLAIN, adapter)]
+        own = costs.lora_row * sum(others) + costs.adapter * len(others)
+        if adapter == PLAIN or not (others or base):
+            return own
         if self._mixture:
-            return self.costs.lora_row * (2 * others + base)
-        both = merged > 0 and others + base > 0
-        return self.costs.lora_row * others + self.costs.step * both
+            surplus = costs.lora_row * (sum(others) + base)
+            return own + surplus + costs.adapter + costs.branch
+        return own + costs.step * (rows.get(adapter, 0) > 0)
 
     def next(
         self, target: MergeTarget, rows: Mapping[str, int], can_merge: Callable[[str], bool]

@@ -93,7 +93,7 @@ class MergedWeights:
         """`max_rank` bounds the adapters' ranks. Takes the memory of the dense maps at once."""
         self._plain = tuple(jax.tree.leaves(nnx.split(model, graph=False)[1]))
         self._maps, self._max_rank = dense_maps(model), max_rank
-        names = model.module_names
+        names, self._num_modules = model.module_names, len(model.module_names)
         self._sites = tuple((names.index(m.module), m.layer) for m in self._maps)
         self._shadow = jax.tree.map(jnp.copy, self._of_maps(self._plain))
         self.merged: Merged | None = None
@@ -150,6 +150,7 @@ class MergedWeights:
 
     def warm_up(self, slots: AdapterSlots) -> None:
         """Compile the switch; the slots hold no adapter yet."""
+        assert slots.entries.shape[0] == self._num_modules, "the slots have other modules"
         self._follow(Merged("", 0, "none"), slots)
         jax.block_until_ready(self._shadow)
         self.merged, self.num_switches = None, 0

@@ -269,9 +269,10 @@ def test_a_model_without_room_for_a_second_copy_serves_without(folder, monkeypat
     [
         ({}, object(), False, "quantised weights would be rounded"),
         ({"tensor_parallel_size": 2}, None, False, "set tensor_parallel_size to 1, not 2"),
+        ({"lora_dtype": "int8"}, None, False, "set lora_dtype to auto, not int8"),
         ({}, None, True, "LoRA Server"),
     ],
-    ids=["quantised", "split", "disaggregated"],
+    ids=["quantised", "split", "8 bits", "disaggregated"],
 )
 @pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_what_it_does_not_go_with_is_refused_by_name(

@@ -21,6 +21,8 @@ MODEL = ROOT / "assets" / "tiny-moe"
         ({"tensor_parallel_size": 2}, False, "tensor_parallel_size 2"),
         ({"load_format": "dummy"}, False, "load_format dummy"),
         ({"max_esft_adapters": 3}, False, "max_esft_adapters 3"),
+        ({"lora_merge": "auto"}, False, "lora_merge auto"),
+        ({"merge_adapter": "law"}, False, "merge_adapter law"),
         ({"max_esft_adapters": 3}, True, "max_esft_adapters 3, lora_server"),
     ],
 )

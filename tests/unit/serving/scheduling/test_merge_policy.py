@@ -20,6 +20,7 @@ from serving.scheduling.merge_policy import (
 
 THETA = 1.0
 COSTS = StepCosts()
+ROW, ADAPTER = COSTS.lora_row, COSTS.adapter
 SKEWS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
@@ -82,13 +83,14 @@ def test_a_batch_of_nothing_is_refused():
 @pytest.mark.parametrize(
     ("rows", "adapter", "mixture", "want"),
     [
-        ({"a": 3, PLAIN: 2}, PLAIN, True, 3 * COSTS.lora_row),
-        ({"a": 3, "b": 2, PLAIN: 4}, "a", True, 8 * COSTS.lora_row),
-        ({"a": 3, "b": 2, PLAIN: 4}, "a", False, 2 * COSTS.lora_row + COSTS.step),
+        ({"a": 3, PLAIN: 2}, PLAIN, True, 3 * ROW + ADAPTER),
+        ({"a": 3, "b": 2, PLAIN: 4}, "a", True, 8 * ROW + 2 * ADAPTER + COSTS.branch),
+        ({"a": 3, "b": 2, PLAIN: 4}, "a", False, 2 * ROW + ADAPTER + COSTS.step),
         ({"a": 3}, "a", False, 0.0),
-        ({"b": 3}, "a", False, 3 * COSTS.lora_row),
+        ({"a": 3}, "a", True, 0.0),
+        ({"b": 3, "a": 0}, "a", False, 3 * ROW + ADAPTER),
     ],
-    ids=["plain", "mixture", "two kinds of steps", "merged alone", "merged for nobody"],
+    ids=["plain", "mixture", "two kinds", "merged alone", "one kind", "merged for nobody"],
 )
 def test_cost_of_a_choice(rows, adapter, mixture, want):
     assert MergePolicy(COSTS, mixture=mixture).step_cost(adapter, rows) == pytest.approx(want)

@@ -1,0 +1,193 @@
+"""Merged weights on a CPU: no merging, merging always, and the policy of `--lora-merge auto`.
+
+`python -m bench.merge_modes --out DIR` writes a Llama-shaped random model of 125 million parameters
+(bench.random_model) with adapters of rank 64. One engine answers the same requests under each
+policy, for several shares of the top adapter; the rest asks for five others and the base model.
+`--primary` gives 90% of the requests to an engine of one merged adapter (`merge_adapter`) and the
+rest to another engine. `--costs` prints what serving.scheduling.merge_policy.StepCosts says.
+
+A figure is output tokens per second of processor time, so that other programs of the machine change
+little. Prompts are 4 tokens and answers 24, greedy; the policies take turns.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.random_model import LlamaShape, write_adapter, write_llama
+from serving import Engine, Sampling
+from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
+
+TOP, OTHERS = "a0", ("a1", "a2", "a3", "a4", "a5")
+SKEWS = (0.5, 0.7, 0.9, 0.95)
+RANK, ROWS, ANSWER = 64, 16, 24
+
+
+class Fixed:
+    """A policy that always gives the same target."""
+
+    def __init__(self, adapter: str):
+        self._target = MergeTarget(adapter)
+
+    def next(self, target: MergeTarget, rows: Any, can_merge: Any) -> MergeTarget:
+        """Return the target."""
+        return self._target
+
+
+def write(root: Path) -> None:
+    """Write model and adapters."""
+    shape = LlamaShape()
+    write_llama(root / "model", shape)
+    for seed, name in enumerate((TOP, *OTHERS)):
+        write_adapter(root / name, shape, RANK, seed + 1)
+
+
+def engine_of(root: Path, **fields: Any) -> Engine:
+    """Return an engine in bfloat16 with all adapters resident."""
+    sizes: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": ROWS, "max_loras": 6}
+    sizes |= {"max_num_batched_tokens": 32, "max_lora_rank": RANK, "structured_outputs": False}
+    adapters = {name: str(root / name) for name in (TOP, *OTHERS)}
+    return Engine(
+        str(root / "model"),
+        adapters,
+        dtype="bfloat16",
+        kv_cache_memory_bytes=64 << 20,
+        enable_prefix_caching=False,
+        **(sizes | fields),
+    )
+
+
+def names_of(skew: float, count: int, seed: int = 0) -> list[str | None]:
+    """Return whom each request asks for: the top adapter, one of the others, or the base model."""
+    rng = random.Random(seed)
+    return [TOP if rng.random() < skew else rng.choice([*OTHERS, None]) for _ in range(count)]
+
+
+def seconds(engine: Engine, names: Sequence[str | None]) -> float:
+    """Return the processor time in which the engine answers a request of each name."""
+    prompts = [[3 + i % 1000, 5, 7, 11] for i in range(len(names))]
+    sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False)
+    start = time.process_time()
+    engine.generate(prompts, list(names), sampling)
+    return time.process_time() - start
+
+
+def median_rate(run: Callable[[], float], count: int, turns: int) -> float:
+    """Return output tokens a second, the median of the turns."""
+    return statistics.median(count * ANSWER / run() for _ in range(turns))
+
+
+def modes(root: Path, requests: int, turns: int, skews: Sequence[float]) -> list[dict]:
+    """Return a row for each skew: the rate under each policy, and how steps ran under ours."""
+    rows = []
+    with engine_of(root, lora_merge="auto") as engine:
+        parts = engine._parts.loop._parts  # policies are no option of the engine
+        made, merged = parts.scheduler.modes, parts.runner.merged
+        assert made is not None
+        assert merged is not None
+        top = engine.registry.get(TOP).digest
+        for skew in skews:
+            policies = {
+                "unmerged": Fixed(PLAIN),
+                "merged": Fixed(top),
+                "auto": MergePolicy(mixture=True),
+            }
+            names, rates = names_of(skew, requests), {}
+            for name, policy in policies.items():
+                made.policy = policy
+                made.reset()
+                for _ in range(3 if name == "auto" else 1):  # until it has chosen
+                    seconds(engine, names)
+                before = dict(merged.steps)
+                rates[name] = median_rate(partial(seconds, engine, names), requests, turns)
+            steps = {mode: count - before[mode] for mode, count in merged.steps.items()}
+            better = max(rates["unmerged"], rates["merged"])
+            row = {"skew": skew, **{name: round(rate, 1) for name, rate in rates.items()}}
+            rows.append(row | {"over_better": round(rates["auto"] / better, 3), "steps": steps})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def primary(root: Path, requests: int, turns: int) -> list[dict]:
+    """Return the rates of a 90/10 mix over two engines, of one engine, and of merged rows alone."""
+    names = names_of(0.9, requests)
+    rest = [name for name in names if name != TOP]
+    hot = [TOP] * (len(names) - len(rest))
+    with engine_of(root, merge_adapter=TOP) as merged, engine_of(root) as plain:
+        ways = {
+            "merged alone": lambda: seconds(merged, [TOP] * requests),
+            "merged and another": lambda: seconds(merged, hot) + seconds(plain, rest),
+            "one engine, unmerged": lambda: seconds(plain, names),
+        }
+        for run in ways.values():
+            run()
+        rates = {way: median_rate(run, requests, turns) for way, run in ways.items()}
+    alone = rates["merged alone"]
+    return [
+        {"way": way, "tokens_per_s": round(rate, 1), "over_merged_alone": round(rate / alone, 3)}
+        for way, rate in rates.items()
+    ]
+
+
+def costs(root: Path, turns: int) -> list[dict]:
+    """Return milliseconds of processor time of a step, by what its rows ask for."""
+    mixes: dict[str, list[str | None]] = {
+        "2 of the base": [None] * 2,
+        "16 of the base": [None] * 16,
+        "16 of one adapter": [TOP] * 16,
+        "16 of four adapters": [TOP, *OTHERS[:3]] * 4,
+    }
+    with engine_of(root) as engine:
+        rows = []
+        for mix, names in mixes.items():
+            seconds(engine, names)
+            found = min(seconds(engine, names) for _ in range(turns))
+            rows.append({"rows": mix, "ms_per_token": round(1e3 * found / ANSWER, 1)})
+    return rows
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--primary", action="store_true", help="the 90/10 mix over two engines")
+    kinds.add_argument("--costs", action="store_true", help="times of single steps")
+    parser.add_argument("--requests", type=int, default=160)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as tmp:
+        write(Path(tmp))
+        if args.primary:
+            name, rows = "merged_primary", primary(Path(tmp), args.requests, args.turns)
+        elif args.costs:
+            name, rows = "merge_costs", costs(Path(tmp), args.turns)
+        else:
+            name, rows = "merge_modes", modes(Path(tmp), args.requests, args.turns, args.skews)
+    result = {
+        "command": f"python -m bench.merge_modes ({name})",
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        "rows": rows,
+    }
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{name}_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

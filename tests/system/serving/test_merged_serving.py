@@ -1,0 +1,150 @@
+"""Merged weights together with ESFT adapters, pairs, experts' LoRA, images and task heads."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.adapter_cases import write_adapter
+from support.cases.engine_cases import SHAPES, settle
+from support.cases.head_cases import write_head
+from support.cases.tiny_vision import HOLDER, picture, write_qwen3_vl, write_vision_adapter
+
+from serving import Engine, Sampling
+from serving.scheduling.merge_policy import PLAIN, MergeTarget
+
+pytestmark = pytest.mark.long
+SHIPPED = Path(__file__).parents[3] / "assets" / "tiny-moe"
+ASKED = Sampling(max_tokens=6, temperature=0, logprobs=1, ignore_eos=True)
+
+
+class Fixed:
+    """A policy that says what it is told."""
+
+    def __init__(self, digest):
+        self.digest = digest
+
+    def next(self, target, rows, can_merge):
+        return MergeTarget(self.digest)
+
+
+def merge(engine, name, prompt):
+    digest = PLAIN if name is None else engine.registry.get(name).digest
+    engine._loop._parts.scheduler.modes.policy = Fixed(digest)
+    engine.generate([prompt], None, ASKED)
+    settle(engine)
+
+
+def ask(engine, prompts, adapters, **more):
+    outputs = engine.generate(prompts, adapters, ASKED, **more)
+    choices = [output.outputs[0] for output in outputs]
+    return [(c.token_ids, np.array([p.logprob for p in c.logprobs])) for c in choices]
+
+
+def check(engine, merged, prompts, adapters, **more):
+    """All rows on merged weights are near those on plain ones, and not all the same bits."""
+    merge(engine, None, "plain")
+    want = ask(engine, prompts, adapters, **more)
+    merge(engine, merged, "merged")
+    before = dict(engine._loop._parts.runner.merged.steps)
+    got = ask(engine, prompts, adapters, **more)
+    after = engine._loop._parts.runner.merged.steps
+    assert after["mixture"] > before["mixture"]
+    assert after["plain"] == before["plain"]
+    for one, other in zip(got, want, strict=True):
+        assert one[0] == other[0]
+        np.testing.assert_allclose(one[1], other[1], rtol=0, atol=1e-3)
+    assert any((one[1] != other[1]).any() for one, other in zip(got, want, strict=True))
+    merge(engine, None, "plain")
+    again = ask(engine, prompts, adapters, **more)
+    assert all((a[1] == b[1]).all() for a, b in zip(again, want, strict=True))
+    settle(engine)
+
+
+def test_esft_pairs_and_adapters_of_experts(tmp_path):
+    rng, tensors = np.random.default_rng(0), {}
+    for layer in range(4):
+        path = f"model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{path}.lora_A.weight"] = rng.normal(0, 0.1, (4, 128)).astype(np.float32)
+        tensors[f"{path}.lora_B.weight"] = rng.normal(0, 0.05, (128, 4)).astype(np.float32)
+    write_adapter(
+        tmp_path / "dense", tensors, {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    )
+    esft = sorted((SHIPPED / "esft").iterdir())[0]
+    adapters = {
+        "dense": tmp_path / "dense",
+        "law": SHIPPED / "adapters" / "law",
+        "esft": esft,
+    }
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64, "max_loras": 4}
+    with Engine(
+        str(SHIPPED),
+        {name: str(path) for name, path in adapters.items()},
+        dtype="float32",
+        lora_merge="auto",
+        structured_outputs=False,
+        max_lora_rank=16,
+        **sizes,
+    ) as engine:
+        pair = {"dense": 1, "esft": 1}
+        names = ["dense", None, "law", "esft", "dense", pair]
+        check(engine, "dense", ["the court of"] * len(names), names)
+        merge(engine, "law", "x")  # which changes experts: nothing is merged
+        before = dict(engine._loop._parts.runner.merged.steps)
+        ask(engine, ["the court of"], ["law"])
+        after = engine._loop._parts.runner.merged.steps
+        assert after["merged"] + after["mixture"] == before["merged"] + before["mixture"]
+
+
+def test_images(tmp_path):
+    write_qwen3_vl(tmp_path / "tiny")
+    for seed, name in enumerate(("text", "tower"), 1):
+        write_vision_adapter(tmp_path / name, seed, tower=name == "tower")
+    adapters = {name: str(tmp_path / name) for name in ("text", "tower")}
+    with Engine(
+        str(tmp_path / "tiny"),
+        adapters,
+        lora_merge="auto",
+        structured_outputs=False,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=4,
+        max_loras=4,
+        max_lora_rank=8,
+    ) as engine:
+        engine._loop._parts.residencies.of("lora")._mergeable._mixture = False  # random, and large
+        names, look = ["text", "tower", None], f"look: {HOLDER} what?"
+        images = [[picture(40, 24, 1)]] * 3
+        check(engine, "text", [look] * 3, names, images=images)
+
+
+def test_task_heads(tmp_path):
+    shape = SHAPES["llama"]
+    tiny_checkpoint.write_model(tmp_path / "tiny", shape)
+    tiny_checkpoint.write_adapter(tmp_path / "plain", shape, 4, 1, strength=0.1)
+    tiny_checkpoint.write_adapter(tmp_path / "headed", shape, 3, 2, strength=0.1)
+    weight = np.random.default_rng(0).normal(size=(3, shape.hidden))
+    write_head(tmp_path / "headed", ["a", "b", "c"], weight)
+    adapters = {name: str(tmp_path / name) for name in ("plain", "headed")}
+    prompt = list(range(5, 25))
+    with Engine(
+        str(tmp_path / "tiny"),
+        adapters,
+        dtype="float32",
+        lora_merge="auto",
+        structured_outputs=False,
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        max_lora_rank=8,
+    ) as engine:
+        want = engine.classify([prompt], "headed")[0].outputs.probs
+        merge(engine, "plain", prompt)
+        before = dict(engine._loop._parts.runner.merged.steps)
+        got = engine.classify([prompt], "headed")[0].outputs.probs
+        after = engine._loop._parts.runner.merged.steps
+        assert after["mixture"] > before["mixture"]
+        assert tuple(got) != tuple(want)
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+        merge(engine, "headed", prompt)  # which has more than dense maps: nothing is merged
+        assert tuple(engine.classify([prompt], "headed")[0].outputs.probs) == tuple(want)
+        settle(engine)
