@@ -5,12 +5,14 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 """
 
 import atexit
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,9 @@ from lora_jax.memory.wire import (
     send_header,
 )
 from serving.functions.handle import Function, Running
+from serving.functions.policies.predict import stays
 
+_LOOK_S = 1.0  # between two looks for functions that nobody calls
 _END_S = 10.0  # for a process to leave by itself
 # Sizes of one function, where nothing else is asked for.
 FIELDS = {
@@ -38,9 +42,20 @@ FIELDS = {
 class Agent:
     """One backbone and its functions; any thread may call any method."""
 
-    def __init__(self, model: str | os.PathLike[str], *, dtype: str | None = None, **fields: Any):
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        dtype: str | None = None,
+        keep_alive_s: float | None = None,
+        **fields: Any,
+    ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
         function.
+
+        With `keep_alive_s` a function without calls for so long loses its process, unless its next
+        call is expected by the rate of the last ones (`policies.predict`); when that call is
+        expected, the process is started ahead of it. None: functions stay.
 
         Raises ValueError for a model that cannot be shared, ConnectionError where a process ends.
         """
@@ -53,6 +68,7 @@ class Agent:
         self._starting = threading.Lock()  # functions start one at a time
         self._lock = threading.Lock()  # the zygote's connection
         self._zygote, self._control = _spawn("serving.functions.zygote")
+        self._closing = threading.Event()
         self._fds: list[int] = []
         try:
             self._manifest, self._fds = self._load_backbone(dtype)
@@ -62,6 +78,9 @@ class Agent:
             self.close()
             raise
         _agents.add(self)
+        if keep_alive_s is not None:
+            args = weakref.ref(self), self._closing, keep_alive_s
+            threading.Thread(target=_keep, args=args, name="keep-alive", daemon=True).start()
 
     def __enter__(self) -> "Agent":
         return self
@@ -103,6 +122,7 @@ class Agent:
 
     def close(self) -> None:
         """End all functions, and give the backbone's memory back. A second call does nothing."""
+        self._closing.set()
         for function in self._functions.values():
             function.close()
         self._functions.clear()
@@ -154,6 +174,22 @@ class Agent:
                     self._zygote, self._control = _spawn("serving.functions.zygote")
                     _expect(self._control, "ready")
         raise AssertionError("unreachable")
+
+
+def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: float) -> None:
+    """Offload functions that nobody calls, and start those whose next call is expected."""
+    while not closing.wait(min(_LOOK_S, keep_alive_s)):
+        held = agent()
+        if held is None:
+            return
+        for function in held.functions.values():
+            wanted = stays(function.arrivals, time.monotonic(), keep_alive_s)
+            if not wanted:
+                function.offload()
+            elif function.is_offloaded and not closing.is_set():
+                with contextlib.suppress(ConnectionError):  # its next call says why
+                    function.warm()
+        del held
 
 
 _agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()

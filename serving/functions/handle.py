@@ -1,10 +1,13 @@
 """A function as its caller sees it: answers, restarts, and why one failed. No jax."""
 
+import collections
+import contextlib
 import itertools
 import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +15,7 @@ from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
 from serving.functions.messages import output_of, sampling_fields
+from serving.functions.policies.predict import GAPS
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class Function:
     """One adapter, or the base model, in a process of its own; any thread may call any method.
 
     A process that ends is replaced. Calls under way raise FunctionDied; later ones wait for the
-    new process.
+    new process. An offloaded function has no process until its next call, or `warm`.
     """
 
     def __init__(self, name: str, start: Callable[[], "Running"]):
@@ -35,6 +39,9 @@ class Function:
         self.name, self._start = name, start
         self._ready = threading.Condition()
         self._closed, self._failed = False, ""
+        self._offloaded = False  # no process, and none is started before a call
+        self._created = time.monotonic()
+        self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
         self._deaths = 0  # since the last answer
         self._running: Running | None = None
         self._adopt(start())
@@ -81,7 +88,7 @@ class Function:
         """
         fields = [sampling_fields(sampling or Sampling())]
         call = {"call": "stream", "prompts": [prompt], "sampling": fields}
-        return self._pieces(self._current().send(call))
+        return self._pieces(self._send(call))
 
     def _pieces(self, answers: "queue.SimpleQueue[dict[str, Any]]") -> Iterator[str]:
         while "piece" in (answer := answers.get()):
@@ -96,6 +103,31 @@ class Function:
         """Return bytes of the backbone's map in the process (Size) and its share of them (Pss)."""
         return self._call({"call": "memory"})
 
+    @property
+    def arrivals(self) -> tuple[float, ...]:
+        """Times of the last few calls, by time.monotonic; of the first start before any."""
+        return tuple(self._arrivals) or (self._created,)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether there is no process, and none on its way."""
+        return self._offloaded
+
+    def offload(self) -> bool:
+        """End the process if no call is under way; return whether there is none now.
+
+        Its KV pages, adapter and programs go; the next call starts another one.
+        """
+        with self._ready:
+            running = self._running
+            if running is not None and not self._closed and running.end_if_idle():
+                self._offloaded, self._running = True, None
+            return self._offloaded
+
+    def warm(self) -> None:
+        """Return when there is a process that is ready."""
+        self._current()
+
     def close(self) -> None:
         """End the process; calls under way fail. A second call does nothing."""
         with self._ready:
@@ -105,7 +137,14 @@ class Function:
             running.close()
 
     def _call(self, call: dict[str, Any]) -> Any:
-        return self._value(self._current().send(call).get())
+        return self._value(self._send(call).get())
+
+    def _send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]]":
+        """Send a call to a process; return where its answers come."""
+        self._arrivals.append(time.monotonic())
+        while (answers := self._current().send(call)) is None:
+            pass  # that process had ended before the call was sent
+        return answers
 
     def _value(self, answer: dict[str, Any]) -> Any:
         if "error" not in answer:
@@ -123,6 +162,10 @@ class Function:
             while not (self._closed or self._failed):
                 if self._running is not None and not self._running.ended:
                     return self._running
+                if self._offloaded:
+                    self._offloaded = False
+                    reason = "it was offloaded"
+                    threading.Thread(target=self._restart, args=(reason,), daemon=True).start()
                 self._ready.wait()
             state = "is closed." if self._closed else f"does not start: {self._failed}"
             raise ConnectionError(f"Function {self.name!r} {state}")
@@ -142,17 +185,21 @@ class Function:
         """Pass answers on until the process ends, then start another one."""
         running.read()
         with self._ready:
-            self._running = None
-            if self._closed:
+            if self._closed or self._running is not running:  # offloaded
                 return
-        reason = f"process {running.pid} has ended"
-        while self._deaths < _STARTS and not self._closed:
-            self._deaths += 1
-            logger.warning("Function %r: %s; it is started again.", self.name, reason)
+            self._running = None
+        self._deaths += 1
+        self._restart(f"process {running.pid} has ended")
+
+    def _restart(self, reason: str) -> None:
+        """Start a process; after a few deaths and failures without an answer give up."""
+        while self._deaths <= _STARTS and not self._closed:
+            logger.info("Function %r: %s; a process is started.", self.name, reason)
             try:
                 self._adopt(self._start())
                 return
             except (ValueError, OSError) as error:
+                self._deaths += 1
                 reason = str(error)
         with self._ready:
             self._failed = f"{reason} ({self._deaths} times before an answer)."
@@ -169,20 +216,35 @@ class Running:
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self.ended = False
 
-    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]]":
-        """Send a call; return where its answers come. An ended process answers FunctionDied."""
+    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
+        """Send a call; return where its answers come, None where the process has ended before.
+
+        A process that ends in the middle answers FunctionDied.
+        """
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
+            if self.ended:
+                return None
             number = next(self._numbers)
-            if not self.ended:
-                self._waiting[number] = answers
-                try:
-                    send_header(self._connection, {"id": number, **call})
-                    return answers
-                except OSError:
-                    del self._waiting[number]
-        answers.put({"error": "FunctionDied"})
+            self._waiting[number] = answers
+            try:
+                send_header(self._connection, {"id": number, **call})
+            except OSError:  # `read` finds its end too, and answers
+                self._shut_down()
         return answers
+
+    def end_if_idle(self) -> bool:
+        """Let the process end unless calls are under way; return whether it does."""
+        with self._lock:
+            if self._waiting or self.ended:
+                return False
+            self.ended = True
+            self._shut_down()
+            return True
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def read(self) -> None:
         """Pass answers to those who wait, until the process has ended; they all get an answer."""
@@ -208,4 +270,4 @@ class Running:
         """Let both sides read the connection's end."""
         with self._lock:
             if not self.ended:
-                self._connection.shutdown(socket.SHUT_RDWR)
+                self._shut_down()

@@ -48,3 +48,9 @@ def predicted_rate(arrivals: Sequence[float], now: float) -> float:
         return 0.0
     window = expected_window(rate)
     return rate if window.start_s <= now - arrivals[-1] <= window.end_s else 0.0
+
+
+def stays(arrivals: Sequence[float], now: float, keep_alive_s: float) -> bool:
+    """Return whether an idle function keeps its process: just used, or the next call expected."""
+    just_used = bool(arrivals) and now - arrivals[-1] <= keep_alive_s
+    return just_used or predicted_rate(arrivals, now) > 0

@@ -68,7 +68,8 @@ class ClassifyAnswer(AbstractAnswer):
         """Take the answer to one input; `labels` are those of a multi_label head."""
         self.usage.add(piece)
         head = piece.delta.head
-        assert head is not None, "a request by head ends with its answer"
+        if head is None:
+            raise RuntimeError("A request by head ended without its answer.")
         answer = {
             "index": piece.index,
             "label": head.label,

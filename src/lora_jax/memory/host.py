@@ -37,8 +37,8 @@ _FAILED = ctypes.c_void_p(-1).value
 _FILE_NAME = "lora_jax_pages"  # in the list of the process's mappings
 _MREMAP_FIXED = 0x02 | 0x01  # MAYMOVE and FIXED
 _PUNCH_HOLE = 0x02 | 0x01  # and the file keeps its size, as it must
-_FUTURE_WRITE = 0x10  # Linux 5.1; the fcntl module does not name it
-_SEALS = _FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ADD_SEALS = 1033  # by number, as other systems' fcntl has no names for them
+_SEALS = 0x10 | 0x4 | 0x2 | 0x1  # FUTURE_WRITE (Linux 5.1), GROW, SHRINK, SEAL
 _NO_ROOM = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 
 
@@ -233,7 +233,10 @@ class HostMemory(AbstractVirtualMemory):
         if window is None or window == _FAILED:
             raise _error(f"export: map {file.end} bytes", ctypes.get_errno())
         try:
-            _call("export: seal", lambda: fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, _SEALS))
+            _call(
+                "export: seal the pages (Linux 5.1)",
+                lambda: fcntl.fcntl(file.fd, _ADD_SEALS, _SEALS),
+            )
         except BaseException:
             self._libc.munmap(window, file.end)
             raise

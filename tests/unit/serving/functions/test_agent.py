@@ -4,12 +4,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+import weakref
 
 import pytest
 from support.processes.server_process import ROOT
 
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
+from serving.functions.agent import _keep
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
@@ -66,6 +70,48 @@ def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
     assert (summary.pid, law.pid != killed) == (other, True)
     assert law.changed() == []
+
+
+class Watched:
+    """A function as the keep-alive thread sees it."""
+
+    def __init__(self, arrivals: tuple[float, ...], is_offloaded: bool):
+        self.arrivals, self.is_offloaded = arrivals, is_offloaded
+        self.told: dict[str, threading.Event] = {n: threading.Event() for n in ("offload", "warm")}
+
+    def offload(self) -> None:
+        self.told["offload"].set()
+
+    def warm(self) -> None:
+        self.told["warm"].set()
+
+
+def test_functions_that_nobody_calls_lose_their_process_and_expected_ones_get_theirs():
+    """Called long ago: offloaded. Called each 1000 s, last 500 s ago: started ahead."""
+    now = time.monotonic()
+    idle = Watched((now - 1e6, now - 1e6 + 1), False)
+    expected = Watched((now - 1500, now - 500), True)
+    agent, closing = Agent.__new__(Agent), threading.Event()
+    agent._functions = {"idle": idle, "expected": expected}
+    args = weakref.ref(agent), closing, 0.01
+    thread = threading.Thread(target=_keep, args=args)
+    thread.start()
+    assert idle.told["offload"].wait(60)
+    assert expected.told["warm"].wait(60)
+    closing.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not idle.told["warm"].is_set()
+    assert not expected.told["offload"].is_set()
+
+
+@pytest.mark.long
+def test_an_offloaded_function_answers_again(agent, coupled):
+    law = agent.functions["law"]
+    first = law.pid
+    assert law.offload()
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+    assert law.pid != first
 
 
 @pytest.mark.long

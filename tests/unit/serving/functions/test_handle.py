@@ -81,7 +81,7 @@ def test_a_function_that_always_dies_is_given_up_with_its_reason():
     function = Function("f", start)
     with pytest.raises(FunctionDied):
         function.changed()
-    with pytest.raises(ConnectionError, match=r"does not start: no memory \(3 times"):
+    with pytest.raises(ConnectionError, match=r"does not start: no memory \(4 times"):
         function.generate("x")
     assert len(starts) == 4
 
@@ -99,5 +99,50 @@ def test_calls_of_an_ended_process_are_answered():
     waiting = running.send({"call": "x"})
     running.read()
     assert waiting.get(timeout=60) == {"error": "FunctionDied"}
-    assert running.send({"call": "x"}).get(timeout=60) == {"error": "FunctionDied"}
+    assert running.send({"call": "x"}) is None
+    assert not running.end_if_idle()
     running.close()
+
+
+def test_an_offloaded_function_has_no_process_until_its_next_call():
+    starts = []
+
+    def start() -> Running:
+        starts.append(process(answering))
+        return starts[-1]
+
+    with Function("f", start) as function:
+        first = function.pid
+        assert function.offload()
+        assert function.is_offloaded
+        assert function.offload()
+        assert starts[0].ended
+        assert function.generate("x") == []
+        assert not function.is_offloaded
+        assert function.pid > first
+        assert function.offload()
+        function.warm()
+        assert len(starts) == 3
+        assert len(function.arrivals) == 1
+    assert not function.offload()
+
+
+def test_a_function_with_calls_under_way_is_not_offloaded():
+    heard, go = threading.Event(), threading.Event()
+
+    def slow(connection: socket.socket) -> None:
+        call = receive_header(connection)
+        heard.set()
+        go.wait(60)
+        send_header(connection, {"id": call["id"], "value": []})
+        connection.recv(1)
+
+    with Function("f", lambda: process(slow)) as function:
+        answers = []
+        caller = threading.Thread(target=lambda: answers.append(function.generate("x")))
+        caller.start()
+        assert heard.wait(60)
+        assert not function.offload()
+        go.set()
+        caller.join(60)
+        assert answers == [[]]

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.functions.policies.predict import expected_window, predicted_rate, rate_of
+from serving.functions.policies.predict import expected_window, predicted_rate, rate_of, stays
 
 
 def test_rate_is_that_of_the_last_five_gaps():
@@ -42,3 +42,12 @@ def test_prediction_ends_when_the_arrival_is_overdue():
     assert predicted_rate(arrivals, 30.1 + window.end_s) == 0.0
     assert predicted_rate([3.0], 4.0) == 0.0
     assert expected_window(0.0).start_s == math.inf
+
+
+def test_a_function_stays_while_it_was_just_used_or_is_expected():
+    calls = [0.0, 60.0, 120.0]
+    assert stays(calls, 121.0, keep_alive_s=2.0)
+    assert not stays(calls, 122.5, keep_alive_s=2.0)
+    assert stays(calls, 150.0, keep_alive_s=2.0)
+    assert not stays(calls, 120 + 60 * 3, keep_alive_s=2.0)
+    assert not stays([], 0.0, keep_alive_s=2.0)
