@@ -1,8 +1,15 @@
-"""Trains a LoRA adapter: python -m lora_jax.finetune is python -m lora_jax.finetune.lora."""
+"""Trains an adapter: as lora_jax.finetune.lora does, with --head as lora_jax.finetune.head does."""
 
 import sys
 
-from lora_jax.finetune.lora import main
+from lora_jax.finetune import head, lora
+
+
+def main(argv: list[str]) -> None:
+    """Run the command that the flags are of."""
+    has_head = any(flag.partition("=")[0] == "--head" for flag in argv)
+    (head if has_head else lora).main(argv)
+
 
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -46,6 +46,20 @@ class TextFormat:
             raise ValueError("the chat template does not begin an answered chat as an asked one")
         return self._document(start, whole[len(start) :], add_special_tokens=False)
 
+    def prompt(self, text: str, style: str) -> tuple[int, ...]:
+        """Return the tokens of a user's message alone, as a server has them before it answers.
+
+        `style` is "chat" or "plain". Raises ValueError as `chat` does.
+        """
+        if style == "plain":
+            return tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
+        if self.template is None:
+            raise ValueError("this model has no chat template: use plain text")
+        asked = [{"role": "user", "content": text}]
+        specials = {"bos_token": self.bos, "eos_token": self.eos}
+        whole = self.template.render(messages=asked, add_generation_prompt=True, **specials)
+        return tuple(self.tokenizer.encode(whole, add_special_tokens=False).ids)
+
     def plain(self, record: Record) -> Document:
         """Return prompt, a space, answer and end of text as one running text."""
         return self._document(record.prompt, f" {record.answer}", add_special_tokens=True)

@@ -56,7 +56,23 @@ def forward(
 
     Raises ValueError naming a kind of attention or MLP that this pass does not do.
     """
-    rows, length = tokens.shape
+    x, routed = states(model, tokens, positions, segments, lora)
+    logits = head(model, x, lora).reshape(*tokens.shape, -1)
+    return Output(logits.astype(jnp.float32), routed)
+
+
+def states(
+    model: AbstractCausalLM,
+    tokens: Int[Array, "rows length"],
+    positions: Int[Array, "rows length"],
+    segments: Int[Array, "rows length"],
+    lora: LoraDelta | None = None,
+) -> tuple[Float[Array, "places hidden"], dict[int, Routed]]:
+    """Return the state of every place after the final norm, rows one after the other, and routing.
+
+    What `forward` computes the logits of; raises what it raises.
+    """
+    length = tokens.shape[1]
     angles = rope.cos_sin(model.config.rope, positions.reshape(-1))
     earlier = jnp.tril(jnp.ones((length, length), bool))[None]
     same = segments[:, :, None] == segments[:, None, :]
@@ -72,8 +88,7 @@ def forward(
         else:
             raise ValueError(f"training through {type(layer.mlp).__name__} is not done")
         x = x + out
-    logits = head(model, model.norm(x), lora).reshape(rows, length, -1)
-    return Output(logits.astype(jnp.float32), routed)
+    return model.norm(x), routed
 
 
 def head(

@@ -6,7 +6,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,19 @@ import optax
 from tqdm import tqdm
 
 from lora_jax.finetune.checkpoint import Checkpoints
-from lora_jax.finetune.packing import PackedText, Rows
 from lora_jax.typing import Array, Float, Int
 
-LossFunction = Callable[[Any, Any, Rows], Float[Array, ""]]  # (trained, frozen, batch)
+LossFunction = Callable[[Any, Any, Any], Float[Array, ""]]  # (trained, frozen, batch)
+
+
+@runtime_checkable
+class AbstractRows(Protocol):
+    """Training data on the host, row by row; PackedText is one."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    def take(self, indices: Int[np.ndarray, "chosen"]) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +95,7 @@ def fit(
     trained: Any,
     frozen: Any,
     loss: LossFunction,
-    rows: PackedText,
+    rows: AbstractRows,
     schedule: Schedule,
     *,
     folder: pathlib.Path | None = None,
@@ -134,11 +143,11 @@ def claim(folder: pathlib.Path, schedule: Schedule) -> None:
 def make_step(loss: LossFunction, optimizer: optax.GradientTransformation, tree: Any) -> Callable:
     """Return the jitted step (state, frozen, batch) -> (state, loss); state holds flat leaves."""
 
-    def flat_loss(leaves: list[Array], frozen: Any, batch: Rows) -> Float[Array, ""]:
+    def flat_loss(leaves: list[Array], frozen: Any, batch: Any) -> Float[Array, ""]:
         return loss(jax.tree.unflatten(tree, leaves), frozen, batch)
 
     @jax.jit
-    def step_once(state: Any, frozen: Any, batch: Rows) -> tuple[Any, Float[Array, ""]]:
+    def step_once(state: Any, frozen: Any, batch: Any) -> tuple[Any, Float[Array, ""]]:
         value, gradient = jax.value_and_grad(flat_loss)(state["trained"], frozen, batch)
         with optax_arithmetic():
             updates, moments = optimizer.update(gradient, state["optimizer"], state["trained"])

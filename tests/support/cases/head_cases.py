@@ -21,13 +21,14 @@ def write_head(
     file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(file) if file.exists() else {}
-    config = {"peft_type": "LORA", "r": 1, "target_modules": [], "base_model_name_or_path": base}
+    config = {"peft_type": "LORA", "r": 1, "target_modules": []}
     if config_file.exists():
         config = json.loads(config_file.read_text())
     tensors["base_model.model.score.weight"] = weight.astype(np.float32)
     if bias is not None:
         tensors["base_model.model.score.bias"] = bias.astype(np.float32)
     save_file(tensors, file)
+    config["base_model_name_or_path"] = base
     config |= {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
     config_file.write_text(json.dumps(config))
     (folder / "task_head.json").write_text(json.dumps({"kind": kind, "labels": labels}))

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from support.cases.head_cases import write_head
 from support.cases.tiny_vision import (
     HOLDER,
     IMAGE_ID,
@@ -57,7 +59,8 @@ def adapters(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, oracle, adapters) -> Iterator[Engine]:
-    with Engine(folder, adapters, max_num_batched_tokens=64, **FIELDS) as engine:
+    sizes = {"max_num_batched_tokens": 64, "max_lora_cls_labels": 3}
+    with Engine(folder, adapters, **sizes, **FIELDS) as engine:
         yield engine
         engine.check_integrity()
         assert engine.stats().compilations_after_warmup == 0
@@ -98,6 +101,22 @@ def test_answers_are_those_of_transformers(engine: Engine, oracle, folder: Path)
         )
     got = ask(engine, images)[0]
     assert list(got) == out[0, len(ids) :].tolist()
+
+
+def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Path):
+    """Its weights are rows of the LM head: so its logits differ as the log-probabilities do."""
+    (output,) = engine.generate([PROMPT], None, ASKED, images=[PICTURES[:2]])
+    top = output.outputs[0].logprobs[0].top
+    weight = oracle.lm_head.weight.detach().float().numpy()[list(top)]
+    write_head(tmp_path / "head", [str(token) for token in top], weight)
+    engine.load_adapter("head", tmp_path / "head")
+    (got,) = engine.classify([PROMPT], "head", images=[PICTURES[:2]])
+    logits, want = np.array(got.outputs.logits), np.array(list(top.values()))
+    np.testing.assert_allclose(logits - logits[0], want - want[0], atol=1e-4)
+    assert got.label == str(output.outputs[0].token_ids[0])
+    (other,) = engine.classify([PROMPT], "head", images=[PICTURES[1:3]])
+    assert other.outputs.logits != got.outputs.logits
+    engine.unload_adapter("head")
 
 
 def test_images_change_the_answer_and_their_order_does(engine: Engine):

@@ -8,9 +8,11 @@ import threading
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from support.cases import tiny_checkpoint, tiny_esft
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
+from support.cases.head_cases import write_head
 from support.cases.tiny_checkpoint import TinyShape
 from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.drivers.vision_driver import QWEN_TEXT
@@ -35,12 +37,15 @@ def write(folder, kind):
     tiny_checkpoint.write_model(folder / "model", shape)
     for rank in (1, 3, 4):
         tiny_checkpoint.write_adapter(folder / f"a{rank}", shape, rank, seed=rank)
+    tiny_checkpoint.write_adapter(folder / "head", shape, 2, seed=7)
+    weight = np.random.default_rng(7).normal(size=(5, shape.hidden))
+    write_head(folder / "head", list("abcde"), weight, weight[:, 0], base="model")
     return folder
 
 
 def run(folder, dtype, devices, **fields):
     """Answers to base and adapters in one batch, then to a name that was loaded again."""
-    adapters = {name: str(folder / name) for name in ("a1", "a3", "a4")}
+    adapters = {name: str(folder / name) for name in ("a1", "a3", "a4", "head")}
     bytes_ = NUM_PAGES * PAGE_BYTES[dtype] // devices
     fields |= SIZES | {"kv_cache_memory_bytes": bytes_, "max_lora_rank": 4, "dtype": dtype}
     sampled = Sampling(max_tokens=8, temperature=1.0, seed=3, top_k=20, logprobs=0)
@@ -59,6 +64,7 @@ def run(folder, dtype, devices, **fields):
         engine.load_adapter("a1", str(folder / "a4"), replace=True)
         outputs += engine.generate(prompts[:2], "a1", scored)
         outputs += engine.generate(prompts[:2], "a4", scored)
+        heads = [found.outputs for found in engine.classify(prompts, "head")]
         settle(engine)
         stats = engine.stats()
     assert stats.compilations_after_warmup == 0
@@ -67,7 +73,8 @@ def run(folder, dtype, devices, **fields):
     answers = [answer(output) for output in outputs]
     assert answers[-4:-2] == answers[-2:]
     assert len({repr(each) for each in answers}) == 14
-    return answers
+    assert len({found.logits for found in heads}) == len(prompts)
+    return [*answers, *heads]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,10 @@ import logging
 import numpy as np
 import pytest
 from support.cases.adapter_cases import llama, moe, site_delta, weights
+from support.cases.head_cases import write_head
 
+from lora_jax.adapters.peft_format import read
+from lora_jax.adapters.task_head import with_head
 from serving.loading.mergeable import Mergeable, delta_norm
 
 MAPS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -33,6 +36,12 @@ def test_others_are_named_once(caplog):
     assert len(caplog.records) == 1
     assert "experts.down_proj" in caplog.text
     assert "is never merged" in caplog.text
+
+
+def test_an_adapter_with_a_task_head_is_never_merged(tmp_path):
+    write_head(tmp_path / "h", ["a", "b"], np.ones((2, 16)))
+    adapter = read(tmp_path / "h", with_head(llama(), 16, 2))
+    assert "changes score" in Mergeable(norms(1e9), mixture=True).why_not(adapter)
 
 
 def test_one_larger_than_the_weights_is_merged_for_itself_only():
