@@ -30,7 +30,8 @@ _LEAST_CHANCE = 0.35  # of a guess and all before it to be right
 _LATELY = 8  # steps of a kind whose times are remembered
 _FEW = 3  # steps of a kind before their times count
 _MARGIN = 1.05  # by which a step with drafts must be better
-_FORGET = 512  # steps without drafts after which those with drafts are tried again
+_MEASURE_DRAFTED = 512  # decisions against drafts after which steps with drafts are tried again
+_MEASURE_PLAIN = 192  # decisions for drafts after which steps without are measured again
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +73,7 @@ class StepTimes:
         self._drafted: collections.deque[float] | None = (
             None  # where the step before is, if drafted
         )
-        self._refused = 0
+        self._decided = {True: 0, False: 0}  # for and against drafts, since either was forgotten
 
     def add(self, *, drafts: bool, num_tokens: int, seconds: float) -> None:
         """Remember a step, given in the order of steps, from the results of the one before.
@@ -90,20 +91,21 @@ class StepTimes:
     def pays(self, rows: int, num_drafts: int, expected: float) -> bool:
         """Return whether a step of `rows` tokens does better with `num_drafts` drafts.
 
-        `expected` of them will be right. A kind of step that was not measured yet is tried.
+        `expected` of them will be right. Steps without drafts are measured first, then those with.
         """
         plain = self._times.get((False, rows.bit_length()), ())
         drafted = self._times.get((True, (rows + num_drafts).bit_length()), ())
-        ratio = 1.0
-        if len(plain) >= _FEW and len(drafted) >= _FEW:
-            ratio = statistics.median(drafted) / statistics.median(plain)
-        if (rows + expected) / rows >= _MARGIN * ratio:
-            return True
-        self._refused += 1
-        if self._refused >= _FORGET:
-            self._refused = 0
-            self._times = {key: times for key, times in self._times.items() if not key[0]}
-        return False
+        if len(plain) < _FEW:
+            return False
+        known = len(drafted) >= _FEW
+        ratio = statistics.median(drafted) / statistics.median(plain) if known else 1.0
+        paid = (rows + expected) / rows >= _MARGIN * ratio
+        self._decided[paid] += 1
+        if self._decided[paid] >= (_MEASURE_PLAIN if paid else _MEASURE_DRAFTED):
+            # What was not chosen for long may have changed.
+            self._decided[paid] = 0
+            self._times = {key: times for key, times in self._times.items() if key[0] == paid}
+        return paid
 
 
 @dataclasses.dataclass(frozen=True)

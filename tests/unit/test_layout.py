@@ -39,6 +39,7 @@ WITHOUT_MODULE = {
 }
 # A concern of a module whose own test file would be long.
 PARTS = {
+    "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "test_config_quantization.py",
     "serving/engine/test_engine_answers.py",
     "serving/cluster/test_front_faults.py",

@@ -116,10 +116,12 @@ def test_guesses_are_trusted_after_right_ones_and_not_after_wrong_ones():
 
 def test_times_decide_whether_drafts_pay():
     times = StepTimes()
-    assert times.pays(1, 4, 0.5)  # nothing is known yet
+    assert not times.pays(1, 4, 3.0)  # what a step costs without drafts is measured first
+    for rows in (1, 20):
+        for _ in range(3):
+            times.add(drafts=False, num_tokens=rows, seconds=1.0)
+    assert times.pays(1, 4, 0.5)  # those with drafts are tried
     assert not times.pays(20, 4, 0.5)  # however little they cost
-    for _ in range(3):
-        times.add(drafts=False, num_tokens=1, seconds=1.0)
     for _ in range(3):
         times.add(drafts=True, num_tokens=5, seconds=2.0)
     assert times.pays(1, 4, 1.5)
@@ -130,6 +132,8 @@ def test_times_decide_whether_drafts_pay():
     assert not times.pays(1, 4, 2.0)
     tries = [times.pays(1, 4, 2.0) for _ in range(600)]
     assert True in tries  # in the end they are measured anew
+    tries = [times.pays(1, 4, 4.0) for _ in range(300)]
+    assert False in tries  # and so are those without
 
 
 def test_grammars_scores_and_prompts_are_left_alone():
