@@ -46,7 +46,14 @@ def small_moe(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("name", ["tiny-moe", "stories260k", "int4", "nf4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-moe",
+        "stories260k",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("int4", "nf4")),
+    ],
+)
 def test_an_attached_model_is_the_loaded_one_in_place(name, tmp_path):
     folder = ROOT / "assets" / name
     if not folder.exists():

@@ -34,6 +34,7 @@ SIZES = {
     "max_lora_rank": 4,
 }
 WIDTH = 64  # of hidden states and experts: whole groups of quantised weights
+VISION = "tiny"  # the base that the files of write_vision_adapter name
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -101,10 +102,10 @@ class Models:
 
     def folder(self, features: frozenset[str]) -> tuple[Path, dict[str, Path]]:
         """Return the model for `features`, and its LoRA adapters."""
-        kind = "vision" if "images" in features else "text"
+        kind = VISION if "images" in features else "text"
         base = self.root / kind
         adapters = {name: self.root / f"{kind}-{name}" for name in ("one", "two")}
-        if not base.exists() and kind == "vision":
+        if not base.exists() and kind == VISION:
             write_qwen3_vl(base)
             for seed, path in enumerate(adapters.values()):
                 write_vision_adapter(path, seed, tower=False, rank=2)
