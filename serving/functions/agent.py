@@ -126,8 +126,9 @@ class Agent:
         for function in self._functions.values():
             function.close()
         self._functions.clear()
-        self._control.close()
-        _end(self._zygote)
+        with self._lock:  # no fork is under way, and none begins
+            self._control.close()
+            _end(self._zygote)
         close_all(self._fds)
         self._fds = []
 
@@ -167,7 +168,7 @@ class Agent:
                     send_fds(self._control, [end])
                     return receive_header(self._control)["pid"]
                 except OSError:
-                    if attempt:
+                    if attempt or self._closing.is_set():
                         raise
                     self._control.close()
                     _end(self._zygote)

@@ -16,6 +16,7 @@ import re
 import socket
 import ssl
 import stat
+import threading
 import time
 from urllib.parse import unquote, urlsplit
 
@@ -48,7 +49,7 @@ class MediaPolicy:
 def read_source(url: str, policy: MediaPolicy) -> bytes:
     """Return the bytes of an image. ImageError when it is not allowed, FetchFailed when it fails.
 
-    Blocks for `timeout_s` at most.
+    Blocks for `timeout_s` at most, besides the time that the system takes to resolve a host.
     """
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
@@ -148,7 +149,14 @@ def _fetch(parts, host: str, address: tuple[str, int], deadline: float, policy) 
         link = stack.enter_context(socket.create_connection(address, timeout=left))
         if parts.scheme == "https":
             context = ssl.create_default_context()
-            link = stack.enter_context(context.wrap_socket(link, server_hostname=host))
+            more = {"server_hostname": host, "do_handshake_on_connect": False}
+            link = stack.enter_context(context.wrap_socket(link, **more))
+        # A socket's own timeout is for each byte that drips.
+        timer = threading.Timer(max(0.01, deadline - time.monotonic()), _cut, (link,))
+        stack.callback(timer.cancel)
+        timer.start()
+        if isinstance(link, ssl.SSLSocket):
+            link.do_handshake()
         client = stack.enter_context(
             contextlib.closing(http.client.HTTPConnection(host, address[1]))
         )
@@ -161,6 +169,12 @@ def _fetch(parts, host: str, address: tuple[str, int], deadline: float, policy) 
         return _body(answer, link, deadline, policy)
 
 
+def _cut(link: socket.socket) -> None:
+    """Let whoever reads from this connection go on with an error."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RDWR)
+
+
 def _body(answer: http.client.HTTPResponse, link: socket.socket, deadline: float, policy) -> bytes:
     data = bytearray()
     while True:
@@ -169,7 +183,7 @@ def _body(answer: http.client.HTTPResponse, link: socket.socket, deadline: float
             raise FetchFailed("The image could not be fetched.")
         link.settimeout(left)
         piece = answer.read1(_PIECE)
-        if not piece:
+        if not piece and time.monotonic() < deadline:  # later it has been cut
             return bytes(data)
         data += piece
         if len(data) > policy.max_bytes:

@@ -79,8 +79,8 @@ class StepCosts:
     """
 
     step: float = 5.0  # of a step besides its rows: the weights are read once
-    lora_row: float = 0.16  # of one adapter's part of one row
-    adapter: float = 0.45  # of each adapter in a step: its rank rows are read once
+    lora_row: float = 0.12  # of one adapter's part of one row
+    adapter: float = 0.55  # of each adapter in a step: its rank rows are read once
     branch: float = 0.5  # of a mixture: the launches that take the merged adapter out
     switch: float = 500.0  # of a merge pass, and of the steps of two kinds until old rows end
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.http.errors import ApiError
-from serving.http.requests.protocol import ChatBody, TokenizeBody
+from serving.http.requests.protocol import ChatBody, TemplateFields
 from serving.http.requests.tools import template_tools
 from serving.text.chat_template import OWN_VARIABLES
 
@@ -28,7 +28,7 @@ class TemplateOptions:
         return more
 
 
-def template_options(body: ChatBody | TokenizeBody, defaults: Mapping[str, Any]) -> TemplateOptions:
+def template_options(body: TemplateFields, defaults: Mapping[str, Any]) -> TemplateOptions:
     """Return what the body asks for over the server's defaults; ApiError 400 for contradictions."""
     given = body.chat_template_kwargs or {}
     taken = next((name for name in given if name in OWN_VARIABLES or not name.isidentifier()), None)
@@ -52,7 +52,7 @@ def template_options(body: ChatBody | TokenizeBody, defaults: Mapping[str, Any])
     return TemplateOptions(adds, continues, variables)
 
 
-def _of_effort(body: ChatBody | TokenizeBody, given: Mapping[str, Any]) -> dict[str, Any]:
+def _of_effort(body: TemplateFields, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables for reasoning_effort, as vLLM sets them."""
     effort = getattr(body, "reasoning_effort", None)
     if effort is None:

@@ -47,14 +47,14 @@ def parse(given: dict[str, Any]) -> TaskHead:
             f"pooling is {_short(given['pooling'])}; {POOLING!r} is served: the state of the last "
             "prompt token."
         )
-    kind, labels = HeadKind(given["kind"]), given.get("labels")
-    _check_labels(labels)
+    kind, labels = HeadKind(given["kind"]), _labels(given.get("labels"))
     if kind is HeadKind.COUNT and labels != [str(n) for n in range(len(labels))]:
         raise ValueError('the labels of a count are "0", "1", "2" and so on, in order.')
     return TaskHead(kind, tuple(labels))
 
 
-def _check_labels(labels: Any) -> None:
+def _labels(labels: Any) -> list[str]:
+    """Return the labels; ValueError naming what is wrong with them."""
     if not isinstance(labels, list) or not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"labels must be a list of 1 to {MAX_LABELS} names.")
     for label in labels:
@@ -65,6 +65,7 @@ def _check_labels(labels: Any) -> None:
     twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
     if twice is not None:
         raise ValueError(f"the label {_short(twice)} stands twice.")
+    return labels
 
 
 def _short(value: Any) -> str:

@@ -63,6 +63,16 @@ def test_answers_are_near_those_of_plain_adapters():
 
 
 @pytest.mark.long
+def test_speculation_gives_the_same_bits():
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    in_8_bits = {"lora_dtype": "int8", "kv_cache_dtype": "fp8"}
+    with engine_of(**in_8_bits) as engine:
+        want = answers(engine, ASKED)
+    with engine_of(**in_8_bits, speculative_config=ngram) as engine:
+        assert answers(engine, ASKED) == want
+
+
+@pytest.mark.long
 def test_two_devices_give_the_bits_of_one():
     asked = [pair for pair in ASKED if pair[1] not in (*ESFT, PAIR)]
     changes = {"lora_dtype": "int8", "kv_cache_dtype": "fp8", "max_esft_adapters": 0}

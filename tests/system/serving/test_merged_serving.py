@@ -1,5 +1,6 @@
-"""Merged weights together with ESFT adapters, pairs, experts' LoRA, images and task heads."""
+"""Merged weights together with ESFT adapters, pairs, experts' LoRA, images, heads, drafts."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -148,3 +149,38 @@ def test_task_heads(tmp_path):
         merge(engine, "headed", prompt)  # which has more than dense maps: nothing is merged
         assert tuple(engine.classify([prompt], "headed")[0].outputs.probs) == tuple(want)
         settle(engine)
+
+
+def test_speculation(tmp_path):
+    shape = SHAPES["llama"]
+    tiny_checkpoint.write_model(tmp_path / "tiny", shape)
+    for seed, name in enumerate(("a", "b")):
+        tiny_checkpoint.write_adapter(tmp_path / name, shape, 3, seed, strength=0.1)
+    names, prompts = ["a", None, "b", "a"], [[7, 8, 9, 10 + n] * 6 for n in range(4)]
+    asked, answers = dataclasses.replace(ASKED, max_tokens=40), []
+    for config in ({}, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}):
+        with Engine(
+            str(tmp_path / "tiny"),
+            {name: str(tmp_path / name) for name in ("a", "b")},
+            dtype="float32",
+            lora_merge="auto",
+            speculative_config=config,
+            structured_outputs=False,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            max_lora_rank=8,
+        ) as engine:
+            merge(engine, "a", prompts[0])
+            outputs = engine.generate(prompts, names, asked)
+            answers.append(
+                [
+                    (o.outputs[0].token_ids, [p.logprob for p in o.outputs[0].logprobs])
+                    for o in outputs
+                ]
+            )
+            assert engine._loop._parts.runner.merged.steps["mixture"] > 0
+            settle(engine)
+            sample = engine.metrics.registry.get_sample_value
+            drafts = sample("vllm:spec_decode_num_drafts_total", engine.metrics.labels)
+    assert answers[0] == answers[1]
+    assert drafts > 0

@@ -7,6 +7,7 @@ import itertools
 import json
 import socket
 import statistics
+import threading
 import time
 
 import httpx
@@ -33,6 +34,55 @@ def ask(client: httpx.Client, key: str, **body) -> httpx.Response:
     return client.post("/v1/completions", json=body, headers=headers)
 
 
+class Steps:
+    """The engine's steps, one at a time: a flood does not end before others have come."""
+
+    def __init__(self, engine, monkeypatch, most_free: int):
+        """They run freely until so many sequences run, and from `free` on."""
+        self._most_free, self._engine, self._is_free = most_free, engine, False
+        self._arrived, self._go = threading.Semaphore(0), threading.Semaphore(0)
+        self._held = threading.Event()
+        self._dispatch = engine._loop._dispatch
+        monkeypatch.setattr(engine._loop, "_dispatch", self._at_the_gate)
+
+    def wait_held(self) -> None:
+        assert self._held.wait(60), "too few sequences ran"
+
+    def run(self, count: int) -> None:
+        for _ in range(count):
+            assert self._arrived.acquire(timeout=60), "no step came"
+            self._go.release()
+
+    def free(self) -> None:
+        self._is_free = True
+        self._go.release()
+
+    def _at_the_gate(self, plan):
+        if self._held.is_set() or self._engine.stats().running >= self._most_free:
+            self._held.set()
+            if not self._is_free:
+                self._arrived.release()
+                assert self._go.acquire(timeout=60), "the test has stopped"
+        return self._dispatch(plan)
+
+
+@contextlib.contextmanager
+def held_steps(engine, most_free: int):
+    with pytest.MonkeyPatch.context() as patch:
+        steps = Steps(engine, patch, most_free)
+        try:
+            yield steps
+        finally:
+            steps.free()
+
+
+def wait_for_waiting(engine, count: int) -> None:
+    end = time.monotonic() + 60
+    while engine.stats().waiting < count:
+        assert time.monotonic() < end, "too few sequences wait"
+        time.sleep(0.001)
+
+
 def test_answers_beside_a_flood_of_another_key_have_the_bits_of_those_alone(
     shared_client, real_engine
 ):
@@ -41,12 +91,13 @@ def test_answers_beside_a_flood_of_another_key_have_the_bits_of_those_alone(
     alone = [ask(shared_client, "key-b", **body).json()["choices"] for body in asked]
     flood_alone = ask(shared_client, "key-a", **flood).json()["choices"]
     before = real_engine.stats().preemptions
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+    with concurrent.futures.ThreadPoolExecutor(8) as pool, held_steps(real_engine, 8) as steps:
         flooding = pool.submit(ask, shared_client, "key-a", **flood)
-        while real_engine.stats().running < 8:
-            assert not flooding.done()
-            time.sleep(0.001)
-        beside = list(pool.map(lambda body: ask(shared_client, "key-b", **body), asked))
+        steps.wait_held()
+        asking = [pool.submit(ask, shared_client, "key-b", **body) for body in asked]
+        wait_for_waiting(real_engine, 8 + 3)  # the rest of the flood, and some others
+        steps.free()
+        beside = [answer.result() for answer in asking]
     assert [answer.json()["choices"] for answer in beside] == alone
     assert flooding.result().json()["choices"] == flood_alone
     assert real_engine.stats().preemptions > before, "the flood kept its rows"
@@ -61,15 +112,19 @@ def test_a_key_whose_adapters_hold_all_slots_gives_one_up(shared_client, real_en
     flood_alone = [
         ask(shared_client, "key-a", model=name, **long).json()["choices"] for name in ("a", "b")
     ]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        floods = [
-            pool.submit(ask, shared_client, "key-a", model=name, **long) for name in ("a", "b")
-        ]
-        while real_engine.stats().running < 6:
-            assert not any(flood.done() for flood in floods)
-            time.sleep(0.001)
-        beside = ask(shared_client, "key-b", **mine).json()["choices"]
-        assert not all(flood.done() for flood in floods), "it waited for the flood's end"
+    with concurrent.futures.ThreadPoolExecutor(3) as pool, held_steps(real_engine, 3) as steps:
+        floods = [pool.submit(ask, shared_client, "key-a", model="a", **long)]
+        steps.wait_held()
+        floods.append(pool.submit(ask, shared_client, "key-a", model="b", **long))
+        wait_for_waiting(real_engine, 3)
+        steps.run(20)
+        assert real_engine.stats().running == 6, "the slots are not in use"
+        asking = pool.submit(ask, shared_client, "key-b", **mine)
+        wait_for_waiting(real_engine, 1)
+        steps.run(60)  # of the 110 that a flood takes
+        beside = asking.result(timeout=60).json()["choices"]
+        assert not any(flood.done() for flood in floods), "it waited for the flood's end"
+        steps.free()
     assert beside == alone
     assert [flood.result().json()["choices"] for flood in floods] == flood_alone
     real_engine.check_integrity()

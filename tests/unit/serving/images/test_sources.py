@@ -88,6 +88,11 @@ class Pictures(BaseHTTPRequestHandler):
     """A host with a picture, a redirect, a long and a slow answer."""
 
     def do_GET(self) -> None:
+        if self.path == "/drip":
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not self.server.stop.wait(0.02):  # type: ignore[attr-defined]
+                self.wfile.write(b"x")
+            return
         if self.path == "/moved":
             self.send_response(302)
             self.send_header("Location", "http://127.0.0.1/secret")
@@ -144,10 +149,12 @@ def test_redirects_failures_and_long_answers_are_failed_fetches(reached, port: i
     assert "127" not in str(caught.value)
 
 
-def test_a_slow_host_costs_no_more_than_the_time_allowed(reached, port: int):
+@pytest.mark.parametrize("path", ["/slow", "/drip"])
+def test_a_slow_host_costs_no_more_than_the_time_allowed(reached, port: int, path: str):
+    """Before: a head that dripped was read as long as it dripped."""
     quick = MediaPolicy(domains=OPEN.domains, timeout_s=0.2)
     with pytest.raises(FetchFailed):
-        read_source(f"http://pictures.test:{port}/slow", quick)
+        read_source(f"http://pictures.test:{port}{path}", quick)
 
 
 def test_a_listed_host_at_a_private_address_is_not_reached(port: int, monkeypatch):

@@ -54,19 +54,17 @@ def test_a_burst_is_one_wake_up():
 
 
 def test_after_a_pause_an_item_arrives_at_once():
-    async def run() -> float:
+    async def run() -> None:
         loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), asyncio.Queue()
         mailbox.put(loop, queue, 1)
         await queue.get()
         await asyncio.sleep(0.01)
         mailbox.put(loop, queue, 2)
-        start = loop.time()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert queue.get_nowait() == 2
-        return loop.time() - start
 
-    assert asyncio.run(run()) < 1.0
+    asyncio.run(run())
 
 
 def test_a_closed_loop_drops_what_comes():

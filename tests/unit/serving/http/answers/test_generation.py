@@ -74,8 +74,10 @@ def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
     engine.open.clear()
 
     async def listen():
+        silence = asyncio.Event()
+
         async def leave():
-            await asyncio.sleep(0.1)
+            await silence.wait()
             return {"type": "http.disconnect"}
 
         generation = Generation(engine, Mailbox(), PROMPTS)
@@ -84,6 +86,7 @@ def test_silence_is_an_empty_batch_and_leaving_aborts(engine):
         try:
             async for batch in generation.pieces(leave, 0.02):
                 batches.append(batch)
+                silence.set()
         except ClientGone:
             return batches
         return None

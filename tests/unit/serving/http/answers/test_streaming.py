@@ -1,6 +1,7 @@
 """Streams: framing, keep-alive comments, errors after the 200, disconnects."""
 
 import json
+import socket
 import time
 
 import pytest
@@ -11,11 +12,10 @@ BODY = {"prompt": "hi", "max_tokens": 3, "stream": True}
 
 
 def wait_until(condition) -> None:
-    for _ in range(200):
-        if condition():
-            return
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not happen within 60 s"
         time.sleep(0.01)
-    pytest.fail("it did not happen within 2 s")
 
 
 def test_events_are_one_line_of_json():
@@ -79,8 +79,12 @@ def test_a_client_that_goes_in_mid_stream_aborts_its_requests(client, engine):
 
 def test_a_client_that_goes_before_a_whole_answer_aborts_too(client, engine):
     engine.open.clear()
-    with pytest.raises(Exception, match="timed out"):
-        client.post("/v1/completions", json=BODY | {"stream": False}, timeout=0.2)
+    url, before = client.base_url, len(engine.submitted)
+    body = json.dumps(BODY | {"stream": False}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((url.host, url.port), timeout=60) as sock:
+        sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: len(engine.submitted) > before)
     mine = engine.submitted[-1].id
     wait_until(lambda: mine in engine.aborted)
     engine.open.set()

@@ -2,7 +2,6 @@
 
 import gzip
 import socket
-import time
 
 import httpx
 import pytest
@@ -17,7 +16,7 @@ JSON = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def small():
-    settings = HttpSettings(max_body_bytes=1000, body_timeout_s=0.3)
+    settings = HttpSettings(max_body_bytes=1000)
     with client_of(create_app(FakeEngine(), settings)) as client:
         yield client
 
@@ -76,23 +75,23 @@ def test_an_undeclared_size_over_the_limit_is_413(small):
     good(small)
 
 
-def test_a_body_that_does_not_come_is_408(small):
-    url = small.base_url
-    with socket.create_connection((url.host, url.port), timeout=5) as sock:
-        sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            b"Content-Length: 100\r\n\r\n{"
-        )
-        start = time.monotonic()
-        assert b" 408 " in sock.recv(4096).split(b"\r\n")[0]
-        assert time.monotonic() - start < 3
-    good(small)
+def test_a_body_that_does_not_come_is_408():
+    settings = HttpSettings(body_timeout_s=0.3)  # by default it is longer than we wait
+    with client_of(create_app(FakeEngine(), settings)) as client:
+        url = client.base_url
+        with socket.create_connection((url.host, url.port), timeout=25) as sock:
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+                b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+            )
+            assert b" 408 " in sock.recv(4096).split(b"\r\n")[0]
+        assert client.get("/health").status_code == 200
 
 
 def test_a_bad_content_length_is_400(small):
     url = small.base_url
     for value in (b"-1", b"1e3", b"99999999999999999999999"):
-        with socket.create_connection((url.host, url.port), timeout=5) as sock:
+        with socket.create_connection((url.host, url.port), timeout=60) as sock:
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
                 b"Content-Type: application/json\r\nContent-Length: " + value + b"\r\n\r\n"
