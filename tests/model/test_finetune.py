@@ -1,4 +1,4 @@
-"""python -m lora_jax.finetune is the command of LoRA."""
+"""python -m lora_jax.finetune is the command of LoRA, and of task heads where one is asked for."""
 
 import runpy
 import sys
@@ -6,8 +6,16 @@ import sys
 import pytest
 
 
-def test_the_short_name_trains_lora(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["finetune", "--help"])
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ([], "--quantization {fp8,int4,nf4}"),
+        (["--head", "class"], "adapter that gets the head"),
+        (["--head=count"], "adapter that gets the head"),
+    ],
+)
+def test_the_short_name_trains_lora_or_a_head(monkeypatch, capsys, flags, shown):
+    monkeypatch.setattr(sys, "argv", ["finetune", *flags, "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("lora_jax.finetune", run_name="__main__")
-    assert "--quantization {fp8,int4,nf4}" in capsys.readouterr().out
+    assert shown in capsys.readouterr().out

@@ -9,7 +9,6 @@ from support.cases.finetune_cases import make_folder
 from support.processes.server_process import ROOT
 
 from lora_jax.adapters.task_head import HeadKind
-from lora_jax.finetune import __main__ as command
 from lora_jax.finetune import head as trained
 from lora_jax.finetune.labelled import Labelled, write_labelled
 from serving import Engine
@@ -46,7 +45,7 @@ def run(folder, tmp_path, rank, steps):
     text, out = str(tmp_path / "text.jsonl"), tmp_path / "adapter"
     flags = ["--head=class", "--model", str(folder), "--data", text, "--eval", text]
     flags += ["--out", str(out), "--rank", str(rank), "--steps", str(steps), "--length", "64"]
-    command.main([*flags, "--learning-rate", "3e-2"])
+    trained.main([*flags, "--learning-rate", "3e-2"])
     told = json.loads((tmp_path / "adapter.training" / "heldout.json").read_text())
     assert told["examples"] == len(TEXT)
     return out, told["right"]
@@ -97,7 +96,7 @@ def test_a_head_for_the_shipped_adapter_is_served_beside_its_text(tmp_path):
     flags = ["--head", "class", "--model", str(model), "--out", str(tmp_path / "made")]
     flags += ["--adapter", str(model / "adapters" / "intent"), "--steps", "200"]
     flags += ["--data", str(tmp_path / "train.jsonl"), "--eval", str(tmp_path / "heldout.jsonl")]
-    command.main([*flags, "--batch-rows", "12", "--learning-rate", "1e-2", "--length", "128"])
+    trained.main([*flags, "--batch-rows", "12", "--learning-rate", "1e-2", "--length", "128"])
     told = json.loads((tmp_path / "made.training" / "heldout.json").read_text())
     assert told["right"] >= 5 / 6
     assert served(model, tmp_path / "made", text["heldout"]) == pytest.approx(told["right"], 1e-3)

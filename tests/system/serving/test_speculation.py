@@ -149,10 +149,10 @@ ADAPTERS = {
 def test_500_requests_over_8_adapters_greedy_and_drawn():
     """The shipped model, its LoRA and ESFT adapters; grammars and preemptions among them."""
     names = [None, *ADAPTERS]
-    fields = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 256}
-    fields |= {"block_size": 8, "kv_cache_memory_bytes": 700 << 10}
+    fields = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 256}
+    fields |= {"block_size": 8, "kv_cache_memory_bytes": 400 << 10}
     examples = json.loads((MODEL / "examples.json").read_text())["adapters"]
-    texts = [text[:90] for text in examples.values()] + ["law of the law of ", "a b c a b c a b"]
+    texts = [text[:60] for text in examples.values()] + ["law of the law of ", "a b c a b c a b"]
     prompts = [texts[i % len(texts)] for i in range(500)]
     bound = Sampling(max_tokens=60, temperature=0.9, structured_outputs={"regex": "([ab]c)+[.]"})
     kinds = [*KINDS, bound]
