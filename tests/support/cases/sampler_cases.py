@@ -40,8 +40,10 @@ def one_row(sampling, **kwargs):
 
 
 def on_host(tree):
-    fields = [field.name for field in dataclasses.fields(tree)]
-    return types.SimpleNamespace(**{name: np.asarray(getattr(tree, name)) for name in fields})
+    """Return the fields that the sampler fills, as numpy arrays."""
+    found = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    filled = {name: np.asarray(array) for name, array in found.items() if array is not None}
+    return types.SimpleNamespace(**filled)
 
 
 def run_with(sample, logits, state, rows, positions=3, targets=-1, pad_to=None):

@@ -75,6 +75,11 @@ VALUES = {
     "allowed_local_media_path": "/",
     "limit_mm_per_prompt": '{"image": 3}',
     "mm_processor_kwargs": '{"max_pixels": 50176}',
+    "kv_cache_dtype": "fp8",
+    "lora_dtype": "int8",
+    "lora_merge": "auto",
+    "merge_adapter": "x",
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }
 # Others that a flag says nothing without.
 NEEDS = {
@@ -83,6 +88,7 @@ NEEDS = {
     "allow_credentials": ["--allowed-origins", '["http://a"]'],
     "enable_auto_tool_choice": ["--tool-call-parser", "hermes"],
     "lora_server": ["--instances", "2"],
+    "merge_adapter": ["--instances", "2", "--lora-modules", "x=p"],
     "enable_expert_parallel": ["--tensor-parallel-size", "2"],
 }
 OF_A_KEY, OF_A_LORA_SERVER = ["--api-key", "k"], ["--instances", "2", "--lora-server", "2"]
