@@ -58,6 +58,7 @@ LONGEST = (
     "test_commands.py",
     "test_front.py",
     "test_launch.py",
+    "test_front_faults.py",
     "test_esft_results.py",
     "test_split.py",
 )

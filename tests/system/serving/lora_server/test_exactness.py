@@ -53,6 +53,7 @@ def test_answers_are_those_of_a_coupled_engine(placement, transport, files, prom
     check_answers(placement, transport, files, prompts, coupled)
 
 
+@pytest.mark.long  # test_device_memory.py has the emulated transport
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_so_are_those_over_gpus_whose_programs_serve(files, prompts, coupled, gpus):
     check_answers("ep2-pp1", gpus, files, prompts, coupled)
