@@ -187,14 +187,16 @@ class EngineLoop:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._end(sequence, FinishReason.ERROR, message, retryable=True)
         finished, self._flying = self._flying, None
-        if finished is not None:
-            self._process_results(finished)
-        elif early is not None:
-            self._hand_out(early)
-        elif step is None and not loaded:
+        if finished is None and early is None and step is None and not loaded:
             self._sleep()
-        if isinstance(step, HeldStep):
-            step = self._sample(step)
+        progress = early if finished is None else self._take_in(finished)
+        failed: list[tuple[Sequence, str]] = []
+        if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
+            step, failed = self._sample(step)
+        if progress is not None:
+            self._hand_out(progress)
+        for sequence, why in failed:
+            self._end(sequence, FinishReason.ERROR, why)
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
@@ -205,17 +207,15 @@ class EngineLoop:
         runner = self._parts.runner
         return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
 
-    def _sample(self, held: HeldStep) -> InFlightStep:
-        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+    def _sample(self, held: HeldStep) -> tuple[InFlightStep, list[tuple[Sequence, str]]]:
+        """Send the rest of a step, masked by the tokens taken in; return also what failed."""
         masks = self._parts.runner.new_masks()
         failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
         if failed:
             with self._lock:
                 for sequence, _ in failed:
                     self._parts.scheduler.finish(sequence, FinishReason.ERROR)
-            for sequence, why in failed:
-                self._end(sequence, FinishReason.ERROR, why)
-        return self._parts.runner.sample(held, masks)
+        return self._parts.runner.sample(held, masks), failed
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
