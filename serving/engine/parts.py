@@ -31,6 +31,7 @@ from serving.engine.devices import held_locally, local_widths, log_devices, spli
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import ImageParts, check_pairs, make_encoder, make_front, take_tower
+from serving.engine.images.front import ImageFront
 from serving.engine.loop import EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import (
@@ -49,7 +50,6 @@ from serving.engine.sizing import CacheSize
 from serving.engine.stats import EngineStats
 from serving.engine.storage import check_storage, host_form, kv_dtype, lora_dtype
 from serving.engine.version_metrics import ShareCollector
-from serving.images.front import ImageFront
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.loading.residencies import Residencies, make_residencies
