@@ -65,6 +65,11 @@ ENGINE_HELP = {
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
 }
+FUNCTIONS_HELP = {
+    "functions": "folder of adapters; each becomes a process of its own over one copy of the base "
+    "model, when it is first asked for",
+    "functions_keep_alive_s": "seconds without requests after which such a process ends",
+}
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",
     "lora_server": "number of ranks of the LoRA Server, which holds the adapters' experts",
