@@ -55,7 +55,7 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
         sampling = HEAD_SAMPLING
     elif parser is not None or is_harmony:  # marks of parts are special tokens of some models
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-    how = {"by_head": asks_head, "trace": trace_of(request, server)}
+    how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
     generation = Generation(server.engine, server.mailbox, [prompt], **how)
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)

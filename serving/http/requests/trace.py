@@ -3,14 +3,14 @@
 from fastapi import Request
 
 from serving.api.request import TraceContext
-from serving.http.server import Server
+from serving.http.interface import AbstractEngine
 
 _MOST = {"traceparent": 128, "tracestate": 1024}  # characters; W3C has 55 and 512
 
 
-def trace_of(request: Request, server: Server) -> TraceContext | None:
+def trace_of(request: Request, engine: AbstractEngine) -> TraceContext | None:
     """Return the caller's trace and request id; None where the engine sends no traces."""
-    if server.engine.config.otlp_traces_endpoint is None:
+    if engine.config.otlp_traces_endpoint is None:
         return None
     found = ((name, request.headers.get(name, "")) for name in _MOST)
     headers = tuple((name, value) for name, value in found if 0 < len(value) <= _MOST[name])
