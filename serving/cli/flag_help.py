@@ -35,6 +35,8 @@ ENGINE_HELP = {
     "max_lora_rank": "largest rank that an adapter may have",
     "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
     "heads; default: those of --lora-modules",
+    "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
+    "base; default: if some of --lora-modules have them",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",

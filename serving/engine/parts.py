@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ from lora_jax.config import ModelConfig
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.ops import dispatch
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
 from serving.api.load_format import WeightSource
+from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, log_devices, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
@@ -41,7 +43,7 @@ from serving.engine.merging import (
     merge_primary,
     watch_merging,
 )
-from serving.engine.metrics import EngineMetrics
+from serving.engine.metrics import EngineMetrics, make_metrics
 from serving.engine.model_info import ModelInfo, catalogue_of, log_quantised, model_info
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
@@ -137,6 +139,9 @@ def build_parts(
         labels = head_labels(config, adapters, remote is not None)
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
+        catalogue, norms = take_brought(
+            model, catalogue, config, adapters, has_server=remote is not None
+        )
         merged = make_merged(config, model)  # which names modules as the slots do
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
@@ -158,6 +163,7 @@ def build_parts(
             widths,
             images,
             merged,
+            norms,
         )
         parts = _build(config, adapters, base, tokenizer, info)
         undo.pop_all()
@@ -180,6 +186,7 @@ class _Base:
     widths: LocalWidths | None  # of the split
     images: ImageParts | None
     merged: MergedWeights | None
+    norms: OutputNorms | None  # where adapters may scale outputs
 
 
 def _build(
@@ -195,20 +202,20 @@ def _build(
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    metrics = _make_metrics(config, info)
+    metrics = make_metrics(config, info)
     residencies = make_residencies(
         allocator,
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        host_form=host_form(config, base.catalogue, base.widths),
+        host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = _make_runner(config, base, spec, end_ids)
+    runner = _make_runner(config, base, spec, end_ids, allocator.bringing)
     watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
@@ -312,7 +319,11 @@ def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) 
 
 
 def _make_runner(
-    config: EngineConfig, base: _Base, spec: SlotsSpec, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    base: _Base,
+    spec: SlotsSpec,
+    end_ids: tuple[int, ...],
+    bringing: Set[int],
 ) -> ModelRunner:
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
@@ -338,6 +349,7 @@ def _make_runner(
         split=base.split,
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
+        bringing=bringing,
     )
     runner.warm_up(progress=True)
     logger.info(
@@ -386,13 +398,3 @@ def _make_scheduler(
     )
     fixed = {"eos_token_ids": end_ids, "seed": config.seed}
     return Scheduler(limits, adapters=residencies, **fixed, **how)
-
-
-def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
-    cache = {
-        "block_size": str(info.page_size),
-        "num_gpu_blocks": str(info.kv_pages),
-        "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-    }
-    return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)
