@@ -25,10 +25,10 @@ from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
 from serving.engine import logs
+from serving.engine.images.sources import MediaPolicy
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
-from serving.images.sources import MediaPolicy
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 

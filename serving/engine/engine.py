@@ -38,13 +38,13 @@ from serving.engine.generate_arguments import (
     with_images,
 )
 from serving.engine.image_inputs import read_prompts
+from serving.engine.images.front import ImageFront
 from serving.engine.loop import EngineLoop
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.engine.single_prompt import single_prompt
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
-from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from serving.api.config import EngineConfig
 from serving.engine.gauges import Gauges
 from serving.engine.histograms import (
     LOAD,
@@ -18,7 +17,6 @@ from serving.engine.histograms import (
     length_buckets,
     observations,
 )
-from serving.engine.model_info import ModelInfo
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import TierMetrics
 from serving.engine.version_metrics import VersionMetrics
@@ -169,14 +167,3 @@ class EngineMetrics:
         self._versions.ended(name, request.reasons, ttft_s, *sums)
         for histogram, value in observations(request):
             self._histograms[histogram].observe(value)
-
-
-def make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:
-    """Return the metrics of an engine as it was started."""
-    cache = {
-        "block_size": str(info.page_size),
-        "num_gpu_blocks": str(info.kv_pages),
-        "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-    }
-    return EngineMetrics(info.name, info.max_model_len, cache, config.max_loras)

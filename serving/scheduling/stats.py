@@ -1,12 +1,14 @@
 """Statistics of the scheduler's sequences. No jax."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from serving.api.images import ImageStats
 from serving.api.request import Sequence
 from serving.scheduling.adapter_gate import AdapterGate
+from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.waiting_line import WaitingLine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,8 @@ def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
 
 
 def scheduler_stats(
-    running: Collection[Sequence],
-    waiting: Collection[Sequence],
+    running: RunningLine,
+    waiting: WaitingLine,
     gate: AdapterGate,
     pages: SequencePages,
     num_preemptions: int,

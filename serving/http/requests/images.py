@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.api.images import PreparedImage
+from serving.engine.images.decode import MAX_PIXELS, ImageError, decode
+from serving.engine.images.front import TOO_MANY, ImageFront
+from serving.engine.images.sources import FetchFailed, MediaPolicy, read_source
 from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.protocol import ChatMessage, ContentPart, ImageUrl
-from serving.images.decode import MAX_PIXELS, ImageError, decode
-from serving.images.front import TOO_MANY, ImageFront
-from serving.images.sources import FetchFailed, MediaPolicy, read_source
 
 MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other

@@ -11,12 +11,12 @@ from support.cases.tiny_vision import picture, png
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
+from serving.engine.images.front import ImageFront
+from serving.engine.images.sources import FetchFailed, MediaPolicy
 from serving.http.errors import ApiError
 from serving.http.requests import images as module
 from serving.http.requests.images import image_url, parts_of, read_images, urls_of
 from serving.http.requests.protocol import ChatMessage, ContentPart
-from serving.images.front import ImageFront
-from serving.images.sources import FetchFailed, MediaPolicy
 
 HALF = (0.5, 0.5, 0.5)
 CONFIG = VisionConfig(
@@ -144,7 +144,7 @@ def test_pixels_of_all_images_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MAX_HELD_BYTES", FRONT.held_bytes + 100)
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)  # less than one
     with pytest.raises(QueueFull, match="images of waiting requests"):
         read(user(image(GOOD)))
 
