@@ -60,7 +60,8 @@ FEATURES = {
     "KV cache in 8 bits": Feature({"kv_cache_dtype": "fp8"}),
     # Of one sequence at a time: few pages, which soon leave the device.
     "KV pages on the host": Feature(
-        {"kv_offloading_size": 0.001, "max_num_seqs": 1}, keeps_bits=True
+        {"kv_offloading_size": 0.001, "max_num_seqs": 1, "max_model_len": 24},
+        keeps_bits=True,
     ),
     "several devices": Feature({"tensor_parallel_size": 2}, keeps_bits=True),
     "LoRA Server": Feature(),
