@@ -79,6 +79,7 @@ class EngineConfig:
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
     # Speculation: method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max; {}: none.
     speculative_config: dict = dataclasses.field(default_factory=dict, hash=False)
+    otlp_traces_endpoint: str | None = None  # where spans of requests are sent; None: nowhere
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:

@@ -86,6 +86,14 @@ class OutputDelta:
 
 
 @dataclasses.dataclass(frozen=True)
+class TraceContext:
+    """Trace that a request is part of: its headers by name, and the caller's id of the request."""
+
+    headers: tuple[tuple[str, str], ...] = ()
+    http_request_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """Validated request of a caller. `adapter_digest` pins the weights it is served with."""
 
@@ -104,6 +112,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()  # in order
     head: TaskHead | None = None  # that answers in place of the LM head; max_tokens is 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of sampling.bad_words
+    trace: TraceContext | None = None  # None: its span, if there is one, has no parent
 
 
 class SequenceState(enum.Enum):

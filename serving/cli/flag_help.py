@@ -59,6 +59,8 @@ ENGINE_HELP = {
     "speculative_config": "guess tokens from repetitions, e.g. "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
     '"prompt_lookup_min": 2}; default: off',
+    "otlp_traces_endpoint": "send a span for each request to this OpenTelemetry collector: "
+    "grpc://HOST:4317 or http://HOST:4318/v1/traces; needs pip install 'lora-jax[otel]'",
     "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
     "exact: only its rows run on them, auto: rows of others too, in the same step",
     "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",

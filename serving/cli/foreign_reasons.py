@@ -159,9 +159,10 @@ REFUSED = {
         "--kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics "
         "--enable-mfu-metrics --jit-monitor-mode --jit-monitor-verbose"
     ),
-    "there are no traces; /metrics and --enable-log-requests say what happens": (
-        "--otlp-traces-endpoint --collect-detailed-traces --enable-layerwise-nvtx-tracing "
-        "--profiler-config --enable-trace-replay"
+    "traces have one span for each request: --otlp-traces-endpoint; --enable-log-requests and "
+    "/metrics say more": (
+        "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config "
+        "--enable-trace-replay"
     ),
     "system_fingerprint is null but for versions of adapters": "--fingerprint-value",
     "the certificate is read at the start; start the server again for a new one": (

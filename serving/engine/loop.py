@@ -17,6 +17,7 @@ from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
+from serving.engine.traces import Traces
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
@@ -57,6 +58,7 @@ class LoopParts:
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
+    traces: Traces | None = None
 
 
 class EngineLoop:
@@ -71,7 +73,7 @@ class EngineLoop:
         self._closing = False
         self._dead = False
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
-        self._live = LiveRequests(self._lock, *books)
+        self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
@@ -190,14 +192,16 @@ class EngineLoop:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         finished, self._flying = self._flying, None
-        if finished is not None:
-            self._process_results(finished)
-        elif early is not None:
-            self._hand_out(early)
-        elif step is None and not loaded:
+        if finished is None and early is None and step is None and not loaded:
             self._sleep()
-        if isinstance(step, HeldStep):
-            step = self._sample(step)
+        progress = early if finished is None else self._take_in(finished)
+        failed: list[tuple[Sequence, str]] = []
+        if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
+            step, failed = self._sample(step)
+        if progress is not None:
+            self._hand_out(progress)
+        for sequence, why in failed:
+            self._live.end(sequence, FinishReason.ERROR, why)
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
@@ -208,17 +212,15 @@ class EngineLoop:
         runner = self._parts.runner
         return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
 
-    def _sample(self, held: HeldStep) -> InFlightStep:
-        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+    def _sample(self, held: HeldStep) -> tuple[InFlightStep, list[tuple[Sequence, str]]]:
+        """Send the rest of a step, masked by the tokens taken in; return also what failed."""
         masks = self._parts.runner.new_masks()
         failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
         if failed:
             with self._lock:
                 for sequence, _ in failed:
                     self._parts.scheduler.finish(sequence, FinishReason.ERROR)
-            for sequence, why in failed:
-                self._live.end(sequence, FinishReason.ERROR, why)
-        return self._parts.runner.sample(held, masks)
+        return self._parts.runner.sample(held, masks), failed
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -322,3 +324,5 @@ class EngineLoop:
             logger.exception("The last step failed.")
         self._parts.residencies.close()
         self._parts.grammars.close()
+        if self._parts.traces is not None:
+            self._parts.traces.close()

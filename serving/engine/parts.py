@@ -36,6 +36,7 @@ from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
 from serving.engine.step_parts import make_runner, make_scheduler
 from serving.engine.storage import check_storage, host_form
+from serving.engine.traces import Traces, make_traces
 from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
@@ -92,6 +93,7 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
+    traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -110,6 +112,8 @@ def build_parts(
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
+        if traces is not None:
+            undo.callback(traces.close)
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
@@ -142,7 +146,7 @@ def build_parts(
             images,
             merged,
         )
-        parts = _build(config, adapters, base, tokenizer, info)
+        parts = _build(config, adapters, base, tokenizer, info, traces)
         undo.pop_all()
         return parts
 
@@ -153,6 +157,7 @@ def _build(
     base: LoadedBase,
     tokenizer: Tokenizer,
     info: ModelInfo,
+    traces: Traces | None,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
@@ -196,6 +201,7 @@ def _build(
             config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
+            traces,
         )
     )
     residencies.call_on_news(loop.wake)
