@@ -37,6 +37,7 @@ from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
 from serving.engine.step_parts import make_runner, make_scheduler
 from serving.engine.storage import check_storage, host_form
+from serving.engine.traces import Traces, make_traces
 from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
@@ -93,6 +94,7 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
+    traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -111,6 +113,8 @@ def build_parts(
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
+        if traces is not None:
+            undo.callback(traces.close)
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
@@ -147,7 +151,7 @@ def build_parts(
             merged,
             norms,
         )
-        parts = _build(config, adapters, base, tokenizer, info)
+        parts = _build(config, adapters, base, tokenizer, info, traces)
         undo.pop_all()
         return parts
 
@@ -158,6 +162,7 @@ def _build(
     base: LoadedBase,
     tokenizer: Tokenizer,
     info: ModelInfo,
+    traces: Traces | None,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
@@ -201,6 +206,7 @@ def _build(
             config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
+            traces,
         )
     )
     residencies.call_on_news(loop.wake)
@@ -235,6 +241,7 @@ def engine_stats(
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
+        host_pages=scheduler.host_pages,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),
