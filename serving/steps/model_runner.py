@@ -42,7 +42,7 @@ from serving.steps.step import (
     TABLE_ROWS,
     StepSizes,
 )
-from serving.steps.step_programs import Program, lora_slots
+from serving.steps.step_programs import Program, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -53,18 +53,7 @@ from serving.steps.step_results import (
 )
 from serving.steps.token_masks import TokenMasks, host_masks
 
-_SMALLEST_BUCKET = 8
-_BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
 _COMPILING = 4  # programs at a time at most: each takes two cores, and memory
-
-
-def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
-    buckets, bucket = [], _SMALLEST_BUCKET
-    while bucket < max_tokens:
-        buckets.append(bucket)
-        bucket *= _BUCKET_FACTOR
-    return (*buckets, max_tokens)
 
 
 class ModelRunner:

@@ -5,6 +5,18 @@ from typing import NamedTuple
 
 from serving.api.request import StepPlan
 
+_SMALLEST_BUCKET = 8
+_BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
+    buckets, bucket = [], _SMALLEST_BUCKET
+    while bucket < max_tokens:
+        buckets.append(bucket)
+        bucket *= _BUCKET_FACTOR
+    return (*buckets, max_tokens)
+
 
 class Program(NamedTuple):
     """A step that is one program: its token bucket, its LoRA, and which weights it takes.
