@@ -39,6 +39,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
+    kv_offloading_size: float = 0.0  # GiB of host memory for KV pages that leave the device
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
@@ -110,10 +111,22 @@ class EngineConfig:
         theta = self.lora_merge_theta
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 <= theta <= 60:
             raise ValueError(f"lora_merge_theta must be in [0, 60], got {theta!r}.")
+        self._check_offloading()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})."
+            )
+
+    def _check_offloading(self) -> None:
+        """Raise ValueError for a size of host memory that is none, or that nothing would fill."""
+        size = self.kv_offloading_size
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 1 << 20:
+            raise ValueError(f"kv_offloading_size must be 0 to {1 << 20} GiB, got {size!r}.")
+        if size and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offloading_size keeps pages that prompts may begin with: leave it out, or "
+                "enable_prefix_caching on."
             )
 
     def _check_devices(self) -> None:

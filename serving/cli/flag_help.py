@@ -13,6 +13,8 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes for KV pages",
     "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
     "of the model",
+    "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
+    "each instance; 0 keeps none",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",

@@ -236,6 +236,7 @@ def engine_stats(
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
+        host_pages=scheduler.host_pages,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),

@@ -72,6 +72,7 @@ def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
         max_rank=config.max_lora_rank,
         max_drafts=config.max_drafts,
         head_width=0 if head is None else head.d_out,
+        num_host_pages=size.num_host_pages,
     )
 
 
@@ -96,6 +97,7 @@ def make_scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         num_encoder_rows=num_encoder_rows,
+        num_host_pages=size.num_host_pages,
     )
     fixed = {"eos_token_ids": end_ids, "seed": config.seed}
     return Scheduler(limits, adapters=residencies, **fixed, **how)

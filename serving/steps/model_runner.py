@@ -30,6 +30,7 @@ from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Opera
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.merged_weights import MergedWeights
+from serving.steps.page_copies import PageCopies
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import (
@@ -126,6 +127,10 @@ class ModelRunner:
         place = functools.partial(jax.device_put, device=self._step.sharding)
         cache = init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype, split)
         self._cache = cache if split is not None else place(cache)
+        self._copies = None
+        if sizes.num_host_pages:
+            where = (self._step.sharding, split)
+            self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place, self._encoder = place, encoder
         self.merged, self._mixture = merged, mixture
@@ -144,6 +149,8 @@ class ModelRunner:
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compile every program and run it on nothing; no later step compiles."""
+        if self._copies is not None:
+            self._cache = self._copies.warm_up(self._cache)
         if self.slots is not None:
             self.slots = warm_up(self.slots)
             if self.remote_table is not None:
@@ -253,6 +260,8 @@ class ModelRunner:
 
     def _prepare(self, plan: StepPlan) -> tuple[np.ndarray, bool]:
         """Write what a step needs to the device; return its table, and whether rows are scored."""
+        if self._copies is not None:
+            self._cache = self._copies.run(self._cache, plan.moves)
         for sequence in plan.admitted:
             self._admit(sequence)
         if self._encoder is not None:

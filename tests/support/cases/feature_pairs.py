@@ -58,6 +58,11 @@ FEATURES = {
     "quantised base": Feature(),
     "adapters in 8 bits": Feature({"lora_dtype": "int8"}),
     "KV cache in 8 bits": Feature({"kv_cache_dtype": "fp8"}),
+    # Of one sequence at a time: few pages, which soon leave the device.
+    "KV pages on the host": Feature(
+        {"kv_offloading_size": 0.001, "max_num_seqs": 1, "max_model_len": 24},
+        keeps_bits=True,
+    ),
     "several devices": Feature({"tensor_parallel_size": 2}, keeps_bits=True),
     "LoRA Server": Feature(),
     "shared backbone": Feature(keeps_bits=True),
@@ -165,6 +170,8 @@ class Models:
                 together = _answer(engine, list(asked.values()))
                 settle(engine)  # checks, too
                 assert engine.stats().compilations_after_warmup == 0
+                if "KV pages on the host" in features and len(asked) > 1:
+                    assert engine.stats().host_pages.moved_in
                 if "task heads" in features and "merged primary" not in features:
                     (label,) = engine.classify(["abcabc"], "head")
                     heads = {"head": label.outputs}
