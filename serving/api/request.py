@@ -232,12 +232,22 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
+class PageMove:
+    """A KV page's bytes go to a slot of host memory, or come from there."""
+
+    page: int
+    slot: int
+    out: bool  # to the host
+
+
+@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step,
     and towers must have computed `encodes`. A short step leaves out rows that could run, so that
-    its results come soon. With `merged` its weights are not the plain ones.
+    its results come soon. With `merged` its weights are not the plain ones. `moves` of pages happen
+    before the step, in this order.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -245,6 +255,7 @@ class StepPlan:
     encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
     merged: Merged | None = None
+    moves: tuple[PageMove, ...] = ()
 
     @property
     def num_tokens(self) -> int:

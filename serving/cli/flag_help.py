@@ -13,6 +13,8 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes for KV pages",
     "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
     "of the model",
+    "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
+    "each instance; 0 keeps none",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
@@ -35,6 +37,8 @@ ENGINE_HELP = {
     "max_lora_rank": "largest rank that an adapter may have",
     "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
     "heads; default: those of --lora-modules",
+    "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
+    "base; default: if some of --lora-modules have them",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
