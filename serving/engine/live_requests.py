@@ -12,6 +12,7 @@ from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import FinishReason, Sequence
 from serving.engine.live_request import LiveRequest
 from serving.engine.metrics import EngineMetrics
+from serving.engine.traces import Traces
 from serving.loading.residencies import Residencies
 from serving.scheduling.scheduler import Progress, Scheduler
 
@@ -34,8 +35,12 @@ class LiveRequests:
         residencies: Residencies,
         metrics: EngineMetrics,
         finished: Callable[[str | None, Outcome], None],
+        traces: Traces | None = None,
     ):
-        """`finished` is told the adapter and the outcome of each request that counts as one."""
+        """`finished` is told the adapter and the outcome of each request that counts as one,
+        `traces` every request.
+        """
+        self._traces = traces
         self._lock, self._scheduler, self._residencies = lock, scheduler, residencies
         self._metrics, self._finished = metrics, finished
         self._live: dict[str, LiveRequest] = {}
@@ -124,6 +129,8 @@ class LiveRequests:
                 self._residencies.drop(digest)
         summary = live.summary(now)
         self._metrics.request_done(summary)
+        if self._traces is not None:
+            self._traces.ended(live.request, summary)
         outcome = summary.outcome()
         if outcome is not None:
             self._finished(summary.adapter, outcome)

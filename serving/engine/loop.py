@@ -17,6 +17,7 @@ from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
+from serving.engine.traces import Traces
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
@@ -57,6 +58,7 @@ class LoopParts:
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
+    traces: Traces | None = None
 
 
 class EngineLoop:
@@ -71,7 +73,7 @@ class EngineLoop:
         self._closing = False
         self._dead = False
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
-        self._live = LiveRequests(self._lock, *books)
+        self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
@@ -322,3 +324,5 @@ class EngineLoop:
             logger.exception("The last step failed.")
         self._parts.residencies.close()
         self._parts.grammars.close()
+        if self._parts.traces is not None:
+            self._parts.traces.close()

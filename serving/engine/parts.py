@@ -14,6 +14,7 @@ from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
+from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
@@ -36,6 +37,7 @@ from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
 from serving.engine.step_parts import make_runner, make_scheduler
 from serving.engine.storage import check_storage, host_form
+from serving.engine.traces import Traces, make_traces
 from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
@@ -92,6 +94,7 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
+    traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
@@ -110,6 +113,8 @@ def build_parts(
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
+        if traces is not None:
+            undo.callback(traces.close)
         remote = None if access is None else connect(access, config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
@@ -120,6 +125,9 @@ def build_parts(
         labels = head_labels(config, adapters, remote is not None)
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
+        catalogue, norms = take_brought(
+            model, catalogue, config, adapters, has_server=remote is not None
+        )
         merged = make_merged(config, model)  # which names modules as the slots do
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
@@ -141,8 +149,9 @@ def build_parts(
             widths,
             images,
             merged,
+            norms,
         )
-        parts = _build(config, adapters, base, tokenizer, info)
+        parts = _build(config, adapters, base, tokenizer, info, traces)
         undo.pop_all()
         return parts
 
@@ -153,6 +162,7 @@ def _build(
     base: LoadedBase,
     tokenizer: Tokenizer,
     info: ModelInfo,
+    traces: Traces | None,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
@@ -166,14 +176,14 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        host_form=host_form(config, base.catalogue, base.widths),
+        host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = make_runner(config, base, spec, end_ids)
+    runner = make_runner(config, base, spec, end_ids, allocator.bringing)
     watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
@@ -196,6 +206,7 @@ def _build(
             config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
+            traces,
         )
     )
     residencies.call_on_news(loop.wake)
@@ -230,6 +241,7 @@ def engine_stats(
         prefix_hits=scheduler.prefix_hits,
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
+        host_pages=scheduler.host_pages,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -23,9 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 def make_runner(
-    config: EngineConfig, base: LoadedBase, spec: SlotsSpec, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    base: LoadedBase,
+    spec: SlotsSpec,
+    end_ids: tuple[int, ...],
+    bringing: Set[int] = frozenset(),
 ) -> ModelRunner:
-    """Return the runner of the model's steps with every program compiled."""
+    """Return the runner of the model's steps with every program compiled.
+
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller.
+    """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
     names, longest = base.catalogue.module_names, base.size.max_model_len
@@ -50,6 +58,7 @@ def make_runner(
         split=base.split,
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
+        bringing=bringing,
     )
     runner.warm_up(progress=True)
     logger.info(
@@ -72,6 +81,7 @@ def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
         max_rank=config.max_lora_rank,
         max_drafts=config.max_drafts,
         head_width=0 if head is None else head.d_out,
+        num_host_pages=size.num_host_pages,
     )
 
 
@@ -96,6 +106,7 @@ def make_scheduler(
         enable_prefix_caching=config.enable_prefix_caching,
         scheduling_policy=config.scheduling_policy,
         num_encoder_rows=num_encoder_rows,
+        num_host_pages=size.num_host_pages,
     )
     fixed = {"eos_token_ids": end_ids, "seed": config.seed}
     return Scheduler(limits, adapters=residencies, **fixed, **how)

@@ -43,7 +43,8 @@ class LiveSequences:
         self._gate = AdapterGate(residency, limits.adapter_wait_s)
         self._eos = frozenset(eos_token_ids)
         self._random = random.Random(seed)
-        sizes = limits.num_pages, limits.page_size, limits.num_encoder_rows
+        rows, host = limits.num_encoder_rows, limits.num_host_pages
+        sizes = limits.num_pages, limits.page_size, rows, host
         self._pages = SequencePages(*sizes, enable_prefix_caching=limits.enable_prefix_caching)
         self._waiting = WaitingLine()
         self._running = RunningLine(limits.max_num_seqs)

@@ -74,7 +74,7 @@ class Scheduler(LiveSequences):
             self._speculation.extend(step, self._pages, len(self._running))
         for sequence in step.sequences:
             self._pages.register(sequence)
-        return step.plan(self._pages.take_encodes())
+        return step.plan(self._pages.take_encodes(), self._pages.take_moves)
 
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float

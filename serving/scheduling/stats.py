@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from serving.api.images import ImageStats
 from serving.api.request import Sequence
 from serving.scheduling.adapter_gate import AdapterGate
+from serving.scheduling.host_pages import HostPageStats
 from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.waiting_line import WaitingLine
@@ -25,6 +26,7 @@ class SchedulerStats:
     prefix_queries: int  # tokens
     prefix_hits: int  # tokens
     images: ImageStats = dataclasses.field(default_factory=ImageStats)
+    host_pages: HostPageStats = dataclasses.field(default_factory=HostPageStats)
 
 
 def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
@@ -53,4 +55,5 @@ def scheduler_stats(
         prefix_queries=prefix.queries,
         prefix_hits=prefix.hits,
         images=pages.image_stats,
+        host_pages=pages.host_stats,
     )

@@ -40,9 +40,9 @@ def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monk
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **{**kwargs, "specialize_lora": True})
 
-        def _run(self, table, bucket, *, lora):
-            used.append((bucket, lora))
-            return super()._run(table, bucket, lora=lora)
+        def _run(self, table, program):
+            used.append((program.bucket, program.lora))
+            return super()._run(table, program)
 
     batches = [[None] * 3, ["a1", None, "a7"], [None], ["a2"]]
     prompts = [[5, 6, 7], list(range(4, 24)), [9]]
