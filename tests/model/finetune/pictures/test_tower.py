@@ -10,6 +10,7 @@ from lora_jax.finetune.pictures.tower import tower_rows
 from lora_jax.vision.processor import preprocess
 
 
+@pytest.mark.long
 def test_rows_are_the_served_tower_s(picture_base):
     base, images = picture_base, [picture(64, 64, seed) for seed in range(3)]
     patches = [preprocess(image, base.settings) for image in images]
