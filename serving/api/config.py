@@ -39,6 +39,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
+    kv_offloading_size: float = 0.0  # GiB of host memory for KV pages that leave the device
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # "sjf": the smallest prompt + max_tokens first
@@ -58,6 +59,8 @@ class EngineConfig:
     max_lora_rank: int = 64
     # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
     max_lora_cls_labels: int | None = None
+    # Adapters with DoRA and biases; None: if adapters given at the start have them.
+    enable_dora_and_bias: bool | None = None
     lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
@@ -78,6 +81,7 @@ class EngineConfig:
     structured_outputs: bool = True  # programs of steps in which a grammar binds a row
     # Speculation: method, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max; {}: none.
     speculative_config: dict = dataclasses.field(default_factory=dict, hash=False)
+    otlp_traces_endpoint: str | None = None  # where spans of requests are sent; None: nowhere
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -93,8 +97,9 @@ class EngineConfig:
         for field in _SWITCHES:
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
-        if not isinstance(parallel := self.enable_expert_parallel, bool | None):
-            raise ValueError(f"enable_expert_parallel must be true or false, got {parallel!r}.")
+        for field in _OPTIONAL_SWITCHES:
+            if not isinstance(value := getattr(self, field), bool | None):
+                raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
         if not isinstance(self.override_generation_config, dict):
             raise ValueError("override_generation_config must map names to values.")
@@ -109,10 +114,22 @@ class EngineConfig:
         theta = self.lora_merge_theta
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 <= theta <= 60:
             raise ValueError(f"lora_merge_theta must be in [0, 60], got {theta!r}.")
+        self._check_offloading()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})."
+            )
+
+    def _check_offloading(self) -> None:
+        """Raise ValueError for a size of host memory that is none, or that nothing would fill."""
+        size = self.kv_offloading_size
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 1 << 20:
+            raise ValueError(f"kv_offloading_size must be 0 to {1 << 20} GiB, got {size!r}.")
+        if size and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offloading_size keeps pages that prompts may begin with: leave it out, or "
+                "enable_prefix_caching on."
             )
 
     def _check_devices(self) -> None:
@@ -161,6 +178,7 @@ _SWITCHES = (
     "structured_outputs",
     "language_model_only",
 )
+_OPTIONAL_SWITCHES = ("enable_expert_parallel", "enable_dora_and_bias")
 CHOICES = (
     ("dtype", DTYPES),
     ("kv_cache_dtype", KV_DTYPES),

@@ -86,6 +86,14 @@ class OutputDelta:
 
 
 @dataclasses.dataclass(frozen=True)
+class TraceContext:
+    """Trace that a request is part of: its headers by name, and the caller's id of the request."""
+
+    headers: tuple[tuple[str, str], ...] = ()
+    http_request_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """Validated request of a caller. `adapter_digest` pins the weights it is served with."""
 
@@ -104,6 +112,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()  # in order
     head: TaskHead | None = None  # that answers in place of the LM head; max_tokens is 0
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of sampling.bad_words
+    trace: TraceContext | None = None  # None: its span, if there is one, has no parent
 
 
 class SequenceState(enum.Enum):
@@ -223,12 +232,22 @@ class Merged:
 
 
 @dataclasses.dataclass(frozen=True)
+class PageMove:
+    """A KV page's bytes go to a slot of host memory, or come from there."""
+
+    page: int
+    slot: int
+    out: bool  # to the host
+
+
+@dataclasses.dataclass(frozen=True)
 class StepPlan:
     """One step: which chunks run, and which rows got a new owner since the last step.
 
     `admitted` sequences must have their sampling parameters written to their row before the step,
     and towers must have computed `encodes`. A short step leaves out rows that could run, so that
-    its results come soon. With `merged` its weights are not the plain ones.
+    its results come soon. With `merged` its weights are not the plain ones. `moves` of pages happen
+    before the step, in this order.
     """
 
     chunks: tuple[ScheduledChunk, ...]
@@ -236,6 +255,7 @@ class StepPlan:
     encodes: tuple[EncodeImage, ...] = ()
     is_short: bool = False
     merged: Merged | None = None
+    moves: tuple[PageMove, ...] = ()
 
     @property
     def num_tokens(self) -> int:

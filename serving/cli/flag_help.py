@@ -13,6 +13,8 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes for KV pages",
     "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
     "of the model",
+    "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
+    "each instance; 0 keeps none",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
     "weights, adapters and KV pages",
     "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
@@ -35,6 +37,8 @@ ENGINE_HELP = {
     "max_lora_rank": "largest rank that an adapter may have",
     "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
     "heads; default: those of --lora-modules",
+    "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
+    "base; default: if some of --lora-modules have them",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
@@ -57,6 +61,8 @@ ENGINE_HELP = {
     "speculative_config": "guess tokens from repetitions, e.g. "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
     '"prompt_lookup_min": 2}; default: off',
+    "otlp_traces_endpoint": "send a span for each request to this OpenTelemetry collector: "
+    "grpc://HOST:4317 or http://HOST:4318/v1/traces; needs pip install 'lora-jax[otel]'",
     "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
     "exact: only its rows run on them, auto: rows of others too, in the same step",
     "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",
@@ -64,6 +70,11 @@ ENGINE_HELP = {
     "weights and serves alone",
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
+}
+FUNCTIONS_HELP = {
+    "functions": "folder of adapters; each becomes a process of its own over one copy of the base "
+    "model, when it is first asked for",
+    "functions_keep_alive_s": "seconds without requests after which such a process ends",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

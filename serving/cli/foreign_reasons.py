@@ -20,6 +20,7 @@ ALWAYS_SO = {
     "--disable-hybrid-kv-cache-manager": "all layers share one kind of KV page",
     "--enable-tower-connector-lora": "adapters may change towers and projectors",
     "--mm-processor-cache-gb 0": "--encoder-cache-tokens keeps images, as rows on the device",
+    "--kv-offloading-backend native": "the engine itself moves KV pages to --kv-offloading-size",
     "--skip-mm-profiling": "memory for images is set by --encoder-cache-tokens",
     "--no-interleave-mm-strings": "content parts keep their order",
     "--no-mm-device-do-normalize": "pixels have the bits of transformers' processors",
@@ -158,9 +159,10 @@ REFUSED = {
         "--kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics "
         "--enable-mfu-metrics --jit-monitor-mode --jit-monitor-verbose"
     ),
-    "there are no traces; /metrics and --enable-log-requests say what happens": (
-        "--otlp-traces-endpoint --collect-detailed-traces --enable-layerwise-nvtx-tracing "
-        "--profiler-config --enable-trace-replay"
+    "traces have one span for each request: --otlp-traces-endpoint; --enable-log-requests and "
+    "/metrics say more": (
+        "--collect-detailed-traces --enable-layerwise-nvtx-tracing --profiler-config "
+        "--enable-trace-replay"
     ),
     "system_fingerprint is null but for versions of adapters": "--fingerprint-value",
     "the certificate is read at the start; start the server again for a new one": (
@@ -174,8 +176,8 @@ REFUSED = {
     "weights and KV pages are in the device's memory; bound them by --max-model-len and "
     "--kv-cache-memory-bytes": (
         "--offload-backend --cpu-offload-gb --cpu-offload-params --offload-group-size "
-        "--offload-num-in-group --offload-prefetch-step --offload-params --kv-offloading-size "
-        "--kv-offloading-backend --kv-transfer-config --kv-events-config"
+        "--offload-num-in-group --offload-prefetch-step --offload-params "
+        "--kv-transfer-config --kv-events-config"
     ),
     "KV pages are counted in bytes: --kv-cache-memory-bytes": "--num-gpu-blocks-override",
     "every layer's KV pages have the dtype that --kv-cache-dtype says": (

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from serving.engine.generate_arguments import Prompt
-from serving.images.front import TEXT_ONLY, ImageFront
+from serving.engine.images.front import TEXT_ONLY, ImageFront
 from serving.text.tokenizer import Tokenizer
 
 Conversation = Sequence[Mapping[str, Any]]

@@ -19,7 +19,7 @@ from lora_jax.memory.arena import ImportedArena
 from serving.api.config import EngineConfig
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
-from serving.api.request import FinishReason, OutputDelta, Request, Share
+from serving.api.request import FinishReason, OutputDelta, Request, Share, TraceContext
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo, adapter_info
 from serving.engine.admission import Admission
@@ -38,13 +38,13 @@ from serving.engine.generate_arguments import (
     with_images,
 )
 from serving.engine.image_inputs import read_prompts
+from serving.engine.images.front import ImageFront
 from serving.engine.loop import EngineLoop
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.engine.single_prompt import single_prompt
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
-from serving.images.front import ImageFront
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
 
@@ -254,6 +254,7 @@ class Engine:
         session: str | None = None,
         grammar: Any = None,
         by_head: bool = False,
+        trace: TraceContext | None = None,
     ) -> str:
         """Queue a request and return its id; `on_output` is called from the engine's thread.
 
@@ -262,7 +263,8 @@ class Engine:
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
         weights are not in memory is read here and now. `images` come with their first tokens,
         `grammar` is compiled. `by_head` has the adapter's task head answer, after one forward pass
-        over the prompt, in place of the LM head: `sampling` must be `HEAD_SAMPLING`. Raises
+        over the prompt, in place of the LM head: `sampling` must be `HEAD_SAMPLING`. The span of
+        the request, where spans are sent, is part of `trace`. Raises
         AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
@@ -284,6 +286,7 @@ class Engine:
             cache_salt=cache_salt,
             share=share or Share(),
             grammar=grammar,
+            trace=trace,
             head=self._admission.head_of(name, entry, sampling) if by_head else None,
         )
         self._admission.queue(request, entry, images)

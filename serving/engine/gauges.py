@@ -55,6 +55,16 @@ class Gauges:
         for name, text, value in (
             ("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_hits),
+            (
+                "vllm:external_prefix_cache_queries",
+                "Tokens looked up in host memory.",
+                stats.host_pages.queries,
+            ),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Tokens found in host memory.",
+                stats.host_pages.hits,
+            ),
             ("vllm:mm_cache_queries", "Images looked up.", stats.image_stats.queries),
             ("vllm:mm_cache_hits", "Images found on the device.", stats.image_stats.hits),
             ("vllm:num_preemptions", "Preemptions by recompute.", stats.preemptions),
@@ -67,6 +77,8 @@ class Gauges:
             ("adapter_slots_total", "Adapter slots.", stats.adapter_slots_total),
             ("encoder_rows_used", "Tokens of images kept.", stats.image_stats.rows_used),
             ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
+            ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
+            ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
             ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
             ("adapter_device_bytes", "Rank rows and experts in use.", stats.adapter_device_bytes),
             ("expert_page_bytes", "Pages behind base and ESFT experts.", stats.expert_page_bytes),

@@ -7,8 +7,8 @@ from lora_jax.adapters.entries import AdapterEntry
 from serving.api.images import PlacedImages, PreparedImage
 from serving.api.request import Request
 from serving.engine.generate_arguments import GivenPrompt
-from serving.images.decode import pixels_of
-from serving.images.front import TEXT_ONLY, ImageFront
+from serving.engine.images.decode import pixels_of
+from serving.engine.images.front import TEXT_ONLY, ImageFront
 from serving.text.tokenizer import Tokenizer
 
 

@@ -14,7 +14,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.vision import AbstractTower
 from lora_jax.vision.processor import ProcessorSettings, read_settings
 from serving.api.config import EngineConfig
-from serving.images.front import ImageFront
+from serving.engine.images.front import ImageFront
 from serving.steps.image_encoder import ImageEncoder
 from serving.text.tokenizer import Tokenizer
 

@@ -14,8 +14,10 @@ from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from lora_jax.adapters.rollout_guard import Outcome
 from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
+from serving.engine.live_requests import LiveRequests
 from serving.engine.metrics import EngineMetrics
 from serving.engine.pacing import Pacer
+from serving.engine.traces import Traces
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.runtime.compile_counter import CompileCounter
@@ -35,7 +37,6 @@ _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
 _SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
-_NO_OUTPUT = "The output of the request could not be processed."
 _NOT_FINITE = "The model's logits are not finite numbers."
 _NONE_LEFT = (
     "No token may come next, or the model's logits are not finite numbers: allowed_token_ids and "
@@ -57,6 +58,7 @@ class LoopParts:
     chunks_per_step: int
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
+    traces: Traces | None = None
 
 
 class EngineLoop:
@@ -70,7 +72,8 @@ class EngineLoop:
         self._aborts: list[str] = []
         self._closing = False
         self._dead = False
-        self._live: dict[str, LiveRequest] = {}
+        books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
+        self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
@@ -119,7 +122,7 @@ class EngineLoop:
                 raise ValueError(f"A request of the id {request.request_id[:64]!r} is running.")
             sequences = self._parts.scheduler.add(request)
             self._pacer.asked(request.share.tenant)
-            self._live[request.request_id] = make_live(sequences)
+            self._live.add(make_live(sequences))
             if entry is not None:
                 self._parts.residencies.retain(entry)
             self._woken = True
@@ -140,7 +143,7 @@ class EngineLoop:
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict each other; for an idle engine."""
         with self._lock:
-            assert not self._live, f"live requests {sorted(self._live)}"
+            self._live.check_integrity()
             assert not self._parts.scheduler.has_work, "the scheduler has work"
             self._parts.scheduler.check_integrity()
             self._parts.residencies.check_integrity()
@@ -156,7 +159,9 @@ class EngineLoop:
             logger.exception("The engine has died.")
         finally:
             self._parts.compilations.ignore_this_thread()
-            self._fail_all()
+            with self._lock:
+                self._dead = True
+            self._live.close(_DEAD)
             self._drain()
 
     def _iterate(self) -> None:
@@ -182,19 +187,21 @@ class EngineLoop:
             self._pacer.dispatched(now, follows=self._flying is not None)
         loaded = self._advance_loads()
         for sequence in ended:
-            self._end(sequence, FinishReason.ABORT)
+            self._live.end(sequence, FinishReason.ABORT)
         for sequence in expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
-            self._end(sequence, FinishReason.ERROR, message, retryable=True)
+            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         finished, self._flying = self._flying, None
-        if finished is not None:
-            self._process_results(finished)
-        elif early is not None:
-            self._hand_out(early)
-        elif step is None and not loaded:
+        if finished is None and early is None and step is None and not loaded:
             self._sleep()
-        if isinstance(step, HeldStep):
-            step = self._sample(step)
+        progress = early if finished is None else self._take_in(finished)
+        failed: list[tuple[Sequence, str]] = []
+        if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
+            step, failed = self._sample(step)
+        if progress is not None:
+            self._hand_out(progress)
+        for sequence, why in failed:
+            self._live.end(sequence, FinishReason.ERROR, why)
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
@@ -205,17 +212,15 @@ class EngineLoop:
         runner = self._parts.runner
         return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
 
-    def _sample(self, held: HeldStep) -> InFlightStep:
-        """Send the rest of a step, whose masks follow from the tokens taken in by now."""
+    def _sample(self, held: HeldStep) -> tuple[InFlightStep, list[tuple[Sequence, str]]]:
+        """Send the rest of a step, masked by the tokens taken in; return also what failed."""
         masks = self._parts.runner.new_masks()
         failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
         if failed:
             with self._lock:
                 for sequence, _ in failed:
                     self._parts.scheduler.finish(sequence, FinishReason.ERROR)
-            for sequence, why in failed:
-                self._end(sequence, FinishReason.ERROR, why)
-        return self._parts.runner.sample(held, masks)
+        return self._parts.runner.sample(held, masks), failed
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""
@@ -245,7 +250,7 @@ class EngineLoop:
                     self._parts.scheduler.finish(sequence, FinishReason.ERROR)
             for sequence in waiting:
                 message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
-                self._end(sequence, FinishReason.ERROR, message, retryable=True)
+                self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         return not residencies.is_busy
 
     def _sleep(self) -> None:
@@ -289,11 +294,11 @@ class EngineLoop:
         self._parts.metrics.step_done(step.plan.num_tokens)
         for sequence in affected:
             message = _SERVER_FAILED.format(name=sequence.request.adapter)
-            self._end(sequence, FinishReason.ERROR, message, retryable=True)
+            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         for result in bad:
             sequence = result.chunk.sequence
             barred = sequence.request.sampling.bars_tokens
-            self._end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
+            self._live.end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
         return progress
 
     def _hand_out(self, progress: list[Progress]) -> None:
@@ -301,7 +306,7 @@ class EngineLoop:
         num_generated, now = 0, time.monotonic()
         for one in progress:
             num_generated += one.result.token_id is not None
-            self._deliver(one, now)
+            self._live.deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
@@ -311,76 +316,6 @@ class EngineLoop:
         restarted = scheduler.restart_adapters(here) if here else []
         return [*restarted, *scheduler.fail_adapters(lost - here)]
 
-    def _deliver(self, progress: Progress, now: float) -> None:
-        """Hand out what one sequence got; its own trouble ends its request and no other."""
-        sequence = progress.sequence
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
-            return
-        try:
-            stopped = live.deliver(progress, now)
-        except Exception:
-            logger.exception("Request %s failed.", live.request.request_id)
-            self._fail(live, _NO_OUTPUT)
-            return
-        if stopped:
-            with self._lock:
-                self._parts.scheduler.finish(sequence, FinishReason.STOP)
-        if live.done:
-            self._retire(live, now)
-
-    def _end(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        error: str | None = None,
-        *,
-        retryable: bool = False,
-    ) -> None:
-        """Tell the caller that a sequence, already finished for the scheduler, has ended."""
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
-            return
-        try:
-            live.end(sequence, reason, error, retryable=retryable)
-        except Exception:
-            logger.exception("Request %s failed.", live.request.request_id)
-            self._fail(live, _NO_OUTPUT)
-            return
-        if live.done:
-            self._retire(live, time.monotonic())
-
-    def _fail(self, live: LiveRequest, error: str) -> None:
-        """End what is left of a request with an error."""
-        with self._lock:
-            self._parts.scheduler.abort(live.request.request_id)
-        self._tell(live, error, retryable=False)
-        self._retire(live, time.monotonic())
-
-    def _tell(self, live: LiveRequest, error: str, *, retryable: bool) -> None:
-        """Send the last deltas of a request; its callback may be what is broken."""
-        for sequence in live.unfinished():
-            try:
-                live.end(sequence, FinishReason.ERROR, error, retryable=retryable)
-            except Exception:
-                logger.exception(
-                    "The caller of request %s could not be notified.", live.request.request_id
-                )
-
-    def _retire(self, live: LiveRequest, now: float) -> None:
-        """Forget a request that has ended, and what was kept for it."""
-        with self._lock:
-            if self._live.pop(live.request.request_id, None) is None:
-                return
-            digest = live.request.adapter_digest
-            if digest:
-                self._parts.residencies.drop(digest)
-        summary = live.summary(now)
-        self._parts.metrics.request_done(summary)
-        outcome = summary.outcome()
-        if outcome is not None:
-            self._parts.finished(summary.adapter, outcome)
-
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""
         try:
@@ -389,11 +324,5 @@ class EngineLoop:
             logger.exception("The last step failed.")
         self._parts.residencies.close()
         self._parts.grammars.close()
-
-    def _fail_all(self) -> None:
-        """Take no more requests, and tell the callers of the live ones; never raises."""
-        with self._lock:
-            self._dead = True
-            left, self._live = list(self._live.values()), {}
-        for live in left:
-            self._tell(live, _DEAD, retryable=True)
+        if self._parts.traces is not None:
+            self._parts.traces.close()

@@ -1,6 +1,8 @@
 """Device memory budget of KV pages and adapter slots."""
 
+import dataclasses
 import logging
+import os
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,14 @@ from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.sizing import CacheSize, adapter_bytes, cache_size, free_bytes, kv_bytes
+from serving.engine.sizing import (
+    CacheSize,
+    adapter_bytes,
+    cache_size,
+    free_bytes,
+    host_pages,
+    kv_bytes,
+)
 from serving.engine.storage import kv_dtype, lora_dtype
 
 logger = logging.getLogger(__name__)
@@ -50,7 +59,14 @@ def size_kv_cache(
         size.num_pages * size.page_size * per_token / 1e6,
         size.max_model_len,
     )
-    return size
+    whole_page = size.page_size * model.kv_shape(model_config).bytes_per_token(
+        kv_dtype(config, dtype)
+    )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count = host_pages(config, whole_page, memory)
+    if count:
+        logger.info("KV pages in host memory: %d, %.1f MB.", count, count * whole_page / 1e6)
+    return dataclasses.replace(size, num_host_pages=count)
 
 
 def free_device_bytes(config: EngineConfig) -> int | None:

@@ -15,7 +15,7 @@ from serving.engine.generate_arguments import (
     with_images,
 )
 from serving.engine.image_inputs import read_prompts
-from serving.images.front import ImageFront
+from serving.engine.images.front import ImageFront
 from serving.text.tokenizer import Tokenizer
 
 

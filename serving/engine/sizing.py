@@ -16,6 +16,7 @@ class CacheSize:
     num_pages: int
     page_size: int
     max_model_len: int
+    num_host_pages: int = 0  # in host memory
 
 
 def free_bytes(config: EngineConfig, limit: int, used: int) -> int:
@@ -73,6 +74,27 @@ def cache_size(
         )
     pages = min(affordable, config.max_num_seqs * -(-longest // page_size))
     return CacheSize(pages, page_size, longest)
+
+
+def host_pages(config: EngineConfig, page_bytes: int, memory: int) -> int:
+    """Return the KV pages that kv_offloading_size has room for, in a host of `memory` bytes.
+
+    Raises ValueError: not one, or more than the host has memory.
+    """
+    budget = int(config.kv_offloading_size * (1 << 30))
+    if not budget:
+        return 0
+    if budget > memory:
+        raise ValueError(
+            f"kv_offloading_size is {config.kv_offloading_size:g} GiB; the host has "
+            f"{memory / (1 << 30):.1f} GiB of memory."
+        )
+    if budget < page_bytes:
+        raise ValueError(
+            f"kv_offloading_size is {budget} bytes; one KV page of {config.block_size} tokens "
+            f"takes {page_bytes}."
+        )
+    return budget // page_bytes
 
 
 def adapter_bytes(config: EngineConfig, one_adapter: int, free: int | None = None) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.api.images import ImageStats
+from serving.scheduling.host_pages import HostPageStats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,7 @@ class EngineStats:
     prefix_hits: int = 0
     preemptions: int = 0
     image_stats: ImageStats = dataclasses.field(default_factory=ImageStats)
+    host_pages: HostPageStats = dataclasses.field(default_factory=HostPageStats)
     prompt_tokens: int = 0  # totals since the start
     generation_tokens: int = 0
     adapters_loaded: int = 0

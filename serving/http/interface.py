@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from serving.api.images import PlacedImages
-from serving.api.request import OutputDelta, Share
+from serving.api.request import OutputDelta, Share, TraceContext
 from serving.api.sampling import Sampling
 from serving.runtime.rollouts import Rollouts
 from serving.text.structured.grammars import Grammar, Grammars
@@ -62,6 +62,7 @@ class AbstractEngine(Protocol):
         images: PlacedImages = (),
         grammar: Grammar | None = None,
         by_head: bool = False,
+        trace: TraceContext | None = None,
     ) -> str: ...
 
     def compose(self, parts: Sequence[tuple[AdapterEntry, float]]) -> AdapterEntry: ...

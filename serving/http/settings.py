@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from serving.images.sources import MediaPolicy
+from serving.engine.images.sources import MediaPolicy
 
 ROLES = ("user", "admin", "metrics")
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls

@@ -9,7 +9,7 @@ import array
 import collections
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from serving.api.images import PromptImage
 
@@ -72,12 +72,21 @@ class PageCache:
     first) or *blank*. Shared pages are full, hence never written again.
     """
 
-    def __init__(self, num_pages: int, page_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        on_evict: Callable[[int, bytes], None] = lambda page, key: None,
+    ):
+        """`on_evict` hears of a page, and its key, that is about to be another's."""
         if num_pages < 1 or page_size < 1:
             raise ValueError(f"{num_pages} pages of {page_size} tokens cannot hold anything.")
         self.num_pages = num_pages
         self.page_size = page_size
         self.enabled = enable_prefix_caching
+        self._on_evict = on_evict
         self._references = [0] * num_pages
         self._page_to_key: list[bytes | None] = [None] * num_pages
         self._key_to_page: dict[bytes, int] = {}
@@ -171,5 +180,6 @@ class PageCache:
             assert key is not None
             del self._key_to_page[key]
             self._page_to_key[page] = None
+            self._on_evict(page, key)
         self._references[page] = 1
         return page

@@ -15,125 +15,30 @@ in which they were planned, so pages and rows freed here may be given away at on
 drafts must be complete before the next plan.
 """
 
-import collections
-import random
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import (
-    FinishReason,
     Progress,
-    Request,
     Sequence,
     SequenceResult,
     SequenceState,
     StepPlan,
 )
-from serving.scheduling.adapter_gate import AdapterGate, AdapterResidency, NoAdapters
+from serving.scheduling.adapter_gate import AdapterResidency
 from serving.scheduling.claims import Claims, decode_order
 from serving.scheduling.endings import take_in
-from serving.scheduling.entry_checks import check_fits, check_room
-from serving.scheduling.fair_share import FairShares
-from serving.scheduling.integrity import check_queues
-from serving.scheduling.merge_modes import MergeModes
-from serving.scheduling.new_sequences import new_sequences
-from serving.scheduling.running_line import RunningLine
-from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.live_sequences import LiveSequences
 from serving.scheduling.short_steps import ShortStep, short_step
-from serving.scheduling.slot_claims import SlotClaims
-from serving.scheduling.speculation import Speculation
-from serving.scheduling.stats import SchedulerStats, scheduler_stats
+from serving.scheduling.stats import SchedulerStats
 from serving.scheduling.step_budget import SchedulerLimits, StepBudget
-from serving.scheduling.waiting_line import WaitingLine, prompts_by_tenant
+from serving.scheduling.waiting_line import prompts_by_tenant
 
 __all__ = ["AdapterResidency", "Progress", "Scheduler", "SchedulerLimits", "SchedulerStats"]
 
 
-class Scheduler:
+class Scheduler(LiveSequences):
     """Plans steps over all live sequences; one thread (the engine's) uses it."""
-
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        *,
-        adapters: AdapterResidency | None = None,
-        eos_token_ids: SequenceOf[int] = (),
-        seed: int = 0,
-        modes: MergeModes | None = None,
-        speculation: Speculation | None = None,
-    ):
-        """`seed` is where requests without a seed get theirs."""
-        self.limits, self.modes, self._speculation = limits, modes, speculation
-        residency = adapters or NoAdapters()
-        self._gate = AdapterGate(residency, limits.adapter_wait_s)
-        self._eos = frozenset(eos_token_ids)
-        self._random = random.Random(seed)
-        sizes = limits.num_pages, limits.page_size, limits.num_encoder_rows
-        self._pages = SequencePages(*sizes, enable_prefix_caching=limits.enable_prefix_caching)
-        self._waiting = WaitingLine()
-        self._running = RunningLine(limits.max_num_seqs)
-        self._fair = FairShares()
-        self._slot_claims = SlotClaims(self._fair, self._gate, residency)
-        self._requests: dict[str, list[Sequence]] = {}  # live sequences
-        self._num_added = 0
-        self._num_preemptions = 0
-
-    # Requests come and go.
-
-    def add(self, request: Request) -> list[Sequence]:
-        """Queue a request and return its n sequences.
-
-        Raises QueueFull, or ValueError for a prompt that no step could ever hold or an id in use.
-        """
-        check_fits(request, self.limits)
-        if request.request_id in self._requests:
-            raise ValueError(f"There is a request {request.request_id!r} already.")
-        sampling, n = request.sampling, request.sampling.n
-        check_room(request.share, n, self._waiting, self._fair, self.limits.max_queue)
-        seed = self._random.getrandbits(63) if sampling.seed is None else sampling.seed
-        sequences = new_sequences(request, self.limits, seed=seed, number=self._num_added)
-        self._num_added += n
-        self._requests[request.request_id] = list(sequences)
-        self._fair.enter(request.share, n, begins=not self._waiting.count(request.share.tenant))
-        for sequence in sequences:
-            self._waiting.add(sequence)
-            self._pages.open(sequence)
-        return sequences
-
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence now; results of steps in flight for it will be ignored."""
-        if sequence.state is SequenceState.FINISHED:
-            return
-        if sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._fair.leave(sequence.tenant)
-        self._gate.leave(sequence)
-        self._gate.forget(sequence)
-        sequence.state = SequenceState.FINISHED
-        sequence.finish_reason = reason
-        self._pages.close(sequence)
-        if self.modes is not None:
-            self.modes.leave(sequence)
-        siblings = self._requests[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._requests[sequence.request.request_id]
-
-    def abort(self, request_id: str) -> list[Sequence]:
-        """End all live sequences of a request and return them; unknown requests have none."""
-        return self._finish_all(self._requests.get(request_id, ()), FinishReason.ABORT)
-
-    def expired(self, now: float) -> list[Sequence]:
-        """End and return the sequences that waited too long for an adapter slot."""
-        return self._finish_all(self._gate.expired(now), FinishReason.ERROR)
-
-    def waiting_for(self, digest: str) -> list[Sequence]:
-        """Return the waiting sequences of an adapter, e.g. to fail them when it cannot load."""
-        return [s for s in self._waiting if s.request.adapter_digest == digest]
-
-    # Steps.
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None when nothing can run before something else happens."""
@@ -155,7 +60,7 @@ class Scheduler:
         if self._fair.are_shared:
             self._claim_slots(now)
             self._claim(now)
-            order = decode_order(self._running, self._fair, self.limits.num_pages)
+            order = decode_order(order, self._fair, self.limits.num_pages)
             rows = self.limits.max_num_seqs
             short = short_step(self._fair, order, self._waiting.tenants, rows)
             order = short.order(order)
@@ -169,7 +74,7 @@ class Scheduler:
             self._speculation.extend(step, self._pages, len(self._running))
         for sequence in step.sequences:
             self._pages.register(sequence)
-        return step.plan(self._pages.take_encodes())
+        return step.plan(self._pages.take_encodes(), self._pages.take_moves)
 
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
@@ -188,62 +93,7 @@ class Scheduler:
         drawn = (one for result in good for one in (result, *result.more))
         return [self._process_result(one, now) for one in drawn if not one.chunk.sequence.has_ended]
 
-    def fail_adapters(self, digests: frozenset[str]) -> list[Sequence]:
-        """End and return the sequences of these adapters that a bad step may have affected.
-
-        Their prefixes are forgotten; sequences that wait and have nothing in flight stay.
-        """
-        running = [*self._running, *(s for s in self._waiting if s.num_in_flight)]
-        affected = [s for s in running if s.request.adapter_digest in digests]
-        self._finish_all(affected, FinishReason.ERROR)
-        self._pages.forget_adapters(digests)
-        return affected
-
-    def restart_adapters(self, digests: frozenset[str]) -> list[Sequence]:
-        """Have the sequences of these adapters, which a bad step may have affected, computed anew.
-
-        They wait with the tokens of good steps and without their slots; what is in flight is void,
-        their prefixes are forgotten. Ends and returns those that still await scores of the prompt.
-        """
-        selected = [
-            s for s in [*self._running, *self._waiting] if s.request.adapter_digest in digests
-        ]
-        affected = [s for s in selected if s.slot >= 0 or s.num_in_flight]
-        scored = [s for s in affected if s.awaits_prompt_logprobs]
-        lost = self._finish_all(scored, FinishReason.ERROR)
-        for sequence in (s for s in affected if s.state is not SequenceState.FINISHED):
-            self._restart(sequence)
-        self._pages.forget_adapters(digests)
-        return lost
-
-    @property
-    def has_work(self) -> bool:
-        """True if any sequence is waiting or running."""
-        return bool(self._waiting or self._running)
-
-    def stats(self) -> SchedulerStats:
-        """Return where the sequences are."""
-        counts = self._gate, self._pages, self._num_preemptions
-        return scheduler_stats(self._running, self._waiting, *counts)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError when rows, pages, slots or queues contradict each other."""
-        check_queues(self._running, self._waiting, self._requests)
-        live = [*self._waiting, *self._running]
-        tenants = (collections.Counter(s.tenant for s in queue) for queue in (live, self._running))
-        self._fair.check_integrity(*tenants)
-        self._pages.check_integrity(live, self._running)
-        self._gate.check_integrity([*self._running, *(s for s in self._waiting if s.slot >= 0)])
-        if self.modes is not None:
-            self.modes.check_integrity(live)
-
     # The rest is how.
-
-    def _finish_all(self, sequences: SequenceOf[Sequence], reason: FinishReason) -> list[Sequence]:
-        ended = list(sequences)
-        for sequence in ended:
-            self.finish(sequence, reason)
-        return ended
 
     def _decode(
         self, step: StepBudget, sequences: SequenceOf[Sequence], order: SequenceOf[Sequence]
@@ -266,31 +116,6 @@ class Scheduler:
                 return
         step.schedule(sequence)
         self._fair.charge(sequence.tenant, 1)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to waiting. It keeps its adapter slot and its tokens."""
-        self._stop_running(sequence)
-        sequence.state = SequenceState.WAITING
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        self._num_preemptions += 1
-        self._waiting.add(sequence)
-
-    def _restart(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.RUNNING:
-            self._stop_running(sequence)
-            sequence.state = SequenceState.WAITING
-            self._waiting.add(sequence)
-        self._gate.leave(sequence)
-        sequence.num_computed = 0
-        sequence.num_scheduled_outputs = len(sequence.output_ids)
-        sequence.num_discarded = sequence.num_in_flight
-        sequence.num_preemptions += 1
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        self._pages.take_back(sequence)
-        self._running.remove(sequence)
-        self._fair.stop(sequence.tenant)
 
     def _fill_short(self, step: StepBudget, short: ShortStep, now: float, admitting: bool) -> bool:
         """Give a short step to those it is for; False when none of their prompts can run."""
@@ -381,17 +206,6 @@ class Scheduler:
                 pages = self._pages.num_pages(len(sequence.token_ids))
                 for taken in claims.make_room(tenant, pages):
                     self._preempt(taken)
-
-    def _start_running(self, sequence: Sequence, now: float) -> None:
-        self._waiting.remove(sequence)
-        self._running.add(sequence)
-        self._fair.start(sequence.tenant)
-        sequence.state = SequenceState.RUNNING
-        if sequence.first_scheduled_s is None:
-            sequence.first_scheduled_s = now
-
-    def _follows_sibling(self, sequence: Sequence) -> bool:
-        return self._pages.follows(sequence, self._requests[sequence.request.request_id])
 
     def _process_result(self, result: SequenceResult, now: float) -> Progress:
         progress = take_in(result, now, self._eos)

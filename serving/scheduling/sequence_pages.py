@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.images import EncodeImage, ImageStats
-from serving.api.request import Sequence, SequenceState
+from serving.api.request import PageMove, Sequence, SequenceState
+from serving.scheduling.host_pages import HostPages, HostPageStats
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 from serving.scheduling.sequence_images import SequenceImages
 
@@ -22,11 +23,14 @@ class SequencePages:
         num_pages: int,
         page_size: int,
         num_encoder_rows: int = 0,
+        num_host_pages: int = 0,
         *,
         enable_prefix_caching: bool,
     ):
         self._images = SequenceImages(num_encoder_rows)
-        self._cache = PageCache(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+        self._host = HostPages(num_host_pages)
+        how = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
+        self._cache = PageCache(num_pages, page_size, **how)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
         self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
@@ -71,6 +75,14 @@ class SequencePages:
         """Return what towers compute before the step that is planned, once."""
         return self._images.take_encodes()
 
+    def take_moves(self) -> tuple[PageMove, ...]:
+        """Return the pages that move between device and host before the step planned, once."""
+        return self._host.take_moves()
+
+    @property
+    def host_stats(self) -> HostPageStats:
+        return self._host.stats
+
     @property
     def image_stats(self) -> ImageStats:
         return self._images.stats
@@ -83,26 +95,40 @@ class SequencePages:
         `reserve` pages must stay free. The sequence's num_computed then counts the known prefix;
         its first time also counts as a look-up in the cache.
         """
-        total, matched = len(sequence.token_ids), []
+        total, size = len(sequence.token_ids), self._cache.page_size
+        keys, matched = [], []
         if self.can_match(sequence):
-            usable = (total - 1) // self._cache.page_size  # at least one token is computed
-            matched = self._cache.match(self._chains[sequence].keys(sequence.token_ids, usable))
+            usable = (total - 1) // size  # at least one token is computed
+            keys = self._chains[sequence].keys(sequence.token_ids, usable)
+            matched = self._cache.match(keys)
+        brought = self._host.pin(keys[len(matched) :])
         needed = self.num_pages(total) - len(matched)
         has_room = needed + reserve <= self._cache.num_free
-        sequence.num_computed = len(matched) * self._cache.page_size
+        sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
             self._cache.free(matched)
+            self._host.unpin()
             sequence.num_computed = 0
             return False
         fresh = self._cache.allocate(needed)
         assert fresh is not None
+        self._bring_in(brought, fresh[: len(brought)])
         sequence.pages = matched + fresh
-        self._registered[sequence] = len(matched)
+        self._registered[sequence] = len(matched) + len(brought)
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
             if self.can_match(sequence):
-                self._cache.record(sequence.num_prompt, sequence.num_computed)
+                found, asked = len(matched) * size, sequence.num_prompt
+                self._cache.record(asked, found)
+                self._host.record(asked - found, len(brought) * size)
         return True
+
+    def _bring_in(self, keys: SequenceOf[bytes], pages: SequenceOf[int]) -> None:
+        """Fill held pages from the host before the next step; others may find them from now on."""
+        self._host.bring_in(keys, pages)
+        self._host.unpin()
+        for key, page in zip(keys, pages, strict=True):
+            self._cache.register(page, key)
 
     def grow(self, sequence: Sequence, count: int = 1) -> bool:
         """Hold pages for the next `count` tokens to compute; False (no change) without room."""
@@ -166,6 +192,7 @@ class SequencePages:
         """Raise AssertionError when pages and the sequences that are to hold them disagree."""
         self._cache.check_integrity([sequence.pages for sequence in running])
         self._images.check_integrity(running)
+        self._host.check_integrity()
         assert set(self._chains) == set(live), "a sequence is lost or kept too long"
         assert set(self._registered) == set(running), "who runs and who holds pages disagree"
         for sequence in running:

@@ -1,12 +1,15 @@
 """Statistics of the scheduler's sequences. No jax."""
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from serving.api.images import ImageStats
 from serving.api.request import Sequence
 from serving.scheduling.adapter_gate import AdapterGate
+from serving.scheduling.host_pages import HostPageStats
+from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.waiting_line import WaitingLine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +26,7 @@ class SchedulerStats:
     prefix_queries: int  # tokens
     prefix_hits: int  # tokens
     images: ImageStats = dataclasses.field(default_factory=ImageStats)
+    host_pages: HostPageStats = dataclasses.field(default_factory=HostPageStats)
 
 
 def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
@@ -31,8 +35,8 @@ def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
 
 
 def scheduler_stats(
-    running: Collection[Sequence],
-    waiting: Collection[Sequence],
+    running: RunningLine,
+    waiting: WaitingLine,
     gate: AdapterGate,
     pages: SequencePages,
     num_preemptions: int,
@@ -51,4 +55,5 @@ def scheduler_stats(
         prefix_queries=prefix.queries,
         prefix_hits=prefix.hits,
         images=pages.image_stats,
+        host_pages=pages.host_stats,
     )

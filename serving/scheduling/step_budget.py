@@ -1,9 +1,10 @@
 """Budget of one step: tokens, logit rows and the chunks that use them. No jax."""
 
 import dataclasses
+from collections.abc import Callable
 
 from serving.api.images import EncodeImage
-from serving.api.request import ScheduledChunk, Sequence, StepPlan
+from serving.api.request import PageMove, ScheduledChunk, Sequence, StepPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "sjf"
     num_encoder_rows: int = 0  # of the encoder cache
+    num_host_pages: int = 0  # KV pages that host memory has room for
 
     def __post_init__(self) -> None:
         for field in ("max_num_batched_tokens", "max_logit_rows"):
@@ -104,8 +106,15 @@ class StepBudget:
         chunk.sequence.num_computed += count
         chunk.sequence.num_scheduled_outputs += count
 
-    def plan(self, encodes: tuple[EncodeImage, ...] = ()) -> StepPlan | None:
-        """Return the step, before which towers compute `encodes`; None when nobody got a chunk."""
+    def plan(
+        self,
+        encodes: tuple[EncodeImage, ...] = (),
+        take_moves: Callable[[], tuple[PageMove, ...]] = tuple,
+    ) -> StepPlan | None:
+        """Return the step; None when nobody got a chunk. Before it towers compute `encodes`, and
+        pages move that `take_moves` then gives.
+        """
         if not self._chunks:
             return None
-        return StepPlan(tuple(self._chunks), tuple(self._admitted), encodes, self.is_short)
+        chunks, admitted = tuple(self._chunks), tuple(self._admitted)
+        return StepPlan(chunks, admitted, encodes, self.is_short, moves=take_moves())

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lora_jax.typing import Array, Bool, Float, Int, UInt32
-from serving.steps.device_state import RowState, row_of
+from lora_jax.ops.keep_likely import keep_likely
+from lora_jax.typing import Array, Bool, Float, Int
+from serving.steps.device_state import RowState, rows_of
 from serving.steps.sampler import (
     LogitRows,
     Sampled,
@@ -21,18 +22,12 @@ from serving.steps.sampler import (
     argmax,
     draw_scaled,
     drop_bad_words,
-    joined,
     keep_allowed,
-    keep_min_p,
-    keep_top_k,
-    keep_top_p,
     score,
     unscored,
-    weight_halves,
 )
 from serving.steps.token_masks import TokenMasks, mask_rows
 
-_DIGIT_BITS = 2  # of a threshold, found at a time
 _PIECE = 1024  # tokens
 _FOLD = 16  # numbers added by one elementwise pass
 
@@ -48,9 +43,7 @@ def sample(
     seqs, targets = rows.row_to_seq, rows.targets
     if masks is not None:
         logits = mask_rows(logits, masks, seqs, live & (targets < 0))
-    branches = [
-        jax.vmap(functools.partial(choose, state)) for choose in (_greedy, _drawn, _kept, _edited)
-    ]
+    branches = [functools.partial(choose, state) for choose in (_greedy, _drawn, _kept, _edited)]
     need = _most_demanding(live & (targets < 0), seqs, state)
     tokens = lax.switch(need, branches, logits, rows.positions, seqs)
     tokens = jnp.where(live, jnp.where(targets >= 0, targets, tokens), 0)
@@ -76,45 +69,71 @@ def _most_demanding(
 
 
 def _greedy(
-    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
-) -> Int[Array, ""]:
-    return argmax(logits)
+    state: RowState,
+    logits: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    seqs: Int[Array, "rows"],
+) -> Int[Array, "rows"]:
+    return jax.vmap(argmax)(logits)
 
 
 def _drawn(
-    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
-) -> Int[Array, ""]:
-    row = row_of(state, seq)
-    drawn = draw_scaled(_scaled(logits, row), position, row)
-    return jnp.where(row.temperature > 0, drawn, argmax(logits))
+    state: RowState,
+    logits: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    seqs: Int[Array, "rows"],
+) -> Int[Array, "rows"]:
+    return jax.vmap(_draw)(logits, _scaled(logits, state, seqs), positions, rows_of(state, seqs))
 
 
 def _kept(
-    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
-) -> Int[Array, ""]:
-    row = row_of(state, seq)
-    scaled = _scaled(logits, row)
-    scaled = jnp.where(row.min_p > 0, keep_min_p(scaled, row.min_p), scaled)
-    scaled = jnp.where(row.top_k > 0, keep_top_k(scaled, row.top_k, threshold_by_digits), scaled)
-    scaled = jnp.where(row.top_p < 1, keep_top_p(scaled, row.top_p, threshold_by_digits), scaled)
-    drawn = draw_scaled(scaled, position, row)
-    return jnp.where(row.temperature > 0, drawn, argmax(logits))
+    state: RowState,
+    logits: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    seqs: Int[Array, "rows"],
+) -> Int[Array, "rows"]:
+    kept = keep_likely(
+        _scaled(logits, state, seqs), state.min_p[seqs], state.top_k[seqs], state.top_p[seqs]
+    )
+    return jax.vmap(_draw)(logits, kept, positions, rows_of(state, seqs))
 
 
 def _edited(
-    state: RowState, logits: Float[Array, "vocab"], position: Int[Array, ""], seq: Int[Array, ""]
-) -> Int[Array, ""]:
-    row = row_of(state, seq)
+    state: RowState,
+    logits: Float[Array, "rows vocab"],
+    positions: Int[Array, "rows"],
+    seqs: Int[Array, "rows"],
+) -> Int[Array, "rows"]:
+    edited = jax.vmap(_edit)(logits, positions, rows_of(state, seqs))
+    return _kept(state, edited, positions, seqs)
+
+
+def _edit(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
+    """Return the logits of a row with its edits, limits and penalties."""
     logits = jnp.where(row.edits != 0, apply_edits(logits, position, row), logits)
     logits = jnp.where(row.is_limited != 0, keep_allowed(logits, position, row), logits)
     logits = jnp.where(row.has_bad_words != 0, drop_bad_words(logits, position, row), logits)
-    logits = jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
-    return _kept(state, logits, position, seq)
+    return jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
 
 
-def _scaled(logits: Float[Array, "vocab"], row: RowState) -> Float[Array, "vocab"]:
+def _draw(
+    logits: Float[Array, "vocab"],
+    kept: Float[Array, "vocab"],
+    position: Int[Array, ""],
+    row: RowState,
+) -> Int[Array, ""]:
+    """Return a token drawn from the kept ones, or the most likely one of a greedy row."""
+    return jnp.where(row.temperature > 0, draw_scaled(kept, position, row), argmax(logits))
+
+
+def _scaled(
+    logits: Float[Array, "rows vocab"], state: RowState, seqs: Int[Array, "rows"]
+) -> Float[Array, "rows vocab"]:
     """Return logits / temperature; a greedy row's, which no one reads, are the logits."""
-    return logits / jnp.where(row.temperature > 0, row.temperature, jnp.float32(1))
+    temperature = state.temperature[seqs]
+    return logits / jnp.where(temperature > 0, temperature, jnp.float32(1))[:, None]
 
 
 def _scored(
@@ -130,31 +149,6 @@ def _scored(
         return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), scored, none)
 
     return jax.vmap(one)(logits, tokens, wanted)
-
-
-def threshold_by_digits(
-    image: UInt32[Array, "vocab"], weights: UInt32[Array, "vocab"], wanted: Float[Array, ""]
-) -> UInt32[Array, ""]:
-    """Return what sampler.threshold_by_bits does, by a pass over the row for every digit.
-
-    Passes have the same instructions, the digit's place being data, so that they are compiled once.
-    """
-    zero, threshold, unit = jnp.uint32(0), jnp.uint32(0), jnp.uint32(1 << (32 - _DIGIT_BITS))
-    image, weights = lax.optimization_barrier((image, weights))
-    for _ in range(32 // _DIGIT_BITS):
-        threshold, unit = lax.optimization_barrier((threshold, unit))
-        trials = [threshold + jnp.uint32(i) * unit for i in range(1, 1 << _DIGIT_BITS)]
-        kept = [weight_halves(jnp.where(image >= trial, weights, zero)) for trial in trials]
-        halves = [half for pair in kept for half in pair]
-        sums = lax.reduce(halves, [zero] * len(halves), _add_each, (0,))
-        totals = [joined(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
-        threshold = threshold + sum((total >= wanted).astype(jnp.uint32) for total in totals) * unit
-        unit = unit >> jnp.uint32(_DIGIT_BITS)
-    return threshold
-
-
-def _add_each(xs: list[Array], ys: list[Array]) -> list[Array]:
-    return [x + y for x, y in zip(xs, ys, strict=True)]
 
 
 def log_sum_exp(logits: Float[Array, "vocab"]) -> Float[Array, ""]:

@@ -102,6 +102,11 @@ def row_of(state: RowState, seq: Int[Array, ""]) -> RowState:
     return jax.tree.map(lambda leaf: leaf[seq], state)
 
 
+def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> RowState:
+    """Return the slice of each named row, one after the other."""
+    return jax.tree.map(lambda leaf: leaf[seqs], state)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRow:
     """One row on its way to the device, as two arrays: one transfer each, no compilation."""

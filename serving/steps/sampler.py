@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lora_jax.typing import Array, Bool, Float, Int, UInt32
+from lora_jax.ops.keep_likely.reference import keep_min_p, keep_top_k, keep_top_p
+from lora_jax.typing import Array, Bool, Float, Int
 from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import RowState, row_of
 from serving.steps.token_masks import TokenMasks, mask_row
@@ -227,77 +228,3 @@ def argmax(values: Float[Array, "vocab"]) -> Int[Array, ""]:
     indices = lax.iota(jnp.int32, values.shape[0])
     first = jnp.min(jnp.where(values == top, indices, values.shape[0]))
     return jnp.where(jnp.isfinite(top), first, INVALID_TOKEN)
-
-
-def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[Array, "vocab"]:
-    """Return logits with tokens less likely than min_p times the most likely one at -inf."""
-    return jnp.where(jnp.exp(logits - jnp.max(logits)) >= min_p, logits, -jnp.inf)
-
-
-# Returns the largest integer t for which weights[image >= t] sum to `wanted` at least.
-Search = Callable[[UInt32[Array, "vocab"], UInt32[Array, "vocab"], Float[Array, ""]], Array]
-
-# Weights are integers up to 2^26 and are added in two halves of 13 bits, exact for vocabularies of
-# less than 2^19 tokens: so no sum depends on its order, which XLA chooses by what is around.
-_WEIGHT_BITS, _HALF_BITS = 26, 13
-
-
-def weight_halves(weights: UInt32[Array, "vocab"]) -> tuple[Array, Array]:
-    """Return the upper and the lower bits of weights, to be added apart."""
-    return weights >> jnp.uint32(_HALF_BITS), weights & jnp.uint32((1 << _HALF_BITS) - 1)
-
-
-def joined(upper: UInt32[Array, ""], lower: UInt32[Array, ""]) -> Float[Array, ""]:
-    """Return the sum of weights whose halves sum to these."""
-    return upper.astype(jnp.float32) * (1 << _HALF_BITS) + lower.astype(jnp.float32)
-
-
-def weight_sum(weights: UInt32[Array, "vocab"]) -> Float[Array, ""]:
-    """Return the sum of weights, rounded once."""
-    return joined(*(jnp.sum(half) for half in weight_halves(weights)))
-
-
-def threshold_by_bits(
-    image: UInt32[Array, "vocab"], weights: UInt32[Array, "vocab"], wanted: Float[Array, ""]
-) -> UInt32[Array, ""]:
-    """Return what a Search does, bit by bit.
-
-    32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
-    """
-
-    def step(index: Int[Array, ""], threshold: UInt32[Array, ""]) -> UInt32[Array, ""]:
-        trial = threshold | lax.shift_left(jnp.uint32(1), jnp.asarray(31 - index, jnp.uint32))
-        kept = jnp.where(image >= trial, weights, jnp.uint32(0))
-        return jnp.where(weight_sum(kept) >= wanted, trial, threshold)
-
-    return lax.fori_loop(0, 32, step, jnp.uint32(0))
-
-
-def keep_top_k(
-    logits: Float[Array, "vocab"], top_k: Int[Array, ""], search: Search = threshold_by_bits
-) -> Float[Array, "vocab"]:
-    """Return logits with all but the k most likely tokens at -inf; ties with the k-th stay."""
-    image = ordered_image(logits)
-    threshold = search(image, jnp.ones(image.shape, jnp.uint32), top_k.astype(jnp.float32))
-    return jnp.where(image >= threshold, logits, -jnp.inf)
-
-
-def keep_top_p(
-    logits: Float[Array, "vocab"], top_p: Float[Array, ""], search: Search = threshold_by_bits
-) -> Float[Array, "vocab"]:
-    """Return logits with all but the smallest most likely set of probability >= top_p at -inf.
-
-    Probabilities count in steps of 2^-26 of the largest.
-    """
-    image = ordered_image(logits)
-    shares = jnp.exp(logits - jnp.max(logits)) * (1 << _WEIGHT_BITS)
-    weights = jnp.round(shares).astype(jnp.uint32)
-    threshold = search(image, weights, top_p * weight_sum(weights))
-    return jnp.where(image >= threshold, logits, -jnp.inf)
-
-
-def ordered_image(values: Float[Array, "vocab"]) -> UInt32[Array, "vocab"]:
-    """Return unsigned integers in the order of the floats (none NaN); equal floats stay equal."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
-    sign = jnp.uint32(0x80000000)
-    return jnp.where(bits >= sign, ~bits, bits | sign)

@@ -46,6 +46,7 @@ class StepSizes:
     max_rank: int
     head_width: int = 0  # of task heads' logits; 0: no trace of heads is in the programs
     max_drafts: int = 0  # of a sequence in one step; 0: no trace of them is in the programs
+    num_host_pages: int = 0  # KV pages that host memory has room for
 
     @property
     def table_rows(self) -> int:

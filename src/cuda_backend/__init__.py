@@ -14,6 +14,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.all_gather import all_gather, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
+    from cuda_backend.keep_likely import keep_likely
     from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge
     from cuda_backend.paged_attention import paged_attention
@@ -23,7 +24,7 @@ def kernels() -> dict[str, Callable]:
 
     linear = (grouped_matmul, lora_gemm)
     others = (adapter_items, all_gather, gather_group, merge, paged_attention, reroute, row_map)
-    by_row = (choose_experts, place_heads, rms_norm)
+    by_row = (choose_experts, keep_likely, place_heads, rms_norm)
     return {op.__name__: op for op in (*linear, *others, *by_row)}
 
 

@@ -39,6 +39,7 @@ TARGETS = (
     "lora_jax_cuda_row_map",
     "lora_jax_cuda_rms_norm",
     "lora_jax_cuda_choose_experts",
+    "lora_jax_cuda_keep_likely",
     "lora_jax_cuda_place_heads",
     "lora_jax_cuda_peer_push",
     "lora_jax_cuda_peer_wait_add",

@@ -5,14 +5,15 @@ is host business (serving.scheduling.prefix_cache).
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.ops.kv_rows import stored_dim
 from lora_jax.sharding import Split
-from lora_jax.typing import Array, Num
+from lora_jax.typing import Array, Int, Num
 
 
 @jax.tree_util.register_dataclass
@@ -80,3 +81,36 @@ def init_cache(
         )
 
     return tuple(layer() for _ in range(shape.num_layers))
+
+
+class Blocks(NamedTuple):
+    """Some pages of all layers, the bytes of each side by side: their form outside the cache."""
+
+    k: Num[Array, "pages layers page_size kv_heads k_items"]
+    v: Num[Array, "pages layers page_size kv_heads v_items"]
+
+
+def blocks_sharding(shape: KVShape, split: Split | None) -> NamedSharding | None:
+    """Return where blocks of this shape lie; None: on one device."""
+    pages = pages_sharding(shape, split)
+    if pages is None:
+        return None
+    return NamedSharding(pages.mesh, PartitionSpec(None, *pages.spec))
+
+
+def read_blocks(cache: PagedKVCache, numbers: Int[Array, "pages"]) -> Blocks:
+    """Return the pages of these numbers."""
+    k = jnp.stack([layer.k[numbers] for layer in cache], axis=1)
+    return Blocks(k, jnp.stack([layer.v[numbers] for layer in cache], axis=1))
+
+
+def write_blocks(cache: PagedKVCache, numbers: Int[Array, "pages"], blocks: Blocks) -> PagedKVCache:
+    """Return the cache with these pages in it; numbers out of range are dropped."""
+
+    def written(pages: Array, new: Array) -> Array:
+        return pages.at[numbers].set(new, mode="drop")
+
+    return tuple(
+        LayerCache(written(layer.k, blocks.k[:, i]), written(layer.v, blocks.v[:, i]))
+        for i, layer in enumerate(cache)
+    )

@@ -18,6 +18,7 @@ from serving.http.requests.session import target_of
 from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.requests.tools import auto_parser
+from serving.http.requests.trace import trace_of
 from serving.http.server import Server
 from serving.http.settings import HARMONY
 
@@ -41,20 +42,21 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     # Refuse bad parameters before any work on the messages.
     asks_head = by_head(body, target)
     parser = auto_parser(body, server.settings.auto_call_parser)
-    outputs = chat_sampling(body, 1, defaults).structured_outputs
-    grammar = await compiled_grammar(server.engine, body, outputs)
+    limit = server.max_model_len
+    sampling = chat_sampling(body, limit, defaults)
+    grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     images = await read_images(server.engine, body.messages, server.settings.media)
     prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
-    limit, length = server.max_model_len, len(prompt.ids)
-    sampling = fit_context(chat_sampling(body, limit - length, defaults), body, length, limit)
+    sampling = fit_context(sampling, body, len(prompt.ids), limit)
     is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
     if asks_head:
         sampling = HEAD_SAMPLING
     elif parser is not None or is_harmony:  # marks of parts are special tokens of some models
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-    generation = Generation(server.engine, server.mailbox, [prompt], by_head=asks_head)
+    how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
+    generation = Generation(server.engine, server.mailbox, [prompt], **how)
     salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(server.engine, body.messages[-1:])[0]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from starlette.types import Receive
 
 from lora_jax.adapters.entries import AdapterEntry
-from serving.api.request import FinishReason, OutputDelta, QueueFull
+from serving.api.request import FinishReason, OutputDelta, QueueFull, TraceContext
 from serving.api.sampling import Sampling
 from serving.http.access.auth import limited
 from serving.http.access.keys import Caller
@@ -45,9 +45,13 @@ class Generation:
         prompts: Sequence[Prompt],
         *,
         by_head: bool = False,
+        trace: TraceContext | None = None,
     ):
-        """`by_head`: the adapter's task head answers in place of the LM head."""
+        """`by_head`: the adapter's task head answers in place of the LM head. `trace` is that of
+        the HTTP request.
+        """
         self._engine, self._mailbox, self.by_head = engine, mailbox, by_head
+        self._trace = trace
         self.prompts = tuple(prompts)
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
@@ -126,6 +130,7 @@ class Generation:
         receiver = self._receiver(prompt, self.num_choices)
         more: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
         more |= {"by_head": True} if self.by_head else {}
+        more |= {"trace": self._trace} if self._trace is not None else {}
         request_id = self._engine.submit(
             prompt.ids, sampling=sampling, on_output=receiver, **submission, **more
         )

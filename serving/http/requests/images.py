@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.api.images import PreparedImage
+from serving.engine.images.decode import MAX_PIXELS, ImageError, decode
+from serving.engine.images.front import TOO_MANY, ImageFront
+from serving.engine.images.sources import FetchFailed, MediaPolicy, read_source
 from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.protocol import ChatMessage, ContentPart, ImageUrl
-from serving.images.decode import MAX_PIXELS, ImageError, decode
-from serving.images.front import TOO_MANY, ImageFront
-from serving.images.sources import FetchFailed, MediaPolicy, read_source
 
 MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other
@@ -64,15 +64,16 @@ async def read_images(
     if len(urls) > front.max_images:
         raise _wrong(TOO_MANY.format(limit=front.max_images))
     images, pixels, tokens = [], 0, 0
-    for url in urls:
+    for place, url in enumerate(urls, 1):
+        which = f"Image {place} of {len(urls)}: " if len(urls) > 1 else ""
         lane = Lane.FETCH if url[:6].lower().startswith(_REMOTE) else Lane.IMAGES
         try:
             data = await run_in(lane, read_source, url, policy)
             size, image = await run_in(Lane.IMAGES, _prepared, front, data)
         except FetchFailed as error:
-            raise ApiError(422, str(error), param="messages") from None
+            raise ApiError(422, f"{which}{error}", param="messages") from None
         except ImageError as error:
-            raise _wrong(str(error)) from None
+            raise _wrong(f"{which}{error}") from None
         pixels, tokens = pixels + size, tokens + image.num_tokens
         if pixels > MAX_ALL_PIXELS:
             raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")

@@ -18,6 +18,7 @@ from serving.http.requests.prompts import read_prompts
 from serving.http.requests.protocol import CompletionBody
 from serving.http.requests.session import target_of
 from serving.http.requests.structure import compiled_grammar
+from serving.http.requests.trace import trace_of
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -40,7 +41,8 @@ async def create_completion(request: Request) -> Response:
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     if asks_head:
         samplings = [HEAD_SAMPLING] * len(prompts)
-    generation = Generation(server.engine, server.mailbox, prompts, by_head=asks_head)
+    how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
+    generation = Generation(server.engine, server.mailbox, prompts, **how)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
     answer = CompletionAnswer(

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.cases.item_cases import check_items
+from support.cases.likely_cases import LIKELY_CASES
 from support.doubles.cuda_emulator import call, copied
 from support.oracles.tolerance import TOLERANCE
 
@@ -21,6 +22,7 @@ from lora_jax.ops.cases import (
     lora_case,
     merge_case,
 )
+from lora_jax.ops.keep_likely.reference import keep_likely
 from lora_jax.ops.reroute import reference as reroute_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -138,6 +140,17 @@ def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, sof
     best /= (shares if softmax_first else best).sum(1, keepdims=True)
     best /= best.sum(1, keepdims=True) if normed else 1
     np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", LIKELY_CASES)
+def test_likely_tokens_are_the_reference_ones(library, name):
+    """The kernel's exponentials may differ from XLA's by a bit, which no share here hangs on."""
+    logits, *params = (np.array(v) for v in LIKELY_CASES[name])
+    least = np.full(len(logits), np.nan, np.float32)
+    params[1] = params[1].astype(np.int32)
+    call(library.keep_likely, logits, *params, *logits.shape, least)
+    want = np.asarray(keep_likely(*LIKELY_CASES[name]))
+    np.testing.assert_array_equal(np.where(logits < least[:, None], -np.inf, logits), want)
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -35,6 +35,7 @@ MOST_REGISTERS = {
     "grouped_f32_kernel": 128,
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
+    "keep_likely_kernel": 32,  # 2 CTAs of 1024
     "place_heads_kernel": 64,
     "push_kernel": 64,  # few, so that it fits beside others
     "await_kernel": 64,

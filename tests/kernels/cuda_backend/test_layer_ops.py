@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.cases.likely_cases import LIKELY_CASES, likely_case
 
-from cuda_backend import choose_experts, place_heads, rms_norm
+from cuda_backend import choose_experts, keep_likely, place_heads, rms_norm
 from lora_jax.config import MoeConfig
 from lora_jax.ops.choose_experts import xla as choice
+from lora_jax.ops.keep_likely import xla as likely
 from lora_jax.ops.place_heads import PlaceHeadsArgs
 from lora_jax.ops.place_heads import xla as places
 from lora_jax.ops.rms_norm import xla as norm
@@ -64,6 +66,16 @@ def test_experts_are_the_composed_choice(changes):
     np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
     for mine, its in zip(choose(logits[7:8], config), (weights, ids), strict=True):
         np.testing.assert_array_equal(mine[0], its[7])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*LIKELY_CASES, "151936 tokens"])
+def test_likely_tokens_are_the_composed_ones(name):
+    case = LIKELY_CASES[name] if name in LIKELY_CASES else likely_case(151936, 4)
+    keep = jax.jit(keep_likely.keep_likely)
+    got = keep(*case)
+    np.testing.assert_array_equal(got, jax.jit(likely.keep_likely)(*case))
+    np.testing.assert_array_equal(keep(*(part[1:2] for part in case))[0], got[1])
 
 
 def head_case(tokens, q_heads, kv_heads, dim, normed, page_slots):

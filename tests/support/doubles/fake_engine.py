@@ -196,6 +196,7 @@ class FakeEngine:
         share=None,
         entry=None,
         grammar=None,
+        trace=None,
     ) -> str:
         if len(self.running) >= self.queue_limit:
             raise QueueFull("The waiting queue is full.", 2.0)
@@ -211,6 +212,7 @@ class FakeEngine:
             id=request_id,
             share=share,
             grammar=grammar,
+            trace=trace,
         )
         self.submitted.append(given)
         self.running.add(request_id)

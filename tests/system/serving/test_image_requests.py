@@ -22,10 +22,10 @@ from support.processes.http_server import client_of
 
 from lora_jax.vision.processor import preprocess, read_settings
 from serving import Engine, Sampling
+from serving.engine.images.decode import ImageError
+from serving.engine.images.sources import MediaPolicy
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
-from serving.images.decode import ImageError
-from serving.images.sources import MediaPolicy
 
 FIELDS = {
     "structured_outputs": False,

@@ -1,13 +1,12 @@
 """Patterns of module names mean what they mean to PEFT, in linear time."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.peft_pattern import Budget, Pattern, PatternRefused
+from lora_jax.adapters.peft_pattern import Pattern
 
 NAME = "base.model.layers.11.self_attn.q_proj"
 # As PEFT, its users and its tests write them.
@@ -69,36 +68,3 @@ PATTERNS = st.recursive(
 @given(pattern=PATTERNS, name=st.text("ab.1_", max_size=8))
 def test_what_is_read_means_what_re_means(pattern, name):
     assert Pattern(pattern).match(name) == reference(pattern, name)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "why"),
-    [
-        *(("(?=a)b", "group"), ("(?P<x>a)", "group"), (r"(a)\1", r"\\1"), (r"\bq", r"\\b")),
-        *(("a++", "gives nothing back"), ("a**", "repeated"), ("(", r"\("), ("a)", r"\)")),
-        *(("[a", "ends too early"), ("[[a]]", "class"), ("[b-a]", "empty"), ("*a", "nothing")),
-        *(("a{", "count"), ("a{3,2}", "wrong way"), ("a{5000}", "1024 places"), ("^*", "repeated")),
-        *(("(" * 21 + ")" * 21, "nested"), ("a" * 513, "513 characters"), ("a\\", "too early")),
-        *(("((a{30}){30}){30}", "places"), (r"[\d-z]", "range"), (r"\x41", r"\\x")),
-    ],
-)
-def test_the_rest_is_refused_with_the_reason(pattern, why):
-    with pytest.raises(PatternRefused, match=why):
-        Pattern(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [".?" * 200 + "!", r"(.|\w)" * 80, "(a*)*b", "(a|a)*b", "(a+)+b", "(.*)*" * 9 + "b"],
-)
-def test_patterns_that_take_re_for_ever_take_milliseconds(pattern):
-    start = time.perf_counter()
-    assert not Pattern(pattern).match("model." + "a" * 300)
-    assert time.perf_counter() - start < 1  # n = 24 of the first took `re` 4 s
-
-
-def test_patterns_of_an_adapter_share_their_steps():
-    budget = Budget(200_000)
-    patterns = [Pattern("(.|a)*" * 20 + f"{i}", budget) for i in range(10)]
-    with pytest.raises(ValueError, match="too many steps"):
-        [pattern.match("a" * 200) for pattern in patterns]

@@ -1,6 +1,6 @@
 // Attention of tokens over their sequences' pages. What a token gets depends only on its query, its
 // position and its sequence's K and V: scores by dot.h, the exact maximum, exponentials summed in
-// 16 lanes counted from the token's first visible position, then a chain over positions in order.
+// kLanes lanes counted from the token's first visible position, then a chain over positions in order.
 // Several tokens of one sequence are worked on together only to share loads.
 //
 // Pages in 8 bits hold rows of e4m3 values with a scale, a power of two, behind them. Their values
@@ -83,10 +83,10 @@ struct WideRows {
   const T* add(const uint8_t* row, int64_t dim) {
     T* out = values.data() + int64_t(scales.size()) * dim;
     int64_t d = 0;
-    for (; d + kLanes <= dim; d += kLanes) scale_e4m3(row + d, 1.0f, out + d);
+    for (; d + kValueStep <= dim; d += kValueStep) scale_e4m3(row + d, 1.0f, out + d);
     if (d < dim) {
-      uint8_t codes[kLanes] = {};
-      T rest[kLanes];
+      uint8_t codes[kValueStep] = {};
+      T rest[kValueStep];
       std::memcpy(codes, row + d, dim - d);
       scale_e4m3(codes, 1.0f, rest);
       std::memcpy(out + d, rest, (dim - d) * sizeof(T));
@@ -123,7 +123,7 @@ inline void times(float* values, const std::vector<float>& scales, int64_t begin
 
 // queries[i].scores[s] = q[i] . k[s] for all s, also those that query i does not see.
 template <class D, class G>
-void score(const G& g, const std::vector<const typename D::T*>& q,
+void score(const G& g, const std::vector<const typename D::X*>& q,
            const std::vector<const typename D::T*>& k, std::vector<Query>& queries) {
   int64_t num_q = int64_t(q.size()), num_k = int64_t(k.size());
   float sums[kTile];
@@ -144,20 +144,20 @@ void score(const G& g, const std::vector<const typename D::T*>& q,
 
 // Turns scores[begin, end) into exp(scale * score - max) and sets the total.
 inline void softmax(Query& query, float scale, const float* sink) {
-  const f32x16 lowest = splat(-INFINITY);
+  const f32s lowest = splat(-INFINITY);
   float* p = query.scores + query.begin;
   int64_t n = query.end - query.begin;
-  f32x16 top = lowest;
+  f32s top = lowest;
   for (int64_t s = 0; s < n; s += kLanes) {
-    f32x16 x = load(p + s, n - s) * splat(scale);
+    f32s x = load(p + s, n - s) * splat(scale);
     store(p + s, x, n - s);
     top = vmax(top, keep(x, n - s, -INFINITY));
   }
   float highest = max_lanes(top);
   if (sink) highest = std::max(highest, *sink);
-  f32x16 total = {};
+  f32s total = {};
   for (int64_t s = 0; s < n; s += kLanes) {
-    f32x16 e = exp_nonpositive(load(p + s, n - s) - splat(highest));
+    f32s e = exp_nonpositive(load(p + s, n - s) - splat(highest));
     store(p + s, e, n - s);
     total += keep(e, n - s, 0.0f);
   }
@@ -168,8 +168,8 @@ inline void softmax(Query& query, float scale, const float* sink) {
 // acc[r][j] += sum over s in [begin, end) of p[r][s] v[s]; n columns in the last of S vectors.
 template <class T, int M, int S>
 inline void add_values(const Query* queries, const T* const* v, int64_t begin, int64_t end,
-                       int64_t col, int64_t n, f32x16 (*acc)[S]) {
-  f32x16 a[M][S];
+                       int64_t col, int64_t n, f32s (*acc)[S]) {
+  f32s a[M][S];
   const float* p[M];
   for (int r = 0; r < M; ++r) {
     p[r] = queries[r].scores;
@@ -179,13 +179,13 @@ inline void add_values(const Query* queries, const T* const* v, int64_t begin, i
     const T* row = v[s] + col;
     for (int j = 0; j < S; j += sizeof(float) / sizeof(T))
       __builtin_prefetch(v[s + kAhead] + col + j * kLanes);
-    f32x16 weight[M];
+    f32s weight[M];
     for (int r = 0; r < M; ++r) {
       weight[r] = splat(p[r][s]);
       in_register(weight[r]);
     }
     for (int j = 0; j < S; ++j) {
-      f32x16 value = j + 1 < S ? load(row + j * kLanes) : load(row + j * kLanes, n);
+      f32s value = j + 1 < S ? load(row + j * kLanes) : load(row + j * kLanes, n);
       for (int r = 0; r < M; ++r) a[r][j] = fma(weight[r], value, a[r][j]);
     }
   }
@@ -203,7 +203,7 @@ inline void value_tile(const G& g, const Query* queries, T* const* out,
     begin = std::max(begin, queries[r].begin);
     end = std::min(end, queries[r].end);
   }
-  f32x16 acc[M][S] = {};
+  f32s acc[M][S] = {};
   if (begin >= end) {
     for (int r = 0; r < M; ++r)
       add_values<T, 1, S>(queries + r, v, queries[r].begin, queries[r].end, col, n, acc + r);
@@ -241,7 +241,9 @@ void run_attention_item(const G& g, const AttentionItem& item) {
   constexpr bool kCoded = !std::is_same_v<T, typename G::Page>;
   int64_t position = g.positions[item.token], group = g.group();
   int64_t lo = g.first(position), hi = position + item.count - 1, context = hi - lo + 1;
-  std::vector<const T*> k, v, q;
+  std::vector<const T*> k, v;
+  std::vector<const typename D::X*> q;
+  PackedRows<D> packed(item.count * group, g.k_dim);
   k.reserve(context);
   v.reserve(context + kAhead);
   WideRows<T> wide_k, wide_v;
@@ -257,7 +259,8 @@ void run_attention_item(const G& g, const AttentionItem& item) {
     for (int64_t h = item.kv_head * group; h < (item.kv_head + 1) * group; ++h) {
       float* mine = scores.data() + queries.size() * context;
       queries.push_back({mine, g.first(position + t) - lo, position + t + 1 - lo, 0.0f});
-      q.push_back(g.q + ((item.token + t) * g.q_heads + h) * g.k_dim);
+      const T* row = g.q + ((item.token + t) * g.q_heads + h) * g.k_dim;
+      q.push_back(packed.add(int64_t(q.size()), row));
       out.push_back(g.out + ((item.token + t) * g.q_heads + h) * g.v_dim);
     }
   score<D>(g, q, k, queries);

@@ -1,9 +1,13 @@
 // Dot products of rows with rows, both contiguous along K: the one inner loop of every GEMM here.
 //
-// out[r][c] = sum_k x[r][k] w[c][k] is computed as 16 lane sums along K (lane i takes k = i mod 16;
-// pairs of k for bfloat16 dot instructions), then sum_lanes_8. K is padded with zeros to whole
-// vectors. So the operations for one output never depend on the tile it is computed in.
+// out[r][c] = sum_k x[r][k] w[c][k] is computed as kLanes sums along K, then sum_lanes_8. In float32
+// lane i takes k = i mod kLanes; bfloat16 weights are read two vectors at a time, whose lane i takes
+// k = 2 i, then 2 i + 1. K is padded with zeros to whole steps. So the operations for one output never
+// depend on the tile it is computed in.
 #pragma once
+#include <memory>
+#include <type_traits>
+
 #include "vector.h"
 
 namespace lora_jax {
@@ -14,78 +18,134 @@ template <class V>
 inline void in_register(V& v) {
 #if defined(__AVX512F__) && defined(__GNUC__)
   asm("" : "+v"(v));
+#elif defined(__AVX__) && defined(__GNUC__)
+  asm("" : "+x"(v));
 #endif
 }
 
-// Tile of M rows by kCols columns of accumulators that fits the registers.
+// Tile of M rows by kCols columns of accumulators that fits the registers; kCols <= kLanes.
 #ifdef __AVX512F__
 constexpr int kRows = 3, kCols = 8;
 #else
-constexpr int kRows = 2, kCols = 2;
+constexpr int kRows = 3, kCols = 4;
 #endif
 
+// What the loop reads: weights are of T, rows of X, which `pack` makes where it is not T. A step of
+// kStep elements is kParts vectors of products.
 struct DotF32 {
   using T = float;
-  using V = f32x16;
-  static constexpr int kStep = 16, kLine = 64 / sizeof(T);  // elements
-  static V load(const T* p) { return lora_jax::load(p); }
-  static V load(const T* p, int64_t n) { return lora_jax::load(p, n); }
-  static f32x16 fma(f32x16 acc, V x, V w) { return lora_jax::fma(x, w, acc); }
+  using X = float;
+  using V = f32s;
+  static constexpr int kStep = kLanes, kParts = 1, kLine = 64 / sizeof(T);  // elements
+  static V load_x(const X* p, int) { return lora_jax::load(p); }
+  static V load_x(const X* p, int, int64_t n) { return lora_jax::load(p, n); }
+  static V load_w(const T* p, int) { return lora_jax::load(p); }
+  static V load_w(const T* p, int, int64_t n) { return lora_jax::load(p, n); }
+  static f32s fma(f32s acc, V x, V w) { return lora_jax::fma(x, w, acc); }
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 struct DotBF16 {
   using T = uint16_t;
+  using X = uint16_t;
   using V = __m512bh;
-  static constexpr int kStep = 32, kLine = 64 / sizeof(T);
-  static V load(const T* p) { return (V)_mm512_loadu_si512(p); }
-  static V load(const T* p, int64_t n) {
-    if (n >= kStep) return load(p);
+  static constexpr int kStep = 32, kParts = 1, kLine = 64 / sizeof(T);
+  static V load_w(const T* p, int) { return (V)_mm512_loadu_si512(p); }
+  static V load_w(const T* p, int, int64_t n) {
+    if (n >= kStep) return load_w(p, 0);
     return (V)_mm512_maskz_loadu_epi16(__mmask32(first_bits(n)), p);
   }
-  static f32x16 fma(f32x16 acc, V x, V w) { return (f32x16)_mm512_dpbf16_ps((__m512)acc, x, w); }
+  static V load_x(const X* p, int) { return load_w(p, 0); }
+  static V load_x(const X* p, int, int64_t n) { return load_w(p, 0, n); }
+  static f32s fma(f32s acc, V x, V w) { return (f32s)_mm512_dpbf16_ps((__m512)acc, x, w); }
 };
 #else
+// A pair of bfloat16 weights is 32 bits: shifted or masked each half is a float. Rows are packed to
+// floats in that order.
 struct DotBF16 {
   using T = uint16_t;
-  using V = f32x16;
-  static constexpr int kStep = 16, kLine = 64 / sizeof(T);  // elements
-  static V load(const T* p) { return lora_jax::load(p); }
-  static V load(const T* p, int64_t n) { return lora_jax::load(p, n); }
-  static f32x16 fma(f32x16 acc, V x, V w) { return lora_jax::fma(x, w, acc); }
+  using X = float;
+  using V = f32s;
+  static constexpr int kStep = 2 * kLanes, kParts = 2, kLine = 64 / sizeof(T);
+  static V load_x(const X* p, int part) { return lora_jax::load(p + part * kLanes); }
+  static V load_x(const X* p, int part, int64_t) { return load_x(p, part); }
+  static V load_w(const T* p, int part) {
+    u32s pairs;
+    std::memcpy(&pairs, p, sizeof(pairs));
+    return (V)(part ? pairs & 0xffff0000u : pairs << 16);
+  }
+  static V load_w(const T* p, int part, int64_t n) {
+    if (n >= kStep) return load_w(p, part);
+    T buffer[kStep] = {};
+    std::memcpy(buffer, p, n * sizeof(T));
+    return load_w(buffer, part);
+  }
+  static f32s fma(f32s acc, V x, V w) { return lora_jax::fma(x, w, acc); }
+  static void pack(const T* row, int64_t k, X* out) {
+    for (int64_t first = 0; first < k; first += kStep)
+      for (int part = 0; part < kParts; ++part, out += kLanes)
+        store(out, load_w(row + first, part, k - first));
+  }
 };
 #endif
 
+// Rows as the loop reads them.
+template <class D>
+class PackedRows {
+ public:
+  static constexpr bool kCopies = !std::is_same_v<typename D::T, typename D::X>;
+  using Row = const typename D::X*;
+
+  // Room for this many rows of k elements.
+  PackedRows(int64_t rows, int64_t k) : k_(k), stride_((k + D::kStep - 1) / D::kStep * D::kStep) {
+    if (kCopies) room_.reset(new typename D::X[rows * stride_]);
+  }
+  // Where row i can be read, `row` being its elements; the caller names each i once.
+  Row add(int64_t i, const typename D::T* row) {
+    if constexpr (kCopies) {
+      D::pack(row, k_, room_.get() + i * stride_);
+      return room_.get() + i * stride_;
+    } else {
+      return row;
+    }
+  }
+
+ private:
+  int64_t k_, stride_;
+  std::unique_ptr<typename D::X[]> room_;
+};
+
 // acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1). k0 is a multiple of
-// the step, and so is k1 unless it is the end.
+// the step, and so is k1 unless it is the end. Element k of w[c] stands at k - first.
 //
 // With kFetch, what lies `fetch` elements beyond w is brought into L2 on the way.
 template <class D, int M, bool kFetch = false>
-inline void dot_rows(const typename D::T* const* x, const typename D::T* const* w, int64_t k0,
-                     int64_t k1, f32x16* acc, int64_t fetch = 0) {
-  f32x16 a[M][kCols];
+inline void dot_rows(const typename D::X* const* x, const typename D::T* const* w, int64_t first,
+                     int64_t k0, int64_t k1, f32s* acc, int64_t fetch = 0) {
+  f32s a[M][kCols];
   for (int r = 0; r < M; ++r)
     for (int c = 0; c < kCols; ++c) a[r][c] = acc[r * kCols + c];
   const typename D::T* wp[kCols];
-  for (int c = 0; c < kCols; ++c) wp[c] = w[c];
-  const typename D::T* xp[M];
+  for (int c = 0; c < kCols; ++c) wp[c] = w[c] - first;
+  const typename D::X* xp[M];
   for (int r = 0; r < M; ++r) xp[r] = x[r];
   int64_t k = k0;
-  for (; k + D::kStep <= k1; k += D::kStep) {
-    typename D::V xv[M];
-    for (int r = 0; r < M; ++r) xv[r] = D::load(xp[r] + k);
-    for (int c = 0; c < kCols; ++c) {
-      typename D::V wv = D::load(wp[c] + k);
-      in_register(wv);
-      if (kFetch) __builtin_prefetch(wp[c] + k + fetch, 0, 2);
-      for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
+  for (; k + D::kStep <= k1; k += D::kStep)
+    for (int part = 0; part < D::kParts; ++part) {
+      typename D::V xv[M];
+      for (int r = 0; r < M; ++r) xv[r] = D::load_x(xp[r] + k, part);
+      for (int c = 0; c < kCols; ++c) {
+        typename D::V wv = D::load_w(wp[c] + k, part);
+        in_register(wv);
+        if (kFetch && part == 0) __builtin_prefetch(wp[c] + k + fetch, 0, 2);
+        for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
+      }
     }
-  }
-  if (k < k1) {
+  for (int part = 0; k < k1 && part < D::kParts; ++part) {
     typename D::V xv[M];
-    for (int r = 0; r < M; ++r) xv[r] = D::load(xp[r] + k, k1 - k);
+    for (int r = 0; r < M; ++r) xv[r] = D::load_x(xp[r] + k, part, k1 - k);
     for (int c = 0; c < kCols; ++c) {
-      typename D::V wv = D::load(wp[c] + k, k1 - k);
+      typename D::V wv = D::load_w(wp[c] + k, part, k1 - k);
       for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
     }
   }
@@ -93,25 +153,23 @@ inline void dot_rows(const typename D::T* const* x, const typename D::T* const* 
     for (int c = 0; c < kCols; ++c) acc[r * kCols + c] = a[r][c];
 }
 
-// out[i] = sum of the lanes of acc[i], i < M * kCols; acc is padded to a multiple of 8.
+constexpr int kTile = (kRows * kCols + 7) / 8 * 8;
+
+// out[i] = sum of the lanes of acc[i], i < M * kCols; both have room for kTile.
 template <int M>
-inline void sum_tile(const f32x16* acc, float* out) {
+inline void sum_tile(const f32s* acc, float* out) {
   for (int i = 0; i < M * kCols; i += 8) sum_lanes_8(acc + i, out + i);
 }
 
-constexpr int kTile = (kRows * kCols + 7) / 8 * 8;
-
 // out[r * kCols + c] = x[r] . w[c] for m <= kRows rows and kCols columns.
 template <class D>
-inline void dot_tile(int64_t m, const typename D::T* const* x, const typename D::T* const* w,
+inline void dot_tile(int64_t m, const typename D::X* const* x, const typename D::T* const* w,
                      int64_t k, float* out) {
-  f32x16 acc[kTile] = {};
+  f32s acc[kTile] = {};
   switch (m) {
-    case 1: dot_rows<D, 1>(x, w, 0, k, acc); return sum_tile<1>(acc, out);
-    case 2: dot_rows<D, 2>(x, w, 0, k, acc); return sum_tile<2>(acc, out);
-#ifdef __AVX512F__
-    case 3: dot_rows<D, 3>(x, w, 0, k, acc); return sum_tile<3>(acc, out);
-#endif
+    case 1: dot_rows<D, 1>(x, w, 0, 0, k, acc); return sum_tile<1>(acc, out);
+    case 2: dot_rows<D, 2>(x, w, 0, 0, k, acc); return sum_tile<2>(acc, out);
+    case 3: dot_rows<D, 3>(x, w, 0, 0, k, acc); return sum_tile<3>(acc, out);
   }
 }
 

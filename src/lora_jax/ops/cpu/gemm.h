@@ -21,6 +21,12 @@ struct Gemm {
   int64_t rows, groups, d_out, d_in;
 };
 
+// A product and its rows as the dot products read them.
+template <class D>
+struct PackedGemm : Gemm<typename D::T> {
+  const typename D::X* const* xs;
+};
+
 // Rows [row0, row1) of one group times columns [col0, col1) of its matrix.
 struct GemmItem {
   int64_t group, row0, row1, col0, col1;
@@ -29,7 +35,7 @@ struct GemmItem {
 constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
 constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix rows stays in L1
 
-// kCols rows of a matrix from element `first` on; past the last of the matrix they repeat it.
+// kCols rows of a matrix, the first of their elements there being `first`; past the last of the matrix they repeat it.
 template <class D>
 struct Panel {
   const typename D::T* w[kCols];
@@ -45,7 +51,7 @@ struct Room {
 
 // The panel at column `col` of a group's matrix, for elements [k0, k1) at least.
 template <class D>
-inline Panel<D> make_panel(const Gemm<typename D::T>& g, Room<D>& room, int64_t group, int64_t col,
+inline Panel<D> make_panel(const PackedGemm<D>& g, Room<D>& room, int64_t group, int64_t col,
                            int64_t k0, int64_t k1) {
   Panel<D> panel{{}, 0, 0};
   int64_t last = g.d_out - 1 - col;
@@ -65,23 +71,21 @@ inline Panel<D> make_panel(const Gemm<typename D::T>& g, Room<D>& room, int64_t 
 template <class T>
 inline void write_tile(const Gemm<T>& g, int64_t group, int64_t row, int64_t m, int64_t col,
                        int64_t n, const float* sums) {
-  f32x16 bias = g.bias ? load(g.bias + group * g.d_out + col, n) : f32x16{};
+  f32s bias = g.bias ? load(g.bias + group * g.d_out + col, n) : f32s{};
   for (int64_t r = 0; r < m; ++r)
     store(g.y + (row + r) * g.d_out + col, load(sums + r * kCols, n) + bias, n);
 }
 
 // One tile over one block of K: accumulators live in `acc` between blocks and are summed at last.
 template <class D, int M>
-inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const GemmItem& item,
-                     int64_t row, int64_t col, int64_t k0, int64_t k1, f32x16* acc) {
+inline void run_tile(const PackedGemm<D>& g, const Panel<D>& panel, const GemmItem& item,
+                     int64_t row, int64_t col, int64_t k0, int64_t k1, f32s* acc) {
   if (k0 == 0)
-    for (int i = 0; i < kTile; ++i) acc[i] = f32x16{};
-  const typename D::T* x[M];
-  for (int r = 0; r < M; ++r) x[r] = g.x + (row + r) * g.d_in + panel.first;
+    for (int i = 0; i < kTile; ++i) acc[i] = f32s{};
   if (panel.fetch && row == item.row0)
-    dot_rows<D, M, true>(x, panel.w, k0, k1, acc, panel.fetch);
+    dot_rows<D, M, true>(g.xs + row, panel.w, panel.first, k0, k1, acc, panel.fetch);
   else
-    dot_rows<D, M>(x, panel.w, k0 - panel.first, k1 - panel.first, acc);
+    dot_rows<D, M>(g.xs + row, panel.w, panel.first, k0, k1, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
@@ -90,18 +94,16 @@ inline void run_tile(const Gemm<typename D::T>& g, const Panel<D>& panel, const 
 
 // Rows [row0, row1) of an item times one panel, block by block of K.
 template <class D>
-inline void run_rows(const Gemm<typename D::T>& g, Room<D>& room, const GemmItem& item,
-                     int64_t row0, int64_t row1, int64_t col, int64_t block, f32x16* acc) {
+inline void run_rows(const PackedGemm<D>& g, Room<D>& room, const GemmItem& item,
+                     int64_t row0, int64_t row1, int64_t col, int64_t block, f32s* acc) {
   int64_t k0 = 0;
   do {
     int64_t k1 = std::min(k0 + block, g.d_in);
     Panel<D> panel = make_panel<D>(g, room, item.group, col, k0, k1);
-    f32x16* a = acc;
+    f32s* a = acc;
     for (int64_t row = row0; row < row1; row += kRows, a += kTile) switch (row1 - row) {
         case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, a); break;
-#ifdef __AVX512F__
         case 2: run_tile<D, 2>(g, panel, item, row, col, k0, k1, a); break;
-#endif
         default: run_tile<D, kRows>(g, panel, item, row, col, k0, k1, a);
       }
     k0 = k1;
@@ -111,7 +113,7 @@ inline void run_rows(const Gemm<typename D::T>& g, Room<D>& room, const GemmItem
 // Elements of K per block: so many that a block of a panel stays in L1, or all where no other rows
 // would find the block there again and nothing is decoded into it.
 template <class D>
-inline int64_t block_of(const Gemm<typename D::T>& g, int64_t rows) {
+inline int64_t block_of(const PackedGemm<D>& g, int64_t rows) {
   int64_t step = g.decoded ? kCodeStep : D::kStep;
   int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
   int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
@@ -121,9 +123,9 @@ inline int64_t block_of(const Gemm<typename D::T>& g, int64_t rows) {
 }
 
 template <class D>
-void run_gemm_item(const Gemm<typename D::T>& g, const GemmItem& item) {
+void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
   int64_t block = block_of<D>(g, item.row1 - item.row0);
-  alignas(64) f32x16 acc[kAccRows / kRows * kTile];
+  alignas(64) f32s acc[kAccRows / kRows * kTile];
   Room<D> room;
   for (int64_t col = item.col0; col < item.col1; col += kCols)
     for (int64_t row = item.row0; row < item.row1; row += kAccRows)
@@ -162,10 +164,19 @@ std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used
 }
 
 template <class D>
-void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<typename D::T>& g) {
+void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<typename D::T>& plain) {
   double micros;
   int64_t used_rows;
-  std::vector<GemmItem> items = gemm_items(g, &micros, &used_rows);
+  std::vector<GemmItem> items = gemm_items(plain, &micros, &used_rows);
+  PackedRows<D> packed(used_rows, plain.d_in);
+  std::vector<const typename D::X*> xs(used_rows);
+  double packing = PackedRows<D>::kCopies ? double(used_rows) * plain.d_in / 4e3 : 0.0;
+  int64_t pieces = (used_rows + kAccRows - 1) / kAccRows;
+  parallel_for(pool, pieces, packing, [&](int64_t i) {
+    for (int64_t row = i * kAccRows; row < std::min(used_rows, (i + 1) * kAccRows); ++row)
+      xs[row] = packed.add(row, plain.x + row * plain.d_in);
+  });
+  PackedGemm<D> g{plain, xs.data()};
   parallel_for(pool, int64_t(items.size()), micros,
                [&](int64_t i) { run_gemm_item<D>(g, items[i]); });
   std::memset(g.y + used_rows * g.d_out, 0, (g.rows - used_rows) * g.d_out * sizeof(*g.y));

@@ -50,7 +50,7 @@ ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, U8 codes,
   rows.scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
   rows.table = table.begin(), rows.d_in = 2 * d[2];
   rows.group = rows.d_in / scales.dimensions()[2];
-  if (table.size() != kLanes || rows.group % kCodeStep)
+  if (table.size() != 16 || rows.group % kCodeStep)
     return ffi::Error::InvalidArgument("coded_gemm: a table of 16 and groups of 32, 64, ...");
   return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], rows.d_in, x, group_sizes, bias, y);
 }

@@ -124,9 +124,11 @@ void shrink(const G& g, const LoraItem& item, float* h) {
   const int64_t a_stride = Rows::stride(g.d_in), b_stride = Rows::stride(g.d_out);
   std::vector<T> wide(Rows::kScaled ? kCols * g.d_in : 0);
   float scales[kCols];
-  const T *x[kChunkRows], *a[kCols];
+  const typename D::X* x[kChunkRows];
+  const T* a[kCols];
   float sums[kTile];
-  for (int64_t r = 0; r < item.count; ++r) x[r] = g.x + item.rows[r] * g.d_in;
+  PackedRows<D> packed(item.count, g.d_in);
+  for (int64_t r = 0; r < item.count; ++r) x[r] = packed.add(r, g.x + item.rows[r] * g.d_in);
   for (int64_t j = 0; j < item.rank; j += kCols) {
     for (int64_t c = 0; c < kCols; ++c) {
       int64_t at = std::min(j + c, item.rank - 1);
@@ -144,8 +146,8 @@ void shrink(const G& g, const LoraItem& item, float* h) {
     for (int64_t r = 0; r < item.count; r += kRows) {
       int64_t m = std::min<int64_t>(kRows, item.count - r);
       if (!Rows::kScaled && r == 0 && m == 1 && j + 2 * kCols <= item.rank) {
-        f32x16 acc[kTile] = {};
-        dot_rows<D, 1, true>(x, a, 0, g.d_in, acc, kCols * g.d_in);
+        f32s acc[kTile] = {};
+        dot_rows<D, 1, true>(x, a, 0, 0, g.d_in, acc, kCols * g.d_in);
         sum_tile<1>(acc, sums);
       } else {
         dot_tile<D>(m, x + r, a, g.d_in, sums);
@@ -164,7 +166,7 @@ template <int M, int S, class G>
 inline void expand_tile(const G& g, const LoraItem& item, const float* h, int64_t row, int64_t col,
                         int64_t n) {
   using R = typename G::Row;
-  f32x16 acc[M][S] = {};
+  f32s acc[M][S] = {};
   const int64_t stride = RankRow<R>::stride(g.d_out);
   const R* b = g.b_pool + item.b_row * stride + col;
   for (int64_t j = 0; j < item.rank; ++j, b += stride) {
@@ -172,7 +174,7 @@ inline void expand_tile(const G& g, const LoraItem& item, const float* h, int64_
       for (int64_t i = 0; i < S * kLanes; i += kLineElements<R>)
         __builtin_prefetch(b + kStripsAhead * S * kLanes + i, 0, 3);
     for (int s = 0; s < S; ++s) {
-      f32x16 bv = s + 1 < S ? load(b + s * kLanes) : load(b + s * kLanes, n);
+      f32s bv = s + 1 < S ? load(b + s * kLanes) : load(b + s * kLanes, n);
       for (int r = 0; r < M; ++r) acc[r][s] = fma(splat(h[r * item.rank + j]), bv, acc[r][s]);
     }
   }

@@ -27,7 +27,7 @@ struct DecodedRows {
 #if defined(__AVX512BF16__) && defined(__AVX512VL__)
 inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
 #elif defined(__AVX512F__)
-inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32x16)v); }
+inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32s)v); }
 #elif defined(__AVX2__)
 inline __m256i rounded_up(__m256 v) {
   __m256i bits = _mm256_castps_si256(v);

@@ -1,5 +1,6 @@
 // Host entry points of the emulated kernels around grouped LoRA and attention, over plain arrays; what csrc/*.cu does for XLA.
 #include "choose_experts/choose_experts.cuh"
+#include "keep_likely/keep_likely.cuh"
 #include "grouped_matmul/grouped_f32.cuh"
 #include "lora_gemm/rows.cuh"
 #include "merge/merge.cuh"
@@ -29,6 +30,11 @@ int choose_experts(const float* logits, const int* sizes, float scale, float* we
   return launch_choose_experts(
       ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
       nullptr);
+}
+
+int keep_likely(const float* logits, const float* min_p, const int* top_k, const float* top_p, int rows, int vocab,
+                float* least) {
+  return launch_keep_likely(KeepLikelyArgs{logits, min_p, top_k, top_p, least, rows, vocab}, nullptr);
 }
 
 int place_heads(const Bf16* q, const Bf16* k, const Bf16* v, const float* cos, const float* sin, const Bf16* q_scale,

@@ -12,7 +12,7 @@ from serving.api.request import Request
 from serving.api.sampling import Sampling
 from serving.engine.generate_arguments import GivenPrompt
 from serving.engine.image_inputs import read_prompts, with_placed
-from serving.images.front import ImageFront
+from serving.engine.images.front import ImageFront
 
 HALF = (0.5, 0.5, 0.5)
 CONFIG = VisionConfig(

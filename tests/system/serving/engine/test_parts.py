@@ -4,12 +4,9 @@ import logging
 
 import pytest
 from support.cases import tiny_checkpoint
-from support.cases.engine_cases import GREEDY, SHAPES, make_engine
 
 from serving.api.config import EngineConfig
-from serving.engine import parts as engine_parts
 from serving.engine.parts import build_parts
-from serving.steps.model_runner import ModelRunner
 
 SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=40)
 
@@ -20,10 +17,6 @@ def model(tmp_path_factory):
     tiny_checkpoint.write_model(folder, SHAPE)
     tiny_checkpoint.write_adapter(folder.parent / "sql", SHAPE, 2, seed=0)
     return folder
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 def config(model, **fields):
@@ -68,32 +61,3 @@ def test_what_cannot_be_served_is_refused(model, tmp_path):
     path = str(model.parent / "sql")
     with pytest.raises(ValueError, match="rank"):
         build_parts(config(model, max_lora_rank=1), {"sql": path})
-
-
-@pytest.mark.slow  # ahead-of-time compiling shows the programs; this compiles them all
-def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monkeypatch):
-    """The same tokens, whether a batch's adapters' kernels are in the program or not."""
-    used = []
-
-    class Specialized(ModelRunner):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **{**kwargs, "specialize_lora": True})
-
-        def _run(self, table, bucket, *, lora):
-            used.append((bucket, lora))
-            return super()._run(table, bucket, lora=lora)
-
-    batches = [[None] * 3, ["a1", None, "a7"], [None], ["a2"]]
-    prompts = [[5, 6, 7], list(range(4, 24)), [9]]
-    for name in ("usual", "own"):
-        (tmp_path / name).mkdir()
-    with make_engine(tmp_path / "usual", SHAPES["mixtral"]) as engine:
-        want = [tokens(engine.generate(prompts[: len(b)], b, GREEDY)) for b in batches]
-    monkeypatch.setattr(engine_parts, "ModelRunner", Specialized)
-    with make_engine(tmp_path / "own", SHAPES["mixtral"]) as engine:
-        assert set(used) == {(8, True), (8, False), (32, True)}
-        for names, wanted in zip(batches, want, strict=True):
-            used.clear()
-            assert tokens(engine.generate(prompts[: len(names)], names, GREEDY)) == wanted
-            assert any(not lora for _, lora in used) == (names.count(None) == len(names))
-        assert engine.stats().compilations_after_warmup == 0

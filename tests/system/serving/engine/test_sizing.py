@@ -11,6 +11,7 @@ from serving.engine.sizing import (
     adapter_bytes,
     cache_size,
     free_bytes,
+    host_pages,
     kv_bytes,
 )
 
@@ -67,3 +68,17 @@ def test_on_an_accelerator_adapters_get_a_share_of_what_weights_leave():
     assert adapter_bytes(config(max_loras=16), 1000, 20_000) == 20_000 * LORA_SHARE
     assert adapter_bytes(config(max_loras=16), 1000, 2000) == 1000
     assert adapter_bytes(config(lora_memory_bytes=77), 1000, 2000) == 77
+
+
+def test_host_memory_holds_whole_pages_and_no_more_than_there_is():
+    small = config(kv_offloading_size=0.001)
+    assert host_pages(small, 1000, 1 << 30) == 1073
+    assert host_pages(config(), 1000, 1 << 30) == 0
+    with pytest.raises(ValueError, match="one KV page of 16 tokens takes 2000000"):
+        host_pages(small, 2_000_000, 1 << 30)
+    with pytest.raises(ValueError, match=r"2048 GiB; the host has 1\.0 GiB"):
+        host_pages(config(kv_offloading_size=2048), 1000, 1 << 30)
+    with pytest.raises(ValueError, match="kv_offloading_size must be 0 to"):
+        config(kv_offloading_size=-1.0)
+    with pytest.raises(ValueError, match="enable_prefix_caching on"):
+        config(kv_offloading_size=1.0, enable_prefix_caching=False)

@@ -96,20 +96,6 @@ def test_pieces_have_the_top_as_a_whole_sort_does(k, vocab):
             np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_digits_find_the_threshold_that_bits_do(seed):
-    rng = np.random.default_rng(seed)
-    image = jnp.asarray(rng.integers(0, 1 << 32, 50, dtype=np.uint32))
-    ones = jnp.ones(50, jnp.uint32)
-    weights = jnp.asarray(rng.integers(0, 1 << 26, 50, dtype=np.uint32))
-    for given in ((ones, 7), (ones, 60), (weights, 9e8)):
-        got, want = (
-            jax.jit(search)(image, given[0], jnp.float32(given[1]))
-            for search in (batch_sampler.threshold_by_digits, sampler.threshold_by_bits)
-        )
-        assert got == want
-
-
 def test_floats_are_never_summed_by_a_reduction():
     """XLA orders one by the rows around; integers have no order to choose."""
     texts = []

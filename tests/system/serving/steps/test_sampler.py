@@ -133,51 +133,6 @@ def test_penalties_tell_prompt_from_output():
     np.testing.assert_array_equal(np.asarray(got)[untouched], logits[untouched])
 
 
-@pytest.mark.parametrize("top_k", [1, 2, 17, 300])
-def test_top_k_keeps_k_and_ties(top_k):
-    logits = make_logits(1, seed=top_k)[0]
-    logits[:2] = [0.0, -0.0]  # equal floats with different bits
-    got = np.asarray(sampler.keep_top_k(jnp.asarray(logits), jnp.int32(top_k)))
-    kth = np.sort(logits)[-top_k]
-    np.testing.assert_array_equal(got, np.where(logits >= kth, logits, -np.inf))
-    assert np.isfinite(got).sum() >= top_k
-
-
-@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
-def test_top_p_keeps_the_smallest_set(top_p):
-    logits = make_logits(1, seed=3, ties=False)[0]
-    kept = np.isfinite(np.asarray(sampler.keep_top_p(jnp.asarray(logits), jnp.float32(top_p))))
-    probs = np.exp(log_softmax(logits))
-    order = np.argsort(-probs)
-    needed = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
-    want = np.zeros(VOCAB, bool)
-    want[order[:needed]] = True
-    np.testing.assert_array_equal(kept, want)
-
-
-def test_top_p_keeps_ties():
-    logits = jnp.zeros(VOCAB, jnp.float32).at[5].set(8.0)
-    kept = np.isfinite(np.asarray(sampler.keep_top_p(logits, jnp.float32(0.95))))
-    assert kept.all()  # token 5 has 0.91; all others tie
-
-
-def test_min_p_is_relative_to_the_most_likely():
-    logits = make_logits(1)[0]
-    got = np.asarray(sampler.keep_min_p(jnp.asarray(logits), jnp.float32(0.05)))
-    probs = np.exp(log_softmax(logits))
-    np.testing.assert_array_equal(np.isfinite(got), probs >= 0.05 * probs.max())
-
-
-def test_image_orders_all_floats():
-    values = np.array(
-        [-np.inf, -3e38, -1.5, -2e-38, -0.0, 0.0, 2e-38, 2.0, 3e38, np.inf], np.float32
-    )
-    image = np.asarray(sampler.ordered_image(jnp.asarray(values))).astype(np.int64)
-    steps = np.diff(image)
-    assert steps[4] == 0
-    assert (np.delete(steps, 4) > 0).all()
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_logits_give_no_token(bad, temperature):

@@ -81,6 +81,7 @@ inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fmaf(x, y, z); }
 inline float __fdividef(float x, float y) { return x / y; }
 inline int atomicAdd(int* p, int v) { const int old = *p; *p += v; return old; }
+inline uint32_t atomicAdd(uint32_t* p, uint32_t v) { return std::exchange(*p, *p + v); }
 inline uint32_t atomicInc(uint32_t* p, uint32_t last) { return std::exchange(*p, *p < last ? *p + 1 : 0); }
 inline int atomicExch(int* p, int v) { const int old = *p; *p = v; return old; }
 inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return std::exchange(*p, *p + v); }

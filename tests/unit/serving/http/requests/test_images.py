@@ -11,12 +11,12 @@ from support.cases.tiny_vision import picture, png
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
+from serving.engine.images.front import ImageFront
+from serving.engine.images.sources import FetchFailed, MediaPolicy
 from serving.http.errors import ApiError
 from serving.http.requests import images as module
 from serving.http.requests.images import image_url, parts_of, read_images, urls_of
 from serving.http.requests.protocol import ChatMessage, ContentPart
-from serving.images.front import ImageFront
-from serving.images.sources import FetchFailed, MediaPolicy
 
 HALF = (0.5, 0.5, 0.5)
 CONFIG = VisionConfig(
@@ -112,6 +112,7 @@ REFUSED = {
     "not base64": ([image("data:image/png;base64,!!!!")], 400, "base64 is damaged"),
     "not an image": ([image("data:image/png;base64,aGVsbG8=")], 400, "not one of PNG"),
     "narrow": ([image(url(1, 300))], 400, "too narrow"),
+    "the second": ([image(GOOD), image("data:,")], 400, "^Image 2 of 2: "),
     "tokens": ([image(url(64, 64))] * 2, 400, "more than 100 tokens"),
 }
 
@@ -144,7 +145,7 @@ def test_pixels_of_all_images_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MAX_HELD_BYTES", FRONT.held_bytes + 100)
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)  # less than one
     with pytest.raises(QueueFull, match="images of waiting requests"):
         read(user(image(GOOD)))
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from support.cases.tiny_vision import picture, png
 
-from serving.images import decode as module
-from serving.images.decode import MAX_PIXELS, ImageError, decode, pixels_of
+from serving.engine.images import decode as module
+from serving.engine.images.decode import MAX_PIXELS, ImageError, decode, pixels_of
 
 PICTURE = picture(24, 40, 1)
 

@@ -20,7 +20,7 @@ import threading
 import time
 from urllib.parse import unquote, urlsplit
 
-from serving.images.decode import ImageError
+from serving.engine.images.decode import ImageError
 
 _DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,32};base64,")
 _PIECE = 1 << 16  # bytes read at a time

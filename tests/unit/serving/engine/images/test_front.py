@@ -10,8 +10,8 @@ from support.cases.tiny_vision import picture
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
-from serving.images.decode import ImageError
-from serving.images.front import ImageFront
+from serving.engine.images.decode import ImageError
+from serving.engine.images.front import ImageFront
 
 CONFIG = VisionConfig(
     family="qwen3_vl",

@@ -14,7 +14,7 @@ from lora_jax.vision import layout
 from lora_jax.vision.processor import ProcessorSettings, image_digest, preprocess
 from serving.api.images import PreparedImage, PromptImage
 from serving.api.request import QueueFull
-from serving.images.decode import ImageError
+from serving.engine.images.decode import ImageError
 
 TEXT_ONLY = "This model takes text only; it was given images."
 TOO_MANY = "At most {limit} image(s) may be provided in one prompt."

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from serving.images import sources
-from serving.images.decode import ImageError
-from serving.images.sources import FetchFailed, MediaPolicy, is_public, read_source
+from serving.engine.images import sources
+from serving.engine.images.decode import ImageError
+from serving.engine.images.sources import FetchFailed, MediaPolicy, is_public, read_source
 
 DATA = b"\x89PNG some bytes"
 NONE = MediaPolicy()

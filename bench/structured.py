@@ -1,0 +1,231 @@
+"""Cost of structured outputs: decode steps in which a grammar binds every row, beside plain ones.
+
+`python -m bench.structured --model small --out DIR` serves one model and takes turns: all rows
+plain, half of them bound by a JSON schema, all of them. A figure is the mean time between two
+tokens of the row that came last, while every row decodes. "masks" is the part of it in which the
+host fills token masks, while the device computes the step's logits. "shipped" is assets/tiny-moe;
+the others have random weights and a vocabulary of Qwen3's size, made up of words, digits, marks and
+pieces of JSON. Rows draw at temperature 1: with random weights a mask is then at its worst, as all
+tokens that fit are about as likely.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+
+from bench.random_model import LlamaShape
+from serving import Engine, Sampling
+from serving.api.structured_outputs import StructuredOutputs
+from serving.text.token_text import byte_alphabet
+
+SHIPPED = Path("assets/tiny-moe")
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6}
+QWEN3 |= {"vocab_size": 151936, "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 2}
+QWEN3 |= {"max_position_embeddings": 4096, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+SHAPES = {
+    "small": LlamaShape(hidden_size=768),
+    "qwen3-8b": LlamaShape(
+        hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8
+    ),
+}
+END = "<|end|>"
+SCHEMA = {
+    "type": "array",
+    "minItems": 100,
+    "items": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "integer", "minimum": 0, "maximum": 999999},
+            "name": {"type": "string", "maxLength": 40},
+            "kind": {"enum": ["person", "place", "thing", "event"]},
+            "where": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "zip": {"pattern": "^[0-9]{5}$"}},
+                "required": ["city", "zip"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["id", "name", "kind", "where"],
+        "additionalProperties": False,
+    },
+}
+PROMPT = 2  # tokens
+LONGER = 16  # tokens that other rows go on after the one that is timed
+
+
+def words(count: int, rng: random.Random) -> Iterator[bytes]:
+    """Yield tokens as a byte-level tokenizer has them, some more than once."""
+    yield from (bytes([byte]) for byte in range(256))
+    yield from (str(number).encode() for number in range(1000))
+    marks = ['"', '":', '": "', '",', '", "', '"}', '"},', '{"', "[", "]", "}, {", "\n", "  ", ", "]
+    yield from (mark.encode() for mark in marks)
+    sounds = [a + b for a in "bcdfghklmnprstvwz" for b in ("a", "e", "i", "o", "u", "er", "ing")]
+    while True:
+        if rng.random() < 0.2:
+            yield "".join(
+                chr(rng.randrange(0x4E00, 0x9FA0)) for _ in range(rng.randint(1, 2))
+            ).encode()
+            continue
+        word = "".join(rng.choices(sounds, k=rng.randint(1, 4)))
+        word = word.capitalize() if rng.random() < 0.2 else word
+        yield (" " * (rng.random() < 0.6) + word + rng.choice(("", "", "", ".", '"', ","))).encode()
+
+
+def write_model(folder: Path, shape: LlamaShape) -> None:
+    """Write the config and tokenizer of a model whose weights are made up."""
+    sizes = {
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**QWEN3, **sizes}))
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
+    vocabulary: dict[str, int] = {"<|start|>": 0, "<|pad|>": 1, END: 2}
+    for word in words(QWEN3["vocab_size"], random.Random(0)):
+        vocabulary.setdefault("".join(letters[byte] for byte in word), len(vocabulary))
+        if len(vocabulary) == QWEN3["vocab_size"]:
+            break
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<|pad|>"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|pad|>", END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+class Masks:
+    """Time that the engine's thread spends on masks."""
+
+    def __init__(self, engine: Engine):
+        self._fill, self.seconds = engine.grammars.masks.fill, []
+        engine.grammars.masks.fill = self._timed  # type: ignore[method-assign]
+
+    def _timed(self, *args: Any) -> Any:
+        began = time.perf_counter()
+        failed = self._fill(*args)
+        self.seconds.append(time.perf_counter() - began)
+        return failed
+
+
+def step_ms(engine: Engine, rows: int, bound: int, steps: int, turn: int) -> float:
+    """Return the mean milliseconds from a token of the last row to its next."""
+    ended: list[float] = []
+    left = threading.Semaphore(0)
+    failed: list[str] = []
+
+    def receive(delta: Any, times: list[float] | None) -> None:
+        if times is not None and delta.token_ids:
+            times.append(time.perf_counter())
+        if delta.error:
+            failed.append(delta.error)
+        if delta.finish_reason is not None:
+            left.release()
+
+    for row in range(rows):
+        last = row == rows - 1
+        outputs = StructuredOutputs.of({"json": SCHEMA}) if row < bound else None
+        sampling = Sampling(
+            max_tokens=steps + (0 if last else LONGER),
+            ignore_eos=True,
+            seed=row + rows * turn,
+            structured_outputs=outputs,
+        )
+        prompt = [3 + (row * PROMPT + place) % 250 for place in range(PROMPT)]
+        times = ended if last else None
+        engine.submit(prompt, None, sampling, on_output=lambda d, t=times: receive(d, t))
+    for _ in range(rows):
+        left.acquire()
+    if failed:
+        raise RuntimeError(f"{len(failed)} rows failed: {failed[0]}")
+    # The first gaps hold what is left of other rows' prompts.
+    return 1e3 * (ended[-1] - ended[2]) / (len(ended) - 3)
+
+
+def measure(engine: Engine, rows: int, steps: int, turns: int) -> list[dict[str, Any]]:
+    """Return a row of figures for each share of bound rows."""
+    masks, cases = Masks(engine), {"plain": 0, "half bound": rows // 2, "all bound": rows}
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    filled: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(turns + 1):
+        for name, bound in cases.items():
+            masks.seconds = []
+            taken = step_ms(engine, rows, bound, steps, turn)
+            if turn:  # the first one compiles the grammar and warms up
+                found[name].append(taken)
+                filled[name] += masks.seconds
+    plain = found["plain"]
+    return [
+        {
+            "rows": rows,
+            "case": name,
+            "step_ms": round(statistics.median(taken), 3),
+            "over_plain": round(
+                statistics.median(a / b for a, b in zip(taken, plain, strict=True)), 3
+            ),
+            "masks_ms": round(1e3 * statistics.mean(filled[name] or [0.0]), 3),
+            "masks_worst_ms": round(1e3 * max(filled[name], default=0.0), 3),
+        }
+        for name, taken in found.items()
+    ]
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    fields: dict[str, Any] = {"max_num_seqs": args.rows, "max_num_batched_tokens": args.rows}
+    fields |= {"max_model_len": 512, "load_format": "dummy"}
+    with tempfile.TemporaryDirectory() as place:
+        model = SHIPPED
+        if args.model == "shipped":
+            fields["load_format"] = "auto"
+        else:
+            model = Path(place)
+            write_model(model, SHAPES[args.model])
+        with Engine(str(model), **fields) as engine:
+            rows = measure(engine, args.rows, args.steps, args.turns)
+            compilations = engine.stats().compilations_after_warmup
+    device = jax.devices()[0]
+    on_cpu = device.platform == "cpu"
+    result = {
+        "command": f"python -m bench.structured --model {args.model} --turns {args.turns}",
+        "date": datetime.date.today().isoformat(),
+        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores"
+        if on_cpu
+        else device.device_kind,
+        "load_average": os.getloadavg()[0],
+        "compilations_after_warmup": compilations,
+        "rows": rows,
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    name = f"structured_{args.model}_{'cpu' if on_cpu else device.device_kind.replace(' ', '_')}"
+    (args.out / f"{name.lower()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    for row in rows:
+        print("  ".join(f"{key} {value}" for key, value in row.items()))
+    print(f"compilations after warm-up: {compilations}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Parts of an engine that plan and run its steps: the scheduler and the model runner."""
+
+import logging
+import time
+from collections.abc import Set
+from typing import Any
+
+import jax
+
+from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.task_head import SCORE
+from serving.api.config import EngineConfig
+from serving.engine.image_parts import make_encoder
+from serving.engine.loaded_base import LoadedBase
+from serving.engine.merging import AUTO
+from serving.engine.sizing import CacheSize
+from serving.engine.storage import kv_dtype, lora_dtype
+from serving.loading.residencies import Residencies
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import StepSizes
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(
+    config: EngineConfig,
+    base: LoadedBase,
+    spec: SlotsSpec,
+    end_ids: tuple[int, ...],
+    bringing: Set[int] = frozenset(),
+) -> ModelRunner:
+    """Return the runner of the model's steps with every program compiled.
+
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller.
+    """
+    start = time.monotonic()
+    link = None if base.remote is None else base.remote.link
+    names, longest = base.catalogue.module_names, base.size.max_model_len
+    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
+    runner = ModelRunner(
+        base.model,
+        base.model.kv_shape(base.config),
+        _step_sizes(config, base),
+        max_tokens=config.max_num_batched_tokens,
+        vocab_size=base.config.vocab_size,
+        dtype=kv_dtype(config, base.dtype),
+        end_ids=end_ids,
+        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
+        reroute_tables=None if base.esft is None else base.esft.tables,
+        link=link,
+        encoder=encoder,
+        # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
+        # that nobody needs take a third of a small model's step.
+        specialize_lora=config.specialize_lora
+        and (jax.default_backend() != "cpu" or link is not None),
+        structured_outputs=config.structured_outputs,
+        split=base.split,
+        merged=base.merged,
+        mixture=config.lora_merge == AUTO,
+        bringing=bringing,
+    )
+    runner.warm_up(progress=True)
+    logger.info(
+        "Compiled %d programs for steps of up to %s tokens in %.1f s.",
+        runner.num_programs,
+        ", ".join(map(str, runner.buckets)),
+        time.monotonic() - start,
+    )
+    return runner
+
+
+def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
+    size, head = base.size, base.catalogue.modules.get(SCORE)
+    return StepSizes(
+        max_seqs=config.max_num_seqs,
+        max_len=size.max_model_len,
+        page_size=size.page_size,
+        num_pages=size.num_pages,
+        max_logit_rows=config.max_logit_rows,
+        max_rank=config.max_lora_rank,
+        max_drafts=config.max_drafts,
+        head_width=0 if head is None else head.d_out,
+        num_host_pages=size.num_host_pages,
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    size: CacheSize,
+    residencies: Residencies,
+    end_ids: tuple[int, ...],
+    num_encoder_rows: int,
+    **how: Any,
+) -> Scheduler:
+    """Return the scheduler within the config's limits and the cache's size."""
+    limits = SchedulerLimits(
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logit_rows=config.max_logit_rows,
+        max_queue=config.max_queue,
+        adapter_wait_s=config.adapter_wait_s,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        num_encoder_rows=num_encoder_rows,
+        num_host_pages=size.num_host_pages,
+    )
+    fixed = {"eos_token_ids": end_ids, "seed": config.seed}
+    return Scheduler(limits, adapters=residencies, **fixed, **how)

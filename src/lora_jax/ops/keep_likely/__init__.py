@@ -1,0 +1,32 @@
+"""The likely tokens of each row of logits: what min_p, top_k and top_p keep."""
+
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.keep_likely import reference, xla
+from lora_jax.typing import Array, Float, Int
+
+__all__ = ["keep_likely"]
+
+KEEP_LIKELY = Op(
+    "keep_likely",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "keep_likely")),
+        Implementation("xla", ANY, xla.keep_likely, stands_in=True),
+        Implementation("reference", ANY, reference.keep_likely),
+    ),
+)
+
+
+def keep_likely(
+    logits: Float[Array, "rows vocab"],
+    min_p: Float[Array, "rows"],
+    top_k: Int[Array, "rows"],
+    top_p: Float[Array, "rows"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "rows vocab"]:
+    """Return float32 logits with -inf for the tokens that a row drops: by min_p, top_k, then top_p.
+
+    0, 0 and 1 keep everything; top_p is above 0. Tokens that tie with the last one kept stay. A row
+    whose logits are not all numbers, or whose largest is infinite, has no meaning.
+    """
+    return KEEP_LIKELY.call(implementation, logits, min_p, top_k, top_p)

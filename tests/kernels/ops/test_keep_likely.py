@@ -1,0 +1,87 @@
+"""What min_p, top_k and top_p keep: against sorted logits, by every implementation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.cases.likely_cases import LIKELY_CASES
+
+from lora_jax.ops.keep_likely import keep_likely, reference, xla
+
+VOCAB = 300
+
+
+def make_logits(seed=0, ties=True):
+    logits = np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32) * 3
+    return np.round(logits) if ties else logits
+
+
+def probabilities(logits):
+    shares = np.exp(logits.astype(np.float64) - logits.max())
+    return shares / shares.sum()
+
+
+@pytest.mark.parametrize("name", LIKELY_CASES)
+def test_portable_is_the_meaning(name):
+    case = LIKELY_CASES[name]
+    got, want = (keep_likely(*case, implementation=name) for name in ("xla", "reference"))
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 17, 300])
+def test_top_k_keeps_k_and_ties(top_k):
+    logits = make_logits(top_k)
+    logits[:2] = [0.0, -0.0]  # equal floats with different bits
+    got = np.asarray(reference.keep_top_k(jnp.asarray(logits), jnp.int32(top_k)))
+    kth = np.sort(logits)[-top_k]
+    np.testing.assert_array_equal(got, np.where(logits >= kth, logits, -np.inf))
+    assert np.isfinite(got).sum() >= top_k
+
+
+@pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
+def test_top_p_keeps_the_smallest_set(top_p):
+    logits = make_logits(3, ties=False)
+    kept = np.isfinite(np.asarray(reference.keep_top_p(jnp.asarray(logits), jnp.float32(top_p))))
+    probs = probabilities(logits)
+    order = np.argsort(-probs)
+    needed = int(np.searchsorted(np.cumsum(probs[order]), top_p)) + 1
+    want = np.zeros(VOCAB, bool)
+    want[order[:needed]] = True
+    np.testing.assert_array_equal(kept, want)
+
+
+def test_top_p_keeps_ties():
+    logits = jnp.zeros(VOCAB, jnp.float32).at[5].set(8.0)
+    kept = np.isfinite(np.asarray(reference.keep_top_p(logits, jnp.float32(0.95))))
+    assert kept.all()  # token 5 has 0.91; all others tie
+
+
+def test_min_p_is_relative_to_the_most_likely():
+    logits = make_logits()
+    got = np.asarray(reference.keep_min_p(jnp.asarray(logits), jnp.float32(0.05)))
+    probs = probabilities(logits)
+    np.testing.assert_array_equal(np.isfinite(got), probs >= 0.05 * probs.max())
+
+
+def test_image_orders_all_floats():
+    values = np.array(
+        [-np.inf, -3e38, -1.5, -2e-38, -0.0, 0.0, 2e-38, 2.0, 3e38, np.inf], np.float32
+    )
+    image = np.asarray(reference.ordered_image(jnp.asarray(values))).astype(np.int64)
+    steps = np.diff(image)
+    assert steps[4] == 0
+    assert (np.delete(steps, 4) > 0).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_digits_find_the_threshold_that_bits_do(seed):
+    rng = np.random.default_rng(seed)
+    image = jnp.asarray(rng.integers(0, 1 << 32, 50, dtype=np.uint32))
+    ones = jnp.ones(50, jnp.uint32)
+    weights = jnp.asarray(rng.integers(0, 1 << 26, 50, dtype=np.uint32))
+    for given in ((ones, 7), (ones, 60), (weights, 9e8)):
+        got, want = (
+            jax.jit(search)(image, given[0], jnp.float32(given[1]))
+            for search in (xla.threshold_by_digits, reference.threshold_by_bits)
+        )
+        assert got == want
