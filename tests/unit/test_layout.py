@@ -23,6 +23,7 @@ WITHOUT_MODULE = {
     "serving/lora_server/test_exactness.py",
     "serving/lora_server/test_processes.py",
     "serving/http/test_bad_input.py",
+    "serving/test_brought_adapters.py",
     "serving/test_composition_serving.py",
     "serving/test_esft_serving.py",
     "serving/test_merged_serving.py",
