@@ -18,6 +18,7 @@ from typing import Any
 from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
+from serving.api.functions_config import FunctionsConfig
 from serving.cli.flag_layers import PREFIX, ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
 from serving.cli.flags import build_parser
@@ -55,8 +56,8 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     model = given.get("model_tag") or given.get("model")
     if not model:
         parser.error("which model? Give its folder: python -m serving.launch FOLDER")
-    cluster_fields = {f.name for f in dataclasses.fields(ClusterConfig)}
-    cluster = ClusterConfig(**{name: given[name] for name in cluster_fields & given.keys()})
+    cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
+    functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
     names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
@@ -72,10 +73,16 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         engine=_engine_config(model, given),
         http=_http_settings(given),
         cluster=cluster,
+        functions=functions,
         adapters=tuple(lora_module(text) for text in given.get("lora_modules", ())),
         uvicorn=uvicorn,
         **{name: given[name] for name in names if name in given},
     )
+
+
+def _given_fields(config: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(config)}
+    return {name: given[name] for name in names & given.keys()}
 
 
 def _engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
@@ -135,7 +142,11 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         sock = _listen(options)
         stack.callback(sock.close)
-        if options.cluster.is_single:
+        if options.functions.functions is not None:
+            from serving.cluster.functions_front import serve_functions
+
+            serve_functions(options, sock)
+        elif options.cluster.is_single:
             serve(options, sock)
         else:
             from serving.cluster.front import serve_cluster  # here: most need no other processes

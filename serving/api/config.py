@@ -59,6 +59,8 @@ class EngineConfig:
     max_lora_rank: int = 64
     # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
     max_lora_cls_labels: int | None = None
+    # Adapters with DoRA and biases; None: if adapters given at the start have them.
+    enable_dora_and_bias: bool | None = None
     lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
@@ -95,8 +97,9 @@ class EngineConfig:
         for field in _SWITCHES:
             if not isinstance(value := getattr(self, field), bool):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
-        if not isinstance(parallel := self.enable_expert_parallel, bool | None):
-            raise ValueError(f"enable_expert_parallel must be true or false, got {parallel!r}.")
+        for field in _OPTIONAL_SWITCHES:
+            if not isinstance(value := getattr(self, field), bool | None):
+                raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
         if not isinstance(self.override_generation_config, dict):
             raise ValueError("override_generation_config must map names to values.")
@@ -175,6 +178,7 @@ _SWITCHES = (
     "structured_outputs",
     "language_model_only",
 )
+_OPTIONAL_SWITCHES = ("enable_expert_parallel", "enable_dora_and_bias")
 CHOICES = (
     ("dtype", DTYPES),
     ("kv_cache_dtype", KV_DTYPES),

@@ -37,6 +37,8 @@ ENGINE_HELP = {
     "max_lora_rank": "largest rank that an adapter may have",
     "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
     "heads; default: those of --lora-modules",
+    "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
+    "base; default: if some of --lora-modules have them",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
@@ -68,6 +70,11 @@ ENGINE_HELP = {
     "weights and serves alone",
     "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
     "grammar; off shortens the start and refuses such requests",
+}
+FUNCTIONS_HELP = {
+    "functions": "folder of adapters; each becomes a process of its own over one copy of the base "
+    "model, when it is first asked for",
+    "functions_keep_alive_s": "seconds without requests after which such a process ends",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

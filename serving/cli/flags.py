@@ -10,7 +10,8 @@ from typing import Any
 from serving.api import cluster_config, config
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
-from serving.cli.flag_help import CLUSTER_HELP, ENGINE_HELP, METAVARS
+from serving.api.functions_config import FunctionsConfig
+from serving.cli.flag_help import CLUSTER_HELP, ENGINE_HELP, FUNCTIONS_HELP, METAVARS
 from serving.cli.flag_layers import ParserWithSource
 from serving.cli.flag_values import (
     dtype,
@@ -69,6 +70,7 @@ def build_parser() -> ParserWithSource:
     _add_adapter_flags(parser.add_argument_group("adapters"))
     _add_engine_flags(parser.add_argument_group("engine"))
     _add_cluster_flags(parser.add_argument_group("several processes"))
+    _add_function_flags(parser.add_argument_group("isolated functions"))
     add_foreign_flags(parser)
     return parser
 
@@ -232,6 +234,12 @@ def _add_cluster_flags(group) -> None:
     """One flag per field of ClusterConfig, with the field's own type."""
     for field in dataclasses.fields(ClusterConfig):
         _add_field(group, field, CLUSTER_HELP)
+
+
+def _add_function_flags(group) -> None:
+    """One flag per field of FunctionsConfig, with the field's own type."""
+    for field in dataclasses.fields(FunctionsConfig):
+        _add_field(group, field, FUNCTIONS_HELP)
 
 
 def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
+from serving.api.functions_config import FunctionsConfig
 from serving.cli.flag_values import LoraModuleFlag
 from serving.http.settings import HttpSettings
 
@@ -18,6 +19,7 @@ class Options:
     engine: EngineConfig
     http: HttpSettings
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
+    functions: FunctionsConfig = dataclasses.field(default_factory=FunctionsConfig)
     adapters: tuple[LoraModuleFlag, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
@@ -60,6 +62,7 @@ class Options:
                 "--speculative-config out, or keep the adapters on the instances."
             )
         self._check_merged()
+        self._check_functions()
         if self.metrics_port is not None and not self.cluster.is_single:
             raise ValueError(
                 "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
@@ -91,6 +94,30 @@ class Options:
             raise ValueError(
                 f"{flag} cannot be replaced or unloaded while the server runs: leave "
                 "--enable-runtime-lora out."
+            )
+
+    def _check_functions(self) -> None:
+        """Raise ValueError for what --functions does not go with."""
+        if self.functions.functions is None:
+            return
+        engine = self.engine
+        others = {
+            "--lora-modules": bool(self.adapters),
+            "--lora-dir": engine.lora_dir is not None,
+            "--enable-runtime-lora": self.http.enable_runtime_lora,
+            "--state-dir": self.state_dir is not None,
+            "--demo": self.http.demo,
+            "--metrics-port": self.metrics_port is not None,
+            "--instances or --lora-server": not self.cluster.is_single,
+            "--tensor-parallel-size": engine.tensor_parallel_size > 1,
+            "--lora-merge": engine.lora_merge != "off",
+            "--max-esft-adapters": bool(engine.max_esft_adapters),
+            "--load-format dummy": engine.load_format == "dummy",
+        }
+        if given := [flag for flag, is_given in others.items() if is_given]:
+            raise ValueError(
+                f"--functions does not work with {', '.join(given)}: a function is a folder below "
+                "it, one LoRA adapter in a process of its own on one device. Leave them out."
             )
 
 

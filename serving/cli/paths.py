@@ -18,6 +18,8 @@ def check_paths(options: Options) -> None:
     _folder("the model", engine.model, ("config.json",))
     if engine.lora_dir is not None:
         _folder("--lora-dir", engine.lora_dir)
+    if options.functions.functions is not None:
+        _folder("--functions", options.functions.functions)
     for module in options.adapters:
         _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES)
     if engine.generation_config not in (FROM_MODEL, NONE):

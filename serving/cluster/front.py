@@ -18,8 +18,9 @@ from serving.cli.serve import (
     run_server,
     url_of,
 )
+from serving.cluster.abstract_front import BodyLimits
 from serving.cluster.local import LocalCluster
-from serving.cluster.proxy import BodyLimits, Proxy
+from serving.cluster.proxy import Proxy
 from serving.cluster.server_place import server_spec
 from serving.engine import logs
 from serving.http.access.audit import AuditLog

@@ -6,7 +6,6 @@ key has a limit of them. What changes adapters goes to all instances.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,15 +13,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from lora_jax.adapters.versions import FULL_NAME
-from serving.api.request import Share
+from serving.cluster.abstract_front import (
+    METRICS,
+    METRICS_S,
+    RETRY_S,
+    SHORT_S,
+    AbstractFront,
+    BodyLimits,
+)
 from serving.cluster.adapter_changes import AdapterChanges
-from serving.cluster.inbound import ClientLeft, read_body
-from serving.cluster.key_ledger import KeyLedger
 from serving.cluster.metrics import merge, role_lines
-from serving.cluster.peek import peek, sequences
+from serving.cluster.peek import peek
 from serving.cluster.relay import relay, send_whole, while_there
 from serving.cluster.router import Router
-from serving.cluster.suspects import Suspects
 from serving.cluster.upstream import (
     HEAD_S,
     Headers,
@@ -32,7 +35,6 @@ from serving.cluster.upstream import (
     UpstreamSlow,
     send,
 )
-from serving.http.access.observe import GENERATING
 from serving.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -44,26 +46,15 @@ _TO_ALL = {
     ("POST", "/unload_lora_adapter"),
     ("POST", "/v1/loras"),
 }
-_RETRY_S = "1"
 _DEFAULT_TOKENS = 16.0
-_METRICS_S = 2.0  # for the metrics of an instance
-_SHORT_S = 60.0  # for the head of an answer that is no generation
 _CHANGE_S = 300.0  # for an adapter that is loaded
 
 Roles = Callable[[], Mapping[str, Sequence[bool]]]  # which are up, by kind
 Answer = tuple[int, Headers, bytes]
 
 
-@dataclasses.dataclass(frozen=True)
-class BodyLimits:
-    """Of a request's body."""
-
-    max_body_bytes: int = 16 << 20
-    body_timeout_s: float = 30.0
-
-
-class Proxy:
-    """An ASGI application over the sockets of the instances."""
+class Proxy(AbstractFront):
+    """The front over the sockets of the instances."""
 
     def __init__(
         self,
@@ -79,57 +70,29 @@ class Proxy:
 
         `own_metrics` is a Prometheus text of the front, which has the label engine="front".
         """
+        super().__init__(limits)
         self._paths, self._router = list(paths), router
         self._base_names = frozenset(base_names)
-        self._limits = limits or BodyLimits()
         self._roles = roles or self._instances_up
-        self._suspects = Suspects()
         self._changes = changes or AdapterChanges(None, lambda: ())
         self._own_metrics = own_metrics
-        self._ledger = KeyLedger()
 
-    async def __call__(self, scope: Scope, receive: Receive, send_: Send) -> None:
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send_)
-            return
-        if scope["type"] != "http":
-            return
-        try:
-            await self._answer(scope, receive, send_)
-        except ApiError as error:
-            await error.response()(scope, receive, send_)
-        except ClientLeft:
-            logger.info("A client left before it was answered.")
-        except ConnectionAbortedError as error:
-            logger.warning("A stream was cut off: %s", error)
-
-    async def _answer(self, scope: Scope, receive: Receive, send_: Send) -> None:
+    async def _answer_here(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> bool:
         path, method = scope["path"], scope["method"]
-        if path in ("/health", "/ready", "/live") and method in ("GET", "HEAD"):
-            await self._health(path)(scope, receive, send_)
-            return
-        limits = self._limits
-        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_timeout_s)
-        if path in ("/metrics", "/metrics/") and method == "GET":
+        if path in METRICS and method == "GET":
             await self._metrics(scope, send_)
         elif (method, path) in _TO_ALL or (method == "DELETE" and path.startswith("/v1/loras/")):
             await self._to_all(scope, body, send_)
         else:
-            caller = scope.get("state", {}).get("caller")
-            share = Share() if caller is None else caller.share
-            count = sequences(body) if path in GENERATING and share.max_running else 0
-            async with contextlib.AsyncExitStack() as stack:
-                if count:
-                    room = stack.enter_async_context(self._ledger.room(share, count))
-                    await while_there(room, receive)
-                await self._to_one(scope, body, receive, send_)
+            return False
+        return True
 
     def _health(self, path: str) -> Response:
         """Return the sum of all roles; no request is sent, so it never waits."""
         roles = {kind: list(up) for kind, up in self._roles().items()}
         is_ready = any(roles["instances"])
         status = "ok" if all(map(all, roles.values())) else "degraded" if is_ready else "down"
-        headers = {} if is_ready else {"Retry-After": _RETRY_S}
+        headers = {} if is_ready else {"Retry-After": RETRY_S}
         code = 200 if is_ready or path == "/live" else 503
         shown = {kind: ["up" if one else "down" for one in up] for kind, up in roles.items()}
         return JSONResponse({"status": status, **shown}, code, headers)
@@ -164,7 +127,7 @@ class Proxy:
                     self._suspects.died(path, body)
                 raise
             except UpstreamSlow as error:
-                raise ApiError(503, str(error), headers={"Retry-After": _RETRY_S}) from None
+                raise ApiError(503, str(error), headers={"Retry-After": RETRY_S}) from None
             else:
                 self._suspects.answered(path, body)
                 self._note(adapter, instance, load, status)
@@ -177,14 +140,14 @@ class Proxy:
         self, instance: int, scope: Scope, body: bytes, receive: Receive, send_: Send
     ) -> int:
         """Let one instance answer; return the status."""
-        limit_s = _SHORT_S if scope["method"] in ("GET", "HEAD") else HEAD_S
+        limit_s = SHORT_S if scope["method"] in ("GET", "HEAD") else HEAD_S
         asking = self._send(instance, scope, body, limit_s)
         upstream = await while_there(asking, receive)
         await relay(upstream, receive, send_)
         return upstream.status
 
     async def _send(self, instance: int, scope: Scope, body: bytes, limit_s: float) -> Upstream:
-        return await send(self._paths[instance], *_parts(scope), body, limit_s)
+        return await send(self._paths[instance], *parts_of(scope), body, limit_s)
 
     def _note(self, adapter: str | None, instance: int, load: float, status: int) -> None:
         if adapter is not None and status < 300:
@@ -216,7 +179,7 @@ class Proxy:
         await send_whole(send_, *(good + bad if follow else bad + good)[0])
 
     async def _metrics(self, scope: Scope, send_: Send) -> None:
-        answers = await self._everywhere(scope, b"", _METRICS_S, self._router.up)
+        answers = await self._everywhere(scope, b"", METRICS_S, self._router.up)
         good = {
             str(n): content.decode() for n, (code, _, content) in answers.items() if code == 200
         }
@@ -263,18 +226,10 @@ class Proxy:
 
 
 def _nobody() -> ApiError:
-    return ApiError(503, "No instance is there now.", headers={"Retry-After": _RETRY_S})
+    return ApiError(503, "No instance is there now.", headers={"Retry-After": RETRY_S})
 
 
-def _parts(scope: Scope) -> tuple[str, bytes, Headers]:
+def parts_of(scope: Scope) -> tuple[str, bytes, Headers]:
     query = scope.get("query_string", b"")
     target = scope.get("raw_path") or scope["path"].encode()
     return scope["method"], target + (b"?" + query if query else b""), scope["headers"]
-
-
-async def _lifespan(receive: Receive, send_: Send) -> None:
-    while True:
-        message = await receive()
-        await send_({"type": message["type"] + ".complete"})
-        if message["type"] == "lifespan.shutdown":
-            return

@@ -122,7 +122,20 @@ async def send(
 
     Raises UpstreamDown, UpstreamBroken or UpstreamSlow.
     """
-    upstream = Upstream(await _connect(path))
+    return await send_over(await _connect(path), method, target, headers, body, head_s)
+
+
+async def send_over(
+    sock: socket.socket,
+    method: str,
+    target: bytes,
+    headers: Headers,
+    body: bytes,
+    head_s: float = HEAD_S,
+) -> Upstream:
+    """Send a request over a connection, which it closes in the end; see `send`."""
+    sock.setblocking(False)
+    upstream = Upstream(sock)
     try:
         upstream._send(method, target, headers, body)
         async with asyncio.timeout(head_s):

@@ -14,6 +14,7 @@ from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.config import ModelConfig
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
@@ -44,6 +45,7 @@ class LoadedBase:
     widths: LocalWidths | None  # of the split
     images: ImageParts | None
     merged: MergedWeights | None
+    norms: OutputNorms | None  # where adapters may scale outputs
 
 
 def load_model(

@@ -14,6 +14,7 @@ from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
+from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
@@ -124,6 +125,9 @@ def build_parts(
         labels = head_labels(config, adapters, remote is not None)
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
+        catalogue, norms = take_brought(
+            model, catalogue, config, adapters, has_server=remote is not None
+        )
         merged = make_merged(config, model)  # which names modules as the slots do
         widths = local_widths(split)
         local_modules, num_full_adapters = held_locally(catalogue, remote, widths)
@@ -145,6 +149,7 @@ def build_parts(
             widths,
             images,
             merged,
+            norms,
         )
         parts = _build(config, adapters, base, tokenizer, info, traces)
         undo.pop_all()
@@ -171,14 +176,14 @@ def _build(
         base.esft,
         base.remote,
         copier=None if base.split is not None else device_copier(),
-        host_form=host_form(config, base.catalogue, base.widths),
+        host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = make_runner(config, base, spec, end_ids)
+    runner = make_runner(config, base, spec, end_ids, allocator.bringing)
     watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -23,9 +24,16 @@ logger = logging.getLogger(__name__)
 
 
 def make_runner(
-    config: EngineConfig, base: LoadedBase, spec: SlotsSpec, end_ids: tuple[int, ...]
+    config: EngineConfig,
+    base: LoadedBase,
+    spec: SlotsSpec,
+    end_ids: tuple[int, ...],
+    bringing: Set[int] = frozenset(),
 ) -> ModelRunner:
-    """Return the runner of the model's steps with every program compiled."""
+    """Return the runner of the model's steps with every program compiled.
+
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller.
+    """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
     names, longest = base.catalogue.module_names, base.size.max_model_len
@@ -50,6 +58,7 @@ def make_runner(
         split=base.split,
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
+        bringing=bringing,
     )
     runner.warm_up(progress=True)
     logger.info(

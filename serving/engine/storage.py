@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.ops.kv_rows import CODED
 from serving.api.config import EngineConfig
 
@@ -40,11 +41,19 @@ def lora_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
 
 
 def host_form(
-    config: EngineConfig, catalogue: LoraCatalogue, widths: LocalWidths | None
+    config: EngineConfig,
+    catalogue: LoraCatalogue,
+    widths: LocalWidths | None,
+    norms: OutputNorms | None = None,
 ) -> Callable[[AdapterWeights], AdapterWeights]:
-    """Return what makes of a LoRA adapter's files what the host keeps of them."""
+    """Return what makes of a LoRA adapter's files what the host keeps of them.
+
+    `norms` are those of a model whose outputs adapters may scale.
+    """
 
     def form(weights: AdapterWeights) -> AdapterWeights:
+        if norms is not None:
+            weights = norms.resolve(weights)
         if config.lora_dtype == INT8:
             weights = weights.in_8_bits()
         return weights if widths is None else widths.adapter(weights, catalogue)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from serving.functions.agent import Agent, connect
-    from serving.functions.handle import Function, FunctionDied
+    from serving.functions.app import App
+    from serving.functions.handle import Function, FunctionDied, FunctionRefused
 
-__all__ = ["Agent", "Function", "FunctionDied", "connect"]
+__all__ = ["Agent", "App", "Function", "FunctionDied", "FunctionRefused", "connect"]
 
-_HOMES = {"Agent": "agent", "connect": "agent", "Function": "handle", "FunctionDied": "handle"}
+_HANDLE = dict.fromkeys(("Function", "FunctionDied", "FunctionRefused"), "handle")
+_HOMES = {"Agent": "agent", "connect": "agent", "App": "app"} | _HANDLE
 
 
 def __getattr__(name: str) -> Any:

@@ -25,10 +25,12 @@ from lora_jax.memory.wire import (
     send_fds,
     send_header,
 )
-from serving.functions.handle import Function, Running
+from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
+from serving.functions.running import Running
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
+_START_S = 600.0  # to build an engine, on a slow machine
 _END_S = 10.0  # for a process to leave by itself
 # Sizes of one function, where nothing else is asked for.
 FIELDS = {
@@ -48,10 +50,14 @@ class Agent:
         *,
         dtype: str | None = None,
         keep_alive_s: float | None = None,
+        http: dict[str, Any] | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
         function.
+
+        With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
+        too, over the connections of `Function.connect`.
 
         With `keep_alive_s` a function without calls for so long loses its process, unless its next
         call is expected by the rate of the last ones (`policies.predict`); when that call is
@@ -63,6 +69,7 @@ class Agent:
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+        self._http = http
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
@@ -99,11 +106,16 @@ class Agent:
         return dict(self._functions)
 
     def function(
-        self, adapter: str | os.PathLike[str] | None = None, *, name: str | None = None
+        self,
+        adapter: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        lazy: bool = False,
     ) -> Function:
         """Start a function of one adapter folder, or of the base model; return when it is ready.
 
-        `name` is the folder's own where none is given. A name that runs already is that function.
+        A `lazy` one is not started before its first call. `name` is the folder's own where none is
+        given. A name that runs already is that function.
         Raises ValueError for an adapter that cannot be served, and for a name that another
         adapter's function has.
         """
@@ -111,7 +123,7 @@ class Agent:
         name = name or (Path(folder).name if folder else "base")
         with self._starting:
             if name not in self._functions:
-                self._functions[name] = Function(name, lambda: self._start(name, folder))
+                self._functions[name] = Function(name, lambda: self._start(name, folder), lazy=lazy)
                 self._folders[name] = folder
             if self._folders[name] != folder:
                 raise ValueError(
@@ -151,13 +163,15 @@ class Agent:
             with theirs:
                 pid = self._fork(theirs.fileno())
             order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
-            send_header(ours, order | {"manifest": self._manifest})
+            send_header(ours, order | {"manifest": self._manifest, "http": self._http})
             send_fds(ours, self._fds)
+            ours.settimeout(_START_S)
             ready = _expect(ours, "ready")
+            ours.settimeout(None)
         except BaseException:
             ours.close()
             raise
-        return Running(ours, pid, {key: ready[key] for key in ("attach_s", "start_s")})
+        return Running(ours, pid, ready)
 
     def _fork(self, end: int) -> int:
         """Return the process id of a new function; a zygote that has gone is replaced."""
@@ -240,7 +254,7 @@ def _expect(connection: socket.socket, key: str) -> dict[str, Any]:
     """Return the next message, which has `key`. Raises ValueError with the other side's reason."""
     try:
         answer = receive_header(connection)
-    except ShareError as error:
+    except (ShareError, TimeoutError) as error:
         raise ConnectionError(f"A process ended before it was ready: {error}.") from error
     if key not in answer:
         raise ValueError(answer.get("error", f"unexpected answer {answer}"))

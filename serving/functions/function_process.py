@@ -4,6 +4,7 @@ A function has its own memory for KV pages, adapter and programs, and maps the b
 It listens nowhere: its only connection is the socket that it was born with, whose end ends it.
 """
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -16,7 +17,8 @@ from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
 from serving.engine.engine import Engine
-from serving.functions.messages import output_fields, sampling_of
+from serving.functions.http_side import HttpSide
+from serving.functions.messages import http_of, output_fields, sampling_of
 
 _CALLS = 256  # answered at a time; more wait
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
@@ -35,23 +37,37 @@ def main(connection) -> None:
         name, folder = order["name"], order["adapter"]
         adapters = {} if folder is None else {name: folder}
         engine = Engine(order["model"], adapters, backbone=arena, **order["fields"])
+        http = order.get("http")
+        side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
     finally:
         close_all(fds)
-    times = {"attach_s": attached - start, "start_s": time.monotonic() - start}
-    send_header(connection, {"ready": True, **times})
+    about = {
+        "attach_s": attached - start,
+        "start_s": time.monotonic() - start,
+        "private_bytes": private_bytes(),
+        "max_model_len": engine.model_info.max_model_len,
+    }
+    send_header(connection, {"ready": True, **about})
     with engine:
-        _Calls(connection, engine, arena, name if adapters else None).answer()
+        _Calls(connection, engine, arena, name if adapters else None, side).answer()
 
 
 class _Calls:
     """Answers of one function, each on a thread of its own."""
 
-    def __init__(self, connection, engine: Engine, arena: ImportedArena, adapter: str | None):
+    def __init__(
+        self,
+        connection,
+        engine: Engine,
+        arena: ImportedArena,
+        adapter: str | None,
+        http: HttpSide | None,
+    ):
         self._connection, self._engine, self._arena = connection, engine, arena
-        self._adapter = adapter
+        self._adapter, self._http = adapter, http
         self._sending = threading.Lock()
 
     def answer(self) -> None:
@@ -60,9 +76,26 @@ class _Calls:
         try:
             while True:
                 call = receive_header(self._connection)
-                pool.submit(self._answer, call)
+                if call["call"] == "http":
+                    self._adopt(call["id"])
+                else:
+                    pool.submit(self._answer, call)
         except ShareError:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _adopt(self, number: int) -> None:
+        """Give the connection that comes with this call to HTTP; its end is the answer."""
+        (fd,) = receive_fds(self._connection, 1)
+        if self._http is None:
+            close_all([fd])
+            self._send({"id": number, "value": None})
+            return
+
+        def closed() -> None:
+            with contextlib.suppress(OSError):  # the agent has gone too
+                self._send({"id": number, "value": None})
+
+        self._http.adopt(fd, closed)
 
     def _answer(self, call: dict[str, Any]) -> None:
         try:
@@ -91,6 +124,8 @@ class _Calls:
             return self._arena.changed()
         if call["call"] == "memory":
             return backbone_memory()
+        if call["call"] == "metrics":
+            return "" if self._http is None else self._http.metrics_text()
         raise ValueError(f"There is no call {call['call']!r}.")
 
     def _send(self, fields: dict[str, Any]) -> None:
@@ -109,6 +144,12 @@ def backbone_memory(maps: str = "/proc/self/smaps") -> dict[str, int]:
             elif ours and name in found:
                 found[name] += int(rest.split()[0]) << 10
     return found
+
+
+def private_bytes(path: str = "/proc/self/smaps_rollup") -> int:
+    """Return bytes of memory that only this process holds; they are free when it has ended."""
+    with open(path) as lines:
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
 
 
 def _shut_others_out() -> None:

@@ -2,7 +2,6 @@
 
 import collections
 import contextlib
-import itertools
 import logging
 import queue
 import socket
@@ -11,20 +10,26 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
 from serving.functions.messages import output_of, sampling_fields
 from serving.functions.policies.predict import GAPS
+from serving.functions.running import Running
 
 logger = logging.getLogger(__name__)
 
 _ERRORS = {error.__name__: error for error in (ValueError, TypeError, KeyError)}
 _STARTS = 3  # without an answer in between, and a function is given up
+_GIVEN_UP_S = 60.0  # until a call may try again
+STATES = ("off", "starting", "running", "failed", "closed")
 
 
 class FunctionDied(ConnectionError):
     """The function's process ended during a call, which may be tried again."""
+
+
+class FunctionRefused(ConnectionError):
+    """The function cannot run: its adapter or its sizes are not acceptable. The text says why."""
 
 
 class Function:
@@ -34,17 +39,24 @@ class Function:
     new process. An offloaded function has no process until its next call, or `warm`.
     """
 
-    def __init__(self, name: str, start: Callable[[], "Running"]):
-        """Start the first process; `start` returns one that is ready. Raises what it raises."""
+    def __init__(self, name: str, start: Callable[[], Running], *, lazy: bool = False):
+        """Start the first process; `start` returns one that is ready. Raises what it raises.
+
+        A `lazy` function has none before its first call.
+        """
         self.name, self._start = name, start
         self._ready = threading.Condition()
-        self._closed, self._failed = False, ""
-        self._offloaded = False  # no process, and none is started before a call
+        self._closed = False
+        self._failed: ConnectionError | None = None  # why it was given up
+        self._failed_at = 0.0
+        self._offloaded = lazy  # no process, and none is started before a call
         self._created = time.monotonic()
         self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
         self._deaths = 0  # since the last answer
         self._running: Running | None = None
-        self._adopt(start())
+        self.starts = 0  # processes that got ready
+        if not lazy:
+            self._adopt(start())
 
     def __enter__(self) -> "Function":
         return self
@@ -58,9 +70,31 @@ class Function:
         return self._current().pid
 
     @property
+    def about(self) -> dict[str, Any]:
+        """Report of the running process when it was ready: seconds, bytes, sizes."""
+        return self._current().about
+
+    @property
     def start_times(self) -> dict[str, float]:
         """Seconds of the last start: `attach_s` of the backbone, `start_s` until ready."""
-        return self._current().times
+        return {key: self.about[key] for key in ("attach_s", "start_s")}
+
+    @property
+    def running(self) -> Running | None:
+        """The process that is ready now."""
+        with self._ready:
+            running = self._running
+            return None if running is None or running.ended else running
+
+    @property
+    def state(self) -> str:
+        """One of STATES."""
+        with self._ready:
+            if self._closed or self._failed:
+                return "closed" if self._closed else "failed"
+            if self._running is not None and not self._running.ended:
+                return "running"
+            return "off" if self._offloaded else "starting"
 
     def generate(
         self,
@@ -136,44 +170,73 @@ class Function:
         if running is not None:
             running.close()
 
+    def called(self) -> None:
+        """Note that a request has come, for the predicted rate."""
+        self._arrivals.append(time.monotonic())
+
+    def answered(self) -> None:
+        """A call was answered: deaths before it count no more."""
+        self._deaths = 0
+
+    def connect(self) -> socket.socket | None:
+        """Return a connection to the HTTP routes of the process, for the caller to close.
+
+        None: no process is ready, or it does not take connections now; see `warm` and `state`.
+        Never waits.
+        """
+        running = self.running
+        return None if running is None else running.connect()
+
+    def metrics_text(self, timeout_s: float) -> str:
+        """Return the running process' metrics; "" where there is none, or no answer in time."""
+        running = self.running
+        answers = running.send({"call": "metrics"}) if running is not None else None
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=timeout_s).get("value", "") if answers is not None else ""
+        return ""
+
     def _call(self, call: dict[str, Any]) -> Any:
         return self._value(self._send(call).get())
 
     def _send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]]":
         """Send a call to a process; return where its answers come."""
-        self._arrivals.append(time.monotonic())
+        self.called()
         while (answers := self._current().send(call)) is None:
             pass  # that process had ended before the call was sent
         return answers
 
     def _value(self, answer: dict[str, Any]) -> Any:
         if "error" not in answer:
-            self._deaths = 0
+            self.answered()
             return answer["value"]
         if answer["error"] == "FunctionDied":
             raise FunctionDied(f"Function {self.name!r} ended during the call; try it again.")
         if answer["error"] in _ERRORS:
-            self._deaths = 0
+            self.answered()
             raise _ERRORS[answer["error"]](answer["text"])
         raise RequestFailed(answer["text"], retryable=answer["retryable"])
 
-    def _current(self) -> "Running":
+    def _current(self) -> Running:
         with self._ready:
+            if self._failed is not None and time.monotonic() - self._failed_at > _GIVEN_UP_S:
+                self._failed, self._deaths, self._offloaded = None, 0, True
             while not (self._closed or self._failed):
                 if self._running is not None and not self._running.ended:
                     return self._running
                 if self._offloaded:
                     self._offloaded = False
-                    reason = "it was offloaded"
+                    reason = "it has no process"
                     threading.Thread(target=self._restart, args=(reason,), daemon=True).start()
                 self._ready.wait()
-            state = "is closed." if self._closed else f"does not start: {self._failed}"
-            raise ConnectionError(f"Function {self.name!r} {state}")
+            if self._closed or self._failed is None:
+                raise ConnectionError(f"Function {self.name!r} is closed.")
+            raise type(self._failed)(*self._failed.args)
 
-    def _adopt(self, running: "Running") -> None:
+    def _adopt(self, running: Running) -> None:
         """Take a process that is ready, and watch it."""
         with self._ready:
             closed, self._running = self._closed, running
+            self.starts += 1
             self._ready.notify_all()
         if closed:
             running.close()
@@ -181,7 +244,7 @@ class Function:
             target=self._watch, args=(running,), name=f"function-{self.name}", daemon=True
         ).start()
 
-    def _watch(self, running: "Running") -> None:
+    def _watch(self, running: Running) -> None:
         """Pass answers on until the process ends, then start another one."""
         running.read()
         with self._ready:
@@ -198,76 +261,18 @@ class Function:
             try:
                 self._adopt(self._start())
                 return
-            except (ValueError, OSError) as error:
+            except ValueError as error:  # another try ends the same way
+                self._give_up(FunctionRefused(str(error)))
+                return
+            except OSError as error:
                 self._deaths += 1
                 reason = str(error)
+        text = f"Function {self.name!r} does not start: {reason}"
+        self._give_up(ConnectionError(f"{text} ({self._deaths} times before an answer)."))
+
+    def _give_up(self, why: ConnectionError) -> None:
+        """Take no calls for some time: a process costs seconds, and others wait for them."""
+        logger.error("Function %r is given up for %g s: %s", self.name, _GIVEN_UP_S, why)
         with self._ready:
-            self._failed = f"{reason} ({self._deaths} times before an answer)."
+            self._failed, self._failed_at = why, time.monotonic()
             self._ready.notify_all()
-
-
-class Running:
-    """One process of a function: its socket, and the calls that wait for answers."""
-
-    def __init__(self, connection: socket.socket, pid: int, times: dict[str, float]):
-        self.pid, self.times, self._connection = pid, times, connection
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
-        self.ended = False
-
-    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
-        """Send a call; return where its answers come, None where the process has ended before.
-
-        A process that ends in the middle answers FunctionDied.
-        """
-        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        with self._lock:
-            if self.ended:
-                return None
-            number = next(self._numbers)
-            self._waiting[number] = answers
-            try:
-                send_header(self._connection, {"id": number, **call})
-            except OSError:  # `read` finds its end too, and answers
-                self._shut_down()
-        return answers
-
-    def end_if_idle(self) -> bool:
-        """Let the process end unless calls are under way; return whether it does."""
-        with self._lock:
-            if self._waiting or self.ended:
-                return False
-            self.ended = True
-            self._shut_down()
-            return True
-
-    def _shut_down(self) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def read(self) -> None:
-        """Pass answers to those who wait, until the process has ended; they all get an answer."""
-        try:
-            while True:
-                answer = receive_header(self._connection)
-                with self._lock:
-                    number = answer["id"]
-                    last = "piece" not in answer
-                    answers = self._waiting.pop(number, None) if last else self._waiting.get(number)
-                if answers is not None:
-                    answers.put(answer)
-        except OSError:
-            pass
-        with self._lock:
-            self.ended, waiting = True, list(self._waiting.values())
-            self._waiting.clear()
-            self._connection.close()
-        for answers in waiting:
-            answers.put({"error": "FunctionDied"})
-
-    def close(self) -> None:
-        """Let both sides read the connection's end."""
-        with self._lock:
-            if not self.ended:
-                self._shut_down()

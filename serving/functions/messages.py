@@ -10,6 +10,7 @@ from typing import Any
 from serving.api.outputs import Completion, RequestOutput
 from serving.api.request import FinishReason, TokenLogprobs
 from serving.api.sampling import Sampling
+from serving.http.settings import HttpSettings
 
 
 def sampling_fields(sampling: Sampling) -> dict[str, Any]:
@@ -33,6 +34,34 @@ def sampling_of(fields: dict[str, Any]) -> Sampling:
     if "logit_bias" in values:
         values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"]}
     return Sampling(**values)
+
+
+# Of the settings of HTTP, those that an answer depends on. Keys and limits stay with the front.
+_HTTP = (
+    "served_names",
+    "response_role",
+    "default_template_kwargs",
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "reasoning_parser",
+    "tokens_as_ids",
+    "force_include_usage",
+    "log_requests",
+    "max_body_bytes",
+    "body_timeout_s",
+    "keep_alive_s",
+)
+
+
+def http_fields(settings: HttpSettings) -> dict[str, Any]:
+    """Return what a function needs to know of the settings; no key is among it."""
+    return {name: getattr(settings, name) for name in _HTTP}
+
+
+def http_of(fields: dict[str, Any]) -> HttpSettings:
+    """Return the settings of `http_fields`, for a server behind a front."""
+    names = {"served_names": tuple(fields["served_names"])}
+    return HttpSettings(**fields | names, docs=False, is_behind_front=True)
 
 
 def output_fields(output: RequestOutput) -> dict[str, Any]:

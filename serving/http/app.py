@@ -6,6 +6,7 @@ from fastapi import FastAPI
 
 from serving.api.examples import Examples
 from serving.http.access.auth import Authenticate
+from serving.http.access.keys import KeyRing
 from serving.http.access.observe import Observe
 from serving.http.errors import CatchAll, install
 from serving.http.interface import AbstractEngine
@@ -34,11 +35,12 @@ def create_app(
     settings: HttpSettings | None = None,
     examples: Examples | None = None,
     journal: Journal | None = None,
+    keys: KeyRing | None = None,
 ) -> FastAPI:
     """Return the application; it neither starts nor closes the engine.
 
     `examples` are what the demo page suggests to ask. Loads and unloads over HTTP are recorded in
-    the journal, where there is one.
+    the journal, where there is one. `keys` are those of the settings, unless given.
     A request passes, in this order: its id and counters, unexpected errors, its length, the key,
     the route.
     """
@@ -51,7 +53,7 @@ def create_app(
         openapi_url=openapi_url,
         redirect_slashes=False,
     )
-    server = Server.build(engine, settings, journal)
+    server = Server.build(engine, settings, journal, keys)
     app.state.server = server
     generating = (completions, chat, responses, classify)
     for room in (models, *generating, tokenize, adapters, rollouts, health):

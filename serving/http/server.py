@@ -33,11 +33,15 @@ class Server:
 
     @classmethod
     def build(
-        cls, engine: AbstractEngine, settings: HttpSettings, journal: Journal | None = None
+        cls,
+        engine: AbstractEngine,
+        settings: HttpSettings,
+        journal: Journal | None = None,
+        keys: KeyRing | None = None,
     ) -> "Server":
         """Return a server whose names are those of the engine and of the settings."""
         names = ModelNames(engine, settings.served_names)
-        keys, metrics = KeyRing(settings), HttpMetrics()
+        keys, metrics = keys or KeyRing(settings), HttpMetrics()
         audit = AuditLog(settings.audit_log)
         now = int(time.time())
         return cls(engine, settings, keys, names, metrics, Mailbox(), audit, now, journal)

@@ -41,6 +41,8 @@ class Mergeable:
 
     def why_not(self, weights: AdapterWeights) -> str:
         """Return why the adapter cannot be merged; nothing if it can."""
+        if weights.report.brings:
+            return f"it has {', '.join(weights.report.brings)} beside LoRA."
         others = sorted({module for module, layer in weights.sites} - {m for m, _ in self._norms})
         if others:
             return f"it changes {', '.join(others)}, which are not dense maps of the layers."

@@ -29,8 +29,10 @@ _NEWEST = 0.25  # weight of the newest guess in that share
 _LEAST_CHANCE = 0.35  # of a guess and all before it to be right
 _LATELY = 8  # steps of a kind whose times are remembered
 _FEW = 3  # steps of a kind before their times count
-_MARGIN = 1.05  # by which a step with drafts must be better
-_MEASURE_DRAFTED = 512  # decisions against drafts after which steps with drafts are tried again
+_MARGIN = 1.1  # by which a step with drafts must be better
+_MEASURE_DRAFTED = 256  # decisions against drafts after which steps with drafts are tried again
+_LONGEST = 8192  # what this number may grow to, twofold each time that drafts do not pay
+_KEPT = 0.9  # of the guesses expected and right so far, with each step that has drafts
 _MEASURE_PLAIN = 192  # decisions for drafts after which steps without are measured again
 
 
@@ -74,6 +76,8 @@ class StepTimes:
             None  # where the step before is, if drafted
         )
         self._decided = {True: 0, False: 0}  # for and against drafts, since either was forgotten
+        self._measure_drafted = _MEASURE_DRAFTED
+        self._expected = self._right = 0.0  # guesses of steps with drafts lately
 
     def add(self, *, drafts: bool, num_tokens: int, seconds: float) -> None:
         """Remember a step, given in the order of steps, from the results of the one before.
@@ -99,13 +103,26 @@ class StepTimes:
             return False
         known = len(drafted) >= _FEW
         ratio = statistics.median(drafted) / statistics.median(plain) if known else 1.0
-        paid = (rows + expected) / rows >= _MARGIN * ratio
+        # Guesses are sent where they were right lately: on average fewer will be than that says.
+        share = min(1.0, (self._right + 1.0) / (self._expected + 1.0))
+        paid = (rows + share * expected) / rows >= _MARGIN * ratio
         self._decided[paid] += 1
-        if self._decided[paid] >= (_MEASURE_PLAIN if paid else _MEASURE_DRAFTED):
-            # What was not chosen for long may have changed.
-            self._decided[paid] = 0
-            self._times = {key: times for key, times in self._times.items() if key[0] == paid}
+        if self._decided[paid] >= (_MEASURE_PLAIN if paid else self._measure_drafted):
+            self._forget(paid)
         return paid
+
+    def judge(self, expected: float, right: int) -> None:
+        """Remember how many guesses of a step were right, beside how many were expected to be."""
+        self._expected = _KEPT * self._expected + expected
+        self._right = _KEPT * self._right + right
+
+    def _forget(self, paid: bool) -> None:
+        """Forget what was not chosen for long, as it may have changed; drafts later each time."""
+        longer = _MEASURE_DRAFTED if paid else min(2 * self._measure_drafted, _LONGEST)
+        self._measure_drafted, self._decided[paid] = longer, 0
+        self._times = {key: times for key, times in self._times.items() if key[0] == paid}
+        if not paid:
+            self._expected = self._right = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +143,7 @@ class Speculation:
         self._drafts = self._tokens = 0
         self._accepted = [0] * config.num_speculative_tokens  # by place in the draft
         self._completed_s: float | None = None  # when the last step's results came
+        self._expected = 0.0  # right guesses of the step with drafts that runs
 
     @property
     def stats(self) -> DraftStats:
@@ -147,20 +165,23 @@ class Speculation:
         if not room:
             return
         self._follow([chunk.sequence for chunk in chunks])
-        drafts, expected = [], 0.0
+        drafts, expected = [], {}
         for place, chunk in enumerate(chunks):
             unknown = chunk.start + 1 - len(chunk.sequence.token_ids)
             draft = self._draft(chunk.sequence, unknown, room)
             if draft:
                 drafts.append((place, draft))
-                expected += chunk.sequence.draft_state.expected(unknown, len(draft))
+                expected[place] = chunk.sequence.draft_state.expected(unknown, len(draft))
                 room -= len(draft)
         num_drafts = sum(len(draft) for _, draft in drafts)
-        if not drafts or not self._times.pays(len(chunks), num_drafts, expected):
+        total = sum(expected.values())
+        if not drafts or not self._times.pays(len(chunks), num_drafts, total):
             return
+        self._expected = 0.0
         for place, draft in drafts:
             if self._grow(chunks[place].sequence, len(draft), pages, num_running):
                 step.add_drafts(place, draft)
+                self._expected += expected[place]
 
     def complete(
         self, plan: StepPlan, results: Iterable[SequenceResult], fair: FairShares, now: float
@@ -169,10 +190,14 @@ class Speculation:
 
         Tenants are charged for tokens of drafts as for others.
         """
+        right = 0
         for result in results:
             if result.chunk.drafts:
                 self._take_back(result)
+                right += len(result.more)
                 fair.charge(result.chunk.sequence.tenant, len(result.more))
+        if plan.has_drafts:
+            self._times.judge(self._expected, right)
         before, self._completed_s = self._completed_s, now
         if before is not None and all(_decodes(chunk) for chunk in plan.chunks):
             size = {"drafts": plan.has_drafts, "num_tokens": plan.num_tokens}

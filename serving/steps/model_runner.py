@@ -8,9 +8,8 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,7 @@ from serving.steps.step import (
     TABLE_ROWS,
     StepSizes,
 )
+from serving.steps.step_programs import Program, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -53,26 +53,7 @@ from serving.steps.step_results import (
 )
 from serving.steps.token_masks import TokenMasks, host_masks
 
-_SMALLEST_BUCKET = 8
-_BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
 _COMPILING = 4  # programs at a time at most: each takes two cores, and memory
-
-
-def token_buckets(max_tokens: int) -> tuple[int, ...]:
-    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
-    buckets, bucket = [], _SMALLEST_BUCKET
-    while bucket < max_tokens:
-        buckets.append(bucket)
-        bucket *= _BUCKET_FACTOR
-    return (*buckets, max_tokens)
-
-
-class Program(NamedTuple):
-    """A step that is one program: its token bucket, its LoRA, and which weights it takes."""
-
-    bucket: int
-    lora: bool = True
-    merged: bool = False
 
 
 class ModelRunner:
@@ -97,6 +78,7 @@ class ModelRunner:
         encoder: ImageEncoder | None = None,
         merged: MergedWeights | None = None,
         mixture: bool = False,
+        bringing: Set[int] = frozenset(),
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -106,7 +88,8 @@ class ModelRunner:
         rows may be masked. With `split` the model and `slots`
         lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
         images, on one device. With `merged` steps may take those weights, with `mixture` steps
-        whose rows have other adapters too.
+        whose rows have other adapters too. `bringing` are the slots whose adapters have more than
+        LoRA; the caller changes it.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -133,7 +116,7 @@ class ModelRunner:
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place, self._encoder = place, encoder
-        self.merged, self._mixture = merged, mixture
+        self.merged, self._mixture, self._bringing = merged, mixture, bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
@@ -141,6 +124,7 @@ class ModelRunner:
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )
+        self._num_esft = 0 if reroute_tables is None else reroute_tables.shape[1]
         self.remote_table: RemoteTable | None = None
         if link is not None and slots is not None:
             self.set_remote(np.full(slots.num_slots, -1), 0)
@@ -158,15 +142,16 @@ class ModelRunner:
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
         if self._encoder is not None:
-            self._encoder.warm_up(self.slots)
+            self._encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
         table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
-        for bucket, merged in self.two_part_programs:
-            forwarded, status = self._run_forward(table, bucket, merged=merged)
+        for program in self.two_part_programs:
+            bucket = program.bucket
+            forwarded, status = self._run_forward(table, program)
             sampled = self._run_sample(forwarded, self.new_masks(), bucket)
             jax.block_until_ready((sampled, status))
 
@@ -183,10 +168,10 @@ class ModelRunner:
                 job.result()
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered]:
-        for bucket, lora, merged in self.programs:
-            yield self._step.lower(self._operands(merged=merged), table, bucket, lora=lora)
-        for bucket, merged in self.two_part_programs:
-            yield from self._step.lower_parts(self._operands(merged=merged), table, bucket)
+        for p in self.programs:
+            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+        for p in self.two_part_programs:
+            yield from self._step.lower_parts(self._operands(p), table, p.bucket)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -194,7 +179,13 @@ class ModelRunner:
         kinds = [(True, False)]
         if self.merged is not None:
             kinds += [(False, True), (True, True)] if self._mixture else [(False, True)]
-        programs = [Program(b, *kind) for kind in kinds for b in self.buckets]
+        programs = [
+            Program(b, lora, merged, brings)
+            for lora, merged in kinds
+            for brings in self._variants
+            if lora or not brings
+            for b in self.buckets
+        ]
         alone = [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
         return (*programs, *alone)
 
@@ -209,10 +200,21 @@ class ModelRunner:
         return tuple(dict.fromkeys((self._decode_bucket, self.buckets[-1])))
 
     @property
-    def two_part_programs(self) -> tuple[tuple[int, bool], ...]:
-        """Every step in two programs: its token bucket, and whether it takes merged weights."""
+    def two_part_programs(self) -> tuple[Program, ...]:
+        """Every step in two programs; all have LoRA."""
         kinds = (False,) if self.merged is None else (False, True)
-        return tuple((bucket, merged) for merged in kinds for bucket in self.two_part_buckets)
+        return tuple(
+            Program(bucket, merged=merged, brings=brings)
+            for merged in kinds
+            for brings in self._variants
+            for bucket in self.two_part_buckets
+        )
+
+    @property
+    def _variants(self) -> tuple[bool, ...]:
+        """Whether steps bring more than LoRA: some do where adapters may have it."""
+        has_more = self.slots is not None and self.slots.token_ids is not None
+        return (False, True) if has_more else (False,)
 
     @property
     def num_programs(self) -> int:
@@ -235,7 +237,8 @@ class ModelRunner:
         """
         bucket = self._bucket(plan, self.buckets)
         table, scored = self._prepare(plan)
-        program = Program(bucket, self._needs_lora(plan, bucket), plan.merged is not None)
+        lora = self._needs_lora(plan, bucket)
+        program = Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
         sampled, status = self._run(table, program)
         return in_flight(plan, first_rows(plan), sampled, scored, status)
 
@@ -246,7 +249,8 @@ class ModelRunner:
         """
         bucket = self._bucket(plan, self.two_part_buckets)
         table, scored = self._prepare(plan)
-        forwarded, status = self._run_forward(table, bucket, merged=plan.merged is not None)
+        program = Program(bucket, merged=plan.merged is not None, brings=self._brings(plan))
+        forwarded, status = self._run_forward(table, program)
         return HeldStep(plan, first_rows(plan), scored, bucket, forwarded, status)
 
     def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
@@ -266,7 +270,7 @@ class ModelRunner:
             self._admit(sequence)
         if self._encoder is not None:
             for work in plan.encodes:
-                self._encoder.encode(work, self.slots)
+                self._encoder.encode(work, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         changed, scored = False, False
@@ -314,33 +318,42 @@ class ModelRunner:
             return plan.is_mixture
         if not self._can_specialize(bucket) or self.slots is None:
             return True
-        # ESFT slots are numbered after the LoRA slots, then come pairs of both.
-        num_lora, tables = self.slots.num_slots, self.reroute_tables
-        pairs = num_lora + (0 if tables is None else tables.shape[1])
-        slots = [chunk.sequence.slot for chunk in plan.chunks]
-        return any(0 <= slot < num_lora or slot >= pairs for slot in slots)
+        return any(True for _ in self._lora_slots(plan))
+
+    def _brings(self, plan: StepPlan) -> bool:
+        """Return whether a row's adapter has more than LoRA."""
+        return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
+
+    def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
+        num_lora = 0 if self.slots is None else self.slots.num_slots
+        return lora_slots(plan, num_lora, self._num_esft)
 
     def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
-        operands = self._operands(merged=program.merged)
+        operands = self._operands(program)
         done = self._step.run(operands, table, program.bucket, lora=program.lora)
         self._cache, self._state, sampled, status = done
         return sampled, status
 
     def _run_forward(
-        self, table: np.ndarray, bucket: int, *, merged: bool = False
+        self, table: np.ndarray, program: Program
     ) -> tuple[Forwarded, jax.Array | None]:
-        operands = self._operands(merged=merged)
-        self._cache, forwarded, status = self._step.forward(operands, table, bucket)
+        operands = self._operands(program)
+        self._cache, forwarded, status = self._step.forward(operands, table, program.bucket)
         return forwarded, status
 
     def _run_sample(self, forwarded: Forwarded, masks: TokenMasks, bucket: int) -> Sampled:
         self._state, sampled = self._step.sample(self._state, forwarded, masks, bucket)
         return sampled
 
-    def _operands(self, *, merged: bool = False) -> Operands:
+    @property
+    def _plain_slots(self) -> AdapterSlots | None:
+        return None if self.slots is None else self.slots.plain
+
+    def _operands(self, program: Program) -> Operands:
         images = None if self._encoder is None else self._encoder.operands
-        adapters = (self.slots, self.reroute_tables, self.remote_table)
-        weights = self.merged.operands if merged and self.merged is not None else None
+        slots = self.slots if program.brings else self._plain_slots
+        adapters = (slots, self.reroute_tables, self.remote_table)
+        weights = self.merged.operands if program.merged and self.merged is not None else None
         return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:

@@ -169,19 +169,24 @@ class KeyRing:
         if (bucket.rate if bucket else None) != rate:
             bucket = None if rate is None else TokenBucket(rate)
         if (budget.per_minute if budget else None) != per_minute:
-            budget = None if per_minute is None else self._budget(name, per_minute)
+            budget = (
+                None
+                if per_minute is None
+                else budget_of(name, per_minute, self._settings.budgets_folder)
+            )
         self._rates[name] = bucket, budget
         return bucket, budget
 
-    def _budget(self, name: str, per_minute: float) -> TokenBudget:
-        folder = self._settings.budgets_folder
-        if folder is None:
-            return TokenBudget(per_minute)
-        file = hashlib.sha256(name.encode()).hexdigest()[:32]
-        return TokenBudget(per_minute, file=Path(folder, file))
-
     def _mark(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode("utf-8", "surrogateescape"), "sha256")
+
+
+def budget_of(name: str, per_minute: float, folder: str | None) -> TokenBudget:
+    """Return the tokens a minute of an id; processes that name the same folder share them."""
+    if folder is None:
+        return TokenBudget(per_minute)
+    file = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return TokenBudget(per_minute, file=Path(folder, file))
 
 
 def _salt(key: str) -> str:

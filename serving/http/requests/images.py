@@ -64,15 +64,16 @@ async def read_images(
     if len(urls) > front.max_images:
         raise _wrong(TOO_MANY.format(limit=front.max_images))
     images, pixels, tokens = [], 0, 0
-    for url in urls:
+    for place, url in enumerate(urls, 1):
+        which = f"Image {place} of {len(urls)}: " if len(urls) > 1 else ""
         lane = Lane.FETCH if url[:6].lower().startswith(_REMOTE) else Lane.IMAGES
         try:
             data = await run_in(lane, read_source, url, policy)
             size, image = await run_in(Lane.IMAGES, _prepared, front, data)
         except FetchFailed as error:
-            raise ApiError(422, str(error), param="messages") from None
+            raise ApiError(422, f"{which}{error}", param="messages") from None
         except ImageError as error:
-            raise _wrong(str(error)) from None
+            raise _wrong(f"{which}{error}") from None
         pixels, tokens = pixels + size, tokens + image.num_tokens
         if pixels > MAX_ALL_PIXELS:
             raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")

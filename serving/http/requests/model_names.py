@@ -62,7 +62,7 @@ class ModelNames:
         root = self._engine.config.lora_dir
         if self._engine.registry.knows(name) or name in self._engine.rollouts.states():
             return True
-        return root is not None and _is_adapter_folder(os.path.realpath(root), name)
+        return root is not None and is_adapter_folder(os.path.realpath(root), name)
 
     def heads(self) -> dict[str, TaskHead]:
         """Return the task heads of loaded adapters, by the adapter's name."""
@@ -160,10 +160,10 @@ def folder_adapters(root: str | None) -> set[str]:
         names = os.listdir(top)
     except OSError:
         return set()
-    return {name for name in names if _is_adapter_folder(top, name)}
+    return {name for name in names if is_adapter_folder(top, name)}
 
 
-def _is_adapter_folder(top: str, name: str) -> bool:
+def is_adapter_folder(top: str, name: str) -> bool:
     """Return whether `top/name` holds an adapter's config and is not a link to elsewhere."""
     if not NAME.fullmatch(name):
         return False

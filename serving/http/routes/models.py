@@ -40,33 +40,40 @@ async def show_model(request: Request, model: str) -> dict[str, Any]:
 def card(
     server: Server, name: str, parent: str | None, head: TaskHead | None = None
 ) -> dict[str, Any]:
-    """Return vLLM's model card; `root` is a name, never a path.
+    """Return a model's card.
 
     The base's says which of its weights are quantised, if any are; an adapter's has kind and labels
     of its task head, if it has one and its folder has been read.
     """
     quantization = server.engine.model_info.quantization if parent is None else None
     return {
-        "id": name,
-        "object": "model",
-        "created": server.created,
-        "owned_by": "lora-jax",
-        "root": name,
-        "parent": parent,
-        "max_model_len": server.max_model_len,
-        "permission": [_permission(server, name)],
+        **plain_card(name, parent, server.created, server.max_model_len),
         **({} if quantization is None else {"quantization": quantization}),
         **({} if head is None else {"head": {"kind": head.kind, "labels": head.labels}}),
     }
 
 
-def _permission(server: Server, name: str) -> dict[str, Any]:
+def plain_card(name: str, parent: str | None, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return vLLM's model card; `root` is a name, never a path."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "lora-jax",
+        "root": name,
+        "parent": parent,
+        "max_model_len": max_model_len,
+        "permission": [_permission(name, created)],
+    }
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
     allowed = ("allow_sampling", "allow_logprobs", "allow_view")
     denied = ("allow_create_engine", "allow_search_indices", "allow_fine_tuning", "is_blocking")
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",
-        "created": server.created,
+        "created": created,
         "organization": "*",
         "group": None,
         **dict.fromkeys(allowed, True),

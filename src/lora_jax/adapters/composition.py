@@ -92,6 +92,12 @@ def sum_of(
 
     Raises ValueError where the ranks of a site sum to more than `max_rank`.
     """
+    for weights, _ in parts:
+        if weights.report.brings:
+            raise ValueError(
+                f"an adapter with {', '.join(weights.report.brings)} ({weights.report.folder}) is "
+                "not composed with others; ask for it alone."
+            )
     sites: dict[tuple[str, int], SiteWeights] = {}
     shared: dict[tuple, np.ndarray] = {}  # matrices that several sites have stay one
 

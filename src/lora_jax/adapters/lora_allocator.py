@@ -59,6 +59,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
         self._itemsize = itemsize
         self._pools = {width: RowRanges(count) for width, count in sorted(rows.items())}
         self._cleared_slots: set[int] = set()
+        self.bringing: set[int] = set()  # slots of adapters with more than LoRA
 
     def check_fits(self, weights: AdapterWeights) -> None:
         """Raise ValueError when the adapter would not fit even on an empty device."""
@@ -92,6 +93,8 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
         slot = self._free_slots.pop(0)
         self._cleared_slots.discard(slot)
         self._placed[digest] = Placed(slot, ranges, pinned)
+        if weights.report.brings:
+            self.bringing.add(slot)
         entries, scaling = self._table(weights, starts)
         return LoraPlacement(
             digest=digest,
@@ -143,6 +146,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
         for width, start, length in placed.room:
             self._pools[width].give(start, length)
         self._return_slot(placed.slot)
+        self.bringing.discard(placed.slot)
         self._cleared_slots.add(placed.slot)
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:

@@ -1,7 +1,8 @@
 """adapter_config.json of PEFT: what we apply, what may stand there, what we refuse by name.
 
-A key is either metadata, or applied (r, lora_alpha, use_rslora, the patterns), or must have its
-default value. A key we do not know must be null: it could change what the adapter means.
+A key is either metadata, or applied (r, lora_alpha, use_rslora, the patterns), or brings what not
+every reader takes (use_dora, lora_bias, bias), or must have its default value. A key we do not know
+must be null: it could change what the adapter means.
 """
 
 import dataclasses
@@ -54,6 +55,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 # These leave the base weights alone and mean plain B A afterwards.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_BIASES = ("none", "all", "lora_only")
 _MAX_CONFIG_MATCHES = 1_000_000  # patterns x modules; real files stay below 10^5
 _MAX_PATTERNS = 1000
 _MAX_VALUES = 1 << 17  # JSON values of the file
@@ -72,6 +74,14 @@ class PeftConfig:
     target_parameters: tuple[str, ...]
     base_model: str | None
     peft_version: str | None
+    use_dora: bool = False
+    lora_bias: bool = False
+    has_bias: bool = False  # biases of the base were trained
+
+    @property
+    def has_gains(self) -> bool:
+        """True if outputs are scaled or shifted beside LoRA."""
+        return self.use_dora or self.lora_bias or self.has_bias
 
     def rank_of(self, key: str) -> int:
         """Return the rank of a module or parameter: the first matching pattern, else r."""
@@ -94,12 +104,14 @@ class PeftConfig:
             raise ValueError(f"{patterns} patterns for {num_modules} modules are too many.")
 
 
-def parse(data: bytes, *, has_head: bool = False) -> PeftConfig:
+def parse(data: bytes, *, has_head: bool = False, brings: bool = False) -> PeftConfig:
     """Return the config; ValueError naming the key that is wrong or not supported.
 
-    `has_head`: the folder has a task head, so that modules_to_save may name it.
+    `has_head`: the folder has a task head, so that modules_to_save may name it. `brings`: the
+    caller takes adapters with more than LoRA.
     """
     config = strict_json.read_object(data, _MAX_VALUES)
+    more = _take_more(config) if brings else {}
     if has_head and isinstance(saved := config.get("modules_to_save"), list):
         config["modules_to_save"] = [name for name in saved if name not in HEAD_NAMES]
     _check_keys(config)
@@ -113,7 +125,21 @@ def parse(data: bytes, *, has_head: bool = False) -> PeftConfig:
         target_parameters=_strings(config, "target_parameters"),
         base_model=_base_model(config),
         peft_version=_text(config, "peft_version"),
+        **more,
     )
+
+
+def _take_more(config: dict[str, Any]) -> dict[str, bool]:
+    """Return what the adapter has beside LoRA, and take its keys out of the config."""
+    bias = config.pop("bias", "none")
+    if bias not in (None, *_BIASES):
+        raise ValueError(f"bias is {_short(bias)}; {', '.join(_BIASES)} are known.")
+    found = {key: _bool(config, key) for key in ("use_dora", "lora_bias")}
+    for key in found:
+        config.pop(key, None)
+    if all(found.values()):
+        raise ValueError("use_dora and lora_bias together have no meaning in PEFT.")
+    return found | {"has_bias": bias not in (None, _BIASES[0])}
 
 
 def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from lora_jax.adapters import head_format, peft_config, peft_experts, safetensors_file
+from lora_jax.adapters import gains, head_format, peft_config, peft_experts, safetensors_file
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
@@ -59,7 +59,7 @@ def read(
     folder = AdapterFolder(path, root)
     check_files(folder)
     head = head_format.read_head(folder) if head_format.HEAD_FILE in folder.files() else None
-    config = read_config(folder, has_head=head is not None)
+    config = read_config(folder, has_head=head is not None, brings=True)
     tensors, metadata = safetensors_file.read_with_metadata(
         folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
     )
@@ -70,12 +70,18 @@ def read(
     with _naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
+        of_outputs = gains.take_tensors(tensors, config)
         if head is None or tensors:  # a head alone has no LoRA
-            sites |= read_sites(pair_up(tensors), config, catalogue)
+            pairs = pair_up(tensors)
+            sites |= read_sites(pairs, config, catalogue)
+        else:
+            pairs = {}
         check_ranks(sites, limits.max_rank)
+        found = gains.raw_gains(of_outputs, pairs, config, sites, catalogue)
     warnings += _precision_warnings(metadata, catalogue)
     report = make_report(folder, sites, config, num_tensors, warnings, head)
-    return AdapterWeights(sites, report)
+    report = dataclasses.replace(report, brings=gains.words_of(found))
+    return AdapterWeights(sites, report, gains=found)
 
 
 def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits:
@@ -88,17 +94,21 @@ def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits
         if module.name == SCORE:
             continue
         count = len(module.layers) * max(1, module.num_experts)
+        rank = module.most_rank or limits.max_rank
         tensors += 2 * count
-        values += count * limits.max_rank * (module.d_in + module.d_out)
+        values += count * rank * (module.d_in + module.d_out)
     head = catalogue.modules.get("lm_head")
     values += head.d_out * (head.d_in + 1) if head else 0
     return limits.file.for_model(tensors + _MORE_TENSORS, 4 * values)
 
 
-def read_config(folder: AdapterFolder, *, has_head: bool = False) -> peft_config.PeftConfig:
-    """Return the folder's config. Raises ValueError naming the file and the key."""
+def read_config(
+    folder: AdapterFolder, *, has_head: bool = False, brings: bool = False
+) -> peft_config.PeftConfig:
+    """Return the folder's config, see peft_config.parse. ValueError names the file and the key."""
     with _naming(CONFIG_FILE):
-        return peft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES), has_head=has_head)
+        data = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
+        return peft_config.parse(data, has_head=has_head, brings=brings)
 
 
 @contextlib.contextmanager

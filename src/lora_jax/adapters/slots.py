@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.gains import is_gain
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.adapters.task_head import SCORE
 from lora_jax.rank_rows import rows_nbytes, stored_width
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int, Num
@@ -40,15 +42,24 @@ class AdapterSlots:
     alpha / sqrt(rank)). In a split model widths and experts are those of one device, and a pool is
     the rows of all devices, one after the other; within a step each device has its own. Rows in 8
     bits have four more items than their width (lora_jax.rank_rows).
+
+    `token_ids` are the tokens of the vocabulary whose rows an adapter brings, -1 for none; without
+    them no trace of what adapters may have beside LoRA is in a program.
     """
 
     pools: dict[str, Num[Array, "rows items"]]  # key: str(width)
     entries: Int[Array, "modules layers slots 5"]  # modules in the order of catalogue.module_names
     scaling: Float[Array, "modules layers slots"]
+    token_ids: Int[Array, "slots tokens"] | None = None
 
     @property
     def num_slots(self) -> int:
         return self.entries.shape[2]
+
+    @property
+    def plain(self) -> "AdapterSlots":
+        """The slots as steps take them in which no row's adapter brings more than LoRA."""
+        return dataclasses.replace(self, token_ids=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +76,11 @@ def rows_per_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
     for module in catalogue.modules.values():
         count = len(module.layers) * (module.most_rank or rank)
         a_count, b_count = (count * max(module.num_experts, 1),) * 2
-        if module.most_rank:  # a task head: its bias is one more row of B
+        if module.name == SCORE:  # its bias is one more row of B
             b_count += 1
-        if module.name == "kv_b_proj.k":  # its B is the A that kv_b_proj.v counts below
+        if is_gain(module.name):  # A and B are the same rows
+            a_count, b_count = count, 0
+        elif module.name == "kv_b_proj.k":  # its B is the A that kv_b_proj.v counts below
             b_count = 0
         elif module.name == "kv_b_proj.v":  # one A for all heads
             a_count = count
@@ -120,6 +133,8 @@ def init_slots(
 
     With a split, spec and catalogue are a device's.
     """
+    brings = any(map(is_gain, catalogue.modules))
+    ids = jnp.full((spec.num_slots, 0), -1, jnp.int32) if brings else None
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
     parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
     return AdapterSlots(
@@ -129,6 +144,7 @@ def init_slots(
         },
         entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
         scaling=jnp.zeros(shape, jnp.float32, device=whole),
+        token_ids=ids,
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,15 @@ class SiteWeights:
         return self.a.shape[1]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RawGain:
+    """What a file says of the outputs of one site, float32 [d_out] each (adapters.gains)."""
+
+    magnitude: np.ndarray | None = None  # DoRA's
+    shift: np.ndarray | None = None  # scaling * lora_B.bias
+    bias: np.ndarray | None = None  # the base's, as it was trained
+
+
 @dataclasses.dataclass(frozen=True)
 class ModuleReport:
     """Layers, ranks and scalings of one module's changes (sorted, distinct)."""
@@ -59,6 +68,7 @@ class AdapterReport:
     warnings: tuple[str, ...] = ()
     experts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # by layer; ESFT
     head: TaskHead | None = None
+    brings: tuple[str, ...] = ()  # what it has beside LoRA, a task head and experts
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as dicts, tuples, strings and numbers, for json.dumps."""
@@ -67,10 +77,14 @@ class AdapterReport:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """Every site a LoRA adapter changes, keyed (module name, layer), with the report."""
+    """Every site a LoRA adapter changes, keyed (module name, layer), with the report.
+
+    `gains` are those of a file, which become sites when the base's weights are known.
+    """
 
     sites: dict[tuple[str, int], SiteWeights]
     report: AdapterReport
+    gains: Mapping[tuple[str, int], RawGain] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
     def digest(self) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lora_jax.nn.gains import add_gains
 from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import matmul, silu_times
@@ -118,7 +119,7 @@ def _apply_local(
             return ys
     if routing.surplus is not None:
         ys = add_lora(ys, x, routing.surplus, modules, layer)
-    return add_lora(ys, x, routing, modules, layer)
+    return add_gains(add_lora(ys, x, routing, modules, layer), routing, modules, layer)
 
 
 class RMSNorm(nnx.Module):
@@ -184,8 +185,9 @@ class Embedding(nnx.Module):
         self, x: Float[Array, "rows size"], routing: AdapterRouting
     ) -> Float[Array, "rows vocab"]:
         """Return logits of a tied head, with each row's adapter of lm_head."""
-        y = matmul(x, self.weight[...], routing.num_rows)
-        return gather(add_lora((y,), x, routing, ("lm_head",), 0)[0], routing.split)
+        y, head = matmul(x, self.weight[...], routing.num_rows), ("lm_head",)
+        ys = add_gains(add_lora((y,), x, routing, head, 0), routing, head, 0)
+        return gather(ys[0], routing.split)
 
 
 class Mlp(nnx.Module):

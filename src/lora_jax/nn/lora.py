@@ -60,6 +60,11 @@ class AdapterRouting:
         return dataclasses.replace(self, surplus=surplus.with_items())
 
     @property
+    def brings(self) -> bool:
+        """True if some rows' adapters may have more than LoRA."""
+        return self.adapters is not None and self.adapters.token_ids is not None
+
+    @property
     def has_local(self) -> bool:
         """True if some adapters are on this device although a server computes those of others."""
         return self.remote is None or self.remote.has_local

@@ -58,6 +58,7 @@ class Library:
     machine: str = ""  # what else the result depends on
     stateful: tuple[str, ...] = ()  # of the custom calls: each place in a program keeps a state
     state: str = ""  # the symbol that makes one; its type's have _id and _info behind that name
+    ready: Path | None = None  # a compiled file that is taken as it is
 
     def key(self, compiler: Compiler) -> str:
         """Return a digest of everything that the compiled library depends on."""
@@ -83,6 +84,8 @@ class Library:
     def build(self, folder: Path) -> Path:
         """Return the compiled library in `folder`, compiling it if it is not there, or damaged.
 
+        One that is ready is taken where it lies.
+
         Where the folder cannot be used, or other users may write it, a warning says so and the
         library is compiled in a folder of this process.
 
@@ -91,6 +94,8 @@ class Library:
         Raises:
             BuildError: there is no compiler, each fails, or nothing can be written.
         """
+        if self.ready is not None:
+            return self.ready
         if not self.compilers:
             raise BuildError(f"no {self.wanted} found")
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from support.cases import lora_server_cases, tiny_esft
+from support.cases.brought_cases import write_dora
 from support.cases.engine_cases import settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_vision import HOLDER, picture, write_qwen3_vl, write_vision_adapter
@@ -51,6 +52,7 @@ FEATURES = {
     "ESFT": Feature({"max_esft_adapters": 1}, keeps_bits=True),
     "images": Feature(),
     "task heads": Feature({"max_lora_cls_labels": 3}, keeps_bits=True),
+    "DoRA and biases": Feature({"enable_dora_and_bias": True}, keeps_bits=True),
     "structured outputs": Feature({"structured_outputs": True}, keeps_bits=True),
     "speculation": Feature({"speculative_config": SPECULATIVE}, keeps_bits=True),
     "merged modes": Feature({"lora_merge": "exact"}),
@@ -73,6 +75,9 @@ REFUSED = {
     ("ESFT", "quantised base"): "max_esft_adapters",
     ("ESFT", "shared backbone"): "max_esft_adapters 1",
     ("task heads", "LoRA Server"): "Task heads are not served beside a LoRA Server",
+    ("DoRA and biases", "merged primary"): "enable_dora_and_bias does not go with merge_adapter",
+    ("DoRA and biases", "several devices"): "does not go with tensor_parallel_size",
+    ("DoRA and biases", "LoRA Server"): "enable_dora_and_bias does not go with a LoRA Server",
     ("images", "several devices"): "several devices do not serve yet",
     ("images", "LoRA Server"): "has none in this config",
     ("images", "shared backbone"): "a model that takes images",
@@ -135,6 +140,8 @@ class Models:
             adapters = adapters | {"esft": self.root / "esft"}
         if "task heads" in features:
             adapters = adapters | {"head": self._head(adapters["one"])}
+        if "DoRA and biases" in features:
+            adapters = adapters | {"DoRA": self._dora(adapters["one"])}
         fields: dict[str, Any] = SIZES | {"structured_outputs": False, "max_esft_adapters": None}
         for name in features:
             fields |= FEATURES[name].fields
@@ -158,6 +165,14 @@ class Models:
             hidden = read_config(self.root / base).hidden_size
             weight = np.random.default_rng(4).normal(size=(3, hidden)).astype(np.float32)
             write_head(folder, ["no", "yes", "both"], weight, base=base)
+        return folder
+
+    def _dora(self, lora: Path) -> Path:
+        """Return a copy of a LoRA adapter, as DoRA with other magnitudes."""
+        folder = lora.with_name(f"{lora.name}-dora")
+        if not folder.exists():
+            shutil.copytree(lora, folder)
+            write_dora(folder)
         return folder
 
     def answers(self, *names: str) -> dict[str, Any]:
@@ -220,6 +235,8 @@ def requests(engine: Engine, features: frozenset[str]) -> dict[str, tuple]:
     }
     if "LoRA Server" not in features:
         asked["sum"] = (prompt, {"one": 0.5, "two": 1.0}, scored, [])
+    if "DoRA and biases" in features:
+        asked["DoRA"] = (prompt, "DoRA", scored, [])
     if "ESFT" in features:
         asked["ESFT"] = (prompt, "esft", scored, [])
     if "images" in features:

@@ -1,5 +1,6 @@
-"""The C++ kernels: compiled at first use, kept in the user's cache and given to XLA."""
+"""The C++ kernels: compiled beforehand or at first use, kept in the user's cache, given to XLA."""
 
+import dataclasses
 import functools
 import logging
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import jax
 
 from lora_jax.ops import dispatch, native
+from lora_jax.ops.cpu import prebuilt
 from lora_jax.ops.dispatch import Declined
 
 log = logging.getLogger(__name__)
@@ -35,7 +37,8 @@ TARGETS = (
 
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
-    return native.cpp_library("kernels", "CPU kernels", Path(__file__).parent, TARGETS)
+    made = native.cpp_library("kernels", "CPU kernels", Path(__file__).parent, TARGETS)
+    return dataclasses.replace(made, ready=prebuilt.find())
 
 
 @functools.cache

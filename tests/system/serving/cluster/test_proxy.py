@@ -12,7 +12,8 @@ import httpx
 import pytest
 from support.processes.http_server import listening, serve_app
 
-from serving.cluster.proxy import BodyLimits, Proxy
+from serving.cluster.abstract_front import BodyLimits
+from serving.cluster.proxy import Proxy
 from serving.cluster.router import Router
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing

@@ -14,6 +14,7 @@ from serving.api.config import EngineConfig
 from serving.engine.image_parts import DEFAULT_ROWS, check_pairs, make_front, take_tower
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import TABLE_ROWS, StepSizes
+from serving.steps.step_programs import Program
 
 RAW = {
     "model_type": "qwen3_vl",
@@ -81,7 +82,7 @@ def lowered(model, made: ModelConfig) -> str:
         model, model.kv_shape(made), sizes, max_tokens=8, vocab_size=vocab, dtype=FLOAT
     )
     table = np.zeros((TABLE_ROWS, 2), np.int32)
-    return runner._step.lower(runner._operands(), table, 8, lora=True).as_text()
+    return runner._step.lower(runner._operands(Program(8)), table, 8, lora=True).as_text()
 
 
 def test_without_images_the_program_is_that_of_the_text_model(tmp_path):

@@ -1,5 +1,6 @@
 """Steps whose memory stays where it is give what others do."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -19,6 +20,7 @@ from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, Ste
 from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape()
+SAMPLING = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
 SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
 
 
@@ -27,6 +29,12 @@ def loaded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     tiny_checkpoint.write_model(folder, SHAPE)
     return load(folder)
+
+
+@pytest.fixture(scope="module")
+def decoded(loaded):
+    """`decode` of the model; a way that two tests ask for is compiled once."""
+    return functools.cache(functools.partial(decode, loaded))
 
 
 def pointers(tree):
@@ -79,12 +87,12 @@ def decode(loaded, sampling, *, in_place, in_parts=False):
     "sampling",
     [
         pytest.param(Sampling(temperature=0.0), marks=pytest.mark.slow),
-        Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5),
+        SAMPLING,
     ],
 )
-def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(loaded, sampling):
-    want, _ = decode(loaded, sampling, in_place=False)
-    samples, addresses = decode(loaded, sampling, in_place=True)
+def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(decoded, sampling):
+    want, _ = decoded(sampling, in_place=False)
+    samples, addresses = decoded(sampling, in_place=True)
     assert len(addresses) == 1
     for got, its in zip(samples, want, strict=True):
         for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(its), strict=True):
@@ -94,10 +102,9 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(loaded, s
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_step_in_two_programs_gives_what_one_does(loaded, in_place):
-    sampling = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
-    want, _ = decode(loaded, sampling, in_place=in_place)
-    samples, addresses = decode(loaded, sampling, in_place=in_place, in_parts=True)
+def test_a_step_in_two_programs_gives_what_one_does(decoded, in_place):
+    want, _ = decoded(SAMPLING, in_place=in_place)
+    samples, addresses = decoded(SAMPLING, in_place=in_place, in_parts=True)
     for got, its in zip(samples, want, strict=True):
         np.testing.assert_array_equal(got.token_ids, its.token_ids)
         np.testing.assert_array_equal(got.logprobs, its.logprobs)

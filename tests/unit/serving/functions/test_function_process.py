@@ -68,7 +68,7 @@ class NoEngine:
 def test_bad_calls_are_answered_and_the_next_ones_too():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        calls = _Calls(theirs, NoEngine(), None, "law")
+        calls = _Calls(theirs, NoEngine(), None, "law", None)
         thread = threading.Thread(target=calls.answer)
         thread.start()
         for number, call in enumerate(

@@ -8,7 +8,8 @@ import pytest
 
 from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed
-from serving.functions.handle import Function, FunctionDied, Running
+from serving.functions.handle import Function, FunctionDied
+from serving.functions.running import Running
 
 PIDS = itertools.count(1)
 
@@ -92,16 +93,6 @@ def test_a_first_start_that_fails_is_its_caller_s():
 
     with pytest.raises(ValueError, match="rank 99"):
         Function("f", start)
-
-
-def test_calls_of_an_ended_process_are_answered():
-    running = process(lambda connection: None)
-    waiting = running.send({"call": "x"})
-    running.read()
-    assert waiting.get(timeout=60) == {"error": "FunctionDied"}
-    assert running.send({"call": "x"}) is None
-    assert not running.end_if_idle()
-    running.close()
 
 
 def test_an_offloaded_function_has_no_process_until_its_next_call():

@@ -1,6 +1,7 @@
 """Drafts change how many steps an answer takes, and nothing else; they are sent where they pay."""
 
 import functools
+import itertools
 import random
 import types
 
@@ -134,6 +135,38 @@ def test_times_decide_whether_drafts_pay():
     assert True in tries  # in the end they are measured anew
     tries = [times.pays(1, 4, 4.0) for _ in range(300)]
     assert False in tries  # and so are those without
+
+
+def test_drafts_that_are_seldom_right_stop_to_pay_and_are_tried_ever_later():
+    """However sure the guesses look: what came of them counts."""
+    times, tried = StepTimes(), []
+    for turn in range(20_000):
+        pays = times.pays(1, 4, 2.0)
+        tried += [turn] if pays else []
+        size = {"drafts": pays, "num_tokens": 5 if pays else 1}
+        times.add(**size, seconds=1.3 if pays else 1.0)
+        if pays:
+            times.judge(2.0, 0)
+    assert len(tried) < 0.005 * 20_000
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    long = [gap for gap in gaps if gap > 100]
+    assert long == sorted(long)
+    assert long[-1] > 4 * long[0]
+
+
+def test_drafts_pay_again_when_a_text_begins_to_repeat_itself():
+    times = StepTimes()
+    right, chosen = 0, []
+    for turn in range(3000):
+        right = 3 if turn > 500 else 0
+        pays = times.pays(1, 4, 3.0)
+        chosen.append(pays)
+        size = {"drafts": pays, "num_tokens": 5 if pays else 1}
+        times.add(**size, seconds=1.3 if pays else 1.0)
+        if pays:
+            times.judge(3.0, right)
+    assert sum(chosen[:500]) < 30
+    assert sum(chosen[-1000:]) > 950
 
 
 def test_grammars_scores_and_prompts_are_left_alone():

@@ -166,6 +166,19 @@ def test_chats_of_such_an_adapter_are_answered_by_its_label(client):
     assert label == entry["label"]
 
 
+def test_responses_of_such_an_adapter_are_its_label(client):
+    messages = [{"role": "user", "content": "which?"}]
+    (entry,) = client.post("/classify", json={"model": "h1", "messages": messages}).json()["data"]
+    body = {"model": "h1", "input": "which?"}
+    answer = client.post("/v1/responses", json=body).json()
+    (item,) = answer["output"]
+    assert (answer["status"], item["type"]) == ("completed", "message")
+    assert item["content"][0]["text"] == entry["label"]
+    assert answer["usage"]["output_tokens"] == 0
+    refused = client.post("/v1/responses", json=body | {"stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [

@@ -112,6 +112,7 @@ REFUSED = {
     "not base64": ([image("data:image/png;base64,!!!!")], 400, "base64 is damaged"),
     "not an image": ([image("data:image/png;base64,aGVsbG8=")], 400, "not one of PNG"),
     "narrow": ([image(url(1, 300))], 400, "too narrow"),
+    "the second": ([image(GOOD), image("data:,")], 400, "^Image 2 of 2: "),
     "tokens": ([image(url(64, 64))] * 2, 400, "more than 100 tokens"),
 }
 

@@ -1,0 +1,268 @@
+"""The OpenAI routes in front of isolated functions: the model's name is the function's. No jax.
+
+A function gets a connection per request, which its agent hands it, and learns the caller's limits
+instead of the key. One without a process gets one; requests for others do not wait for that.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from serving.cluster.abstract_front import (
+    METRICS,
+    METRICS_S,
+    RETRY_S,
+    SHORT_S,
+    AbstractFront,
+    BodyLimits,
+)
+from serving.cluster.function_metrics import FunctionMetrics
+from serving.cluster.inbound import ClientLeft
+from serving.cluster.metrics import merge
+from serving.cluster.peek import peek
+from serving.cluster.proxy import parts_of
+from serving.cluster.relay import relay, send_whole, while_there
+from serving.cluster.upstream import Headers, UpstreamBroken, UpstreamSlow, send_over
+from serving.functions.callers import token_of
+from serving.functions.handle import Function, FunctionRefused
+from serving.http.access.keys import Caller
+from serving.http.errors import ApiError, scrub, unknown_model
+from serving.http.requests.model_names import folder_adapters, is_adapter_folder
+from serving.http.routes.models import plain_card
+
+logger = logging.getLogger(__name__)
+
+ROUTES = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/classify",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+_STARTING = 64  # functions that get a process at a time
+_WAITING = 1024  # requests of one function without a process
+_TRIES = 3  # connections to a function that loses its process each time
+_BUSY = {"Retry-After": RETRY_S}
+
+
+class AbstractFunctions(Protocol):
+    """Functions by name, as an agent has them."""
+
+    @property
+    def functions(self) -> Mapping[str, Function]: ...
+
+    def function(
+        self, adapter: str | None = None, *, name: str | None = None, lazy: bool = False
+    ) -> Function: ...
+
+
+class FunctionsProxy(AbstractFront):
+    """The front of the functions of one folder; for one event loop."""
+
+    def __init__(
+        self,
+        agent: AbstractFunctions,
+        folder: str,
+        base_names: Iterable[str],
+        max_model_len: int,
+        limits: BodyLimits | None = None,
+        own_metrics: Any = str,
+    ):
+        """`base_names` are those of the base model, a function without an adapter; the first is
+        its function's name. The name of a folder in `folder` is that adapter's function.
+        """
+        super().__init__(limits)
+        self._agent, self._folder = agent, os.path.realpath(folder)
+        self._base_names = tuple(base_names)
+        self._max_model_len, self._created = max_model_len, int(time.time())
+        self._own_metrics, self._metrics = own_metrics, FunctionMetrics()
+        self._threads = ThreadPoolExecutor(_STARTING, thread_name_prefix="start")
+        self._starts: dict[str, asyncio.Task[None]] = {}
+        self._waiting: dict[str, int] = {}
+
+    def close(self) -> None:
+        """Start no more functions."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _health(self, path: str) -> Response:
+        functions = self._agent.functions
+        return JSONResponse(
+            {"status": "ok", "functions": {n: f.state for n, f in functions.items()}}
+        )
+
+    async def _answer_here(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> bool:
+        path, method = scope["path"], scope["method"]
+        caller = scope.get("state", {}).get("caller") or Caller()
+        if method == "POST" and path in ROUTES:
+            return False
+        if method == "GET" and path in METRICS:
+            text = await self._metrics_text()
+            headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+            await send_whole(send_, 200, headers, text.encode())
+            return True
+        if method in ("GET", "HEAD") and path == "/v1/models":
+            cards = await asyncio.to_thread(self._cards, caller)
+            answer = {"object": "list", "data": cards}
+        elif method in ("GET", "HEAD") and path.startswith("/v1/models/"):
+            answer = self._card_of(path.removeprefix("/v1/models/"), caller)
+        else:
+            routes = ", ".join(sorted(ROUTES))
+            raise ApiError(
+                404,
+                f"There is no {method} {path[:200]} in front of functions. They answer POST "
+                f"{routes}; the front answers /v1/models, /metrics and probes. Adapters are the "
+                "folders below --functions.",
+            )
+        await JSONResponse(answer)(scope, receive, send_)
+        return True
+
+    def _cards(self, caller: Caller) -> list[dict[str, Any]]:
+        """Return a card per name of the base model and per function that the caller may use."""
+        names = folder_adapters(self._folder) - {*self._base_names}
+        shown = sorted(name for name in names if caller.may_use(name))
+        cards = [self._card(name, None) for name in self._base_names]
+        return cards + [self._card(name, self._base_names[0]) for name in shown]
+
+    def _card(self, name: str, parent: str | None) -> dict[str, Any]:
+        return plain_card(name, parent, self._created, self._max_model_len)
+
+    def _card_of(self, name: str, caller: Caller) -> dict[str, Any]:
+        if name in self._base_names:
+            return self._card(name, None)
+        if not (caller.may_use(name) and self._is_function(name)):
+            raise unknown_model(name)
+        return self._card(name, self._base_names[0])
+
+    async def _metrics_text(self) -> str:
+        """Return the functions' metrics with their names, and the front's own."""
+        functions = {n: f for n, f in self._agent.functions.items() if f.running is not None}
+        loop = asyncio.get_running_loop()
+        asked = [
+            loop.run_in_executor(None, functools.partial(f.metrics_text, METRICS_S))
+            for f in functions.values()
+        ]
+        texts = dict(zip(functions, await asyncio.gather(*asked), strict=True))
+        texts["front"] = self._own_metrics()
+        own = self._metrics.text(self._agent.functions)
+        return own + await asyncio.to_thread(merge, texts)
+
+    async def _to_one(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> None:
+        """Let the function answer that the body names.
+
+        One whose process ends with the request may have died of it: the new one is asked, once.
+        """
+        path = scope["path"]
+        self._suspects.check(path, body)
+        function = self._function_of(scope, body)
+        start = time.perf_counter()
+        function.called()
+        for _ in range(_TRIES):
+            connection = await self._connection(function, receive)
+            try:
+                asking = send_over(connection, *_rewritten(scope), body, *_limit(scope))
+                upstream = await while_there(asking, receive)
+                self._metrics.head(function.name, time.perf_counter() - start)
+                await relay(upstream, receive, send_)
+            except UpstreamBroken as error:
+                logger.warning("Function %r has ended during a request: %s", function.name, error)
+                self._suspects.died(path, body)
+            except ConnectionAbortedError:  # a part of the answer is out
+                with contextlib.suppress(ApiError):
+                    self._suspects.died(path, body)
+                raise
+            except UpstreamSlow as error:
+                raise ApiError(503, str(error), headers=_BUSY) from None
+            else:
+                function.answered()
+                self._suspects.answered(path, body)
+                self._metrics.answered(function.name, upstream.status)
+                return
+        raise ApiError(503, f"Function `{function.name}` ends again and again.", headers=_BUSY)
+
+    def _function_of(self, scope: Scope, body: bytes) -> Function:
+        """Return the function that a body names. Raises ApiError 404."""
+        caller = scope.get("state", {}).get("caller") or Caller()
+        model = peek(body).model or self._base_names[0]
+        base, colon, adapter = model.partition(":")
+        name = adapter if colon and base in self._base_names else model
+        is_base = name in self._base_names
+        scope.setdefault("state", {})["adapter"] = None if is_base else name  # for the access log
+        if is_base:
+            return self._agent.function(name=self._base_names[0], lazy=True)
+        known = name in self._agent.functions or self._is_function(name)
+        if not (caller.may_use(name) and known):
+            raise unknown_model(model)
+        return self._agent.function(os.path.join(self._folder, name), name=name, lazy=True)
+
+    def _is_function(self, name: str) -> bool:
+        return is_adapter_folder(self._folder, name)
+
+    async def _connection(self, function: Function, receive: Receive):
+        """Return a connection to the function's process, which is started where there is none."""
+        while (connection := function.connect()) is None:
+            if function.state == "running":
+                text = f"Function `{function.name}` does not take requests now."
+                raise ApiError(503, text, headers=_BUSY)
+            await self._started(function, receive)
+        return connection
+
+    async def _started(self, function: Function, receive: Receive) -> None:
+        """Return when the function has a process. Raises ApiError: it gets none, or too many wait.
+
+        All that wait for it share one start; nobody's end stops it.
+        """
+        name = function.name
+        waiting = self._waiting.get(name, 0)
+        if waiting >= _WAITING:
+            text = f"{waiting} requests wait for function `{name}` to start."
+            raise ApiError(429, text, headers=_BUSY)
+        if name not in self._starts:
+            loop = asyncio.get_running_loop()
+            task = loop.create_task(self._start(function))
+            task.add_done_callback(lambda _: self._starts.pop(name, None))
+            self._starts[name] = task
+        self._waiting[name] = waiting + 1
+        try:
+            await while_there(_waited(self._starts[name]), receive)
+        except FunctionRefused as error:
+            raise ApiError(400, scrub(str(error)), param="model") from None
+        except ConnectionError as error:
+            if isinstance(error, ClientLeft):
+                raise
+            raise ApiError(503, scrub(str(error)), headers=_BUSY) from None
+        finally:
+            self._waiting[name] -= 1
+
+    async def _start(self, function: Function) -> None:
+        start, before = time.perf_counter(), function.starts
+        await asyncio.get_running_loop().run_in_executor(self._threads, function.warm)
+        if function.starts > before:
+            self._metrics.started(function.name, time.perf_counter() - start)
+
+
+async def _waited(task: asyncio.Task[None]) -> None:
+    await asyncio.shield(task)
+
+
+def _rewritten(scope: Scope) -> tuple[str, bytes, Headers]:
+    """Return method, target and headers with the caller in place of the key."""
+    method, target, headers = parts_of(scope)
+    caller = scope.get("state", {}).get("caller") or Caller()
+    kept = [(name, value) for name, value in headers if name.lower() != b"authorization"]
+    return method, target, [*kept, (b"authorization", b"Bearer " + token_of(caller).encode())]
+
+
+def _limit(scope: Scope) -> tuple[float, ...]:
+    return (SHORT_S,) if scope["path"] in ("/tokenize", "/detokenize") else ()

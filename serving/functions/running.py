@@ -1,0 +1,101 @@
+"""One process of a function: its socket, and the calls that wait for answers. No jax."""
+
+import contextlib
+import itertools
+import queue
+import select
+import socket
+import threading
+from typing import Any
+
+from lora_jax.memory.wire import receive_header, send_fds, send_header
+
+
+class Running:
+    """A process that is ready, as its agent sees it; any thread may call any method."""
+
+    def __init__(self, connection: socket.socket, pid: int, about: dict[str, Any]):
+        """`about` is what the process said when it was ready: seconds, bytes, sizes."""
+        self.pid, self.about, self._connection = pid, about, connection
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self.ended = False
+
+    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
+        """Send a call; return where its answers come, None where the process has ended before.
+
+        A process that ends in the middle answers FunctionDied.
+        """
+        answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            if self.ended:
+                return None
+            number = next(self._numbers)
+            self._waiting[number] = answers
+            try:
+                send_header(self._connection, {"id": number, **call})
+            except OSError:  # `read` finds its end too, and answers
+                self._shut_down()
+        return answers
+
+    def connect(self) -> socket.socket | None:
+        """Return a connection to the process, under way until it is closed; None: not now."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            # A process that does not read would let us wait; two messages fit where one may go.
+            if self.ended or not self._takes_more():
+                ours.close()
+                return None
+            number = next(self._numbers)
+            self._waiting[number] = queue.SimpleQueue()
+            try:
+                send_header(self._connection, {"id": number, "call": "http"})
+                send_fds(self._connection, [theirs.fileno()])
+            except OSError:  # `read` finds its end, and so does whoever uses the connection
+                self._shut_down()
+        return ours
+
+    def _takes_more(self) -> bool:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def end_if_idle(self) -> bool:
+        """Let the process end unless calls are under way; return whether it does."""
+        with self._lock:
+            if self._waiting or self.ended:
+                return False
+            self.ended = True
+            self._shut_down()
+            return True
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def read(self) -> None:
+        """Pass answers to those who wait, until the process has ended; they all get an answer."""
+        try:
+            while True:
+                answer = receive_header(self._connection)
+                with self._lock:
+                    number = answer["id"]
+                    last = "piece" not in answer
+                    answers = self._waiting.pop(number, None) if last else self._waiting.get(number)
+                if answers is not None:
+                    answers.put(answer)
+        except OSError:
+            pass
+        with self._lock:
+            self.ended, waiting = True, list(self._waiting.values())
+            self._waiting.clear()
+            self._connection.close()
+        for answers in waiting:
+            answers.put({"error": "FunctionDied"})
+
+    def close(self) -> None:
+        """Let both sides read the connection's end."""
+        with self._lock:
+            if not self.ended:
+                self._shut_down()

@@ -1,0 +1,44 @@
+"""Programs that a step may be, and what of its rows chooses among them. No jax."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from serving.api.request import StepPlan
+
+_SMALLEST_BUCKET = 8
+_BUCKET_FACTOR = 4  # at most 4 times as many padding tokens as real ones, mostly skipped
+
+
+def token_buckets(max_tokens: int) -> tuple[int, ...]:
+    """Return the token counts programs are compiled for: 8, 32, 128, ... and `max_tokens`."""
+    buckets, bucket = [], _SMALLEST_BUCKET
+    while bucket < max_tokens:
+        buckets.append(bucket)
+        bucket *= _BUCKET_FACTOR
+    return (*buckets, max_tokens)
+
+
+class Program(NamedTuple):
+    """A step that is one program: its token bucket, its LoRA, and which weights it takes.
+
+    In one that `brings`, rows may have adapters with more than LoRA.
+    """
+
+    bucket: int
+    lora: bool = True
+    merged: bool = False
+    brings: bool = False
+
+
+def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:
+    """Yield the LoRA slot of each chunk of a step that has one.
+
+    ESFT slots are numbered after the LoRA slots, then come pairs of both (step.split_slots).
+    """
+    pairs = num_lora + num_esft
+    for chunk in plan.chunks:
+        slot = chunk.sequence.slot
+        if 0 <= slot < num_lora:
+            yield slot
+        elif slot >= pairs:
+            yield (slot - pairs) % num_lora

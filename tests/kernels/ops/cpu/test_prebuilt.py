@@ -1,0 +1,65 @@
+"""Kernels compiled beforehand: the best level that the CPU has, never one of other sources."""
+
+import pytest
+
+from lora_jax.ops import dispatch, native
+from lora_jax.ops.cpu import build, prebuilt
+
+ALL = prebuilt.LEVELS["x86_64"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with an empty file for each level, on a machine with AVX-512."""
+    monkeypatch.delenv(dispatch.MARCH_ENV, raising=False)
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuilt, "cpu_features", lambda: ALL[1].needs)
+    for level in ALL:
+        (tmp_path / prebuilt._file_name(level)).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize("level", ALL, ids=[level.name for level in ALL])
+def test_the_best_level_that_the_cpu_has_is_taken(folder, monkeypatch, level):
+    monkeypatch.setattr(prebuilt, "cpu_features", lambda: level.needs | {"sse2"})
+    assert prebuilt.find(folder) == folder / prebuilt._file_name(level)
+
+
+def test_a_named_level_is_taken_and_no_other(folder, monkeypatch):
+    monkeypatch.setenv(dispatch.MARCH_ENV, "x86-64-v3")
+    assert prebuilt.find(folder) == folder / prebuilt._file_name(ALL[2])
+    monkeypatch.setenv(dispatch.MARCH_ENV, "haswell")
+    assert prebuilt.find(folder) is None
+
+
+def test_a_level_that_the_cpu_lacks_is_not_taken_by_its_name(folder, monkeypatch):
+    monkeypatch.setenv(dispatch.MARCH_ENV, "x86-64-v4-bf16")
+    assert prebuilt.find(folder) is None
+
+
+def test_files_of_other_sources_or_interfaces_are_not_taken(folder, monkeypatch):
+    monkeypatch.setattr(prebuilt, "_interface", lambda: "0 99")
+    assert prebuilt.find(folder) is None
+
+
+def test_another_architecture_has_none(folder, monkeypatch):
+    monkeypatch.setattr(prebuilt.platform, "machine", lambda: "riscv64")
+    assert prebuilt.find(folder) is None
+
+
+def test_what_is_ready_is_not_compiled(folder, monkeypatch, tmp_path):
+    ready = folder / prebuilt._file_name(ALL[1])
+    monkeypatch.setattr(prebuilt, "find", lambda: ready)
+    monkeypatch.setattr(native, "compile_library", lambda *_: pytest.fail("compiled"))
+    assert build.library().build(tmp_path / "cache") == ready
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.long
+def test_levels_of_this_machine_compile_and_load(tmp_path):
+    features, levels = prebuilt.cpu_features(), prebuilt.LEVELS[prebuilt.platform.machine()]
+    best = next(level for level in levels if level.needs <= features)
+    made = prebuilt.build(tmp_path, native.cpp_compilers()[0], [best])
+    assert [prebuilt.find(tmp_path)] == made
+    library = native.ctypes.CDLL(str(made[0]))
+    assert all(hasattr(library, name) for name in build.TARGETS)

@@ -1,0 +1,18 @@
+"""Limits of functions are refused in the words of the flags."""
+
+import pytest
+
+from serving.api.functions_config import FunctionsConfig
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"functions": "d", "functions_keep_alive_s": 0}, r"keep_alive_s must be in \(0"),
+        ({"functions_keep_alive_s": 5}, "add --functions with the folder"),
+    ],
+)
+def test_contradictions(fields, message):
+    assert FunctionsConfig().functions is None
+    with pytest.raises(ValueError, match=message):
+        FunctionsConfig(**fields)

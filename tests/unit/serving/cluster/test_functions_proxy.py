@@ -1,0 +1,180 @@
+"""The front of functions whose processes are threads: who answers, who waits, who is refused."""
+
+import itertools
+import os
+import socket
+import threading
+
+import httpx
+import pytest
+from support.processes.http_server import serve_app
+
+from lora_jax.memory.wire import receive_fds, receive_header, send_header
+from serving.cluster.functions_proxy import FunctionsProxy
+from serving.functions.callers import CallerRing
+from serving.functions.handle import Function
+from serving.functions.running import Running
+from serving.http.access.auth import Authenticate
+from serving.http.access.keys import KeyRing
+from serving.http.settings import HttpSettings, Tenant
+
+PIDS = itertools.count(1)
+
+
+class Functions:
+    """An agent of functions that answer with their own name; some fail in a way of their own."""
+
+    def __init__(self):
+        self.functions: dict[str, Function] = {}
+        self.starts: dict[str, int] = {}
+        self.go = threading.Event()  # for "slow"
+        self.heads: list[str] = []
+
+    def function(self, adapter=None, *, name=None, lazy=False):
+        assert lazy
+        if name not in self.functions:
+            self.functions[name] = Function(name, lambda: self.start(name), lazy=True)
+        return self.functions[name]
+
+    def start(self, name: str) -> Running:
+        self.starts[name] = self.starts.get(name, 0) + 1
+        if name == "foreign":
+            raise ValueError("Function 'foreign' cannot start: /a/b/weights do not fit the base.")
+        if name == "slow":
+            assert self.go.wait(60)
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=self.serve, args=(theirs, name), daemon=True).start()
+        return Running(ours, next(PIDS), {"private_bytes": 7})
+
+    def serve(self, connection: socket.socket, name: str) -> None:
+        with connection:
+            while True:
+                try:
+                    call = receive_header(connection)
+                    if call["call"] == "metrics":
+                        text = "# TYPE up gauge\nup 1.0\n"
+                        send_header(connection, {"id": call["id"], "value": text})
+                        continue
+                    (fd,) = receive_fds(connection, 1)
+                except OSError:
+                    return
+                if name == "mortal" and self.starts[name] == 1:
+                    os.close(fd)
+                    return
+                with socket.socket(fileno=fd) as http:
+                    self.answer(http, name)
+                send_header(connection, {"id": call["id"], "value": None})
+
+    def answer(self, http: socket.socket, name: str) -> None:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            head += http.recv(4096)
+        self.heads.append(head.decode())
+        text = name.encode()
+        http.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+
+
+@pytest.fixture
+def agent():
+    made = Functions()
+    yield made
+    made.go.set()
+    for function in made.functions.values():
+        function.close()
+
+
+@pytest.fixture
+def proxy(agent, tmp_path):
+    for name in ("law", "foreign", "slow", "mortal"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+    proxy = FunctionsProxy(agent, str(tmp_path), ["base", "also"], 64)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def client(proxy):
+    with serve_app(proxy) as url, httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def ask(client, model):
+    return client.post("/v1/completions", json={"model": model} if model else {})
+
+
+def test_a_function_answers_to_its_name_and_is_started_once(client, agent):
+    names = ["law", "base:law", "base", "also", None, "law"]
+    assert [ask(client, name).text for name in names] == ["law", "law", *["base"] * 3, "law"]
+    assert agent.starts == {"law": 1, "base": 1}
+    listed = [card["id"] for card in client.get("/v1/models").json()["data"]]
+    assert listed == ["base", "also", "foreign", "law", "mortal", "slow"]
+    assert client.get("/v1/models/law").json()["parent"] == "base"
+    text = client.get("/metrics").text
+    assert 'up{engine="law"} 1.0' in text
+    assert 'lora_jax:function_requests_total{function="law",status="2xx"} 3.0' in text
+    assert client.get("/health").json()["functions"] == {"law": "running", "base": "running"}
+
+
+def test_what_does_not_exist_is_named(client, agent):
+    for name in ("none", "../law", "base:none"):
+        assert ask(client, name).status_code == 404
+    assert client.get("/v1/models/none").status_code == 404
+    answer = client.post("/v1/load_lora_adapter", json={})
+    assert answer.status_code == 404
+    assert "folders below --functions" in answer.json()["error"]["message"]
+    assert agent.starts == {}
+
+
+def test_an_adapter_that_does_not_fit_is_refused_with_the_reason_and_tried_once(client, agent):
+    for _ in range(2):
+        answer = ask(client, "foreign")
+        assert answer.status_code == 400
+        assert "weights do not fit the base" in answer.json()["error"]["message"]
+        assert "/a/b" not in answer.text
+    assert agent.starts == {"foreign": 1}
+    assert ask(client, "law").text == "law"
+
+
+def test_others_do_not_wait_for_a_start(client, agent):
+    answers = []
+    waiting = [
+        threading.Thread(target=lambda: answers.append(ask(client, "slow").text)) for _ in range(3)
+    ]
+    for thread in waiting:
+        thread.start()
+    assert ask(client, "law").text == "law"
+    assert answers == []
+    agent.go.set()
+    for thread in waiting:
+        thread.join(60)
+    assert answers == ["slow"] * 3
+    assert agent.starts["slow"] == 1
+
+
+def test_a_request_whose_function_dies_is_answered_by_its_next_process(client, agent):
+    assert ask(client, "mortal").text == "mortal"
+    assert agent.starts["mortal"] == 2
+
+
+def test_functions_learn_callers_and_never_keys(proxy, agent):
+    tenant = Tenant("secret", id="a", adapters=frozenset({"law"}))
+    app = Authenticate(proxy, KeyRing(HttpSettings(tenants=(tenant,))))
+    key = {"Authorization": "Bearer secret"}
+    with serve_app(app) as url, httpx.Client(base_url=url, headers=key, timeout=60) as client:
+        assert ask(client, "law").text == "law"
+        assert ask(client, "mortal").status_code == 404
+        assert [c["id"] for c in client.get("/v1/models").json()["data"]] == ["base", "also", "law"]
+        assert client.get("/v1/models/mortal").status_code == 404
+    (head,) = agent.heads
+    assert "secret" not in head
+    (token,) = [line.split()[-1] for line in head.splitlines() if "authorization" in line.lower()]
+    assert CallerRing(None).find(token).id == "a"
+
+
+def test_too_many_wait_for_a_start(client, agent, monkeypatch):
+    monkeypatch.setattr("serving.cluster.functions_proxy._WAITING", 0)
+    answer = ask(client, "slow")
+    assert answer.status_code == 429
+    assert "wait for function `slow`" in answer.json()["error"]["message"]
+    assert agent.starts == {}
