@@ -7,7 +7,7 @@ same experts. Adapters have one rank on every map, experts included; the program
 with adapters that change nothing too: what a base row pays next to adapter rows. Batches take
 turns; a figure is the median of a batch's turns. `--profile` says which kernels a step consists of.
 `--devices 2` splits the model over two devices: the base's tokens are those of one device, and the
-digest of them is in the results.
+digest of them is in the results. `--quantization fp8` holds linear maps in that format.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.quantised_model import FORMATS, quantised
 from bench.step_profile import profile_step, show_profile
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
@@ -88,12 +89,13 @@ SHOWN = Path(__file__).parents[1] / "assets" / "tiny-moe" / "config.json"
 
 
 def make_model(
-    raw: dict[str, Any], split: Split | None = None
+    raw: dict[str, Any], split: Split | None = None, form: str | None = None
 ) -> tuple[AbstractCausalLM, ModelConfig]:
-    """Return a model of random weights from what a config.json would say."""
+    """Return a model of random weights from what a config.json would say, quantised if wanted."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(raw))
-        return make_dummy(folder, dtype=jnp.bfloat16, split=split)
+        model, config = make_dummy(folder, dtype=jnp.bfloat16, split=split)
+    return (quantised(model, form) if form else model), config
 
 
 def filled_slots(catalogue: LoraCatalogue, split: Split | None = None) -> AdapterSlots:
@@ -126,12 +128,16 @@ def _noise(like: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def make_runner(
-    raw: dict[str, Any], rows: int, position: int, split: Split | None = None
+    raw: dict[str, Any],
+    rows: int,
+    position: int,
+    split: Split | None = None,
+    form: str | None = None,
 ) -> ModelRunner:
     """Return a runner for steps of up to `rows` tokens, which compiles what it is asked for."""
     pages = -(-(position + 2) // PAGE_SIZE)
     sizes = StepSizes(rows, pages * PAGE_SIZE, PAGE_SIZE, rows * pages, max(rows, 64), RANK)
-    model, config = make_model(raw, split)
+    model, config = make_model(raw, split, form)
     return ModelRunner(
         model,
         model.kv_shape(config),
@@ -220,11 +226,14 @@ def main() -> None:
     parser.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
     )
+    parser.add_argument("--quantization", choices=FORMATS, help="format of the linear maps")
     args = parser.parse_args()
+    if args.quantization and args.devices > 1:
+        parser.error("--quantization goes with one device")
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
     raw = {**json.loads(SHOWN.read_text()), **changed}
     split = split_for(raw, args.devices, args.expert_parallel)
-    runner = make_runner(raw, args.rows, args.position, split)
+    runner = make_runner(raw, args.rows, args.position, split, args.quantization)
     sizes = (raw["vocab_size"], args.rows, args.position)
     plans = {case.name: make_plan(case, runner, *sizes) for case in CASES}
     for name, plan in plans.items():
@@ -250,6 +259,7 @@ def main() -> None:
         "position": args.position,
         "rank": RANK,
         "devices": args.devices,
+        "quantization": args.quantization,
         "experts": None if split is None else split.experts,
         "base_tokens": tokens,
         "step_ms": {name: statistics.median(took) for name, took in turns.items()},
@@ -257,6 +267,7 @@ def main() -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     over = "" if split is None else f"_x{split.size}_{split.experts}"
+    over += f"_{args.quantization}" if args.quantization else ""
     name = f"decode_step_{'_'.join(device.lower().split())}{over}.json"
     (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -28,6 +28,7 @@ WITHOUT_MODULE = {
     "serving/test_esft_serving.py",
     "serving/test_merged_serving.py",
     "serving/test_speculation.py",
+    "serving/test_schema_corpus.py",
     "serving/test_structured_outputs.py",
     "serving/test_families.py",
     "serving/test_int8_adapters.py",

@@ -1,5 +1,6 @@
 """POST /classify: answers of adapters' task heads, in vLLM's form."""
 
+import dataclasses
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -65,7 +66,7 @@ class ClassifyAnswer(AbstractAnswer):
         self._answers: dict[int, dict[str, Any]] = {}
 
     def add(self, piece: Piece) -> None:
-        """Take the answer to one input; `labels` are those of a multi_label head."""
+        """Take the answer to one input; `labels` are those of a head that tells several."""
         self.usage.add(piece)
         head = piece.delta.head
         if head is None:
@@ -77,7 +78,8 @@ class ClassifyAnswer(AbstractAnswer):
             "num_classes": len(head.probs),
         }
         labels = {} if head.labels == (head.label,) else {"labels": list(head.labels)}
-        self._answers[piece.index] = answer | labels
+        boxes = {} if head.boxes is None else {"boxes": [dataclasses.asdict(b) for b in head.boxes]}
+        self._answers[piece.index] = answer | labels | boxes
 
     def whole(self) -> dict[str, Any]:
         head = {"id": self.id, "object": "list", "created": self.created, "model": self.model}

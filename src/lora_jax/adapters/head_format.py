@@ -23,7 +23,8 @@ POOLING = "last"  # the state of the last prompt token
 _MAX_BYTES = 1 << 20
 _MAX_VALUES = 4 * MAX_LABELS
 _MAX_LABEL = 256  # characters
-_KEYS = ("kind", "labels", "pooling")
+_MAX_QUERIES = 100
+_KEYS = ("kind", "labels", "pooling", "queries")
 
 
 def read_head(folder: AdapterFolder) -> TaskHead:
@@ -50,7 +51,27 @@ def parse(given: dict[str, Any]) -> TaskHead:
     kind, labels = HeadKind(given["kind"]), _labels(given.get("labels"))
     if kind is HeadKind.COUNT and labels != [str(n) for n in range(len(labels))]:
         raise ValueError('the labels of a count are "0", "1", "2" and so on, in order.')
-    return TaskHead(kind, tuple(labels))
+    head = TaskHead(kind, tuple(labels), _queries(given, kind))
+    if head.size > MAX_LABELS:
+        raise ValueError(
+            f"{head.queries} queries of {len(labels)} labels, nothing and a box are {head.size} "
+            f"numbers; at most {MAX_LABELS} are served."
+        )
+    return head
+
+
+def _queries(given: dict[str, Any], kind: HeadKind) -> int:
+    """Return how many boxes a head can find, 0 for one that finds none; ValueError."""
+    queries = given.get("queries")
+    if kind is not HeadKind.BOXES:
+        if queries is not None:
+            raise ValueError(f"queries belong to a head of kind boxes, not {kind}.")
+        return 0
+    if type(queries) is not int or not 1 <= queries <= _MAX_QUERIES:
+        raise ValueError(
+            f"queries is {_short(queries)}; a head of kind boxes needs 1 to {_MAX_QUERIES}."
+        )
+    return queries
 
 
 def _labels(labels: Any) -> list[str]:
@@ -78,12 +99,12 @@ def take_site(
 ) -> SiteWeights:
     """Return the head's site, and take its tensors out of `tensors`.
 
-    a is W [1, labels, hidden]. b is [1, labels + 1, width]: the identity, which gives row j of W to
+    a is W [1, size, hidden]. b is [1, size + 1, width]: the identity, which gives row j of W to
     logit j, and the bias. Raises ValueError for shapes that do not fit the labels, the base model
     or the server.
     """
     module = catalogue.modules.get(SCORE)
-    labels = len(head.labels)
+    labels = head.size
     if module is None:
         raise ValueError(
             f"the adapter has a task head of {labels} labels, and there is no room for heads here; "
@@ -120,6 +141,6 @@ def most_values(catalogue: LoraCatalogue) -> int:
 
 
 def labels_of(path: Path) -> int:
-    """Return the labels of the head in an adapter's folder; 0 without one. Raises as read_head."""
+    """Return the rows of the head in an adapter's folder; 0 without one. Raises as read_head."""
     folder = AdapterFolder(path)
-    return len(read_head(folder).labels) if HEAD_FILE in folder.files() else 0
+    return read_head(folder).size if HEAD_FILE in folder.files() else 0

@@ -23,36 +23,66 @@ class HeadKind(enum.StrEnum):
     CLASS = "class"  # one of the labels: softmax
     MULTI_LABEL = "multi_label"  # any of the labels: a sigmoid each
     COUNT = "count"  # 0, 1, ... n as classes: softmax
+    BOXES = "boxes"  # things of an image and their boxes, some queries at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """A thing that a head of kind boxes found; sides are parts of the image's, 0 to 1."""
+
+    label: str
+    score: float  # probability of the label
+    box: tuple[float, float, float, float]  # left, top, right, bottom
+
+    def __str__(self) -> str:
+        return f"{self.label} [{', '.join(f'{side:.3f}' for side in self.box)}]"
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadAnswer:
-    """Answer of a head: a probability per label, and the label or labels it tells."""
+    """Answer of a head: a probability per label, and the label or labels it tells.
+
+    Of boxes a label's probability is that of its most likely box.
+    """
 
     logits: tuple[float, ...]
     probs: tuple[float, ...]
     index: int  # of the most likely label, the first on a tie
     label: str
-    labels: tuple[str, ...]  # multi_label: those that are likely; else the most likely one
+    # multi_label: those that are likely; boxes: those of the boxes; else the most likely one.
+    labels: tuple[str, ...]
+    boxes: tuple[Box, ...] | None = None  # in the order of the queries; None: another kind
 
     @property
     def text(self) -> str:
         """The answer as the content of a chat message."""
-        return ", ".join(self.labels)
+        return ", ".join(self.labels if self.boxes is None else map(str, self.boxes))
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskHead:
-    """What the numbers of a head stand for."""
+    """What the numbers of a head stand for.
+
+    Each of the `queries` of a head of kind boxes has a logit per label, one for nothing, and four
+    numbers whose sigmoids are the middle of its box (x, y), its width and its height.
+    """
 
     kind: HeadKind
     labels: tuple[str, ...]
+    queries: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many numbers the head gives: a row of its weight for each."""
+        return self.queries * (len(self.labels) + 5) if self.queries else len(self.labels)
 
     def answer(self, logits: np.ndarray) -> HeadAnswer:
-        """Return the answer to float32 logits [width], of which the first are the labels'.
+        """Return the answer to float32 logits [width], of which the first are the head's.
 
         It is computed in float64 from this row alone: equal logits give equal answers.
         """
+        if self.kind is HeadKind.BOXES:
+            return self._found(np.asarray(logits, np.float64)[: self.size])
         wide = np.asarray(logits, np.float64)[: len(self.labels)]
         probs = self.probabilities(wide)
         index = int(np.argmax(wide))
@@ -66,13 +96,48 @@ class TaskHead:
             labels=tuple(self.labels[i] for i in chosen),
         )
 
+    def _found(self, logits: np.ndarray) -> HeadAnswer:
+        """Return the boxes of the queries that are not most likely nothing."""
+        rows, count = logits.reshape(self.queries, -1), len(self.labels)
+        probs = np.stack([softmax(row) for row in rows[:, : count + 1]])
+        boxes = []
+        for row, likely in zip(rows, probs, strict=True):
+            best = int(np.argmax(likely))
+            if best < count:
+                x, y, width, height = sigmoid(row[count + 1 :])
+                sides = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+                left, top, right, bottom = np.clip(sides, 0.0, 1.0).tolist()
+                boxes.append(
+                    Box(self.labels[best], float(likely[best]), (left, top, right, bottom))
+                )
+        each = probs[:, :count].max(axis=0)
+        index = int(np.argmax(each))
+        return HeadAnswer(
+            logits=tuple(logits.tolist()),
+            probs=tuple(each.tolist()),
+            index=index,
+            label=self.labels[index],
+            labels=tuple(box.label for box in boxes),
+            boxes=tuple(boxes),
+        )
+
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return, [labels], 1 / (1 + e^-x) of each logit for multi_label, else e^x / sum e^x."""
         if self.kind is HeadKind.MULTI_LABEL:
-            small = np.exp(-np.abs(logits))
-            return np.where(logits >= 0, 1.0, small) / (1.0 + small)
-        powers = np.exp(logits - logits.max())
-        return powers / powers.sum()
+            return sigmoid(logits)
+        return softmax(logits)
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + e^-x) of each number."""
+    small = np.exp(-np.abs(logits))
+    return np.where(logits >= 0, 1.0, small) / (1.0 + small)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return e^x / sum e^x."""
+    powers = np.exp(logits - logits.max())
+    return powers / powers.sum()
 
 
 def head_logits(

@@ -35,10 +35,14 @@ class TextFormat:
 
         Raises ValueError when the model has no chat template, or one that rewrites old turns.
         """
+        return self.exchange(record.prompt, record.answer)
+
+    def exchange(self, content: str | list[dict[str, str]], answer: str) -> Document:
+        """Return a user's turn, a text or parts with images, and the assistant's; as `chat`."""
         if self.template is None:
             raise ValueError("this model has no chat template: use plain text")
-        asked = [{"role": "user", "content": record.prompt}]
-        answered = [*asked, {"role": "assistant", "content": record.answer}]
+        asked = [{"role": "user", "content": content}]
+        answered = [*asked, {"role": "assistant", "content": answer}]
         specials = {"bos_token": self.bos, "eos_token": self.eos}
         start = self.template.render(messages=asked, add_generation_prompt=True, **specials)
         whole = self.template.render(messages=answered, add_generation_prompt=False, **specials)

@@ -10,9 +10,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from lora_jax.batch import ImageRows
 from lora_jax.finetune.attention import attend, linear, product
 from lora_jax.finetune.lora_params import LoraDelta
-from lora_jax.nn import rope
+from lora_jax.nn import image_rows, rope
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import Mlp, silu_times
 from lora_jax.nn.moe import Experts, MoeBlock, Router, clamped_swiglu
@@ -51,12 +52,15 @@ def forward(
     positions: Int[Array, "rows length"],
     segments: Int[Array, "rows length"],
     lora: LoraDelta | None = None,
+    images: ImageRows | None = None,
 ) -> Output:
     """Return float32 logits; a place sees the places before it that are in its own segment.
 
+    Rows of `images`, if there are any, stand at their places as they do where it is served.
+
     Raises ValueError naming a kind of attention or MLP that this pass does not do.
     """
-    x, routed = states(model, tokens, positions, segments, lora)
+    x, routed = states(model, tokens, positions, segments, lora, images)
     logits = head(model, x, lora).reshape(*tokens.shape, -1)
     return Output(logits.astype(jnp.float32), routed)
 
@@ -67,16 +71,21 @@ def states(
     positions: Int[Array, "rows length"],
     segments: Int[Array, "rows length"],
     lora: LoraDelta | None = None,
+    images: ImageRows | None = None,
 ) -> tuple[Float[Array, "places hidden"], dict[int, Routed]]:
     """Return the state of every place after the final norm, rows one after the other, and routing.
 
     What `forward` computes the logits of; raises what it raises.
     """
     length = tokens.shape[1]
-    angles = rope.cos_sin(model.config.rope, positions.reshape(-1))
+    if images is None:
+        angles = rope.cos_sin(model.config.rope, positions.reshape(-1))
+    else:
+        angles = rope.cos_sin_of_three(model.config.rope, images.rope_positions)
     earlier = jnp.tril(jnp.ones((length, length), bool))[None]
     same = segments[:, :, None] == segments[:, None, :]
     x = model.embed(tokens.reshape(-1))
+    x = x if images is None else image_rows.embed(x, images)
     routed: dict[int, Routed] = {}
     for number, layer in enumerate(model.layers):
         x = x + attend(layer.attn, layer.input_norm(x), angles, earlier & same, lora)
@@ -88,6 +97,7 @@ def states(
         else:
             raise ValueError(f"training through {type(layer.mlp).__name__} is not done")
         x = x + out
+        x = x if images is None else image_rows.add_after_layer(x, images, number)
     return model.norm(x), routed
 
 

@@ -65,9 +65,8 @@ class HeadParams:
 
 def init_head(head: TaskHead, hidden: int, lora: LoraParams) -> HeadParams:
     """Return a head that finds all labels equally likely."""
-    labels = len(head.labels)
-    weight = jnp.zeros((labels, hidden), jnp.float32)
-    return HeadParams(weight, jnp.zeros(labels, jnp.float32), lora)
+    weight = jnp.zeros((head.size, hidden), jnp.float32)
+    return HeadParams(weight, jnp.zeros(head.size, jnp.float32), lora)
 
 
 def head_loss(
@@ -145,7 +144,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     flags = training_parser("head", __doc__ or "", learning_rate=2e-3)
     add = flags.add_argument
-    add("--head", type=HeadKind, choices=list(HeadKind), required=True, help="kind of the head")
+    kinds = [kind for kind in HeadKind if kind is not HeadKind.BOXES]  # those are of images
+    add("--head", type=HeadKind, choices=kinds, required=True, help="kind of the head")
     add("--eval", type=pathlib.Path, help="held-out text, as --data has it")
     add("--adapter", type=pathlib.Path, help="adapter that gets the head, its LoRA as it is")
     add("--rank", type=int, default=8, help="of the LoRA below the head; 0: a head alone")

@@ -15,7 +15,7 @@ from lora_jax.adapters.task_head import SCORE, TaskHead
 def add_head(
     folder: pathlib.Path, head: TaskHead, weight: np.ndarray, bias: np.ndarray, dtype: np.dtype
 ) -> None:
-    """Add a head, [labels, hidden] and [labels], to the adapter that `save_adapter` wrote."""
+    """Add a head, [size, hidden] and [size], to the adapter that `save_adapter` wrote."""
     tensors = load_file(folder / WEIGHTS_FILE)
     tensors |= {WEIGHT: np.asarray(weight).astype(dtype), BIAS: np.asarray(bias).astype(dtype)}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -23,6 +23,7 @@ def add_head(
     config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     _write(folder / CONFIG_FILE, config)
     meaning = {"kind": head.kind, "labels": list(head.labels), "pooling": POOLING}
+    meaning |= {"queries": head.queries} if head.queries else {}
     _write(folder / HEAD_FILE, meaning)
 
 

@@ -84,6 +84,8 @@ def module_path(name: str, layer: int, expert: int, catalogue: LoraCatalogue) ->
     kind, _, leaf = name.rpartition(".")
     if name == "lm_head":
         path = name
+    elif name.startswith("visual."):
+        path = _tower_path(name.removeprefix("visual."), layer)
     elif kind == "experts" and catalogue.model_type == "mixtral":
         path = f"{block}.block_sparse_moe.experts.{expert}.{MIXTRAL_NAMES[name]}"
     elif kind == "experts":
@@ -97,6 +99,16 @@ def module_path(name: str, layer: int, expert: int, catalogue: LoraCatalogue) ->
     if not any(rule.module == name and rule.pattern.fullmatch(path) for rule in catalogue.rules):
         raise ValueError(f"{catalogue.model_type}: no file name is known for module {name}")
     return path
+
+
+def _tower_path(name: str, layer: int) -> str:
+    """Return the path of a module of Qwen3-VL's tower."""
+    if name.startswith("merger."):
+        return f"model.visual.{name}"
+    lists, _, leaf = name.partition(".")
+    if lists == "deepstack_merger_list":
+        return f"model.visual.{lists}.{layer}.{leaf}"
+    return f"model.visual.blocks.{layer}.{name}"
 
 
 def adapter_config(spec: LoraSpec, catalogue: LoraCatalogue, base_name: str) -> dict[str, Any]:

@@ -110,3 +110,26 @@ def test_files_of_a_head_belong_together(tmp_path):
     save_file(tensors, tmp_path / "h" / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"score.x is not a LoRA matrix"):
         read(tmp_path / "h")
+
+
+def test_a_head_of_boxes():
+    head = parse({"kind": "boxes", "labels": LABELS, "queries": 6})
+    assert (head.kind, head.size) == (HeadKind.BOXES, 48)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"kind": "boxes"}, "queries is None; a head of kind boxes needs 1 to 100"),
+        ({"kind": "boxes", "queries": True}, "queries is True"),
+        ({"kind": "boxes", "queries": 101}, "queries is 101"),
+        ({"kind": "class", "queries": 2}, "queries belong to a head of kind boxes, not class"),
+        (
+            {"kind": "boxes", "labels": [str(n) for n in range(100)], "queries": 10},
+            "are 1050 numbers; at most 1024",
+        ),
+    ],
+)
+def test_queries_that_do_not_fit_are_refused(given, why):
+    with pytest.raises(ValueError, match=why):
+        parse({"labels": LABELS, **given})

@@ -57,3 +57,18 @@ def test_a_head_takes_rows_for_its_labels_whatever_the_rank():
     without, with_it = rows_per_adapter(plain, 2), rows_per_adapter(headed, 2)
     assert with_it[16] - without[16] == 64
     assert with_it[64] == 65  # one more for the bias
+
+
+def test_boxes_are_told_where_a_label_is_more_likely_than_nothing():
+    head = TaskHead(HeadKind.BOXES, ("a", "b"), 2)
+    assert head.size == 14
+    found, nothing = [0.0, 3.0, 1.0, 0.0, 0.0, 0.0, -9.0], [0.0, 0.0, 5.0, 0, 0, 0, 0]
+    answer = head.answer(np.array([*found, *nothing, 99.0], np.float32))
+    (box,) = answer.boxes
+    assert (box.label, answer.label, answer.labels) == ("b", "b", ("b",))
+    assert box.score == pytest.approx(np.exp(3) / (1 + np.exp(3) + np.exp(1)))
+    assert answer.probs[1] == pytest.approx(box.score)
+    assert box.box == pytest.approx((0.25, 0.5, 0.75, 0.5), abs=1e-3)
+    assert answer.text == f"b [{', '.join(f'{side:.3f}' for side in box.box)}]"
+    empty = head.answer(np.array([*nothing, *nothing], np.float32))
+    assert (empty.boxes, empty.labels, empty.text) == ((), (), "")

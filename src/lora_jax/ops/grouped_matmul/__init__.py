@@ -59,9 +59,7 @@ def _op(name: str, around: Callable) -> Op:
         name,
         (
             Implementation("cuda", GPU, composed_of(cuda), accepts=plain),
-            Implementation(
-                "pallas_gpu", GPU, fused_gpu, accepts=plain, hints=("likely_groups", "num_rows")
-            ),
+            Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
             Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
             Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
             Implementation("xla", ANY, composed_of(xla.grouped_matmul)),

@@ -12,7 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
-from lora_jax.ops.grouped_matmul._gpu_tiles import STEP, Depths, GroupedMatmulConfig
+from lora_jax.ops.grouped_matmul import _gpu_weights
+from lora_jax.ops.grouped_matmul._gpu_tiles import Depths, GroupedMatmulConfig
+from lora_jax.ops.grouped_matmul._gpu_weights import Form
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
 CROWDED = 128 * 128  # sums of a warpgroup: half the registers
@@ -32,6 +34,7 @@ class Operands:
     biases: int
     addends: int
     dtype: jnp.dtype
+    form: Form
 
 
 def kernel_body(
@@ -41,17 +44,21 @@ def kernel_body(
     dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
     stages, wide, d_out = config.stages, columns * warpgroups, operands.d_out
-    steps, stored = operands.d_in // STEP, config.stored
+    steps, stored = operands.d_in // operands.form.step, config.stored
+    form = operands.form
     ahead = deep.addends
     works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
     crowded = matrices * columns * tile_rows >= CROWDED
 
     def _grouped_matmul_kernel(sizes_ref, num_rows_ref, x_ref, *refs):
         w_refs, refs = refs[:matrices], refs[matrices:]
+        scaled = matrices * form.arrays
+        scale_refs, refs = [refs[i:scaled:matrices] for i in range(matrices)], refs[scaled:]
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
         y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
-        addend_smem, arrived = refs[-2:]  # they are there if addends are
+        addend_smem, arrived = refs[7:9] if addend_refs else (None, None)
+        plain_smem = refs[-1]  # it is there if weights are made plain by the interpreter
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         num_rows = num_rows_ref[0]
 
@@ -67,14 +74,15 @@ def kernel_body(
                 del low, high
 
                 def stage(k, _):
-                    at, depth = slot(begin + k), pl.ds(k * STEP, STEP)
+                    at, depth = slot(begin + k), pl.ds(k * form.step, form.step)
+                    stored_depth = pl.ds(k * form.stored_step, form.stored_step)
 
                     @pl.when(begin + k >= stages)
                     def _():
                         plgpu.barrier_wait(empty.at[at])
 
                     for i, w_ref in enumerate(w_refs):
-                        source = w_ref.at[group, pl.ds(tile * wide, wide), depth]
+                        source = w_ref.at[group, pl.ds(tile * wide, wide), stored_depth]
                         plgpu.copy_gmem_to_smem(source, w_smem.at[i, at], full.at[at])
                     source = x_ref.at[pl.ds(row, tile_rows), depth]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[at], full.at[at])
@@ -94,7 +102,34 @@ def kernel_body(
                 plgpu.set_max_registers(MULTIPLY_REGISTERS, action="increase")
             side = warpgroup * columns
 
-            def product(begin):
+            def product(begin, group, tile):
+                def scales(k):
+                    rows = pl.ds(tile * wide + side, columns)
+                    return tuple(
+                        _gpu_weights.scales_of(form, some, group, rows, k) for some in scale_refs
+                    )
+
+                def scope_in_registers(*accs):
+                    def stage(k, these):
+                        at = slot(begin + k)
+                        following = scales(lax.min(k + 1, jnp.int32(steps - 1)))
+                        plgpu.barrier_wait(full.at[at])
+                        for i, acc in enumerate(accs):
+                            stored = w_smem.at[i, at, pl.ds(side, columns)]
+                            w = _gpu_weights.made_plain(form, stored, these[i], interpreted)
+                            if interpreted:  # it multiplies from shared memory only
+                                place = plain_smem.at[i, pl.ds(side, columns)]
+                                place[...] = w
+                                plgpu.commit_smem()
+                                w = place
+                            plgpu.wgmma(acc, w, x_smem.at[at].transpose((1, 0)))
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(empty.at[at])
+                        return following
+
+                    lax.fori_loop(0, steps, stage, scales(jnp.int32(0)))
+                    return tuple(acc[...] for acc in accs)
+
                 def scope(*accs):
                     def stage(k, _):
                         at = slot(begin + k)
@@ -112,6 +147,8 @@ def kernel_body(
                     return tuple(acc[...] for acc in accs)
 
                 one = plgpu.WGMMAAccumulatorRef((columns, tile_rows), jnp.float32)
+                if form.quantised:
+                    return pl.run_scoped(scope_in_registers, *[one] * matrices)
                 z = pl.run_scoped(scope, *[one] * matrices)
                 plgpu.barrier_arrive(empty.at[slot(begin + steps - 1)])
                 return z
@@ -227,7 +264,7 @@ def kernel_body(
                 def _():
                     for part in range(ahead):
                         fetch(tile, row, high, part)
-                    z = product(begin)
+                    z = product(begin, group, tile)
                     biases = [bias(ref, group, tile) for ref in bias_refs]
                     store(lambda part: finished(z, biases, part), tile, row, low, high, fetch_next)
 

@@ -6,7 +6,8 @@ import math
 from lora_jax.ops import hopper
 
 ALIGN = 8  # rows: a copied tile of x starts at a multiple
-STEP = hopper.COLUMNS  # of d_in in one stage
+STEP = hopper.COLUMNS  # of d_in in one stage of plain weights
+QUANTISED_COLUMNS = 64  # of d_out that a warpgroup makes plain: one operand's
 STORED = 16  # rows that leave the registers at once
 FEW_STAGES = 4  # hide the copies' latency
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
@@ -26,10 +27,13 @@ class GroupedMatmulConfig:
     stages: int
     ctas: int  # per SM
     part: int = STORED  # rows that leave the registers at once, if the tile has so many
+    step: int = STEP  # of d_in in one stage
+    bits: int = 16  # of a weight
 
     def stage_bytes(self, matrices: int) -> int:
         """Bytes of shared memory that one stage of the ring takes."""
-        return (matrices * self.columns * self.warpgroups + self.rows) * STEP * 2
+        weights = matrices * self.columns * self.warpgroups * self.bits // 8
+        return (weights + self.rows * 2) * self.step
 
     @property
     def stored(self) -> int:
@@ -71,6 +75,26 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Groupe
         tile_rows = next((n for most, n in sizes if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
         config = GroupedMatmulConfig(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
+    return with_stages(config, matrices)
+
+
+def find_quantised(
+    rows: int, groups: int, d_out: int, matrices: int, bits: int, step: int
+) -> GroupedMatmulConfig:
+    """Return tiles for weights that are made plain in registers, which `d_out` fills.
+
+    One CTA per SM of as many warpgroups as registers allow: what they wait for differs.
+    """
+    mean = rows / groups
+    sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
+    tile_rows = next((n for most, n in sizes if mean <= most), 64)
+    if mean > LONG_GROUP and groups * math.ceil(mean / 128) * d_out // 128 >= hopper.NUM_SMS:
+        tile_rows = 128 // matrices
+    most = (
+        4 if matrices * tile_rows <= 16 * (3 - matrices) else 3 if matrices * tile_rows <= 64 else 2
+    )
+    wide = next(n for n in range(most, 0, -1) if d_out % (n * QUANTISED_COLUMNS) == 0)
+    config = GroupedMatmulConfig(QUANTISED_COLUMNS, wide, tile_rows, 1, 1, step=step, bits=bits)
     return with_stages(config, matrices)
 
 

@@ -19,13 +19,17 @@ from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul._gpu_kernel import Operands, kernel_body
 from lora_jax.ops.grouped_matmul._gpu_tiles import (
     ALIGN,
+    QUANTISED_COLUMNS,
     STEP,
     STORED,
     GroupedMatmulConfig,
     depths,
     find_config,
+    find_quantised,
     with_stages,
 )
+from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
+from lora_jax.ops.grouped_matmul.weights import Weight
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
@@ -33,7 +37,7 @@ MOST_SUMS = 160  # of a thread that a bias or addends are added to
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    w: Weight,
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
     addend: Float[Array, "rows d_out"] | None = None,
@@ -49,17 +53,17 @@ def grouped_matmul(
     for sizes that do not fill tiles. A single group is a dense layer: XLA's own matmul is faster at
     some sizes, but picks the order of a row's sums by the number of rows.
     """
-    _require("grouped_matmul", x, w, interpret)
+    form = _require("grouped_matmul", x, (w,), interpret)
     addends = () if addend is None else (addend,)
     biased = bias is not None
-    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, biased=biased)
-    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, interpret)
+    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, form, biased)
+    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, form, interpret)
 
 
 def gated_matmul(
     x: Float[Array, "rows d_in"],
-    w_gate: Float[Array, "groups d_out d_in"],
-    w_up: Float[Array, "groups d_out d_in"],
+    w_gate: Weight,
+    w_up: Weight,
     group_sizes: Int[Array, "groups"],
     gate_addend: Float[Array, "rows d_out"] | None = None,
     up_addend: Float[Array, "rows d_out"] | None = None,
@@ -73,30 +77,33 @@ def gated_matmul(
 
     Raises Declined as grouped_matmul does, and for one addend without the other.
     """
-    _require("gated_matmul", x, w_gate, interpret)
+    form = _require("gated_matmul", x, (w_gate, w_up), interpret)
     if (gate_addend is None) != (up_addend is None):
         raise Declined("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
-    config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups)
+    config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, interpret)
+    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, form, interpret)
 
 
 def _find(
     op: str,
     x: Float[Array, "rows d_in"],
-    weights: tuple[Float[Array, "groups d_out d_in"], ...],
+    weights: tuple[Weight, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
     likely_groups: int | None,
-    *,
+    form: Form,
     biased: bool = False,
 ) -> GroupedMatmulConfig:
     """Return the tiles that were found best on this device at about this shape, or a guess."""
     rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
     groups = min(groups, likely_groups or groups)
-    shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
-    guess = find_config(rows, groups, d_out, matrices)
-    config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
+    if form.quantised:
+        config = guess = find_quantised(rows, groups, d_out, matrices, form.bits, form.step)
+    else:
+        shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
+        guess = find_config(rows, groups, d_out, matrices)
+        config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
     if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
@@ -115,12 +122,13 @@ def _beside(
 def _require(
     op: str,
     x: Float[Array, "rows d_in"],
-    w: Float[Array, "groups d_out d_in"],
+    weights: tuple[Weight, ...],
     interpret: hopper.Interpret,
-) -> None:
-    """Raise Declined, saying why, for what the kernel does not serve."""
+) -> Form:
+    """Return the weights' form, or raise Declined, saying why, for what is not served."""
     hopper.require(op, x.dtype, interpret)
-    rows, (groups, d_out, d_in) = x.shape[0], w.shape
+    form = form_of(op, *weights)
+    rows, (groups, d_out, d_in) = x.shape[0], weights[0].shape
     if rows < 1 or groups < 1:
         raise Declined(f"{op} on Mosaic GPU: {rows} rows in {groups} groups")
     if d_in % STEP or d_in == 0 or d_out % ALIGN or d_out == 0:
@@ -128,23 +136,30 @@ def _require(
             f"{op} on Mosaic GPU takes d_in in steps of {STEP} and d_out in steps of {ALIGN}, "
             f"not {d_in} and {d_out}"
         )
+    if form.quantised and d_out % QUANTISED_COLUMNS:
+        raise Declined(
+            f"{op} on Mosaic GPU takes d_out of quantised weights in steps of {QUANTISED_COLUMNS}, "
+            f"not {d_out}"
+        )
     # Results leave in swizzled blocks, of which the compiler wants whole ones.
     if not interpret and d_out > hopper.COLUMNS and d_out % hopper.COLUMNS:
         raise Declined(
             f"{op} on Mosaic GPU takes d_out above {hopper.COLUMNS} in steps of it, not {d_out}"
         )
+    return form
 
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
-@functools.partial(jax.jit, static_argnames=("config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "form", "interpret"))
 def _launch(
     x: Float[Array, "rows d_in"],
-    weights: tuple[Float[Array, "groups d_out d_in"], ...],
+    weights: tuple[Weight, ...],
     group_sizes: Int[Array, "groups"],
     num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
     config: GroupedMatmulConfig,
+    form: Form,
     interpret: hopper.Interpret,
 ) -> Float[Array, "rows d_out"]:
     """Return the product, or with two weights silu of the first product times the second.
@@ -165,9 +180,13 @@ def _launch(
         shape = (warpgroups, deep.addends, matrices, *part)
         barriers = plgpu.Barrier(num_arrivals=matrices, num_barriers=warpgroups * deep.addends)
         waiting = [plgpu.SMEM(shape, added[0].dtype), barriers]
+    values, *scales = zip(*(parts(w) for w in weights), strict=True)
+    others = [array for arrays in scales for array in arrays]
+    if interpret and form.quantised:
+        waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
     stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
     operands = Operands(
-        len(x), groups, d_out, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype)
+        len(x), groups, d_out, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
     )
     kernel = plgpu.kernel(
         kernel_body(config, deep, operands, ctas, bool(interpret)),
@@ -177,8 +196,8 @@ def _launch(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((matrices, stages, wide, STEP), x.dtype),
-            plgpu.SMEM((stages, config.rows, STEP), x.dtype),
+            plgpu.SMEM((matrices, stages, wide, form.stored_step), values[0].dtype),
+            plgpu.SMEM((stages, config.rows, form.step), x.dtype),
             plgpu.SMEM((warpgroups, deep.results, *part), x.dtype),
             plgpu.SMEM((warpgroups, *part), x.dtype),
             plgpu.Barrier(num_arrivals=1 + matrices, num_barriers=stages),
@@ -188,4 +207,4 @@ def _launch(
         interpret=interpret or False,
     )
     last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
-    return kernel(group_sizes, last, x, *weights, *given, *added)[:rows]
+    return kernel(group_sizes, last, x, *values, *others, *given, *added)[:rows]

@@ -76,10 +76,12 @@ globalThis.fetch = (path, options) => plain(process.argv[2] + "/" + path, option
 element("tokens").value = "5";
 element("temperature").value = "0";
 element("key").value = process.argv[3];
+element("schema").value = process.argv[4];
 """
 CLICK = """
 (async () => {
-  await new Promise((done) => setTimeout(done, 500));
+  const begun = () => element("prompt").value || element("status").textContent;
+  while (!begun()) await new Promise((done) => setTimeout(done, 20));
   await element("form").listeners.submit({ preventDefault() {} });
   const texts = (place) => place.children.map((child) => child.textContent);
   console.log(JSON.stringify({
@@ -94,10 +96,10 @@ CLICK = """
 """
 
 
-def use_page(tmp_path, url: str, key: str) -> dict:
+def use_page(tmp_path, url: str, key: str, schema: str = "") -> dict:
     script = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "page.js").write_text(BROWSER + script.replace('"use strict";', "") + CLICK)
-    command = ["node", str(tmp_path / "page.js"), url, key]
+    command = ["node", str(tmp_path / "page.js"), url, key, schema]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     return json.loads(done.stdout)
 
@@ -125,6 +127,18 @@ def test_the_page_chats_with_base_and_adapter_by_a_fitting_example(lora_dir, tmp
     assert (base, name) == ("fake-base (base)", "sql")
     assert (text, other) == (answer_of(asked, None), answer_of(asked, "sql"))
     assert rate.startswith("5 tokens, ")
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
+def test_a_schema_binds_every_answer(lora_dir, tmp_path):
+    engine, schema = FakeEngine(lora_dir), {"type": "object", "properties": {"a": {}}}
+    with serve_app(create_app(engine, HttpSettings(demo=True), Examples("once"))) as url:
+        got = use_page(tmp_path, url, "", json.dumps(schema))
+        wrong = use_page(tmp_path, url, "", "{")
+    assert len(got["answers"]) == len(engine.submitted) == 2
+    for asked in engine.submitted:
+        assert json.loads(asked.sampling.structured_outputs.text) == schema
+    assert all("JSON" in rate for _, rate, _ in wrong["answers"])
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")

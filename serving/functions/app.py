@@ -1,0 +1,86 @@
+"""Functions in two lines, and as a decorator around a handler. No jax.
+
+fn = lora_jax.function("path/to/adapter")
+print(fn.generate("The court")[0].outputs[0].text)
+
+A handler is ordinary code: it runs in the caller's process, which holds no weights and no device.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lora_jax.adapters import peft_format
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.head_format import HEAD_FILE
+from serving.functions.agent import connect
+from serving.functions.handle import Function
+
+_Path = str | os.PathLike[str]
+
+
+def function(
+    adapter: _Path, *, model: _Path | None = None, name: str | None = None, **fields: Any
+) -> Function:
+    """Return the function of an adapter folder, over a backbone that this process loads once.
+
+    Without `model` the base is the folder of the name in adapter_config.json, here or around the
+    adapter. `fields` are those of `EngineConfig`. Raises
+    ValueError where there is no such folder, and what `connect` raises.
+    """
+    return connect(base_of(adapter) if model is None else model, adapter, name=name, **fields)
+
+
+def base_of(adapter: _Path) -> Path:
+    """Return the folder of the base model that the adapter's config names. Raises ValueError."""
+    folder = Path(adapter).resolve()
+    try:
+        files = AdapterFolder(folder)
+        config = peft_format.read_config(files, has_head=HEAD_FILE in files.files())
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no adapter: {error}") from None
+    named = config.base_model
+    if not named:
+        raise ValueError(f"{folder} names no base model: give model= with its folder.")
+    around = (parent / Path(named).name for parent in (Path.cwd(), *folder.parents))
+    for place in (Path(named).absolute(), *around):
+        if (place / "config.json").is_file():
+            return place
+    raise ValueError(
+        f"{folder} is for the base model {named!r}, which is no folder here, and none with its "
+        "name is around the adapter: give model= with its folder."
+    )
+
+
+class App:
+    """Handlers with functions of one base model.
+
+    app = App("path/to/model")
+
+    @app.function("path/to/adapter")
+    def brief(event, model):
+        return model.generate(event["text"])
+    """
+
+    def __init__(self, model: _Path, **fields: Any):
+        """Nothing is loaded before the first call; `fields` are those of `EngineConfig`."""
+        self.model, self._fields = Path(model).resolve(), fields
+
+    def function[Event, Answer](
+        self, adapter: _Path | None = None, *, name: str | None = None
+    ) -> Callable[[Callable[[Event, Function], Answer]], Callable[[Event], Answer]]:
+        """Return a decorator: the handler then takes its event alone, and is given its function.
+
+        None is the base model. The first call starts the function's process.
+        """
+
+        def decorate(handler: Callable[[Event, Function], Answer]) -> Callable[[Event], Answer]:
+            @functools.wraps(handler)
+            def answer(event: Event) -> Answer:
+                return handler(event, connect(self.model, adapter, name=name, **self._fields))
+
+            return answer
+
+        return decorate

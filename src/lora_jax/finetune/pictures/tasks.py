@@ -1,0 +1,154 @@
+"""Tasks on images: what the base learns, and what adapters learn, drawn from a seed.
+
+A task is a function of the sources of one part and of random numbers.
+"""
+
+import dataclasses
+import pathlib
+import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from lora_jax.finetune.pictures import scenes
+from lora_jax.finetune.pictures.collect import KINDS, Pictures, load
+
+FRAMES = 6  # of a task on motion
+MOST_THINGS = 5
+NO_KIND = "none"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Example:
+    """Images, a prompt about them, and the answer in words, labels and boxes."""
+
+    images: np.ndarray  # uint8 [images, 64, 64, 3]
+    prompt: str
+    answer: str
+    labels: tuple[str, ...]
+    boxes: tuple[tuple[str, tuple[float, ...]], ...] = ()  # label; left, top, right, bottom: 0 to 1
+
+
+Sources = dict[str, Pictures]
+
+
+def read_sources(folder: pathlib.Path) -> Sources:
+    """Return the sources that `collect` wrote, those that are there."""
+    return {path.stem: load(path) for path in sorted(folder.glob("*.npz"))}
+
+
+def parts(sources: Sources) -> dict[bool, Sources]:
+    """Return the sources of training (False) and held out (True); one without held out is both.
+
+    `things` are the emoji of a kind.
+    """
+    out: dict[bool, Sources] = {}
+    for heldout in (False, True):
+        mine = {
+            name: source.part(heldout=heldout) if source.heldout.any() else source
+            for name, source in sources.items()
+        }
+        if "emoji" in mine:
+            kinds = mine["emoji"].kinds
+            mine["things"] = mine["emoji"].take(np.flatnonzero(np.isin(kinds, list(KINDS))))
+        out[heldout] = mine
+    return out
+
+
+def draw(task: str, sources: Sources, count: int, seed: int) -> list[Example]:
+    """Return examples of a task; `sources` are those of one part."""
+    stream = zlib.crc32(task.encode())
+    return [TASKS[task](sources, np.random.default_rng((seed, stream, n))) for n in range(count)]
+
+
+def _one(image: np.ndarray, prompt: str, answer: str) -> Example:
+    return Example(image[None], prompt, answer, (answer,))
+
+
+def _named(source: str, prompt: str, least: int) -> Callable:
+    def task(sources: Sources, rng: np.random.Generator) -> Example:
+        pictures = sources[source]
+        row = int(rng.integers(len(pictures.names)))
+        image = scenes.alone(pictures.images[row], rng, least=least)
+        return _one(image, prompt, str(pictures.names[row]))
+
+    return task
+
+
+def _kind(sources: Sources, rng: np.random.Generator) -> Example:
+    things = sources["things"]
+    row = int(rng.integers(len(things.names)))
+    image = scenes.alone(things.images[row], rng)
+    return _one(image, "Which kind of thing?", str(things.kinds[row]))
+
+
+def _scene(sources: Sources, rng: np.random.Generator, least: int = 1) -> tuple[scenes.Scene, list]:
+    drawn = scenes.scene(sources["things"], int(rng.integers(least, MOST_THINGS + 1)), rng)
+    return drawn, [str(sources["things"].kinds[thing.row]) for thing in drawn.things]
+
+
+def _list(sources: Sources, rng: np.random.Generator) -> Example:
+    drawn, kinds = _scene(sources, rng)
+    said = [f"{kind} {thing.place}" for kind, thing in zip(kinds, drawn.things, strict=True)]
+    return _one(drawn.image, "List everything.", "; ".join(said))
+
+
+def _any(sources: Sources, rng: np.random.Generator) -> Example:
+    drawn, kinds = _scene(sources, rng)
+    asked = str(rng.choice(list(KINDS)))
+    return _one(drawn.image, f"Is there a {asked}?", "yes" if asked in kinds else "no")
+
+
+def _count(sources: Sources, rng: np.random.Generator) -> Example:
+    drawn, _ = _scene(sources, rng, least=0)
+    return _one(drawn.image, "How many things?", str(len(drawn.things)))
+
+
+def _presence(sources: Sources, rng: np.random.Generator) -> Example:
+    drawn, kinds = _scene(sources, rng, least=0)
+    found = tuple(kind for kind in KINDS if kind in kinds)
+    return Example(drawn.image[None], "Which kinds are here?", ", ".join(found) or NO_KIND, found)
+
+
+def _boxes(sources: Sources, rng: np.random.Generator) -> Example:
+    drawn, kinds = _scene(sources, rng)
+    boxes = tuple(
+        (kind, tuple(side / scenes.SIDE for side in thing.box))
+        for kind, thing in zip(kinds, drawn.things, strict=True)
+    )
+    answer = ", ".join(kinds)
+    return Example(drawn.image[None], "Find everything.", answer, tuple(kinds), boxes)
+
+
+def _where(sources: Sources, rng: np.random.Generator) -> Example:
+    while True:
+        drawn, kinds = _scene(sources, rng)
+        once = [n for n, kind in enumerate(kinds) if kinds.count(kind) == 1]
+        if once:
+            chosen = once[int(rng.integers(len(once)))]
+            prompt = f"Where is the {kinds[chosen]}?"
+            return _one(drawn.image, prompt, drawn.things[chosen].place)
+
+
+def _motion(sources: Sources, rng: np.random.Generator) -> Example:
+    things = sources["things"]
+    row, motion = int(rng.integers(len(things.names))), str(rng.choice(list(scenes.MOTIONS)))
+    images = scenes.frames(things.images[row], motion, FRAMES, rng)
+    return Example(images, "Which way does it move?", motion, (motion,))
+
+
+TASKS: dict[str, Callable[[Sources, np.random.Generator], Example]] = {
+    "name": _named("emoji", "What is this?", 40),
+    "kind": _kind,
+    "list": _list,
+    "any": _any,
+    "clothes": _named("clothes", "Which clothes are these?", 48),
+    "digits": _named("digits", "Which digit is this?", 32),
+    "flags": _named("flags", "Which country has this flag?", 40),
+    "count": _count,
+    "presence": _presence,
+    "boxes": _boxes,
+    "where": _where,
+    "motion": _motion,
+}
+BASE_TASKS = ("name", "kind", "list", "any")

@@ -1,0 +1,31 @@
+"""Tasks: examples follow from the seed, and held-out pictures stay out of training."""
+
+import numpy as np
+import pytest
+
+from lora_jax.finetune.pictures import tasks
+
+
+@pytest.mark.parametrize("task", tasks.TASKS)
+def test_examples_follow_from_the_seed(picture_parts, task):
+    one, two = (tasks.draw(task, picture_parts[False], 3, 5) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_array_equal(a.images, b.images)
+        assert (a.prompt, a.answer, a.labels, a.boxes) == (b.prompt, b.answer, b.labels, b.boxes)
+        assert a.images.shape[1:] == (64, 64, 3)
+        assert len(a.boxes) in (0, len(a.labels))
+    (other,) = tasks.draw(task, picture_parts[False], 1, 6)
+    assert not np.array_equal(one[0].images, other.images)
+
+
+def test_no_held_out_picture_is_in_training(picture_parts):
+    seen, held = ({e.answer for e in tasks.draw("name", p, 60, 0)} for p in picture_parts.values())
+    assert len(seen) > 5
+    assert len(held) > 5
+    assert not seen & held
+
+
+def test_counts_and_kinds_are_those_of_the_boxes(picture_parts):
+    for example in tasks.draw("boxes", picture_parts[False], 10, 1):
+        assert example.answer == ", ".join(label for label, _ in example.boxes)
+        assert all(0 <= a < b <= 1 for _, (a, _, b, _) in example.boxes)
