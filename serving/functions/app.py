@@ -44,7 +44,8 @@ def base_of(adapter: _Path) -> Path:
     named = config.base_model
     if not named:
         raise ValueError(f"{folder} names no base model: give model= with its folder.")
-    for place in (Path(named).absolute(), *(parent / named for parent in folder.parents)):
+    around = (parent / Path(named).name for parent in (Path.cwd(), *folder.parents))
+    for place in (Path(named).absolute(), *around):
         if (place / "config.json").is_file():
             return place
     raise ValueError(

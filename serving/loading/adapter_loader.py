@@ -6,6 +6,7 @@ those that live requests still need after a reload or an unload.
 
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from lora_jax.adapters.weights import AnyWeights
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # after a load that found no memory
+RATE_S = 600.0  # after so long a request counts a third of a new one
 
 
 class LoadFailed(RuntimeError):
@@ -81,6 +83,16 @@ class _Known:
     pinned: bool = False
     retry_s: float = 0.0  # no load before this time
     lacked_memory: bool = False  # the last load
+    arrivals: float = 0.0  # requests that named it, older ones counting less
+    arrived_s: float = 0.0  # the last of them
+
+    def arrive(self, now: float) -> None:
+        """Count a request."""
+        self.arrivals, self.arrived_s = self.rate(now) + 1, now
+
+    def rate(self, now: float) -> float:
+        """Return the requests of about the last RATE_S seconds."""
+        return self.arrivals * math.exp((self.arrived_s - now) / RATE_S)
 
     @property
     def wanted(self) -> bool:
@@ -181,7 +193,9 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
-        self._know(entry).requests += 1
+        adapter = self._know(entry)
+        adapter.requests += 1
+        adapter.arrive(self._clock())
 
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
@@ -204,7 +218,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         self.look_again()
 
     def look_again(self) -> None:
-        """Bring named adapters onto the device while there are free slots.
+        """Bring named adapters onto the device while there are free slots: those that most requests
+        have named lately first.
 
         None of them takes the memory that has gone for the sake of one that requests wait for.
         """
@@ -212,7 +227,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         adapters = tuple(self._known.values())
         waiting = [adapter for adapter in adapters if adapter.lacked_memory and adapter.wanted]
         named = [adapter for adapter in waiting or adapters if adapter.named]
-        for adapter in sorted(named, key=lambda adapter: not adapter.pinned):
+        now = self._clock()
+        for adapter in sorted(named, key=lambda one: (not one.pinned, -one.rate(now))):
             self._prefetch(adapter)
 
     def advance(self, state: S, max_chunks: int) -> S:

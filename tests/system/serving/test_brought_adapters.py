@@ -9,9 +9,10 @@ TOLERANCE = 1e-3  # of log-probabilities in float32
 
 
 FURTHER = [pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "qwen2"]
+ON_A_GPU = [pytest.param(name, marks=pytest.mark.gpu, id=f"{name}-gpu") for name in FAMILIES]
 
 
-@pytest.fixture(scope="module", params=["qwen2", *FURTHER])
+@pytest.fixture(scope="module", params=["qwen2", *FURTHER, *ON_A_GPU])
 def case(request, tmp_path_factory):
     """A family, its engine, and what it answers to each adapter in one batch."""
     family = request.param

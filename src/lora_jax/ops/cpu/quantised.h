@@ -112,11 +112,10 @@ struct GroupTable<uint16_t> {
     high = _mm256_permute4x64_epi64(bytes, 0xdd);
   }
   void decode(const uint8_t* codes, uint16_t* out) const {
-    const __m128i nibble = _mm_set1_epi8(15);
-    __m128i both = _mm_loadu_si128((const __m128i*)codes);
-    __m128i even = _mm_and_si128(both, nibble);
-    __m128i odd = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
-    __m256i index = _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
+    // A byte in 16 bits, beside itself moved by a code: both codes have bytes of their own.
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes));
+    __m256i both = _mm256_or_si256(wide, _mm256_slli_epi16(wide, 4));
+    __m256i index = _mm256_and_si256(both, _mm256_set1_epi8(15));
     __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
     __m256i a = _mm256_unpacklo_epi8(l, h), b = _mm256_unpackhi_epi8(l, h);
     _mm256_storeu_si256((__m256i*)out, _mm256_permute2x128_si256(a, b, 0x20));

@@ -9,7 +9,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import init_slots, size_slots
-from serving.loading.adapter_loader import RETRY_S, AdapterLoader, LoadFailed
+from serving.loading.adapter_loader import RATE_S, RETRY_S, AdapterLoader, LoadFailed
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)
 RANK, SLOTS = 4, 2
@@ -28,7 +28,10 @@ class Case:
         self.allocator = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows)
         self.slots = init_slots(CATALOGUE, spec, jnp.dtype(jnp.float32))
         self.seconds = []
-        self.loader = AdapterLoader(self.allocator, on_loaded=self.seconds.append)
+        self.now = 0.0
+        self.loader = AdapterLoader(
+            self.allocator, on_loaded=self.seconds.append, clock=lambda: self.now
+        )
 
     def advance(self, chunks=1000):
         self.slots = self.loader.advance(self.slots, chunks)
@@ -117,6 +120,32 @@ def test_named_adapters_enter_while_there_is_room_pinned_ones_first():
     case.advance()
     assert case.loader.snapshot.resident == {names[2].digest, late.digest}
     case.loader.check_integrity()
+
+
+def test_free_room_goes_to_the_adapter_that_most_requests_named_lately():
+    case = Case()
+    a, b, c, d, e = names = [entry(name) for name in "abcde"]
+
+    def ask(one, times):  # callers that give up before it is there
+        for _ in range(times):
+            case.loader.retain(one)
+            case.loader.drop(one.digest)
+
+    case.loader.reconcile(names)
+    case.advance()
+    assert case.loader.snapshot.resident == {a.digest, b.digest}
+    ask(d, 3)
+    ask(c, 1)
+    assert case.loader.snapshot.resident == {a.digest, b.digest}  # nobody leaves for them
+    case.loader.reconcile([b, c, d, e])
+    case.advance()
+    assert case.loader.snapshot.resident == {b.digest, d.digest}
+    ask(c, 2)
+    case.now += 3 * RATE_S  # now they count less than one request
+    ask(e, 1)
+    case.loader.reconcile([c, d, e])
+    case.advance()
+    assert case.loader.snapshot.resident == {d.digest, e.digest}
 
 
 def test_an_unloaded_adapter_stays_until_its_last_request_ends():
