@@ -34,6 +34,7 @@ from serving.cluster.relay import relay, send_whole, while_there
 from serving.cluster.upstream import Headers, UpstreamBroken, UpstreamSlow, send_over
 from serving.functions.callers import token_of
 from serving.functions.handle import Function, FunctionRefused
+from serving.functions.running import Running
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.requests.model_names import folder_adapters, is_adapter_folder
@@ -54,6 +55,7 @@ ROUTES = frozenset(
 _STARTING = 64  # functions that get a process at a time
 _WAITING = 1024  # requests of one function without a process
 _TRIES = 3  # connections to a function that loses its process each time
+_END_S = 30.0  # from a broken answer to the end of its process, on a busy machine
 _BUSY = {"Retry-After": RETRY_S}
 
 
@@ -170,6 +172,7 @@ class FunctionsProxy(AbstractFront):
         function.called()
         for _ in range(_TRIES):
             connection = await self._connection(function, receive)
+            process = function.running
             try:
                 asking = send_over(connection, *_rewritten(scope), body, *_limit(scope))
                 upstream = await while_there(asking, receive)
@@ -178,6 +181,7 @@ class FunctionsProxy(AbstractFront):
             except UpstreamBroken as error:
                 logger.warning("Function %r has ended during a request: %s", function.name, error)
                 self._suspects.died(path, body)
+                await while_there(_ended(process), receive)
             except ConnectionAbortedError:  # a part of the answer is out
                 with contextlib.suppress(ApiError):
                     self._suspects.died(path, body)
@@ -213,6 +217,8 @@ class FunctionsProxy(AbstractFront):
         """Return a connection to the function's process, which is started where there is none."""
         while (connection := function.connect()) is None:
             if function.state == "running":
+                if (connection := function.connect()) is not None:  # a new process, just now
+                    return connection
                 text = f"Function `{function.name}` does not take requests now."
                 raise ApiError(503, text, headers=_BUSY)
             await self._started(function, receive)
@@ -250,6 +256,13 @@ class FunctionsProxy(AbstractFront):
         await asyncio.get_running_loop().run_in_executor(self._threads, function.warm)
         if function.starts > before:
             self._metrics.started(function.name, time.perf_counter() - start)
+
+
+async def _ended(process: Running | None) -> None:
+    """Return when the process is known to have ended: it is not asked again; or after a while."""
+    end = time.monotonic() + _END_S
+    while process is not None and not process.ended and time.monotonic() < end:
+        await asyncio.sleep(0.005)
 
 
 async def _waited(task: asyncio.Task[None]) -> None:

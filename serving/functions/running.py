@@ -52,8 +52,11 @@ class Running:
             try:
                 send_header(self._connection, {"id": number, "call": "http"})
                 send_fds(self._connection, [theirs.fileno()])
-            except OSError:  # `read` finds its end, and so does whoever uses the connection
+            except OSError:  # it has ended; `read` finds that too, and answers those who wait
+                self.ended = True
                 self._shut_down()
+                ours.close()
+                return None
         return ours
 
     def _takes_more(self) -> bool:

@@ -46,7 +46,6 @@ from lora_jax.vision.processor import ProcessorSettings, read_settings
 QUERIES = 6
 TEXT_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TOWER_MODULES = ("visual.attn.qkv",)
-HELDOUT = 500  # examples
 _BATCH = 50
 
 
@@ -208,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=300)
     add("--batch-rows", type=int, default=32)
     add("--learning-rate", type=float, default=3e-3)
+    add("--heldout", type=int, default=500, help="examples to measure on")
     add("--seed", type=int, default=0)
     add("--out", type=pathlib.Path, required=True)
     return flags
@@ -218,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     base, parts = Base.read(args.model), tasks.parts(tasks.read_sources(args.data))
     learned = tasks.draw(args.task, parts[False], args.examples, args.seed + 100)
-    held = tasks.draw(args.task, parts[True], HELDOUT, 7)
+    held = tasks.draw(args.task, parts[True], args.heldout, 7)
     head = None if args.head is None else head_for(args.head, learned)
     modules = TEXT_MODULES + (TOWER_MODULES if args.tower else ())
     spec = LoraSpec(args.rank, 2.0 * args.rank, modules)
@@ -226,8 +226,12 @@ def main(argv: list[str] | None = None) -> None:
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
     rows = base.rows(learned, head, tower=args.tower)
     params = train(base, rows, spec, head, schedule)
+    catalogue, dtype = base.model.catalogue(base.model.config), DTYPES["bfloat16"]
+    save_adapter(args.out, params.lora, spec, catalogue, base_name=base.name, dtype=dtype)
+    if head is not None:
+        add_head(args.out, head, np.asarray(params.weight), np.asarray(params.bias), dtype)
     heldout = base.rows(held, head, tower=args.tower)
-    told = {"task": args.task, "heldout": HELDOUT}
+    told = {"task": args.task, "heldout": args.heldout}
     told["adapter"] = round(score(base, params, spec, head, held, heldout), 4)
     words = base.rows(held, None, tower=False) if head is not None else heldout
     told["base"] = round(score(base, None, None, None, held, words), 4)
@@ -235,10 +239,6 @@ def main(argv: list[str] | None = None) -> None:
         above = base.rows(learned, head, tower=False) if args.tower else rows
         alone = train(base, above, None, head, schedule)
         told["head_alone"] = round(score(base, alone, None, head, held, heldout), 4)
-    catalogue, dtype = base.model.catalogue(base.model.config), DTYPES["bfloat16"]
-    save_adapter(args.out, params.lora, spec, catalogue, base_name=base.name, dtype=dtype)
-    if head is not None:
-        add_head(args.out, head, np.asarray(params.weight), np.asarray(params.bias), dtype)
     (args.out / "heldout.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
     print(json.dumps(told))
 

@@ -1,5 +1,6 @@
 """The front of functions whose processes are threads: who answers, who waits, who is refused."""
 
+import contextlib
 import itertools
 import os
 import socket
@@ -19,6 +20,13 @@ from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings, Tenant
 
 PIDS = itertools.count(1)
+
+
+def receive_nothing(connection: socket.socket) -> None:
+    """Wait until a second connection is on its way, which none should be, or for half a second."""
+    connection.settimeout(0.5)
+    with contextlib.suppress(TimeoutError):
+        connection.recv(1)
 
 
 class Functions:
@@ -59,7 +67,8 @@ class Functions:
                 except OSError:
                     return
                 if name == "mortal" and self.starts[name] == 1:
-                    os.close(fd)
+                    os.close(fd)  # whoever asks learns it before the process has ended
+                    receive_nothing(connection)
                     return
                 with socket.socket(fileno=fd) as http:
                     self.answer(http, name)

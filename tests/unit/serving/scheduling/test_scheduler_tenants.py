@@ -57,7 +57,9 @@ def mean_ttft(driver: Driver, length: int) -> float:
     return sum(times) / len(times)
 
 
-@pytest.mark.parametrize("length", [24, 128, 300])
+@pytest.mark.parametrize(
+    "length", [pytest.param(n, marks=pytest.mark.long) for n in (24, 128)] + [300]
+)
 def test_a_flood_of_another_tenant_at_most_doubles_the_time_to_the_first_token(length):
     alone = mean_ttft(Driver(SERVER), length)
     beside = mean_ttft(flooded(SERVER), length)
@@ -84,7 +86,14 @@ def test_a_prompt_that_cannot_run_yet_makes_no_step_short():
         assert rows(driver) == {"flood": 32}
 
 
-@pytest.mark.parametrize(("weight", "part"), [(1.0, 0.5), (0.25, 0.2), (3.0, 0.75)])
+@pytest.mark.parametrize(
+    ("weight", "part"),
+    [
+        pytest.param(1.0, 0.5, marks=pytest.mark.long),
+        pytest.param(0.25, 0.2, marks=pytest.mark.long),
+        (3.0, 0.75),
+    ],
+)
 def test_whoever_asks_again_and_again_has_short_steps_by_weight(weight, part):
     """One prompt after the other: the flood keeps its part of the steps, as far as it needs."""
     driver, steps = flooded(SERVER), collections.Counter()

@@ -1,0 +1,171 @@
+"""Packs several data sets into as few adapters as their required accuracies allow (V-LoRA 4.2).
+
+    python -m lora_jax.finetune.fusion --model assets/tiny-vl --data DATA \
+        --datasets digits kind flags count where motion --require 0.8 0.5 0.3 0.5 0.3 0.6 --out DIR
+
+Data sets are tasks of `pictures.tasks`; adapters answer in words. The open adapter is trained on
+the next set; where one of its sets falls below what it requires, the weights of before come back,
+bit for bit, the adapter is closed, and a new one starts with this set. OUT/fusion.json tells all.
+"""
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lora_jax.finetune.head import HeadParams
+from lora_jax.finetune.lora import DTYPES
+from lora_jax.finetune.lora_params import LoraSpec
+from lora_jax.finetune.peft_export import save_adapter
+from lora_jax.finetune.pictures import adapter as picture_adapter
+from lora_jax.finetune.pictures import tasks
+from lora_jax.finetune.training import Schedule
+
+TRAIN_EXAMPLES, HELDOUT = 1500, 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused[Weights]:
+    """One adapter: its sets in order, its weights, and each set's held-out accuracy."""
+
+    sets: tuple[str, ...]
+    weights: Weights
+    scores: Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion[Weights]:
+    """All adapters, which sets were taken back out of one, and which miss even alone."""
+
+    adapters: tuple[Fused[Weights], ...]
+    rollbacks: tuple[str, ...]
+    missed: tuple[str, ...]
+
+
+def shuffled(datasets: Sequence[str], seed: int) -> tuple[str, ...]:
+    """Return the sets in an order that the seed gives."""
+    order = np.random.default_rng(seed).permutation(len(datasets))
+    return tuple(datasets[n] for n in order)
+
+
+def fuse[Weights](
+    order: Sequence[str],
+    required: Mapping[str, float],
+    train: Callable[[Weights | None, str], Weights],
+    score: Callable[[Weights, str], float],
+) -> Fusion[Weights]:
+    """Return the packing of sets, in order, into adapters.
+
+    `train` returns new weights, of None those of a new adapter, and leaves what it is given as it
+    is; so a rollback is to keep what was there. A set that misses its requirement in an adapter of
+    its own stays there alone and is reported.
+    """
+    done: list[Fused[Weights]] = []
+    rollbacks: list[str] = []
+    missed: list[str] = []
+    opened: Fused[Weights] | None = None
+    for name in order:
+        if opened is not None:
+            tried = _trained(opened, name, train, score)
+            if _meets(tried, required):
+                opened = tried
+                continue
+            rollbacks.append(name)
+            done.append(opened)
+        opened = _trained(None, name, train, score)
+        if not _meets(opened, required):
+            missed.append(name)
+            done.append(opened)
+            opened = None
+    if opened is not None:
+        done.append(opened)
+    return Fusion(tuple(done), tuple(rollbacks), tuple(missed))
+
+
+def _trained[Weights](
+    before: Fused[Weights] | None,
+    name: str,
+    train: Callable[[Weights | None, str], Weights],
+    score: Callable[[Weights, str], float],
+) -> Fused[Weights]:
+    weights = train(None if before is None else before.weights, name)
+    sets = (*(() if before is None else before.sets), name)
+    return Fused(sets, weights, {each: score(weights, each) for each in sets})
+
+
+def _meets(fused: Fused, required: Mapping[str, float]) -> bool:
+    return all(score >= required[name] for name, score in fused.scores.items())
+
+
+def fuse_pictures(
+    base: picture_adapter.Base,
+    parts: Mapping[bool, tasks.Sources],
+    order: Sequence[str],
+    required: Mapping[str, float],
+    spec: LoraSpec,
+    schedule: Schedule,
+    counts: tuple[int, int] = (TRAIN_EXAMPLES, HELDOUT),
+) -> Fusion[HeadParams]:
+    """Return the fusion of tasks on images; `counts` are examples to learn and held out."""
+    held = {name: tasks.draw(name, parts[True], counts[1], 7) for name in order}
+    heldout = {name: base.rows(held[name], None, tower=False) for name in order}
+    learned = {
+        name: base.rows(tasks.draw(name, parts[False], counts[0], 100), None, tower=False)
+        for name in order
+    }
+
+    def train(start: HeadParams | None, name: str) -> HeadParams:
+        return picture_adapter.train(base, learned[name], spec, None, schedule, start)
+
+    def score(params: HeadParams, name: str) -> float:
+        return picture_adapter.score(base, params, spec, None, held[name], heldout[name])
+
+    return fuse(order, required, train, score)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.fusion")
+    add = parser.add_argument
+    add("--model", type=pathlib.Path, required=True)
+    add("--data", type=pathlib.Path, required=True, help="what pictures.collect wrote")
+    add("--datasets", nargs="+", choices=list(tasks.TASKS), required=True)
+    add("--require", nargs="+", type=float, required=True, help="accuracy of each, 0 to 1")
+    add("--out", type=pathlib.Path, required=True, help="folder of adapters and fusion.json")
+    add("--rank", type=int, default=8)
+    add("--steps", type=int, default=100, help="on each set")
+    add("--batch-rows", type=int, default=32)
+    add("--learning-rate", type=float, default=2e-3)
+    add("--seed", type=int, default=0, help="of the order and of the weights")
+    args = parser.parse_args(argv)
+    if len(args.require) != len(args.datasets) or len(set(args.datasets)) != len(args.datasets):
+        parser.error("--require needs one accuracy for each of --datasets, which differ")
+    base = picture_adapter.Base.read(args.model)
+    parts = tasks.parts(tasks.read_sources(args.data))
+    required = dict(zip(args.datasets, args.require, strict=True))
+    order = shuffled(args.datasets, args.seed)
+    spec = LoraSpec(args.rank, 2.0 * args.rank, picture_adapter.TEXT_MODULES)
+    warmup = min(20, args.steps // 10)
+    schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
+    fusion = fuse_pictures(base, parts, order, required, spec, schedule)
+    catalogue = base.model.catalogue(base.model.config)
+    for fused in fusion.adapters:
+        folder = args.out / "-".join(fused.sets)
+        given = {"base_name": base.name, "dtype": DTYPES["bfloat16"]}
+        save_adapter(folder, fused.weights.lora, spec, catalogue, **given)
+    told = {
+        "order": order,
+        "required": required,
+        "adapters": [{"sets": f.sets, "scores": dict(f.scores)} for f in fusion.adapters],
+        "rollbacks": fusion.rollbacks,
+        "missed": fusion.missed,
+    }
+    (args.out / "fusion.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
