@@ -67,22 +67,22 @@ PROMPT = 2  # tokens
 LONGER = 16  # tokens that other rows go on after the one that is timed
 
 
-def words(count: int, rng: random.Random) -> Iterator[bytes]:
+def words(rng: random.Random) -> Iterator[bytes]:
     """Yield tokens as a byte-level tokenizer has them, some more than once."""
     yield from (bytes([byte]) for byte in range(256))
     yield from (str(number).encode() for number in range(1000))
     marks = ['"', '":', '": "', '",', '", "', '"}', '"},', '{"', "[", "]", "}, {", "\n", "  ", ", "]
     yield from (mark.encode() for mark in marks)
     sounds = [a + b for a in "bcdfghklmnprstvwz" for b in ("a", "e", "i", "o", "u", "er", "ing")]
+    ends = [""] * 90 + [".", ",", ")", ":", '"', '",']  # few tokens are a word and a mark
     while True:
         if rng.random() < 0.2:
-            yield "".join(
-                chr(rng.randrange(0x4E00, 0x9FA0)) for _ in range(rng.randint(1, 2))
-            ).encode()
+            signs = (chr(rng.randrange(0x4E00, 0x9FA0)) for _ in range(rng.randint(1, 2)))
+            yield "".join(signs).encode()
             continue
         word = "".join(rng.choices(sounds, k=rng.randint(1, 4)))
         word = word.capitalize() if rng.random() < 0.2 else word
-        yield (" " * (rng.random() < 0.6) + word + rng.choice(("", "", "", ".", '"', ","))).encode()
+        yield (" " * (rng.random() < 0.6) + word + rng.choice(ends)).encode()
 
 
 def write_model(folder: Path, shape: LlamaShape) -> None:
@@ -99,7 +99,7 @@ def write_model(folder: Path, shape: LlamaShape) -> None:
     (folder / "config.json").write_text(json.dumps({**QWEN3, **sizes}))
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     vocabulary: dict[str, int] = {"<|start|>": 0, "<|pad|>": 1, END: 2}
-    for word in words(QWEN3["vocab_size"], random.Random(0)):
+    for word in words(random.Random(0)):
         vocabulary.setdefault("".join(letters[byte] for byte in word), len(vocabulary))
         if len(vocabulary) == QWEN3["vocab_size"]:
             break

@@ -145,6 +145,7 @@ class ModelRunner:
             self._encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
+        self._step.set_pages(self._tables)
         table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
         self._compile(table, progress=progress)
         for program in self.programs:
