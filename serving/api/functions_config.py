@@ -11,14 +11,19 @@ class FunctionsConfig:
 
     functions: str | None = None  # folder of adapters, each one a function; None: no functions
     functions_keep_alive_s: float = _KEEP_ALIVE_S  # without calls, until a function's process ends
+    functions_memory_bytes: int | None = None  # of all functions' processes together
 
     def __post_init__(self) -> None:
         if not 0 < self.functions_keep_alive_s <= 1e9:
             raise ValueError(
                 f"functions_keep_alive_s must be in (0, 1e9], got {self.functions_keep_alive_s}."
             )
-        if self.functions is None and self.functions_keep_alive_s != _KEEP_ALIVE_S:
+        memory = self.functions_memory_bytes
+        if memory is not None and memory < 1:
+            raise ValueError(f"functions_memory_bytes must be at least 1, got {memory}.")
+        limits = self.functions_keep_alive_s, memory
+        if self.functions is None and limits != (_KEEP_ALIVE_S, None):
             raise ValueError(
-                "--functions-keep-alive-s is a limit of functions: add --functions with the folder "
-                "of their adapters."
+                "--functions-keep-alive-s and --functions-memory-bytes are limits of functions: "
+                "add --functions with the folder of their adapters."
             )

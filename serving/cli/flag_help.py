@@ -75,6 +75,8 @@ FUNCTIONS_HELP = {
     "functions": "folder of adapters; each becomes a process of its own over one copy of the base "
     "model, when it is first asked for",
     "functions_keep_alive_s": "seconds without requests after which such a process ends",
+    "functions_memory_bytes": "memory of these processes together, in bytes, without the base "
+    "model; idle ones end for one that is asked for; default: no limit",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

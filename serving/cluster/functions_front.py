@@ -95,6 +95,7 @@ def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
         options.engine.model,
         dtype=dtype,
         keep_alive_s=options.functions.functions_keep_alive_s,
+        memory_bytes=options.functions.functions_memory_bytes,
         http={"settings": http_fields(http), "budgets_folder": budgets},
         **{"structured_outputs": True} | fields,
     )

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from serving.functions.agent import Agent, connect
     from serving.functions.app import App
-    from serving.functions.handle import Function, FunctionDied, FunctionRefused
+    from serving.functions.handle import DeviceFull, Function, FunctionDied, FunctionRefused
 
-__all__ = ["Agent", "App", "Function", "FunctionDied", "FunctionRefused", "connect"]
+__all__ = ["Agent", "App", "DeviceFull", "Function", "FunctionDied", "FunctionRefused", "connect"]
 
-_HANDLE = dict.fromkeys(("Function", "FunctionDied", "FunctionRefused"), "handle")
+_HANDLE = dict.fromkeys(("DeviceFull", "Function", "FunctionDied", "FunctionRefused"), "handle")
 _HOMES = {"Agent": "agent", "connect": "agent", "App": "app"} | _HANDLE
 
 

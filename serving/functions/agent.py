@@ -27,6 +27,7 @@ from lora_jax.memory.wire import (
 )
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
+from serving.functions.room import Room
 from serving.functions.running import Running
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
@@ -50,11 +51,16 @@ class Agent:
         *,
         dtype: str | None = None,
         keep_alive_s: float | None = None,
+        memory_bytes: int | None = None,
         http: dict[str, Any] | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
         function.
+
+        With `memory_bytes` processes of functions hold no more together, the backbone aside: idle
+        ones of little value end for one that is called; where all are busy it is DeviceFull.
+        Then none is started ahead of its call.
 
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
@@ -69,7 +75,7 @@ class Agent:
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
-        self._http = http
+        self._http, self._room = http, Room(memory_bytes)
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
@@ -158,6 +164,7 @@ class Agent:
 
     def _start(self, name: str, folder: str | None) -> Running:
         """Return a new process of a function that is ready for calls."""
+        self._room.make(name, self.functions)
         ours, theirs = socket.socketpair()
         try:
             with theirs:
@@ -171,6 +178,7 @@ class Agent:
         except BaseException:
             ours.close()
             raise
+        self._room.ready(name, ready["private_bytes"])
         return Running(ours, pid, ready)
 
     def _fork(self, end: int) -> int:
@@ -201,7 +209,7 @@ def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: f
             wanted = stays(function.arrivals, time.monotonic(), keep_alive_s)
             if not wanted:
                 function.offload()
-            elif function.is_offloaded and not closing.is_set():
+            elif function.is_offloaded and not (closing.is_set() or held._room.is_limited):
                 with contextlib.suppress(ConnectionError):  # its next call says why
                     function.warm()
         del held

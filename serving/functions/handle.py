@@ -32,6 +32,10 @@ class FunctionRefused(ConnectionError):
     """The function cannot run: its adapter or its sizes are not acceptable. The text says why."""
 
 
+class DeviceFull(ConnectionError):
+    """There is no room for a process now; a later call tries again."""
+
+
 class Function:
     """One adapter, or the base model, in a process of its own; any thread may call any method.
 
@@ -48,7 +52,7 @@ class Function:
         self._ready = threading.Condition()
         self._closed = False
         self._failed: ConnectionError | None = None  # why it was given up
-        self._failed_at = 0.0
+        self._failed_until = 0.0
         self._offloaded = lazy  # no process, and none is started before a call
         self._created = time.monotonic()
         self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
@@ -218,7 +222,7 @@ class Function:
 
     def _current(self) -> Running:
         with self._ready:
-            if self._failed is not None and time.monotonic() - self._failed_at > _GIVEN_UP_S:
+            if self._failed is not None and time.monotonic() >= self._failed_until:
                 self._failed, self._deaths, self._offloaded = None, 0, True
             while not (self._closed or self._failed):
                 if self._running is not None and not self._running.ended:
@@ -264,15 +268,18 @@ class Function:
             except ValueError as error:  # another try ends the same way
                 self._give_up(FunctionRefused(str(error)))
                 return
+            except DeviceFull as error:
+                self._give_up(error, 0.0)
+                return
             except OSError as error:
                 self._deaths += 1
                 reason = str(error)
         text = f"Function {self.name!r} does not start: {reason}"
         self._give_up(ConnectionError(f"{text} ({self._deaths} times before an answer)."))
 
-    def _give_up(self, why: ConnectionError) -> None:
+    def _give_up(self, why: ConnectionError, for_s: float = _GIVEN_UP_S) -> None:
         """Take no calls for some time: a process costs seconds, and others wait for them."""
-        logger.error("Function %r is given up for %g s: %s", self.name, _GIVEN_UP_S, why)
+        logger.error("Function %r is given up for %g s: %s", self.name, for_s, why)
         with self._ready:
-            self._failed, self._failed_at = why, time.monotonic()
+            self._failed, self._failed_until = why, time.monotonic() + for_s
             self._ready.notify_all()

@@ -64,6 +64,12 @@ class Running:
         poll.register(self._connection, select.POLLOUT)
         return bool(poll.poll(0))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way."""
+        with self._lock:
+            return not self._waiting
+
     def end_if_idle(self) -> bool:
         """Let the process end unless calls are under way; return whether it does."""
         with self._lock:

@@ -83,18 +83,21 @@ def find_quantised(
 ) -> GroupedMatmulConfig:
     """Return tiles for weights that are made plain in registers, which `d_out` fills.
 
-    One CTA per SM of as many warpgroups as registers allow: what they wait for differs.
+    As many warpgroups on an SM as registers allow: what they wait for differs. They are one CTA's
+    where its tiles are enough for most SMs.
     """
     mean = rows / groups
     sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
     tile_rows = next((n for most, n in sizes if mean <= most), 64)
     if mean > LONG_GROUP and groups * math.ceil(mean / 128) * d_out // 128 >= hopper.NUM_SMS:
         tile_rows = 128 // matrices
-    most = (
-        4 if matrices * tile_rows <= 16 * (3 - matrices) else 3 if matrices * tile_rows <= 64 else 2
-    )
-    wide = next(n for n in range(most, 0, -1) if d_out % (n * QUANTISED_COLUMNS) == 0)
-    config = GroupedMatmulConfig(QUANTISED_COLUMNS, wide, tile_rows, 1, 1, step=step, bits=bits)
+    sums = matrices * tile_rows
+    most = 4 if sums <= 32 // matrices else 3 if sums <= 64 else 2
+    columns = min(groups, rows) * d_out // QUANTISED_COLUMNS
+    fits = (n for n in range(most, 1, -1) if columns // n >= hopper.NUM_SMS // 2)
+    wide = next((n for n in fits if d_out % (n * QUANTISED_COLUMNS) == 0), 1)
+    ctas = 2 if wide == 1 and sums <= 32 else 1
+    config = GroupedMatmulConfig(QUANTISED_COLUMNS, wide, tile_rows, 1, ctas, step=step, bits=bits)
     return with_stages(config, matrices)
 
 

@@ -16,6 +16,8 @@ from lora_jax.ops.kv_rows import CODED
 from serving.api.request import Request
 from serving.api.sampling import Sampling
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps import model_runner as module
+from serving.steps.compiled_step import CompiledStep
 from serving.steps.model_runner import ModelRunner, token_buckets
 from serving.steps.step import StepSizes
 
@@ -225,7 +227,16 @@ def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
     assert threading.current_thread() not in compiled
 
 
-def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint):
+class StaysInPlace(CompiledStep):
+    """A step as on an accelerator: its memory stays where it is."""
+
+    def __init__(self, *args, **fields):
+        super().__init__(*args, **fields | {"in_place": True})
+
+
+@pytest.mark.parametrize("step", [CompiledStep, pytest.param(StaysInPlace, marks=pytest.mark.long)])
+def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint, step, monkeypatch):
+    monkeypatch.setattr(module, "CompiledStep", step)
     runner = make_runner(checkpoint[1], max_tokens=40)
     compiled = []
 

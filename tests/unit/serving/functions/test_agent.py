@@ -14,6 +14,7 @@ from support.processes.server_process import ROOT
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
 from serving.functions.agent import _keep
+from serving.functions.room import Room
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
@@ -92,7 +93,7 @@ def test_functions_that_nobody_calls_lose_their_process_and_expected_ones_get_th
     idle = Watched((now - 1e6, now - 1e6 + 1), False)
     expected = Watched((now - 1500, now - 500), True)
     agent, closing = Agent.__new__(Agent), threading.Event()
-    agent._functions = {"idle": idle, "expected": expected}
+    agent._functions, agent._room = {"idle": idle, "expected": expected}, Room(None)
     args = weakref.ref(agent), closing, 0.01
     thread = threading.Thread(target=_keep, args=args)
     thread.start()

@@ -1,0 +1,70 @@
+"""Memory of functions' processes under one limit (ServerlessLoRA, Eq. 7 and 8). No jax.
+
+A process is asked for its own memory when it is ready. A function that has had none yet is taken
+for the largest that was seen.
+"""
+
+import threading
+from collections.abc import Mapping
+
+from serving.functions.handle import DeviceFull, Function
+from serving.functions.policies.offload import NoRoomError, Resident, plan
+from serving.functions.policies.predict import rate_of
+
+_PLANS = 4  # functions that were to leave may be called meanwhile
+
+
+class Room:
+    """Makes room for a process by ending idle ones of little value; any thread may call."""
+
+    def __init__(self, limit_bytes: int | None):
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._bytes: dict[str, int] = {}  # of the last process of each function
+        self._admitted: set[str] = set()  # functions that have room for a process, or had
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether processes may have to make room for each other."""
+        return self._limit is not None
+
+    def ready(self, name: str, num_bytes: int) -> None:
+        """A process of the function is ready and holds so many bytes."""
+        with self._lock:
+            self._bytes[name] = num_bytes
+
+    def make(self, name: str, functions: Mapping[str, Function]) -> None:
+        """Return when a process of the function has room. Raises DeviceFull."""
+        if self._limit is None:
+            return
+        with self._lock:
+            for _ in range(_PLANS):
+                need = self._held(name) - self._limit
+                others = [f for n, f in functions.items() if n != name and self._holds(f)]
+                need += sum(self._held(f.name) for f in others)
+                residents = [self._resident(f) for f in others]
+                try:
+                    leaving = plan(residents, need)
+                except NoRoomError as error:
+                    raise DeviceFull(
+                        f"There is no room for function {name!r} within functions_memory_bytes "
+                        f"{self._limit}: {error} Try again when others are idle."
+                    ) from None
+                if all(functions[other].offload() for other in leaving):
+                    self._admitted.add(name)
+                    return
+        raise DeviceFull(f"Functions that were to make room for {name!r} are called; try again.")
+
+    def _held(self, name: str) -> int:
+        return self._bytes.get(name) or max(self._bytes.values(), default=0)
+
+    def _holds(self, function: Function) -> bool:
+        state = function.state
+        return state == "running" or (state == "starting" and function.name in self._admitted)
+
+    def _resident(self, function: Function) -> Resident:
+        running = function.running
+        start_s = 0.0 if running is None else running.about.get("start_s", 0.0)
+        value = start_s * rate_of(function.arrivals)
+        in_use = running is None or not running.is_idle
+        return Resident(function.name, max(1, self._held(function.name)), value, in_use)

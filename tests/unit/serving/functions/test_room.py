@@ -1,0 +1,84 @@
+"""Functions under one limit of memory: who leaves, and what is said when nobody may."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from serving.functions.handle import DeviceFull, Function
+from serving.functions.room import Room
+
+
+class Held:
+    """A function as the room sees it; `arrivals` one second apart give it a rate."""
+
+    def __init__(self, name, *, calls=1, busy=False, state="running", leaves=True):
+        self.name, self.state, self._leaves = name, state, leaves
+        self.arrivals = tuple(float(n) for n in range(calls))
+        about = {"start_s": 1.0}
+        idle = SimpleNamespace(about=about, is_idle=not busy)
+        self.running = idle if state == "running" else None
+
+    def offload(self):
+        self.state = "off" if self._leaves else self.state
+        return self._leaves
+
+
+def room_of(limit, *functions):
+    room = Room(limit)
+    for function in functions:
+        room.ready(function.name, 10)
+    return room, {function.name: function for function in functions}
+
+
+def test_the_idle_function_of_least_value_leaves():
+    rare, often = Held("rare"), Held("often", calls=4)
+    room, functions = room_of(25, often, rare)
+    room.make("new", functions)
+    assert (rare.state, often.state) == ("off", "running")
+    Room(None).make("new", functions)
+    assert often.state == "running"
+
+
+def test_nobody_leaves_while_there_is_room():
+    one = Held("one")
+    room, functions = room_of(20, one)
+    room.make("new", functions)
+    assert one.state == "running"
+
+
+def test_a_full_device_is_named():
+    room, functions = room_of(15, Held("busy", busy=True))
+    with pytest.raises(DeviceFull, match=r"no room for function 'new' within .* 15: 5 bytes are"):
+        room.make("new", functions)
+    room, functions = room_of(15, Held("called", leaves=False))
+    with pytest.raises(DeviceFull, match="are called; try again"):
+        room.make("new", functions)
+
+
+def test_a_start_that_was_let_in_holds_its_room_and_one_that_was_not_holds_none():
+    first, second = Held("first", state="starting"), Held("second", state="starting")
+    room, functions = room_of(15, first, second)
+    room.make("first", functions)
+    with pytest.raises(DeviceFull):
+        room.make("second", functions)
+
+
+def test_a_call_without_room_fails_and_the_next_one_tries_again():
+    full, tries = threading.Event(), []
+    full.set()
+
+    def start():
+        tries.append(1)
+        if full.is_set():
+            raise DeviceFull("no room")
+        raise ValueError("it was tried")
+
+    function = Function("f", start, lazy=True)
+    with pytest.raises(DeviceFull, match="no room"):
+        function.warm()
+    full.clear()
+    with pytest.raises(ConnectionError, match="it was tried"):
+        function.warm()
+    assert len(tries) == 2
+    function.close()
