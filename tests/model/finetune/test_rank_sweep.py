@@ -1,0 +1,64 @@
+"""Halving and doubling: which ranks are tried, and which is chosen."""
+
+import pytest
+from support.cases.finetune_cases import RECORDS, WIDE_CONFIG, make_folder
+
+from lora_jax.finetune import rank_sweep
+from lora_jax.finetune.documents import read_format
+from lora_jax.finetune.rank_sweep import share_of_gain, sweep, trained_perplexity
+from lora_jax.finetune.training import Schedule
+from lora_jax.models import load
+
+
+def enough_from(rank):
+    """A task that a rank can do, or cannot."""
+    return lambda tried: 2.0 if tried >= rank else 5.0
+
+
+@pytest.mark.parametrize(
+    ("least", "tried", "chosen"),
+    [
+        (8, [16, 8, 4], 8),
+        (16, [16, 8], 16),
+        (17, [16, 32], 32),
+        (1, [16, 8, 4, 2, 1], 1),
+        (1000, [16, 32, 64], None),
+    ],
+)
+def test_the_smallest_rank_that_meets_the_bar(least, tried, chosen):
+    found = sweep(enough_from(least), lambda _: 3.0, highest=64)
+    assert (list(found.perplexity), found.chosen) == (tried, chosen)
+
+
+def test_the_bar_is_a_share_of_the_gain_in_nats():
+    bar = share_of_gain(0.5, base=8.0)
+    assert bar(2.0) == pytest.approx(4.0)
+    assert share_of_gain(1.0, 8.0)(2.0) == pytest.approx(2.0)
+    with pytest.raises(ValueError, match="must hold the first one, 16"):
+        sweep(enough_from(1), bar, highest=8)
+
+
+def test_the_table_has_bytes_and_the_choice():
+    found = sweep(enough_from(8), lambda _: 3.0)
+    shown = rank_sweep.table(found, 9.0, lambda rank: 1000 * rank).splitlines()
+    assert shown[2:] == [
+        "| no adapter | 0 | 9.000 | |",
+        "| 4 | 4,000 | 5.000 | no |",
+        "| 8 | 8,000 | 2.000 | yes, smallest |",
+        "| 16 | 16,000 | 2.000 | yes |",
+        "",
+        "Bar: perplexity 3.000.",
+    ]
+
+
+@pytest.mark.slow
+def test_an_adapter_of_each_rank_is_trained_and_measured(tmp_path):
+    folder = make_folder(tmp_path / "tiny", scale=5.0, config=WIDE_CONFIG)
+    model, _ = load(folder, dtype="float32")
+    documents = read_format(folder).documents(RECORDS, "chat")
+    schedule = Schedule(steps=15, batch_rows=2, learning_rate=2e-2, warmup_steps=1)
+    base, measure = trained_perplexity(model, documents, documents, schedule, length=32)
+    found = sweep(measure, share_of_gain(0.9, base), start=2, highest=4)
+    assert found.perplexity[2] < 0.9 * base
+    assert found.bar > found.perplexity[2]
+    assert list(found.perplexity) == [2, 1]
