@@ -44,7 +44,7 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-quick test-all test-avx2 test-faults soak test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
@@ -75,6 +75,18 @@ SECONDS_OF_SOAK ?= 3600
 
 soak: .venv/.dev  ## mixed traffic for an hour, with bars on memory, descriptors and pauses
 	SOAK_SECONDS=$(SECONDS_OF_SOAK) $(BIN)/python -m pytest -n 0 -s tests/system/faults/test_soak.py
+
+test-clients: .venv/.dev .cache/clients  ## LangChain, LiteLLM and instructor against the server
+	$(BIN)/python -m pytest -n 0 tests/system/clients/test_other_clients.py
+
+# Packages of an extra in a folder: litellm needs another openai than the other tests.
+CLIENTS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")
+
+.cache/clients: pyproject.toml | .venv/bin/python
+	@rm -rf $@ && mkdir -p .cache
+	$(BIN)/python -c '$(CLIENTS)' > .cache/clients.txt
+	$(PIP) install --target $@ --requirement .cache/clients.txt
+	@touch $@
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
 	$(BIN)/python -m pytest -m "gpu or multigpu"

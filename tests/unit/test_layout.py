@@ -19,6 +19,7 @@ WITHOUT_MODULE = {
     "clients/test_golden_text.py",
     "clients/test_lm_eval_client.py",
     "clients/test_openai_client.py",
+    "clients/test_other_clients.py",
     "clients/test_vllm_rs_client.py",
     "serving/lora_server/test_exactness.py",
     "serving/lora_server/test_processes.py",

@@ -1,6 +1,9 @@
 """The stock openai client drives the server: completions, chat, streams, models."""
 
+from typing import Literal
+
 import openai
+import pydantic
 import pytest
 
 
@@ -104,6 +107,24 @@ def test_a_response_calls_a_function_and_takes_its_output(client, adapters):
     assert again.usage.input_tokens > first.usage.input_tokens
     with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
         client.responses.create(input="x", previous_response_id=first.id, **request)
+
+
+def test_a_chat_is_parsed_by_its_schema_and_streams_a_demanded_call(client, adapters):
+    class Forecast(pydantic.BaseModel):
+        city: Literal["Paris", "Oslo"]
+        days: Literal[1, 2, 3]
+
+    asked = [{"role": "user", "content": "Weather in Oslo?"}]
+    request = {"model": adapters[0], "messages": asked, "max_tokens": 64, "temperature": 0}
+    parsed = client.chat.completions.parse(**request, response_format=Forecast)
+    assert parsed.choices[0].message.parsed.city in ("Paris", "Oslo")
+    parameters = openai.pydantic_function_tool(Forecast, name="forecast")
+    call = {"tools": [parameters], "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**request, **call) as stream:
+        told = stream.get_final_completion()
+    (made,) = told.choices[0].message.tool_calls
+    assert made.function.name == "forecast"
+    Forecast.model_validate_json(made.function.arguments)
 
 
 def test_seed_n_logprobs_and_extra_body(client, adapters):
