@@ -23,8 +23,9 @@ def files() -> list[pathlib.Path]:
 
 
 def test_assets_are_small():
-    assert (MODEL / "model.safetensors").stat().st_size <= 12e6
-    assert sum(p.stat().st_size for p in files()) < 15e6
+    for model in MODEL.parent.glob("*/model.safetensors"):
+        assert model.stat().st_size <= 12e6
+    assert sum(p.stat().st_size for p in files()) < 40e6
 
 
 def test_readme_lists_every_weight_file_with_its_hash():
