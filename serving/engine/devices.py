@@ -14,15 +14,17 @@ from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.lora_server.instance import InstanceSide
 from serving.lora_server.shards import local_catalogue
+from serving.runtime.gang import Gang
 
 logger = logging.getLogger(__name__)
 
 
-def split_of(config: EngineConfig) -> Split | None:
+def split_of(config: EngineConfig, gang: Gang | None = None) -> Split | None:
     """Return the split that the config asks for, None for one device; nothing is loaded yet.
 
-    On a CPU as many devices are made as are asked for, if jax has not made its own before. Raises
-    ValueError for a model that cannot be split so, and where there are too few devices.
+    On a CPU as many devices are made as are asked for, if jax has not made its own before; the
+    members of a gang have an equal part each. Raises ValueError for a model that cannot be split
+    so, and where there are too few devices.
     """
     size = config.tensor_parallel_size
     if size == 1:
@@ -33,7 +35,9 @@ def split_of(config: EngineConfig) -> Split | None:
             f"{model.model_type} takes images, which several devices do not serve yet: set "
             "tensor_parallel_size to 1."
         )
-    make_cpu_devices(size)
+    make_cpu_devices(size if gang is None else size // gang.size)
+    if gang is not None:
+        gang.start_jax()
     return make_split(model, size, expert_parallel=config.enable_expert_parallel)
 
 

@@ -47,6 +47,7 @@ from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.lora_server.instance import ServerAccess
 from serving.runtime.compile_counter import CompileCounter
+from serving.runtime.gang import Gang
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
 
@@ -67,19 +68,21 @@ class Engine:
         lora_server: ServerAccess | None = None,
         backbone: ImportedArena | None = None,
         turns: AbstractTurns | None = None,
+        gang: Gang | None = None,
         **fields: Any,
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
         With `lora_server` the experts' part of LoRA adapters is there; with `backbone` the weights
         stay in another process's memory, which the engine reads, and with `turns` it has the
-        device in turn with other processes. Raises ValueError for a
-        config, model or adapter that cannot be served, and ConnectionError when the server cannot
-        be reached or does not fit.
+        device in turn with other processes. With `gang`, of which this process is rank 0, the model
+        is over the devices of all its members. Raises ValueError for a config, model or adapter
+        that cannot be served, and ConnectionError when the server cannot be reached or does not
+        fit.
         """
         self.config = EngineConfig(model=os.fspath(model), **fields)
         self._parts: EngineParts = build_parts(
-            self.config, dict(adapters or {}), lora_server, backbone, turns
+            self.config, dict(adapters or {}), lora_server, backbone, turns, gang
         )
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
@@ -90,8 +93,10 @@ class Engine:
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
-        self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations)
+        self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations, gang)
         self._loop.start()
+        if gang is not None:
+            gang.serve()
 
     def __enter__(self) -> "Engine":
         return self
@@ -380,6 +385,8 @@ class Engine:
         self._loop.check_integrity()
 
 
-def _close(loop: EngineLoop, compilations: CompileCounter) -> None:
+def _close(loop: EngineLoop, compilations: CompileCounter, gang: Gang | None) -> None:
     loop.close()
+    if gang is not None:
+        gang.close()
     compilations.close()

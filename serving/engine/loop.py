@@ -8,9 +8,9 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Protocol
+from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from lora_jax.adapters.rollout_guard import Outcome
@@ -126,6 +126,12 @@ class EngineLoop:
         with self._lock:
             self._woken = True
             self._wake.notify()
+
+    def follow(self, commands: Iterable[Any]) -> None:
+        """Do what another process's loop tells until it says no more, in place of `start`."""
+        for command in commands:
+            self._parts.runner.follow(command)
+        self._drain()
 
     @property
     def is_alive(self) -> bool:

@@ -71,7 +71,7 @@ def size_kv_cache(
 
 def free_device_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
     return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])

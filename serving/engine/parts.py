@@ -32,6 +32,7 @@ from serving.engine.merging import (
 )
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, model_info
+from serving.engine.over_hosts import check_gang, shared, teller
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
@@ -45,6 +46,7 @@ from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import ServerAccess, connect
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
+from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
 from serving.text.structured.grammars import Grammars
@@ -69,6 +71,7 @@ class EngineParts:
     model_info: ModelInfo
     images: ImageFront | None
     grammars: Grammars
+    gang: Gang | None = None
     primary: str | None = None  # digest of the adapter that is served alone
 
 
@@ -78,13 +81,15 @@ def build_parts(
     access: ServerAccess | None = None,
     backbone: ImportedArena | None = None,
     turns: AbstractTurns | None = None,
+    gang: Gang | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
     With `access` the experts' part of LoRA adapters is on a LoRA Server, with `backbone` the
-    weights are another process's, with `turns` the device is others' too. Raises ValueError for a
-    model or an adapter that cannot be served, and ConnectionError when the server cannot be
-    reached or does not fit.
+    weights are another process's, with `turns` the device is others' too, with `gang` the devices
+    are those of several processes, which all build the same. Raises ValueError for a model
+    or an adapter that cannot be served, and ConnectionError when the server cannot be reached or
+    does not fit.
     """
     if access is not None and config.tensor_parallel_size > 1:
         raise ValueError(
@@ -95,12 +100,13 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None)
     check_storage(config, has_server=access is not None)
+    config = check_gang(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
     keep_programs()
-    split = split_of(config)
+    split = split_of(config, gang)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
@@ -123,7 +129,7 @@ def build_parts(
         if esft is not None:
             undo.callback(esft.room.close)
         # KV pages may lie where the experts were.
-        labels = head_labels(config, adapters, remote is not None)
+        labels = shared(gang, head_labels(config, adapters, remote is not None))
         modules, hidden = catalogue_of(model, model_config), model_config.hidden_size
         catalogue = take_heads(model, modules, hidden, labels)
         catalogue, norms = take_brought(
@@ -135,7 +141,7 @@ def build_parts(
         cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
         room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
-        size = size_kv_cache(config, model, *room)
+        size = shared(gang, size_kv_cache(config, model, *room))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -152,7 +158,7 @@ def build_parts(
             merged,
             norms,
         )
-        parts = _build(config, adapters, base, tokenizer, info, traces, turns)
+        parts = _build(config, adapters, base, tokenizer, info, traces, turns, gang)
         undo.pop_all()
         return parts
 
@@ -165,6 +171,7 @@ def _build(
     info: ModelInfo,
     traces: Traces | None,
     turns: AbstractTurns | None,
+    gang: Gang | None,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
@@ -172,6 +179,7 @@ def _build(
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
+    spec, tell = shared(gang, spec), teller(gang)
     metrics = _make_metrics(config, info)
     residencies = make_residencies(
         allocator,
@@ -180,12 +188,13 @@ def _build(
         copier=None if base.split is not None else device_copier(),
         host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
+        tell=tell,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = make_runner(config, base, spec, end_ids, allocator.bringing)
+    runner = make_runner(config, base, spec, end_ids, allocator.bringing, tell)
     watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
@@ -218,7 +227,8 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info, front, grammars
-    return EngineParts(tokenizer, registry, rollouts, compositions, residencies, *told, primary)
+    kept = tokenizer, registry, rollouts, compositions, residencies
+    return EngineParts(*kept, *told, gang, primary)
 
 
 def engine_stats(

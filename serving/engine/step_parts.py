@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -29,10 +29,12 @@ def make_runner(
     spec: SlotsSpec,
     end_ids: tuple[int, ...],
     bringing: Set[int] = frozenset(),
+    tell: Callable[[Any], None] = lambda command: None,
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
-    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller.
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; `tell` is
+    ModelRunner's.
     """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
@@ -59,6 +61,7 @@ def make_runner(
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
         bringing=bringing,
+        tell=tell,
     )
     runner.warm_up(progress=True)
     logger.info(

@@ -13,7 +13,7 @@ from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
-from lora_jax.adapters.slots import LoraLoadJob
+from lora_jax.adapters.slots import LoraLoadJob, RowChunk, SlotEntry
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.esft_parts import EsftParts
@@ -177,14 +177,18 @@ def make_residencies(
     copier: Copier | None = None,
     host_form: HostForm | None = None,
     on_loaded: Callable[[float], None],
+    tell: Callable[[RowChunk | SlotEntry], None] = lambda what: None,
 ) -> Residencies:
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
     `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
     none. With a `copier` the host copies LoRA rows beside the device's programs; `host_form`
-    makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load.
+    makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load,
+    `tell` each write of LoRA rows that no copier does, before it is done.
     """
-    make_job = LoraLoadJob if copier is None else functools.partial(LoraCopyJob, copier=copier)
+    make_job = functools.partial(LoraLoadJob, tell=tell)
+    if copier is not None:
+        make_job = functools.partial(LoraCopyJob, copier=copier)
     loader, num_slots = AdapterLoader(allocator, make_job, on_loaded=on_loaded), allocator.num_slots
     if server is None:
         lora = LoraResidency(loader, copier, host_form)

@@ -23,6 +23,7 @@ from jax.stages import Lowered
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
+from lora_jax.sharding import put
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
@@ -233,7 +234,7 @@ class CompiledStep:
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:
-        return jax.device_put(value, self.sharding)
+        return put(value, self.sharding)
 
 
 def _no_logits(sizes: StepSizes, bucket: int, vocab: int) -> Forwarded:

@@ -8,8 +8,9 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 
 import functools
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,11 @@ from flax import nnx
 from jax.stages import Lowered
 from tqdm import tqdm
 
-from lora_jax.adapters.slots import AdapterSlots, warm_up
+from lora_jax.adapters.slots import AdapterSlots, RowChunk, SlotEntry, warm_up, write
 from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
-from lora_jax.sharding import Split
+from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int
-from serving.api.request import Sequence, SequenceResult, StepPlan
+from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
@@ -32,16 +33,8 @@ from serving.steps.merged_weights import MergedWeights
 from serving.steps.page_copies import PageCopies
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
-from serving.steps.step import (
-    BY_HEAD,
-    NUM_TARGETS,
-    NUM_TOKENS,
-    SAMPLES,
-    SLOT,
-    START,
-    TABLE_ROWS,
-    StepSizes,
-)
+from serving.steps.step import StepSizes
+from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
 from serving.steps.step_programs import Program, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
@@ -79,6 +72,7 @@ class ModelRunner:
         merged: MergedWeights | None = None,
         mixture: bool = False,
         bringing: Set[int] = frozenset(),
+        tell: Callable[[Any], None] = lambda command: None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -89,12 +83,15 @@ class ModelRunner:
         lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
         images, on one device. With `merged` steps may take those weights, with `mixture` steps
         whose rows have other adapters too. `bringing` are the slots whose adapters have more than
-        LoRA; the caller changes it.
+        LoRA; the caller changes it. `tell` is given every StepInput and SampleInput before it is
+        done, for the runners of other processes to `follow`.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
         self._structured = structured_outputs
-        self._vocab_size, self._end_ids = vocab_size, end_ids
+        self._vocab_size, self._tell = vocab_size, tell
+        self._inputs = StepInputs(sizes, vocab_size, end_ids)
+        self._held: Forwarded | None = None  # of a step that is followed
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -107,7 +104,7 @@ class ModelRunner:
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
-        place = functools.partial(jax.device_put, device=self._step.sharding)
+        place = functools.partial(put, sharding=self._step.sharding)
         cache = init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype, split)
         self._cache = cache if split is not None else place(cache)
         self._copies = None
@@ -129,7 +126,6 @@ class ModelRunner:
         if link is not None and slots is not None:
             self.set_remote(np.full(slots.num_slots, -1), 0)
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
-        self._num_pages = [0] * sizes.max_seqs  # pages of each row that _tables holds
 
     def warm_up(self, *, progress: bool = False) -> None:
         """Compile every program and run it on nothing; no later step compiles."""
@@ -146,7 +142,7 @@ class ModelRunner:
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
         self._step.set_pages(self._tables)
-        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
+        table = self._inputs.empty_table()
         self._compile(table, progress=progress)
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
@@ -237,11 +233,10 @@ class ModelRunner:
         A chunk's input tokens that the host has not seen are those the steps in flight sample.
         """
         bucket = self._bucket(plan, self.buckets)
-        table, scored = self._prepare(plan)
         lora = self._needs_lora(plan, bucket)
         program = Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
-        sampled, status = self._run(table, program)
-        return in_flight(plan, first_rows(plan), sampled, scored, status)
+        sampled, status = self._run(self._prepared(plan, program), program)
+        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send the forward part of a step to the device; `sample` must follow before other steps.
@@ -249,47 +244,60 @@ class ModelRunner:
         Masks may be made meanwhile.
         """
         bucket = self._bucket(plan, self.two_part_buckets)
-        table, scored = self._prepare(plan)
         program = Program(bucket, merged=plan.merged is not None, brings=self._brings(plan))
+        table = self._prepared(plan, program, in_parts=True)
         forwarded, status = self._run_forward(table, program)
-        return HeldStep(plan, first_rows(plan), scored, bucket, forwarded, status)
+        return HeldStep(plan, first_rows(plan), is_scored(plan), bucket, forwarded, status)
 
     def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
         """Send the rest of a step to the device, with the masks of its rows."""
+        self._tell(SampleInput(masks, held.bucket))
         sampled = self._run_sample(held.forwarded, masks, held.bucket)
         return in_flight(held.plan, held.first_rows, sampled, held.scored, held.remote_status)
+
+    def follow(self, command: StepInput | SampleInput | RowChunk | SlotEntry) -> None:
+        """Do what another process's runner of the same model has done, in its order."""
+        if isinstance(command, StepInput):
+            self._write(command)
+            if command.in_parts:
+                self._held, _ = self._run_forward(command.table, command.program)
+            else:
+                self._run(command.table, command.program)
+        elif isinstance(command, SampleInput):
+            assert self._held is not None, "masks before a forward part"
+            self._run_sample(self._held, command.masks, command.bucket)
+        else:
+            assert self.slots is not None, "rank rows without slots"
+            self.slots = write(self.slots, command)
 
     def new_masks(self) -> TokenMasks:
         """Return masks on the host in which no row is masked."""
         return host_masks(self.sizes.max_seqs, self._vocab_size)
 
-    def _prepare(self, plan: StepPlan) -> tuple[np.ndarray, bool]:
-        """Write what a step needs to the device; return its table, and whether rows are scored."""
-        if self._copies is not None:
-            self._cache = self._copies.run(self._cache, plan.moves)
-        for sequence in plan.admitted:
-            self._admit(sequence)
+    def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
+        """Write what a step needs to the device; return its table."""
+        made = self._inputs.make(plan, program, in_parts=in_parts)
+        self._tell(made)
+        self._write(made)
         if self._encoder is not None:
+            for sequence in plan.admitted:
+                self._encoder.admit(sequence)
             for work in plan.encodes:
                 self._encoder.encode(work, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
-        changed, scored = False, False
-        table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
-        for chunk in plan.chunks:
-            changed |= self._update_pages(chunk.sequence)
-            sampling = chunk.sequence.request.sampling
-            scored |= chunk.prompt_logprobs or sampling.logprobs is not None
-            row = chunk.sequence.row
-            table[START, row] = chunk.start
-            table[NUM_TOKENS, row] = chunk.num_tokens
-            table[SLOT, row] = chunk.sequence.slot
-            table[NUM_TARGETS, row] = num_targets(chunk)
-            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.num_samples
-            table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
-        if changed:
+        return made.table
+
+    def _write(self, made: StepInput) -> None:
+        """Bring pages, rows and block tables of a step to the device."""
+        if self._copies is not None:
+            self._cache = self._copies.run(self._cache, made.moves)
+        for row, packed in made.admitted:
+            self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
+        for new in made.pages:
+            self._tables[new.row, new.first : new.first + len(new.pages)] = new.pages
+        if made.pages:
             self._step.set_pages(self._tables)
-        return table, scored
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
@@ -368,28 +376,3 @@ class ModelRunner:
             f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
             f"{buckets[-1]} and {most} fit."
         )
-
-    def _admit(self, sequence: Sequence) -> None:
-        packed = pack_row(
-            sequence.request.sampling,
-            sequence.token_ids,
-            sequence.num_prompt,
-            sequence.seed,
-            self._end_ids,
-            self.sizes.max_len,
-            self._vocab_size,
-            sequence.request.bad_words,
-        )
-        self._state = admit(self._state, np.int32(sequence.row), packed.ints, packed.floats)
-        self._num_pages[sequence.row] = 0
-        if self._encoder is not None:
-            self._encoder.admit(sequence)
-
-    def _update_pages(self, sequence: Sequence) -> bool:
-        """Copy the sequence's new pages to its block table; pages of a running one only grow."""
-        row, known, pages = sequence.row, self._num_pages[sequence.row], sequence.pages
-        if len(pages) == known:
-            return False
-        self._tables[row, known : len(pages)] = pages[known:]
-        self._num_pages[row] = len(pages)
-        return True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 AXIS = "device"
@@ -121,3 +122,19 @@ def weight_sharding(
                 f"Axis {axis!r} of size {size} does not divide among {split.size} devices."
             )
     return NamedSharding(split.mesh, spec)
+
+
+def put(values: Any, sharding: jax.sharding.Sharding) -> Any:
+    """Return a tree of the host's arrays where `sharding` says.
+
+    On devices of several processes each gives the parts of its own: jax.device_put would compare
+    the values among them all.
+    """
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+
+    def one(value: Any) -> jax.Array:
+        host = np.asarray(value)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(one, values)

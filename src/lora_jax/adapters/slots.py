@@ -9,7 +9,7 @@ ones and donates the old.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from lora_jax.adapters.gains import is_gain
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.task_head import SCORE
 from lora_jax.rank_rows import rows_nbytes, stored_width
-from lora_jax.sharding import Split
+from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Float, Int, Num
 
 # Columns of AdapterSlots.entries.
@@ -212,6 +212,33 @@ def write_nothing(slots: AdapterSlots) -> AdapterSlots:
     return dataclasses.replace(slots, pools=pools)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowChunk:
+    """A chunk of rank rows for one pool: of each device the same row indices, its own values."""
+
+    pool: str
+    indices: np.ndarray
+    values: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotEntry:
+    """A slot's entries of the table; None empties it."""
+
+    slot: int
+    entries: np.ndarray | None = None
+    scaling: np.ndarray | None = None
+
+
+def write(slots: AdapterSlots, what: RowChunk | SlotEntry) -> AdapterSlots:
+    """Return `slots` (donated) with one write in them."""
+    if isinstance(what, SlotEntry):
+        return set_slot(slots, what.slot, what.entries, what.scaling)
+    pools = dict(slots.pools)
+    pools[what.pool] = _written(pools[what.pool], what.indices, what.values)
+    return dataclasses.replace(slots, pools=pools)
+
+
 class LoraLoadJob:
     """The writes that bring one placed adapter onto the device, in chunks of fixed size.
 
@@ -219,9 +246,14 @@ class LoraLoadJob:
     the entries of the placement's cleared slots become zero with the first.
     """
 
-    def __init__(self, placement: LoraPlacement, slots: AdapterSlots):
-        """`slots` tells the shapes only."""
-        self._placement = placement
+    def __init__(
+        self,
+        placement: LoraPlacement,
+        slots: AdapterSlots,
+        tell: Callable[[RowChunk | SlotEntry], None] = lambda what: None,
+    ):
+        """`slots` tells the shapes only; `tell` is given each write before it is done."""
+        self._placement, self._tell = placement, tell
         self._pending = _chunks(placement, slots)
         sizes = {k: _chunk_shape(pool)[0] for k, pool in slots.pools.items()}
         self._remaining = 1 + sum(
@@ -253,16 +285,19 @@ class LoraLoadJob:
             return slots
         if not self._started:
             self._started = True
-            slots = clear_slots(slots, self._placement.cleared_slots)
-        pools = dict(slots.pools)
+            for cleared in self._placement.cleared_slots:
+                slots = self._write(slots, SlotEntry(cleared))
         for _ in range(min(max_chunks, self._remaining - 1)):
-            key, indices, values = next(self._pending)
-            pools[key] = _written(pools[key], indices, values)
-        slots = dataclasses.replace(slots, pools=pools)
+            slots = self._write(slots, RowChunk(*next(self._pending)))
         self._remaining = max(0, self._remaining - max_chunks)
         if self._remaining == 0:
-            slots = set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+            placed = self._placement
+            slots = self._write(slots, SlotEntry(self.slot, placed.entries, placed.scaling))
         return slots
+
+    def _write(self, slots: AdapterSlots, what: RowChunk | SlotEntry) -> AdapterSlots:
+        self._tell(what)
+        return write(slots, what)
 
 
 def clear_slots(slots: AdapterSlots, cleared: tuple[int, ...]) -> AdapterSlots:
@@ -293,7 +328,7 @@ def _written(pool: jax.Array, indices: np.ndarray, values: np.ndarray) -> jax.Ar
     """Return the pool (donated) with a chunk of the host's rows, on each device its own."""
     if _num_parts(pool) == 1:
         return write_rows(pool, indices, values)
-    return _write_parts(pool, indices, jax.device_put(values, pool.sharding), pool.sharding)
+    return _write_parts(pool, indices, put(values, pool.sharding), pool.sharding)
 
 
 def _num_parts(pool: jax.Array) -> int:

@@ -16,7 +16,7 @@ from lora_jax.config import ModelConfig
 from lora_jax.models.loader import read_config, supported_dtype
 from lora_jax.models.registry import abstract, stored_shape
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.sharding import Split, weight_sharding
+from lora_jax.sharding import Split, put, weight_sharding
 
 SEED = 0
 BIAS_STD = 0.02
@@ -38,12 +38,12 @@ def make_dummy(
         axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
         mean, deviation = _moments(str(name[-1]), shape)
         key = jax.random.key(SEED + place, impl="rbg")
-        draw = _drawer(stored_shape(param, config), jnp.dtype(param.dtype), jax.devices()[0])
+        draw = _drawer(stored_shape(param, config), jnp.dtype(param.dtype), jax.local_devices()[0])
         drawn = draw(key, mean, deviation)
         if split is not None:  # drawn in parts, the values would be others
             rows = shape[0] - drawn.shape[0]
             drawn = jnp.pad(drawn, ((0, rows), *((0, 0),) * (drawn.ndim - 1))) if rows else drawn
-            drawn = jax.device_put(drawn, weight_sharding(axes, shape, split)).block_until_ready()
+            drawn = put(drawn, weight_sharding(axes, shape, split)).block_until_ready()
         made.append((name, param.replace(drawn)))
     return nnx.merge(graphdef, nnx.from_flat_state(made)), config
 

@@ -1,6 +1,7 @@
 """The runner against a numpy forward pass, and the promises that a step makes."""
 
 import functools
+import pickle
 import threading
 import time
 
@@ -266,3 +267,27 @@ def test_buckets_grow_by_four_up_to_the_limit():
     assert token_buckets(512) == (8, 32, 128, 512)
     assert token_buckets(600) == (8, 32, 128, 512, 600)
     assert token_buckets(5) == (5,)
+
+
+def test_a_runner_that_follows_does_the_same_on_its_device(runner, monkeypatch):
+    """Steps of both forms, told as another process is, leave the same pages and rows."""
+
+    def device():
+        return [np.asarray(leaf) for leaf in jax.tree.leaves((runner._cache, runner._state))]
+
+    def forget():
+        runner._cache = jax.tree.map(jnp.zeros_like, runner._cache)
+        runner._tables[:] = 0
+
+    commands = []
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_tell", lambda command: commands.append(pickle.dumps(command)))
+        drive(runner, mixed_requests(), in_parts=True)
+    want = device()
+    forget()
+    for command in commands:
+        runner.follow(pickle.loads(command))
+    for mine, others in zip(device(), want, strict=True):
+        np.testing.assert_array_equal(mine, others)
+    assert any(leaf.any() for leaf in want)

@@ -1,0 +1,239 @@
+"""Connections between the processes of an instance over hosts: proofs, commands, beats. No jax.
+
+Rank 0 listens, every other rank connects. Both sides prove that they know the secret before either
+takes anything from the other; then rank 0 compares what must be equal everywhere, and says where
+jax's coordinator is. Commands are pickled: whoever knows the secret may run code.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import pickle
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MIN_SECRET = 16  # bytes
+SILENT_S = 4.0  # three heartbeats missed, and a little
+STARTING_S = 60.0  # while a member loads and compiles
+BEAT_S = 1.0
+_HELLO_S = 5.0  # for each message of a proof
+_RETRY_S = 0.2
+_NONCE = 32
+_MOST_HELLO = 1 << 20
+_BEATS = (1 << 63, (1 << 63) + 1)  # in the place of a length: starting, serving
+
+
+class GangRefused(ValueError):
+    """Members of an instance do not fit together; the message says what differs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GangPlace:
+    """A process's place in an instance over several hosts."""
+
+    rank: int
+    size: int
+    address: tuple[str, int]  # where rank 0 listens
+    secret: bytes
+    wait_s: float = 600.0  # for the other members
+
+    def __post_init__(self) -> None:
+        if len(self.secret) < MIN_SECRET:
+            raise GangRefused(
+                f"The secret of the nodes has {len(self.secret)} bytes; at least {MIN_SECRET}: "
+                "openssl rand -hex 32"
+            )
+
+
+class Connection:
+    """Frames over a connected socket; one thread sends at a time, another receives."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+
+    def send(self, value: Any) -> None:
+        """Send a value; blocks while the other side takes nothing."""
+        payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self._sock.sendall(struct.pack("<Q", len(payload)) + payload)
+
+    def beat(self, *, serving: bool) -> None:
+        """Tell the other side that this one is there."""
+        self._sock.sendall(struct.pack("<Q", _BEATS[serving]))
+
+    def receive(self, silent_s: float) -> tuple[bool, Any]:
+        """Return (True, whether it serves) of a heartbeat, (False, value) of a value.
+
+        Raises ConnectionError when the other side has gone, TimeoutError when it is silent.
+        """
+        (length,) = struct.unpack("<Q", self.exactly(8, silent_s))
+        if length in _BEATS:
+            return True, length == _BEATS[1]
+        return False, pickle.loads(self.exactly(length, silent_s))
+
+    def exactly(self, size: int, silent_s: float) -> bytes:
+        """Return so many bytes; raises as `receive`."""
+        parts, left = [], size
+        while left:
+            if not select.select([self._sock], [], [], silent_s)[0]:
+                raise TimeoutError(f"no word for {silent_s:g} s")
+            part = self._sock.recv(min(left, 1 << 20))
+            if not part:
+                raise ConnectionError("the connection was closed")
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def send_text(self, value: Mapping[str, Any]) -> bytes:
+        """Send JSON, which is safe to read before a proof; return its bytes."""
+        text = json.dumps(value).encode()
+        self._sock.sendall(struct.pack("<Q", len(text)) + text)
+        return text
+
+    def receive_text(self) -> bytes:
+        """Return the bytes of JSON; ConnectionError for too many."""
+        (length,) = struct.unpack("<Q", self.exactly(8, _HELLO_S))
+        if length > _MOST_HELLO:
+            raise ConnectionError(f"a greeting of {length} bytes")
+        return self.exactly(length, _HELLO_S)
+
+    def raw(self, data: bytes) -> None:
+        """Send bytes without a frame."""
+        self._sock.sendall(data)
+
+    def close(self) -> None:
+        """Close the socket; a thread that waits for it is told."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def gather_followers(
+    place: GangPlace, about: Mapping[str, Any], coordinator: str
+) -> dict[int, Connection]:
+    """Return rank 0's connections to all other ranks.
+
+    A stranger without the secret is sent away and logged. Raises GangRefused for a member that
+    differs, for a taken port, and when not all have come in time.
+    """
+    host, port = place.address
+    try:
+        listener = socket.create_server((host, port))
+    except OSError as error:
+        raise GangRefused(
+            f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
+        ) from None
+    found: dict[int, Connection] = {}
+    end = time.monotonic() + place.wait_s
+    with listener, contextlib.ExitStack() as undo:
+        while len(found) < place.size - 1:
+            listener.settimeout(max(0.1, end - time.monotonic()))
+            try:
+                sock, peer = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(1, place.size)) - set(found))
+                raise GangRefused(
+                    f"Nodes {missing} of {place.size} have not come within {place.wait_s:g} s."
+                ) from None
+            sock.settimeout(None)
+            connection = Connection(sock)
+            undo.callback(connection.close)
+            try:
+                found[_welcome(connection, place, about, coordinator, found)] = connection
+            except (OSError, KeyError, TypeError) as error:
+                logger.warning("A connection from %s is no member: %s", peer[0], error)
+                connection.close()
+        undo.pop_all()
+    return found
+
+
+def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection, str]:
+    """Return the connection to rank 0, and where jax's coordinator is.
+
+    Waits for rank 0. Raises GangRefused when it refuses this process, or does not come.
+    """
+    end = time.monotonic() + place.wait_s
+    while True:
+        try:
+            connection = Connection(_connect(place.address))
+            with contextlib.ExitStack() as undo:
+                undo.callback(connection.close)
+                coordinator = _introduce(connection, place, about)
+                undo.pop_all()
+            return connection, coordinator
+        except OSError as error:
+            if time.monotonic() > end:
+                host, port = place.address
+                raise GangRefused(
+                    f"Rank 0 does not answer at {host}:{port} after {place.wait_s:g} s: {error}"
+                ) from None
+            time.sleep(_RETRY_S)
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    sock = socket.create_connection(address, _HELLO_S)
+    sock.settimeout(None)
+    return sock
+
+
+def _welcome(
+    connection: Connection,
+    place: GangPlace,
+    about: Mapping[str, Any],
+    coordinator: str,
+    found: Mapping[int, Connection],
+) -> int:
+    """Return the rank of who connected, having told it where the coordinator is."""
+    nonce = secrets.token_bytes(_NONCE)
+    connection.raw(nonce)
+    text = connection.receive_text()
+    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, nonce, text)):
+        connection.send_text({"why": "the secret is not rank 0's: give all nodes the same file"})
+        raise ConnectionError("a wrong secret")
+    hello = json.loads(text)
+    rank = hello["rank"]
+    why = _difference(about, hello["about"])
+    if rank in found or not 0 < rank < place.size:
+        why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
+    answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})
+    connection.raw(_proof(place, bytes.fromhex(hello["nonce"]), answer))
+    if why:
+        raise GangRefused(f"Node {rank} does not fit: {why}.")
+    return rank
+
+
+def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any]) -> str:
+    """Return the coordinator's address from rank 0, to which this process proves itself."""
+    nonce, own = connection.exactly(_NONCE, _HELLO_S), secrets.token_bytes(_NONCE)
+    hello = {"rank": place.rank, "nonce": own.hex(), "about": dict(about)}
+    text = connection.send_text(hello)
+    connection.raw(_proof(place, nonce, text))
+    answer = connection.receive_text()
+    said = json.loads(answer)
+    if "why" in said:
+        raise GangRefused(f"Rank 0 refuses node {place.rank}: {said['why']}.")
+    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, own, answer)):
+        raise GangRefused("Rank 0 does not know the secret: give all nodes the same file.")
+    return said["coordinator"]
+
+
+def _proof(place: GangPlace, nonce: bytes, text: bytes) -> bytes:
+    return hmac.digest(place.secret, nonce + hashlib.sha256(text).digest(), "sha256")
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
+    """Return what differs between rank 0 and another, None for nothing."""
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} on rank 0"
+    return None

@@ -1,0 +1,117 @@
+"""Input of a step as plain data: what every process of an instance does before and in a step.
+
+The process that plans makes it of a plan; where an instance is over several hosts, the others get
+it and run the same step. Of pages it has the new ones only.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from serving.api.request import PageMove, Sequence, StepPlan
+from serving.steps.device_state import PackedRow, pack_row
+from serving.steps.step import (
+    BY_HEAD,
+    NUM_TARGETS,
+    NUM_TOKENS,
+    SAMPLES,
+    SLOT,
+    START,
+    TABLE_ROWS,
+    StepSizes,
+)
+from serving.steps.step_programs import Program
+from serving.steps.step_results import num_targets
+from serving.steps.token_masks import TokenMasks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NewPages:
+    """Pages that a row's block table has from place `first` on."""
+
+    row: int
+    first: int
+    pages: np.ndarray  # int32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepInput:
+    """A step, or its forward part where masks follow: first `moves`, then rows, then tables."""
+
+    program: Program
+    table: np.ndarray  # int32 [table_rows, seqs]
+    moves: tuple[PageMove, ...]
+    admitted: tuple[tuple[int, PackedRow], ...]  # by row
+    pages: tuple[NewPages, ...]
+    in_parts: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampleInput:
+    """Masks of the rows of a step whose forward part has been sent."""
+
+    masks: TokenMasks
+    bucket: int
+
+
+class StepInputs:
+    """Makes inputs of plans, and knows which pages the device's tables have."""
+
+    def __init__(self, sizes: StepSizes, vocab_size: int, end_ids: tuple[int, ...]):
+        """`end_ids` are held back before a request's min_tokens."""
+        self._sizes, self._vocab_size, self._end_ids = sizes, vocab_size, end_ids
+        self._num_pages = [0] * sizes.max_seqs  # of each row
+
+    def make(self, plan: StepPlan, program: Program, *, in_parts: bool) -> StepInput:
+        """Return the input of the plan's step, which must run."""
+        admitted = tuple((sequence.row, self._packed(sequence)) for sequence in plan.admitted)
+        for row, _ in admitted:
+            self._num_pages[row] = 0
+        pages = tuple(self._new_pages(chunk.sequence for chunk in plan.chunks))
+        return StepInput(program, self._table(plan), plan.moves, admitted, pages, in_parts)
+
+    def empty_table(self) -> np.ndarray:
+        """Return the table of a step without rows."""
+        return np.zeros((self._sizes.table_rows, self._sizes.max_seqs), np.int32)
+
+    def _table(self, plan: StepPlan) -> np.ndarray:
+        table = self.empty_table()
+        for chunk in plan.chunks:
+            row = chunk.sequence.row
+            table[START, row] = chunk.start
+            table[NUM_TOKENS, row] = chunk.num_tokens
+            table[SLOT, row] = chunk.sequence.slot
+            table[NUM_TARGETS, row] = num_targets(chunk)
+            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.num_samples
+            table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
+        return table
+
+    def _packed(self, sequence: Sequence) -> PackedRow:
+        return pack_row(
+            sequence.request.sampling,
+            sequence.token_ids,
+            sequence.num_prompt,
+            sequence.seed,
+            self._end_ids,
+            self._sizes.max_len,
+            self._vocab_size,
+            sequence.request.bad_words,
+        )
+
+    def _new_pages(self, sequences: Iterable[Sequence]) -> Iterable[NewPages]:
+        """Yield what is new of each; pages of a running sequence only grow."""
+        for sequence in sequences:
+            row, pages = sequence.row, sequence.pages
+            known = self._num_pages[row]
+            if len(pages) != known:
+                self._num_pages[row] = len(pages)
+                yield NewPages(row, known, np.array(pages[known:], np.int32))
+
+
+def is_scored(plan: StepPlan) -> bool:
+    """Return whether log-probabilities of a row are wanted."""
+    return any(
+        chunk.prompt_logprobs or chunk.sequence.request.sampling.logprobs is not None
+        for chunk in plan.chunks
+    )

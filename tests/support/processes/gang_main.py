@@ -1,0 +1,52 @@
+"""A member of an instance over hosts: `gang_main.py FILE`, JSON of the place, config and requests.
+
+Rank 0 writes its answers to the file named `answers`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+
+from serving import Engine, Sampling  # noqa: E402
+from serving.api.config import EngineConfig  # noqa: E402
+from serving.engine.following import follow  # noqa: E402
+from serving.engine.over_hosts import about_of  # noqa: E402
+from serving.runtime.gang import Gang  # noqa: E402
+from serving.runtime.gang_stream import GangPlace  # noqa: E402
+
+
+def answers(engine, asked):
+    """Return what the requests get, and that a reloaded adapter answers as before."""
+    samplings = [Sampling(**fields) for fields in asked["samplings"]]
+    outputs = engine.generate(asked["prompts"], asked["adapters"], samplings)
+    name, folder = asked["again"]
+    engine.load_adapter(name, folder, replace=True)
+    outputs += engine.generate(asked["prompts"][:2], name, samplings[0])
+    assert engine.stats().compilations_after_warmup == 0
+    return [
+        [o.outputs[0].token_ids, repr(o.outputs[0].logprobs), repr(o.prompt_logprobs)]
+        for o in outputs
+    ]
+
+
+def main(asked, rank):
+    config = EngineConfig(**asked["config"])
+    gang = None
+    if rank is not None:
+        address = ("127.0.0.1", asked["port"])
+        place = GangPlace(rank, asked["size"], address, bytes.fromhex(asked["secret"]), 120.0)
+        gang = Gang(place, about_of(config))
+    if rank:
+        follow(config, gang)
+        return
+    with Engine(adapters=asked["modules"], gang=gang, **asked["config"]) as engine:
+        found = answers(engine, asked)
+    Path(asked["answers"]).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2]) if sys.argv[2:] else None)

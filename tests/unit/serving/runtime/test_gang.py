@@ -1,0 +1,80 @@
+"""Commands arrive in order, and every end or silence of a member is noticed."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serving.runtime import gang as module
+from serving.runtime.gang import Gang
+from serving.runtime.gang_stream import GangPlace
+
+
+class Lost:
+    """What a member is told of lost ones."""
+
+    def __init__(self):
+        self.event, self.why = threading.Event(), []
+
+    def __call__(self, why):
+        self.why.append(why)
+        self.event.set()
+
+    def wait(self):
+        assert self.event.wait(60)
+        return self.why[0]
+
+
+@pytest.fixture
+def pair():
+    """Two members of one process, and what each is told; jax is not started."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        address = sock.getsockname()[:2]
+    lost = Lost(), Lost()
+    with ThreadPoolExecutor() as pool:
+        places = [GangPlace(rank, 2, address, b"s" * 32, 60.0) for rank in (0, 1)]
+        jobs = [pool.submit(Gang, p, {"a": 1}, lost[p.rank], 1.5) for p in places]
+        gangs = [job.result() for job in jobs]
+    yield *gangs, lost
+    for gang in gangs:
+        gang._closing.set()
+        for connection in gang._peers.values():
+            connection.close()
+
+
+def test_values_are_shared_and_commands_come_in_order_until_the_end(pair):
+    leader, follower, lost = pair
+    assert leader.is_leader
+    assert not follower.is_leader
+    assert leader.shared({"size": 3}) == follower.shared({"size": 4}) == {"size": 3}
+    for number in range(100):
+        leader.tell(number)
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(leader.close)  # it waits for the follower
+        assert list(follower.commands()) == list(range(100))
+        follower.close()
+        ended.result()
+    leader.close()
+    assert not lost[0].why
+    assert not lost[1].why
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_member_that_has_gone_is_noticed_at_once(pair, dead):
+    *gangs, lost = pair
+    other = gangs[dead]._peers[1 - dead]
+    other._sock.shutdown(socket.SHUT_RDWR)  # as the end of its process does
+    assert f"node {dead}" in lost[1 - dead].wait()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hung", [0, 1])
+def test_a_silent_member_is_noticed(pair, hung):
+    *gangs, lost = pair
+    for gang in gangs:
+        gang.serve()
+    gangs[hung]._closing.wait(2 * module.BEAT_S)  # its beats have said that it serves
+    gangs[hung]._closing.set()  # it beats no more, and its connection stays
+    assert lost[1 - hung].wait() == f"node {hung}: no word for 1.5 s"

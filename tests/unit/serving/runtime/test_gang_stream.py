@@ -1,0 +1,124 @@
+"""Members meet only if they know the secret and are alike; every refusal says what to change."""
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from serving.runtime.gang_stream import (
+    Connection,
+    GangPlace,
+    GangRefused,
+    gather_followers,
+    join_leader,
+)
+
+SECRET, OTHER = b"s" * 32, b"t" * 32
+ABOUT = {"--max-loras": "2", "version of jax": "1"}
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def place(port, rank, secret=SECRET, size=2, wait_s=60.0):
+    return GangPlace(rank, size, ("127.0.0.1", port), secret, wait_s)
+
+
+def meet(leader, *followers):
+    """What each side gets: a result, or the exception it raised."""
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(gather_followers, *leader, "here:1")]
+        jobs += [pool.submit(join_leader, *follower) for follower in followers]
+        return [job.exception() or job.result() for job in jobs]
+
+
+def test_members_meet_and_learn_where_the_coordinator_is(port):
+    found, *joined = meet(
+        (place(port, 0, size=3), ABOUT), *((place(port, n, size=3), ABOUT) for n in (1, 2))
+    )
+    assert sorted(found) == [1, 2]
+    assert [where for _, where in joined] == ["here:1"] * 2
+    found[1].send({"a": 1})
+    found[1].beat(serving=True)
+    assert joined[0][0].receive(60.0) == (False, {"a": 1})
+    assert joined[0][0].receive(60.0) == (True, True)
+    with pytest.raises(TimeoutError, match=r"no word for 0\.01 s"):
+        joined[1][0].receive(0.01)
+    found[1].close()
+    with pytest.raises(ConnectionError, match="closed"):
+        joined[0][0].receive(60.0)
+    for connection in (found[2], *(connection for connection, _ in joined)):
+        connection.close()
+
+
+def test_a_wrong_secret_is_sent_away_and_the_right_one_still_comes(port, caplog):
+    first = threading.Event()
+
+    def follow():
+        with pytest.raises(GangRefused, match="the secret is not rank 0's: give all nodes"):
+            join_leader(place(port, 1, OTHER), ABOUT)
+        first.set()
+        return join_leader(place(port, 1), ABOUT)
+
+    with ThreadPoolExecutor() as pool:
+        follower = pool.submit(follow)
+        found = gather_followers(place(port, 0), ABOUT, "here:1")
+        assert sorted(found) == [1]
+        for connection in (found[1], follower.result()[0]):
+            connection.close()
+    assert first.is_set()
+    assert "is no member: a wrong secret" in caplog.text
+
+
+def test_a_leader_without_the_secret_is_not_followed(port):
+    """It can send what it likes: without its proof no command is taken."""
+
+    def pretend():
+        with socket.create_server(("127.0.0.1", port)) as listener:
+            connection = Connection(listener.accept()[0])
+            connection.raw(b"n" * 32)
+            connection.receive_text()
+            connection.send_text({"coordinator": "there:1"})
+            connection.raw(b"p" * 32)
+            connection.close()
+
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(pretend)
+        with pytest.raises(GangRefused, match="Rank 0 does not know the secret"):
+            join_leader(place(port, 1), ABOUT)
+        other.result()
+
+
+@pytest.mark.parametrize(
+    ("rank", "about", "message"),
+    [
+        (1, ABOUT | {"--max-loras": "3"}, "--max-loras is '3' there and '2' on rank 0"),
+        (1, {"--max-loras": "2"}, "version of jax is None there and '1' on rank 0"),
+        (5, ABOUT, r"--node-rank 5 is taken, or not in \[1, 1\]"),
+    ],
+)
+def test_members_that_differ_are_refused_on_both_sides(port, rank, about, message):
+    for error in meet((place(port, 0), ABOUT), (place(port, rank), about)):
+        assert isinstance(error, GangRefused)
+        with pytest.raises(GangRefused, match=message):
+            raise error
+
+
+def test_a_taken_port_and_missing_members_are_named(port):
+    taken = pytest.raises(GangRefused, match=rf"--master-port {port}: Address already in use")
+    with socket.create_server(("127.0.0.1", port)), taken:
+        gather_followers(place(port, 0), ABOUT, "here:1")
+    with pytest.raises(GangRefused, match=r"Nodes \[1\] of 2 have not come within 0\.1 s"):
+        gather_followers(place(port, 0, wait_s=0.1), ABOUT, "here:1")
+    with pytest.raises(GangRefused, match=rf"Rank 0 does not answer at 127\.0\.0\.1:{port}"):
+        join_leader(place(port, 1, wait_s=0.1), ABOUT)
+
+
+def test_a_short_secret_is_refused(port):
+    with pytest.raises(GangRefused, match="has 3 bytes; at least 16"):
+        place(port, 1, b"abc")
