@@ -139,6 +139,11 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
+    if options.cluster.node_rank:
+        from serving.cluster.node import serve_node
+
+        serve_node(options)
+        return
     with ExitStack() as stack:
         sock = _listen(options)
         stack.callback(sock.close)

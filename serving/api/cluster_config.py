@@ -20,6 +20,11 @@ class ClusterConfig:
     lora_server_transport: str = "auto"  # of the rows: by the device, or "nixl"
     lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
+    nnodes: int = 1  # hosts of the instance, each with an equal part of its devices
+    node_rank: int = 0  # of this host; 0 answers requests
+    master_addr: str = "127.0.0.1"  # of rank 0, for the other nodes
+    master_port: int = 29501
+    nodes_secret_file: str | None = None  # the same secret on all nodes
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
     lora_separate_stream: bool = False  # rows do not leave in the step's stream
@@ -55,6 +60,7 @@ class ClusterConfig:
         for name, allowed in CHOICES:
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        self._check_nodes()
         if not self.lora_server and self.lora_attention == "remote":
             raise ValueError(
                 "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
@@ -72,10 +78,34 @@ class ClusterConfig:
                 "Server is laid out; add --lora-server with its number of ranks."
             )
 
+    def _check_nodes(self) -> None:
+        """Raise ValueError for nodes that contradict each other."""
+        if not 1 <= self.nnodes <= 64:
+            raise ValueError(f"nnodes must be in [1, 64], got {self.nnodes}.")
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank must be in [0, {self.nnodes - 1}] with --nnodes {self.nnodes}, got "
+                f"{self.node_rank}."
+            )
+        if not 1 <= self.master_port <= 65535:
+            raise ValueError(f"master_port must be in [1, 65535], got {self.master_port}.")
+        if self.nnodes == 1:
+            return
+        if self.instances > 1 or self.lora_server:
+            raise ValueError(
+                f"--nnodes {self.nnodes} is one instance over several hosts: leave --instances and "
+                "--lora-server out."
+            )
+        if self.nodes_secret_file is None:
+            raise ValueError(
+                f"--nnodes {self.nnodes} needs --nodes-secret-file, the same on all nodes: whoever "
+                "knows the secret runs code on them. openssl rand -hex 32 makes one."
+            )
+
     @property
     def is_single(self) -> bool:
         """True if one process does it all."""
-        return self.instances == 1 and self.lora_server == 0
+        return self.instances == 1 and self.lora_server == 0 and self.nnodes == 1
 
 
 CHOICES = (

@@ -95,6 +95,11 @@ CLUSTER_HELP = {
     " too",
     "local_expert_slots": "most adapters that an instance computes itself while the LoRA Server "
     "is lost; 0: their requests end with status 503",
+    "nnodes": "hosts over which one instance is split, started with the same command each",
+    "node_rank": "number of this host; 0 answers requests, the others follow it",
+    "master_addr": "address of rank 0 that the other nodes connect to",
+    "master_port": "port of rank 0 for them",
+    "nodes_secret_file": "file with a secret of at least 16 bytes, the same on all nodes",
     "lora_overlap": "overlap exchanges with the base's computation; switch off only to measure",
     "lora_separate_stream": "send rows from a separate GPU stream; switch on only to measure",
     "layerwise_loading": "serve a cold adapter from its first layer on; switch off only to measure",
@@ -116,4 +121,7 @@ METAVARS = {
     "adapter_wait_s": "SECONDS",
     "lora_server_wait_s": "SECONDS",
     "placement": "epX-ppY",
+    "master_addr": "ADDRESS",
+    "master_port": "PORT",
+    "nodes_secret_file": "FILE",
 }

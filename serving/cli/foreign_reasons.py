@@ -65,7 +65,7 @@ REFUSED = {
         "--dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
         "--dp-supervisor-probe-failure-threshold --decode-context-parallel-size "
         "--dcp-comm-backend --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size "
-        "--prefill-context-parallel-size --master-addr --master-port --nnodes --node-rank "
+        "--prefill-context-parallel-size "
         "--distributed-timeout-seconds --cpu-distributed-timeout-seconds --enable-dbo "
         "--dbo-decode-token-threshold --dbo-prefill-token-threshold --ubatch-size --enable-hc-sp "
         "--enable-elastic-ep --elastic-ep-max-dp-size --enable-nccl-comm-suspend "

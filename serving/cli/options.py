@@ -61,6 +61,12 @@ class Options:
                 "--lora-server serves instances that draw one token at a time: leave "
                 "--speculative-config out, or keep the adapters on the instances."
             )
+        nodes, size = self.cluster.nnodes, self.engine.tensor_parallel_size
+        if size % nodes:
+            raise ValueError(
+                f"--tensor-parallel-size {size} must be a multiple of --nnodes {nodes}: each node "
+                "has an equal part of the devices."
+            )
         self._check_merged()
         self._check_functions()
         if self.metrics_port is not None and not self.cluster.is_single:
@@ -108,7 +114,7 @@ class Options:
             "--state-dir": self.state_dir is not None,
             "--demo": self.http.demo,
             "--metrics-port": self.metrics_port is not None,
-            "--instances or --lora-server": not self.cluster.is_single,
+            "--instances, --lora-server or --nnodes": not self.cluster.is_single,
             "--tensor-parallel-size": engine.tensor_parallel_size > 1,
             "--lora-merge": engine.lora_merge != "off",
             "--max-esft-adapters": bool(engine.max_esft_adapters),

@@ -26,6 +26,8 @@ def check_paths(options: Options) -> None:
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None:
         _file("--chat-template", engine.chat_template)
+    if options.cluster.nodes_secret_file is not None:
+        _file("--nodes-secret-file", options.cluster.nodes_secret_file)
     if options.provision is not None:
         _file("--provision", options.provision)
     for name in _TLS:

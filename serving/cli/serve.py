@@ -47,18 +47,20 @@ def serve(
     options: Options,
     sock: socket.socket,
     access: Any = None,
+    gang: Any = None,
     announce: Callable[[Started], None] = lambda started: None,
 ) -> None:
     """Load everything, serve on the bound socket until SIGTERM or SIGINT, close.
 
-    With `access` (a ServerAccess) the experts' adapters are on a LoRA Server. `announce` is called
+    With `access` (a ServerAccess) the experts' adapters are on a LoRA Server, with `gang` (a Gang)
+    the model is over several hosts. `announce` is called
     once requests are answered, with what a router needs to know. Raises StartError.
     """
     with ExitStack() as stack:
         journal = journal_of(options)
         if journal is not None and options.cluster.is_single:
             stack.enter_context(only_server(journal))
-        engine = stack.enter_context(_engine(options, access))
+        engine = stack.enter_context(_engine(options, access, gang))
 
         def repeat() -> dict[str, str]:
             if journal is None:
@@ -115,7 +117,7 @@ def run_server(server: AnnouncingServer, sock: socket.socket) -> None:
         logger.info("Interrupted.")
 
 
-def _engine(options: Options, access: Any):
+def _engine(options: Options, access: Any, gang: Any):
     """Return the engine, which says on its way what it loads and compiles."""
     from serving import Engine  # here, so that --help need not wait for jax
 
@@ -124,7 +126,7 @@ def _engine(options: Options, access: Any):
     plain = {module.name: module.path for module in options.adapters if not module.pinned}
     try:
         more = {} if access is None else {"lora_server": access}
-        engine = Engine(values.pop("model"), plain, **more, **values)
+        engine = Engine(values.pop("model"), plain, gang=gang, **more, **values)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
     try:

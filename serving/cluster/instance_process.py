@@ -1,6 +1,7 @@
 """One LLM instance as a process of its own, and the handle of who started it."""
 
 import contextlib
+import functools
 import json
 import logging
 import multiprocessing
@@ -15,6 +16,7 @@ from multiprocessing.connection import Connection
 
 from serving.cli.options import Options
 from serving.cli.serve import Started, StartError, serve
+from serving.cluster.node import gang_of
 from serving.cluster.server_place import ServerPlace, server_access
 from serving.engine import logs
 from serving.lora_server.calls import Caller
@@ -118,7 +120,7 @@ def instance_main(
     """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
-    devices = options.engine.tensor_parallel_size
+    devices = options.engine.tensor_parallel_size // options.cluster.nnodes
     use_gpu(number * devices, devices)
     try:
         with ExitStack() as stack:
@@ -129,9 +131,8 @@ def instance_main(
                 caller = Caller(leases)
                 stack.callback(caller.close)
                 access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
-            serve(
-                options, sock, access, announce=lambda started: _announce(life, started, orphaned)
-            )
+            announce = functools.partial(_announce, life, orphaned=orphaned)
+            serve(options, sock, access, gang_of(options), announce=announce)
     except StartError as error:
         logger.error("Instance %d: %s", number, error)
         raise SystemExit(1) from None

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 def follow(config: EngineConfig, gang: Gang) -> None:
-    """Build what rank 0 builds, then do what it tells until it ends.
+    """Build what rank 0 builds, then do what it tells until it ends; see Gang.close.
 
     Raises ValueError as build_parts does.
     """

@@ -179,7 +179,7 @@ def _build(
     allocator, spec = make_allocator(
         config, base.catalogue, local_modules, base.dtype, num_full_adapters
     )
-    spec, tell = shared(gang, spec), teller(gang)
+    spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     residencies = make_residencies(
         allocator,
@@ -188,13 +188,13 @@ def _build(
         copier=None if base.split is not None else device_copier(),
         host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
-        tell=tell,
+        tell=teller(gang),
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = make_runner(config, base, spec, end_ids, allocator.bringing, tell)
+    runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
     watch_merging(metrics.registry, base.merged)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)

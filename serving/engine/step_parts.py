@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Set
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -13,9 +13,11 @@ from serving.api.config import EngineConfig
 from serving.engine.image_parts import make_encoder
 from serving.engine.loaded_base import LoadedBase
 from serving.engine.merging import AUTO
+from serving.engine.over_hosts import teller
 from serving.engine.sizing import CacheSize
 from serving.engine.storage import kv_dtype, lora_dtype
 from serving.loading.residencies import Residencies
+from serving.runtime.gang import Gang
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
@@ -29,12 +31,12 @@ def make_runner(
     spec: SlotsSpec,
     end_ids: tuple[int, ...],
     bringing: Set[int] = frozenset(),
-    tell: Callable[[Any], None] = lambda command: None,
+    gang: Gang | None = None,
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
-    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; `tell` is
-    ModelRunner's.
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; with
+    `gang` the runners of all members are made together.
     """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
@@ -61,9 +63,10 @@ def make_runner(
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
         bringing=bringing,
-        tell=tell,
+        tell=teller(gang),
     )
-    runner.warm_up(progress=True)
+    # The first exchange waits half a minute for the others, and some hosts compile longer.
+    runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
         runner.num_programs,

@@ -36,6 +36,12 @@ class AbstractChild(abc.ABC):
         """A descriptor that becomes readable when the process ends, to wait for."""
         return self._process.sentinel
 
+    @property
+    def status(self) -> int | None:
+        """The exit status of a process whose sentinel said that it ends, negative for a signal."""
+        self._process.join(self._end_s)  # the sentinel is a little early
+        return self._process.exitcode
+
     def kill(self) -> None:
         """End the process at once; `stop` must still be called."""
         self._process.kill()

@@ -28,8 +28,9 @@ from serving.runtime.gang_stream import (
 logger = logging.getLogger(__name__)
 
 EXIT_LOST = 75  # status of a member that ends because another has gone
-_END_S = 10  # for jax's processes to leave together
+_END_S = 3  # for the others to leave, and then for jax's coordinator
 _STOP = None  # command: the instance ends
+_HERE = "here"
 
 
 def end_process(why: str) -> None:
@@ -101,6 +102,15 @@ class Gang:
             return value
         return self._commands.get()
 
+    def meet(self) -> None:
+        """Return when every member has come here; what exchanges wait for each other is short."""
+        if self.is_leader:
+            for _ in self._peers:
+                self._commands.get()
+        self.tell(_HERE)
+        if not self.is_leader:
+            self._commands.get()
+
     def serve(self) -> None:
         """Say that this member has started: from now on it is never long silent."""
         self._serving = True
@@ -111,7 +121,11 @@ class Gang:
             yield command
 
     def close(self) -> None:
-        """End the instance, on rank 0, or leave it; a second call does nothing."""
+        """End the instance, on rank 0, or leave it; a second call does nothing.
+
+        The process of another rank must then end by os._exit: jax's farewell to a coordinator
+        that leaves too would block or abort it.
+        """
         if self._closed:
             return
         self._closed = True
@@ -121,10 +135,10 @@ class Gang:
             end = time.monotonic() + _END_S
             for listener in self._listeners:
                 listener.join(max(0.0, end - time.monotonic()))
-        try:
-            jax.distributed.shutdown()
-        except RuntimeError as error:
-            logger.warning("The members did not end together: %s", error)
+            try:
+                jax.distributed.shutdown()
+            except RuntimeError as error:
+                logger.warning("jax's coordinator did not end well: %s", error)
         for connection in self._peers.values():
             connection.close()
 

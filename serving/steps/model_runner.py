@@ -127,8 +127,13 @@ class ModelRunner:
             self.set_remote(np.full(slots.num_slots, -1), 0)
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
 
-    def warm_up(self, *, progress: bool = False) -> None:
-        """Compile every program and run it on nothing; no later step compiles."""
+    def warm_up(
+        self, *, progress: bool = False, compiled: Callable[[], None] = lambda: None
+    ) -> None:
+        """Compile every program and run it on nothing; no later step compiles.
+
+        `compiled` is called before the first one runs.
+        """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
         if self.slots is not None:
@@ -144,6 +149,7 @@ class ModelRunner:
         self._step.set_pages(self._tables)
         table = self._inputs.empty_table()
         self._compile(table, progress=progress)
+        compiled()
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:

@@ -4,6 +4,7 @@ Rank 0 writes its answers to the file named `answers`.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def main(asked, rank):
         gang = Gang(place, about_of(config))
     if rank:
         follow(config, gang)
-        return
+        os._exit(0)
     with Engine(adapters=asked["modules"], gang=gang, **asked["config"]) as engine:
         found = answers(engine, asked)
     Path(asked["answers"]).write_text(json.dumps(found))

@@ -53,6 +53,8 @@ def test_defaults_are_safe():
 
 # A value other than the default, for flags whose text is not enough.
 VALUES = {
+    "nnodes": "2",
+    "node_rank": "1",
     "allowed_origins": '["http://a"]',
     "allowed_methods": '["GET"]',
     "allowed_headers": '["x"]',
@@ -82,7 +84,10 @@ VALUES = {
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
 }
 # Others that a flag says nothing without.
+OF_NODES = ["--tensor-parallel-size", "2", "--nodes-secret-file", "s"]
 NEEDS = {
+    "nnodes": OF_NODES,
+    "node_rank": [*OF_NODES, "--nnodes", "2"],
     "allowed_methods": ["--allowed-origins", '["http://a"]'],
     "allowed_headers": ["--allowed-origins", '["http://a"]'],
     "allow_credentials": ["--allowed-origins", '["http://a"]'],

@@ -63,8 +63,8 @@ def run(folder, asked, devices, dtype, ranks, **fields):
     members = []
     for rank in ranks:
         command = [sys.executable, str(MAIN), str(file), *rank]
-        log = (folder / f"log{''.join(rank)}").open("w")
-        members.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
+        with (folder / f"log{''.join(rank)}").open("w") as log:
+            members.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log))
     ends = [member.wait(timeout=300) for member in members]
     logs = [(folder / f"log{''.join(rank)}").read_text()[-2000:] for rank in ranks]
     assert ends == [0] * len(ranks), logs

@@ -9,6 +9,7 @@ def test_by_default_one_process_does_it_all():
     assert ClusterConfig().is_single
     assert not ClusterConfig(instances=2).is_single
     assert not ClusterConfig(lora_server=1).is_single
+    assert not ClusterConfig(nnodes=2, nodes_secret_file="s").is_single
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,11 @@ def test_by_default_one_process_does_it_all():
         ({"lora_server": 1, "lora_server_transport": "nvshmem"}, "starts the roles of one"),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
+        ({"nnodes": 0}, r"nnodes must be in \[1, 64\], got 0"),
+        ({"node_rank": 1}, r"node_rank must be in \[0, 0\] with --nnodes 1, got 1"),
+        ({"master_port": 0}, r"master_port must be in \[1, 65535\], got 0"),
+        ({"nnodes": 2}, "--nnodes 2 needs --nodes-secret-file"),
+        ({"nnodes": 2, "instances": 2}, "leave --instances and --lora-server out"),
         ({"lora_server_adapters": 4}, "add --lora-server"),
         ({"lora_server_memory_bytes": 4}, "add --lora-server"),
         ({"lora_server": 1, "lora_server_memory_bytes": 0}, "lora_server_memory_bytes must be"),

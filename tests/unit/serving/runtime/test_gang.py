@@ -49,6 +49,9 @@ def test_values_are_shared_and_commands_come_in_order_until_the_end(pair):
     assert leader.is_leader
     assert not follower.is_leader
     assert leader.shared({"size": 3}) == follower.shared({"size": 4}) == {"size": 3}
+    with ThreadPoolExecutor() as pool:
+        met = [pool.submit(gang.meet) for gang in (follower, leader)]
+        assert [job.result() for job in met] == [None, None]
     for number in range(100):
         leader.tell(number)
     with ThreadPoolExecutor() as pool:

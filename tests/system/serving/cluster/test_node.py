@@ -1,0 +1,138 @@
+"""An instance over two nodes: killed and hung members, the end, and nodes that do not fit."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from support.cases import tiny_checkpoint
+from support.cases.tiny_checkpoint import TinyShape
+from support.processes.server_process import ROOT, free_port, wait_healthy
+
+from serving.cli.serve import StartError
+from serving.cluster.node import gang_of
+from serving.launch import read_options
+
+BODY = {"model": "a1", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 1}
+
+
+@pytest.fixture
+def model(tmp_path):
+    shape = TinyShape(layers=1, max_positions=64, experts=4)
+    tiny_checkpoint.write_model(tmp_path / "model", shape)
+    tiny_checkpoint.write_adapter(tmp_path / "a1", shape, 3, seed=1)
+    (tmp_path / "secret").write_text("s" * 32)
+    return tmp_path
+
+
+class Nodes:
+    """Two nodes on this machine."""
+
+    def __init__(self, folder, stack):
+        self.folder, self.port, self.master = folder, free_port(), free_port()
+        self.url, self.stack = f"http://127.0.0.1:{self.port}", stack
+        self.nodes = [self.start(rank) for rank in (0, 1)]
+
+    def start(self, rank, *more):
+        words = f"--tensor-parallel-size 2 --nnodes 2 --node-rank {rank} --port {self.port} "
+        words += f"--master-port {self.master} --nodes-secret-file {self.folder / 'secret'} "
+        words += "--max-loras 2 --max-lora-rank 4 --max-num-seqs 4 --max-num-batched-tokens 8 "
+        words += f"--no-structured-outputs --lora-modules a1={self.folder / 'a1'}"
+        command = [sys.executable, "-m", "serving.launch", str(self.folder / "model")]
+        env = os.environ | {"JAX_PLATFORMS": "cpu"}
+        with self.log(rank).open("a") as out:
+            node = subprocess.Popen(
+                [*command, *words.split(), *more], cwd=ROOT, env=env, stdout=out, stderr=out
+            )
+        self.stack.callback(node.wait, 60)
+        self.stack.callback(node.terminate)
+        return node
+
+    def log(self, rank):
+        return self.folder / f"log{rank}"
+
+    def health(self):
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def ask(self):
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            json.dumps(BODY).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            choice = json.load(answer)["choices"][0]
+        return choice["text"], choice["logprobs"]
+
+    def member(self, rank):
+        """The process of a node that has its devices: the youngest that it started."""
+        parent = self.nodes[rank].pid
+        children = f"/proc/{parent}/task/{parent}/children"
+        with open(children) as file:
+            pids = map(int, file.read().split())
+        found = []
+        for pid in pids:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
+                if "spawn_main" in file.read():
+                    found.append(pid)
+        return max(found)
+
+    def until(self, status):
+        """Seconds until /health gives this status."""
+        began = time.monotonic()
+        while self.health() != status:
+            assert time.monotonic() < began + 280, self.log(0).read_text()[-3000:]
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
+    """Killed and hung ones of either node; then rank 0 ends, and the other node with it."""
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        wait_healthy(nodes.url, nodes.nodes[0], nodes.log(0))
+        want = nodes.ask()
+        for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
+            os.kill(nodes.member(rank), number)
+            assert nodes.until(503) < 5
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                nodes.ask()
+            assert refused.value.code == 503
+            nodes.until(200)
+            assert nodes.ask() == want
+        nodes.nodes[0].terminate()
+        assert [node.wait(60) for node in nodes.nodes] == [0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_node_that_does_not_fit_is_refused_with_what_differs(model):
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        nodes.nodes[1].terminate()
+        other = nodes.start(1, "--max-loras", "3")
+        assert other.wait(280) == 1
+        assert nodes.nodes[0].wait(280) == 1
+        for rank in (0, 1):
+            assert "--max-loras is '3' there and '2' on rank 0" in nodes.log(rank).read_text()
+
+
+def test_a_short_secret_and_a_missing_one_are_refused(model):
+    (model / "secret").write_text("short\n")
+    words = [str(model / "model"), "--tensor-parallel-size", "2", "--nnodes", "2"]
+    options = read_options([*words, "--nodes-secret-file", str(model / "secret")], {})
+    with pytest.raises(StartError, match="2 nodes: The secret of the nodes has 5 bytes"):
+        gang_of(options)
+    assert gang_of(read_options(words[:1], {})) is None
