@@ -3,15 +3,19 @@
     python -m lora_jax.finetune.pictures.make_adapters --model assets/tiny-vl --data DATA
 
 Each goes into MODEL/adapters or MODEL/heads, with its held-out scores in `heldout.json`. With
---only the command trains those alone, so several processes can share the work.
+--only the command trains those alone, so several processes can share the work. MODEL/examples.json
+and MODEL/examples get a held-out example of each for the demo page.
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 
+from PIL import Image
+
 from lora_jax.adapters.task_head import HeadKind
-from lora_jax.finetune.pictures import adapter
+from lora_jax.finetune.pictures import adapter, tasks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +29,13 @@ class Recipe:
 
     @property
     def name(self) -> str:
+        """The folder's own name."""
         return pathlib.PurePath(self.folder).name
+
+    @property
+    def served_name(self) -> str:
+        """The name by which `make serve` offers it."""
+        return f"{self.name}-head" if self.head else self.name
 
     def flags(self, model: pathlib.Path) -> list[str]:
         """Return the flags of `pictures.adapter` for this recipe."""
@@ -46,6 +56,20 @@ RECIPES = (
 )
 
 
+def write_examples(model: pathlib.Path, sources: tasks.Sources, seed: int = 11) -> None:
+    """Write examples.json and its images: of the base a list, of each recipe its own task."""
+    prompts, images = {}, {}
+    (model / "examples").mkdir(exist_ok=True)
+    for name, task in [("", "list"), *((r.served_name, r.task) for r in RECIPES)]:
+        (example,) = tasks.draw(task, sources, 1, seed)
+        prompts[name], images[name] = example.prompt, []
+        for number, pixels in enumerate(example.images):
+            images[name].append(f"examples/{task}{number or ''}.png")
+            Image.fromarray(pixels).save(model / images[name][-1], optimize=True)
+    told = {"prompt": prompts.pop(""), "adapters": prompts, "images": images}
+    (model / "examples.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.pictures.make_adapters")
@@ -62,6 +86,7 @@ def main(argv: list[str] | None = None) -> None:
     shared = ["--data", str(args.data)]
     for flag in ("steps", "batch_rows", "examples", "learning_rate", "heldout"):
         shared += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    write_examples(args.model, tasks.parts(tasks.read_sources(args.data))[True])
     for recipe in RECIPES:
         if args.only is None or recipe.name in args.only:
             adapter.main(recipe.flags(args.model) + shared)
