@@ -29,6 +29,7 @@ from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.turn_keeper import TurnKeeper
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
@@ -53,6 +54,7 @@ class Agent:
         keep_alive_s: float | None = None,
         memory_bytes: int | None = None,
         http: dict[str, Any] | None = None,
+        ttft_slo_s: float | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
@@ -65,6 +67,10 @@ class Agent:
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
 
+        Functions that promise a first token in `ttft_slo_s` have the device in turns, those first
+        that have least time left. None: on an accelerator 5 times the measured prefill of one
+        request; a CPU's cores are shared without turns.
+
         With `keep_alive_s` a function without calls for so long loses its process, unless its next
         call is expected by the rate of the last ones (`policies.predict`); when that call is
         expected, the process is started ahead of it. None: functions stay.
@@ -75,7 +81,11 @@ class Agent:
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+        if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
+            raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")
         self._http, self._room = http, Room(memory_bytes)
+        self._turns: TurnKeeper | None = None
+        self._slo_s = ttft_slo_s
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
@@ -84,7 +94,9 @@ class Agent:
         self._closing = threading.Event()
         self._fds: list[int] = []
         try:
-            self._manifest, self._fds = self._load_backbone(dtype)
+            self._manifest, self._fds, device = self._load_backbone(dtype)
+            if ttft_slo_s is not None or device != "cpu":
+                self._turns = TurnKeeper()
             _expect(self._control, "ready")
         except BaseException:
             self._zygote.kill()
@@ -147,10 +159,12 @@ class Agent:
         with self._lock:  # no fork is under way, and none begins
             self._control.close()
             _end(self._zygote)
+        if self._turns is not None:
+            self._turns.close()
         close_all(self._fds)
         self._fds = []
 
-    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int]]:
+    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int], str]:
         process, connection = _spawn("serving.functions.backbone")
         try:
             with connection:
@@ -160,7 +174,7 @@ class Agent:
                 send_header(connection, {"received": len(fds)})
         finally:
             _end(process)
-        return answer["manifest"], fds
+        return answer["manifest"], fds, answer["device"]
 
     def _start(self, name: str, folder: str | None) -> Running:
         """Return a new process of a function that is ready for calls."""
@@ -170,8 +184,13 @@ class Agent:
             with theirs:
                 pid = self._fork(theirs.fileno())
             order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
-            send_header(ours, order | {"manifest": self._manifest, "http": self._http})
+            turns = None if self._turns is None else {"slo_s": self._slo_s}
+            order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
+            send_header(ours, order)
             send_fds(ours, self._fds)
+            if self._turns is not None:
+                with self._turns.open(name) as end:
+                    send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
             ready = _expect(ours, "ready")
             ours.settimeout(None)

@@ -6,6 +6,7 @@ It listens nowhere: its only connection is the socket that it was born with, who
 
 import contextlib
 import ctypes
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +17,11 @@ import jax
 from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
+from serving.api.config import EngineConfig
 from serving.engine.engine import Engine
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
+from serving.functions.turn_side import TurnSide
 
 _CALLS = 256  # answered at a time; more wait
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
@@ -30,13 +33,14 @@ def main(connection) -> None:
     order = receive_header(connection)
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
+    turns = _turns_of(connection, order)
     start = time.monotonic()
     try:
         arena = ImportedArena(for_platform(jax.default_backend()), manifest, fds)
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
         adapters = {} if folder is None else {name: folder}
-        engine = Engine(order["model"], adapters, backbone=arena, **order["fields"])
+        engine = Engine(order["model"], adapters, backbone=arena, turns=turns, **order["fields"])
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
@@ -53,6 +57,15 @@ def main(connection) -> None:
     send_header(connection, {"ready": True, **about})
     with engine:
         _Calls(connection, engine, arena, name if adapters else None, side).answer()
+
+
+def _turns_of(connection, order: dict[str, Any]) -> TurnSide | None:
+    """Return the function's turns on the device; None: it need not share the device."""
+    if order.get("turns") is None:
+        return None
+    (fd,) = receive_fds(connection, 1)
+    limit = order["fields"].get("max_num_seqs", EngineConfig.max_num_seqs)
+    return TurnSide(socket.socket(fileno=fd), order["turns"]["slo_s"], limit)
 
 
 class _Calls:

@@ -12,6 +12,7 @@ import warnings
 
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
 from serving.functions import function_process  # brings jax and the engine
+from serving.steps.kept_steps import code_digest
 
 
 def main(control: socket.socket) -> None:
@@ -19,6 +20,7 @@ def main(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends its functions
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes children that have ended
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while jax's threads sleep
+    code_digest()  # which every function asks for
     send_header(control, {"ready": True})
     while True:
         try:
