@@ -5,7 +5,8 @@ The weights are random. Each function returns what goes into the JSON file of it
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,18 +154,22 @@ def heads(folder: Path, adapter: Path, turns: int = 10, **fields: Any) -> dict[s
     """Time a task head against the LM head of the same adapter: one image, then a label."""
     prompt, sides = shapes.TURN.format(shapes.IMAGE, QUESTION), (448, 448)
     sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
-    seed = iter(range(1_000_000))  # each image is new, so that its rows are not at hand
     with engine_of(folder, {"h": str(adapter)}, sides, **fields) as engine:
-        ways = {
-            "task_head_ms": lambda image: engine.classify([prompt], "h", images=[[image]]),
-            "lm_head_ms": lambda image: engine.generate([prompt], "h", sampling, images=[[image]]),
+        ways: dict[str, Callable[[list], Any]] = {
+            "task_head_ms": lambda images: engine.classify([prompt], "h", images=[images]),
+            "lm_head_ms": lambda images: engine.generate([prompt], "h", sampling, images=[images]),
         }
         found: dict[str, Any] = {}
-        for way, ask in ways.items():
-            images = iter([shapes.frame(next(seed), sides) for _ in range(turns + 1)])
-            found[way] = round(median_ms(lambda: ask(next(images)), turns), 2)
+        for number, (way, ask) in enumerate(ways.items()):
+            # Each image is new, so that its rows are not at hand.
+            images = ([shapes.frame(1000 * number + n, sides)] for n in range(turns + 1))
+            found[way] = round(median_ms(partial(_of_next, ask, images), turns), 2)
     ratio = found["lm_head_ms"] / found["task_head_ms"]
     return found | {"answer_tokens": ANSWER, "times_less": round(ratio, 2)}
+
+
+def _of_next(ask: Callable[[list], Any], images: Iterator[list]) -> Any:
+    return ask(next(images))
 
 
 def frames(folder: Path, sides: tuple[int, int] = shapes.SIDES, **fields: Any) -> dict[str, Any]:
