@@ -62,7 +62,6 @@ class Agent:
 
         With `memory_bytes` processes of functions hold no more together, the backbone aside: idle
         ones of little value end for one that is called; where all are busy it is DeviceFull.
-        Then none is started ahead of its call.
 
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
@@ -94,8 +93,8 @@ class Agent:
         self._closing = threading.Event()
         self._fds: list[int] = []
         try:
-            self._manifest, self._fds, device = self._load_backbone(dtype)
-            if ttft_slo_s is not None or device != "cpu":
+            self._manifest, self._fds, self._device = self._load_backbone(dtype)
+            if ttft_slo_s is not None or self._device != "cpu":
                 self._turns = TurnKeeper()
             _expect(self._control, "ready")
         except BaseException:
@@ -186,6 +185,7 @@ class Agent:
             order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
             turns = None if self._turns is None else {"slo_s": self._slo_s}
             order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
+            order["jail"] = {"memory_bytes": self._room.limit} if self._device == "cpu" else None
             send_header(ours, order)
             send_fds(ours, self._fds)
             if self._turns is not None:
@@ -197,7 +197,7 @@ class Agent:
         except BaseException:
             ours.close()
             raise
-        self._room.ready(name, ready["private_bytes"])
+        self._room.ready(name, ready["private_bytes"], ready["start_s"])
         return Running(ours, pid, ready)
 
     def _fork(self, end: int) -> int:
@@ -205,7 +205,7 @@ class Agent:
         with self._lock:
             for attempt in range(2):
                 try:
-                    send_header(self._control, {"fork": True})
+                    send_header(self._control, {"fork": True, "device": self._device})
                     send_fds(self._control, [end])
                     return receive_header(self._control)["pid"]
                 except OSError:
@@ -224,14 +224,15 @@ def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: f
         held = agent()
         if held is None:
             return
-        for function in held.functions.values():
-            wanted = stays(function.arrivals, time.monotonic(), keep_alive_s)
-            if not wanted:
+        functions = held.functions
+        for function in functions.values():
+            if not stays(function.arrivals, time.monotonic(), keep_alive_s):
                 function.offload()
-            elif function.is_offloaded and not (closing.is_set() or held._room.is_limited):
+        for name in held._room.worth_starting(functions, time.monotonic()):
+            if not closing.is_set():
                 with contextlib.suppress(ConnectionError):  # its next call says why
-                    function.warm()
-        del held
+                    functions[name].warm()
+        del held, functions
 
 
 _agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()
