@@ -1,8 +1,10 @@
 """Vision on a device and the two applications of V-LoRA; each part writes a JSON file to --out.
 
+    python -m bench.vision --applications --out DIR
     python -m bench.vision --switch --heads --tower --frames --out DIR
 
-The parts take Qwen3-VL's real shapes with random weights and need a GPU.
+The applications run on the shipped model. The other parts take Qwen3-VL's real shapes with random
+weights and need a GPU.
 """
 
 import argparse
@@ -15,9 +17,10 @@ from typing import Any
 
 import jax
 
-from bench.vision import device, shapes
+from bench.vision import applications, device, plots, shapes
 
 PARTS = {
+    "applications": "visual retrieval and video analytics under four policies, on tiny-vl",
     "switch": "a switch of all attention maps of an 8B shape, to another adapter",
     "heads": "a task head against the LM head, Qwen3-VL-8B's shape",
     "tower": "the tower on one image of 1080 x 1920, beside its products at full speed",
@@ -39,6 +42,7 @@ def run_frames(root: Path) -> dict[str, Any]:
 
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "applications": applications.run,
     "switch": lambda root: device.switch(),
     "heads": run_heads,
     "tower": run_tower,
@@ -68,6 +72,8 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             name = f"vision_{part}_{kind.replace(' ', '_').lower()}_{date}.json"
             (args.out / name).write_text(json.dumps(told | found, indent=1) + "\n")
+            if part == "applications":
+                plots.plot_applications(told | found, (args.out / name).with_suffix(".png"))
 
 
 if __name__ == "__main__":
