@@ -1,9 +1,10 @@
 """Vision on a device and the two applications of V-LoRA; each part writes a JSON file to --out.
 
     python -m bench.vision --applications --out DIR
+    python -m bench.vision --accuracy --data DATA --out DIR
     python -m bench.vision --switch --heads --tower --frames --out DIR
 
-The applications run on the shipped model. The other parts take Qwen3-VL's real shapes with random
+The first two run on the shipped model. The other parts take Qwen3-VL's real shapes with random
 weights and need a GPU.
 """
 
@@ -17,10 +18,11 @@ from typing import Any
 
 import jax
 
-from bench.vision import applications, device, plots, shapes
+from bench.vision import accuracy, applications, device, plots, shapes
 
 PARTS = {
     "applications": "visual retrieval and video analytics under four policies, on tiny-vl",
+    "accuracy": "held-out accuracy of tiny-vl's adapters and heads; needs --data",
     "switch": "a switch of all attention maps of an 8B shape, to another adapter",
     "heads": "a task head against the LM head, Qwen3-VL-8B's shape",
     "tower": "the tower on one image of 1080 x 1920, beside its products at full speed",
@@ -41,6 +43,12 @@ def run_frames(root: Path) -> dict[str, Any]:
     return device.frames(shapes.write_shape(root / "qwen3-vl-30b-a3b", "qwen3-vl-30b-a3b"))
 
 
+def run_accuracy(data: Path | None, count: int) -> dict[str, Any]:
+    if data is None:
+        raise SystemExit("--accuracy needs --data, the folder that pictures.collect wrote")
+    return accuracy.run(shapes.TINY, data, count)
+
+
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "applications": applications.run,
     "switch": lambda root: device.switch(),
@@ -56,6 +64,8 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for part, text in PARTS.items():
         parser.add_argument(f"--{part}", action="store_true", help=text)
+    parser.add_argument("--data", type=Path, help="what pictures.collect wrote, for --accuracy")
+    parser.add_argument("--heldout", type=int, default=200, help="images of each task")
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     args = parser.parse_args()
     chosen = [part for part in PARTS if getattr(args, part)]
@@ -64,7 +74,10 @@ def main() -> None:
     kind = jax.devices()[0].device_kind
     for part in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            found = RUNS[part](Path(folder))
+            if part == "accuracy":
+                found = run_accuracy(args.data, args.heldout)
+            else:
+                found = RUNS[part](Path(folder))
         date = datetime.date.today().isoformat()
         told = {"command": f"python -m bench.vision --{part}", "date": date, "device": kind}
         print(json.dumps(told | found), flush=True)
