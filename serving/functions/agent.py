@@ -94,8 +94,8 @@ class Agent:
         self._closing = threading.Event()
         self._fds: list[int] = []
         try:
-            self._manifest, self._fds, device = self._load_backbone(dtype)
-            if ttft_slo_s is not None or device != "cpu":
+            self._manifest, self._fds, self._device = self._load_backbone(dtype)
+            if ttft_slo_s is not None or self._device != "cpu":
                 self._turns = TurnKeeper()
             _expect(self._control, "ready")
         except BaseException:
@@ -186,6 +186,7 @@ class Agent:
             order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
             turns = None if self._turns is None else {"slo_s": self._slo_s}
             order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
+            order["jail"] = {"memory_bytes": self._room.limit} if self._device == "cpu" else None
             send_header(ours, order)
             send_fds(ours, self._fds)
             if self._turns is not None:
@@ -205,7 +206,7 @@ class Agent:
         with self._lock:
             for attempt in range(2):
                 try:
-                    send_header(self._control, {"fork": True})
+                    send_header(self._control, {"fork": True, "device": self._device})
                     send_fds(self._control, [end])
                     return receive_header(self._control)["pid"]
                 except OSError:

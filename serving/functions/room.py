@@ -24,6 +24,11 @@ class Room:
         self._admitted: set[str] = set()  # functions that have room for a process, or had
 
     @property
+    def limit(self) -> int | None:
+        """Bytes that all processes may have together; None: any."""
+        return self._limit
+
+    @property
     def is_limited(self) -> bool:
         """Whether processes may have to make room for each other."""
         return self._limit is not None

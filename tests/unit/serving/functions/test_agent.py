@@ -152,6 +152,16 @@ def test_a_function_s_neighbours_cannot_trace_it_or_read_its_memory(agent):
     assert "PermissionError" in done.stderr
 
 
+def test_functions_are_bound_by_the_kernel(agent):
+    """Where it can bind a process here; what that refuses is in test_jail.py."""
+    code = "from serving.functions import jail; print(jail.enter([], []))"
+    probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    with open(f"/proc/{agent.functions['law'].pid}/status") as status:
+        bound = dict(line.split(":\t", 1) for line in status)
+    assert bound["NoNewPrivs"].strip() == "1"
+    assert "seccomp" in probe.stdout or bound["Seccomp"].strip() == "2"
+
+
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):
     with pytest.raises(ValueError, match=r"'law' has the adapter .*: give another name"):
         agent.function(MODEL / "adapters" / "summary", name="law")
