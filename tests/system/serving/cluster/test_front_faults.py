@@ -112,6 +112,7 @@ def test_a_load_outlasts_each_instance(cluster, files):
     assert cluster.ask("gone").status_code == 404
 
 
+@pytest.mark.long
 def test_a_hung_instance_is_found_and_replaced(cluster):
     """Before: its requests, loads and /metrics hung as long as it did."""
     victim = cluster.instances()[0]
