@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement
-from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
+from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish, write_nothing
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
 CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next to nothing
@@ -108,7 +108,7 @@ class LoraCopyJob:
             return slots
         self._copier.finish_writes()
         self._published = True
-        return set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+        return publish(slots, self._placement)
 
     def _ask(self, slots: AdapterSlots) -> AdapterSlots:
         """Return `slots`, ready when nothing that was begun before uses rows that are free now."""
