@@ -4,7 +4,8 @@
 made on the device, and adapters of rank 16 on q_proj and v_proj in bfloat16, 13.6 MB each. A few
 adapters' files have bytes of their own; the others are hard links to them beside a config of their
 own, so that each has its own digest and reads and copies as many bytes. A tenth of the requests
-ask the base model. `--small` runs the same on a CPU in a minute, to try it.
+ask the base model. First-token times of 1, 2, 4 and 8 adapters for each slot come last, as
+`bench.adapter_slots` measures them. `--small` runs the same on a CPU in a minute, to try it.
 """
 
 import argparse
@@ -27,6 +28,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from bench import adapter_slots
 from bench.random_model import LlamaShape, llama_config
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
@@ -212,6 +214,14 @@ def measure(case: Case, shape: LlamaShape, keep: Callable[[dict], None]) -> None
                     found["base_tpot_ratio"] = found["base_tpot_ms"] / result["one"]["base_tpot_ms"]
                     result[key] |= found
                 keep(result)
+            uniform = adapter_slots.Case(
+                requests=case.requests, turns=1, prompt=case.prompt, answer=case.answer // 2
+            )
+            most = case.on_device * max(uniform.ratios)
+            if most <= case.on_host:  # first-token times of more adapters than slots
+                found = adapter_slots.measure(engine, names[:most], case.on_device, uniform)
+                result["adapters_to_slots"] = found
+                print(found, flush=True)
             result["compilations_after_warmup"] = engine.stats().compilations_after_warmup
             keep(result)
 

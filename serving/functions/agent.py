@@ -62,7 +62,6 @@ class Agent:
 
         With `memory_bytes` processes of functions hold no more together, the backbone aside: idle
         ones of little value end for one that is called; where all are busy it is DeviceFull.
-        Then none is started ahead of its call.
 
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
@@ -198,7 +197,7 @@ class Agent:
         except BaseException:
             ours.close()
             raise
-        self._room.ready(name, ready["private_bytes"])
+        self._room.ready(name, ready["private_bytes"], ready["start_s"])
         return Running(ours, pid, ready)
 
     def _fork(self, end: int) -> int:
@@ -225,14 +224,15 @@ def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: f
         held = agent()
         if held is None:
             return
-        for function in held.functions.values():
-            wanted = stays(function.arrivals, time.monotonic(), keep_alive_s)
-            if not wanted:
+        functions = held.functions
+        for function in functions.values():
+            if not stays(function.arrivals, time.monotonic(), keep_alive_s):
                 function.offload()
-            elif function.is_offloaded and not (closing.is_set() or held._room.is_limited):
+        for name in held._room.worth_starting(functions, time.monotonic()):
+            if not closing.is_set():
                 with contextlib.suppress(ConnectionError):  # its next call says why
-                    function.warm()
-        del held
+                    functions[name].warm()
+        del held, functions
 
 
 _agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()
