@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.allocator import AbstractAllocator
 from lora_jax.adapters.entries import AdapterEntry, PairWeights
-from lora_jax.adapters.slots import LoraLoadJob
+from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 
 logger = logging.getLogger(__name__)

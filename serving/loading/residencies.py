@@ -12,8 +12,8 @@ from typing import Any
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.lora_load_job import LoraLoadJob, RowChunk, SlotEntry
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
-from lora_jax.adapters.slots import LoraLoadJob, RowChunk, SlotEntry
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.esft_parts import EsftParts

@@ -11,8 +11,9 @@ import dataclasses
 import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
-from lora_jax.adapters.slots import AdapterSlots, LoraLoadJob
+from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.adapters.weights import AdapterWeights
 
 # Each group costs a turn of the rank's loop, and each request that has caught up with the load an

@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 from jax.stages import Lowered
 
-from lora_jax.adapters.slots import AdapterSlots, RowChunk, SlotEntry, warm_up, write
+from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
+from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
 from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int

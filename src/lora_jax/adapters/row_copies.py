@@ -40,7 +40,7 @@ def pin_matrices[W: AnyWeights](weights: W, copier: Copier | None) -> W:
 
 
 class LoraCopyJob:
-    """As slots.LoraLoadJob, of which it has the methods, with rows that the host copies.
+    """As LoraLoadJob, of which it has the methods, with rows that the host copies.
 
     Copies keep no order with programs. So none begins before every program that was enqueued before
     has ended, which may read rows that were another adapter's, and the table is written when all

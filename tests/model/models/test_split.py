@@ -15,7 +15,8 @@ from support.cases import adapter_cases
 from lora_jax import models
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import AdapterSlots, LoraLoadJob, init_slots, size_slots
+from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.slots import AdapterSlots, init_slots, size_slots
 from lora_jax.batch import ForwardBatch
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding

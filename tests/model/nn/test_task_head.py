@@ -8,7 +8,8 @@ from support.cases.head_cases import write_head
 
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import LoraLoadJob, init_slots, size_slots
+from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.task_head import head_logits as numpy_logits
 from lora_jax.adapters.task_head import with_head
 from lora_jax.nn.task_head import head_logits

@@ -7,7 +7,8 @@ import numpy as np
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import LoraLoadJob, init_slots, size_slots
+from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.vocabulary import (
     EMBEDDING,
     HEAD,

@@ -11,8 +11,9 @@ from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.row_copies import LoraCopyJob
-from lora_jax.adapters.slots import LoraLoadJob, init_slots, size_slots
+from lora_jax.adapters.slots import init_slots, size_slots
 
 CATALOGUE = cases.moe(layers=2)
 

@@ -11,8 +11,8 @@ from support.cases import adapter_cases as cases
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.slots import (
-    LoraLoadJob,
     chunk_rows,
     clear_slots,
     init_slots,

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from support.cases import tiny_checkpoint
@@ -76,15 +77,12 @@ class Nodes:
 
     def member(self, rank):
         """The process of a node that has its devices: the youngest that it started."""
-        parent = self.nodes[rank].pid
-        children = f"/proc/{parent}/task/{parent}/children"
-        with open(children) as file:
-            pids = map(int, file.read().split())
         found = []
-        for pid in pids:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline") as file:
-                if "spawn_main" in file.read():
-                    found.append(pid)
+        for task in Path(f"/proc/{self.nodes[rank].pid}/task").iterdir():
+            for pid in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+                        found.append(pid)
         return max(found)
 
     def until(self, status):

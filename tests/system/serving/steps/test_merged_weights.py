@@ -10,7 +10,8 @@ from support.cases.adapter_cases import site_delta, weights
 from support.cases.tiny_checkpoint import TinyShape
 
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import LoraLoadJob, init_slots, size_slots
+from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.models import load
 from serving.api.request import Merged, StepPlan
 from serving.steps.merged_weights import MODES, MergedWeights, dense_map_bytes, dense_maps
