@@ -129,7 +129,7 @@ class Node:
         self._closing.set()
 
     def _replace(self, dead: AbstractChild) -> None:
-        status = dead.status
+        status = dead.exit_status
         dead.stop()
         if status in (0, 1):  # rank 0 has ended, or refused
             self._status = status

@@ -37,7 +37,7 @@ class AbstractChild(abc.ABC):
         return self._process.sentinel
 
     @property
-    def status(self) -> int | None:
+    def exit_status(self) -> int | None:
         """The exit status of a process whose sentinel said that it ends, negative for a signal."""
         self._process.join(self._end_s)  # the sentinel is a little early
         return self._process.exitcode
