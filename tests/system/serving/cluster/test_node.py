@@ -63,7 +63,8 @@ class Nodes:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
-            return error.code
+            with error:
+                return error.code
 
     def ask(self):
         request = urllib.request.Request(
@@ -108,6 +109,7 @@ def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 nodes.ask()
             assert refused.value.code == 503
+            refused.value.close()
             nodes.until(200)
             assert nodes.ask() == want
         nodes.nodes[0].terminate()
