@@ -7,6 +7,9 @@ MODEL ?= assets/tiny-moe
 # One of each domain; `make serve ESFT=` serves none, and other names of $(MODEL)/esft may stand here.
 ESFT ?= token-intent gate-law token-summary gate-translation
 ESFT_FOLDERS = $(foreach name,$(ESFT),$(addprefix $(name)=,$(wildcard $(MODEL)/esft/$(name))))
+# Adapters with a task head: each answers to NAME-head. `make serve HEADS=` serves none.
+HEADS ?= $(notdir $(wildcard $(MODEL)/heads/*))
+HEAD_FOLDERS = $(foreach name,$(HEADS),$(name)-head=$(MODEL)/heads/$(name))
 PORT ?= 8000
 ARGS ?=
 # `make lock UPGRADE=--upgrade` takes the newest versions that pyproject.toml allows.
@@ -47,7 +50,7 @@ endef
 .PHONY: serve test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
-	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)),--lora-modules $(ESFT_FOLDERS)) --port $(PORT) $(ARGS)
+	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
 
 HARDWARE := gpu or multigpu or aot or ascend
 

@@ -62,13 +62,14 @@ def write_llama(folder: Path, shape: LlamaShape, seed: int = 0) -> int:
             tensors[f"{prefix}{name}.weight"] = normal(d_out, d_in)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(_llama_config(shape), indent=1))
+    (folder / "config.json").write_text(json.dumps(llama_config(shape), indent=1))
     words = {f"w{i}": i for i in range(shape.vocab_size)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     return sum(t.size for t in tensors.values())
 
 
-def _llama_config(shape: LlamaShape) -> dict[str, object]:
+def llama_config(shape: LlamaShape) -> dict[str, object]:
+    """Return what config.json says of the shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

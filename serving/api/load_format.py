@@ -25,6 +25,7 @@ class WeightSource:
     load_model: Callable[..., tuple[AbstractCausalLM, ModelConfig]]
     model_dtype: Callable[[ModelConfig, Path], jnp.dtype]  # of a folder's model, as it is loaded
     read_adapter: Callable[..., AnyWeights]
+    is_shared: bool = False  # the weights are in memory that other processes read too
 
 
 def weight_source(load_format: str) -> WeightSource:

@@ -77,6 +77,9 @@ FUNCTIONS_HELP = {
     "functions_keep_alive_s": "seconds without requests after which such a process ends",
     "functions_memory_bytes": "memory of these processes together, in bytes, without the base "
     "model; idle ones end for one that is asked for; default: no limit",
+    "functions_ttft_slo_s": "seconds in which functions promise the first token; they then have "
+    "the device in turns, those first that have least time left. Without it there are turns on "
+    "accelerators only, for 5 times the measured prefill of one request",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

@@ -198,7 +198,9 @@ def front_server(
 
 def examples_of(options: Options) -> Examples:
     """Return the example prompts of the model and of the adapters that are named at the start."""
-    return read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+    found = read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+    takes_images = not options.engine.language_model_only
+    return found if takes_images else dataclasses.replace(found, images={})
 
 
 def has_template(engine: EngineConfig) -> bool:

@@ -96,6 +96,7 @@ def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
         dtype=dtype,
         keep_alive_s=options.functions.functions_keep_alive_s,
         memory_bytes=options.functions.functions_memory_bytes,
+        ttft_slo_s=options.functions.functions_ttft_slo_s,
         http={"settings": http_fields(http), "budgets_folder": budgets},
         **{"structured_outputs": True} | fields,
     )

@@ -39,7 +39,7 @@ from serving.engine.generate_arguments import (
 )
 from serving.engine.image_inputs import read_prompts
 from serving.engine.images.front import ImageFront
-from serving.engine.loop import EngineLoop
+from serving.engine.loop import AbstractTurns, EngineLoop
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.engine.single_prompt import single_prompt
@@ -66,18 +66,20 @@ class Engine:
         *,
         lora_server: ServerAccess | None = None,
         backbone: ImportedArena | None = None,
+        turns: AbstractTurns | None = None,
         **fields: Any,
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
         With `lora_server` the experts' part of LoRA adapters is there; with `backbone` the weights
-        stay in another process's memory, which the engine reads. Raises ValueError for a
+        stay in another process's memory, which the engine reads, and with `turns` it has the
+        device in turn with other processes. Raises ValueError for a
         config, model or adapter that cannot be served, and ConnectionError when the server cannot
         be reached or does not fit.
         """
         self.config = EngineConfig(model=os.fspath(model), **fields)
         self._parts: EngineParts = build_parts(
-            self.config, dict(adapters or {}), lora_server, backbone
+            self.config, dict(adapters or {}), lora_server, backbone, turns
         )
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)

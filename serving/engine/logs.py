@@ -8,7 +8,8 @@ import shlex
 import sys
 import threading
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 
@@ -18,6 +19,7 @@ from serving.engine.stats import EngineStats
 
 LINE = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 TIME = "%m-%d %H:%M:%S"
+_MARK = "IMAGE-{}-OF-THE-EXAMPLE"
 PROBES = ("/health", "/live", "/ready", "/metrics", "/load", "/ping", "/version")
 
 
@@ -101,16 +103,19 @@ def ready_lines(
     """Return the lines that say where the server is and how to try it.
 
     The prompt is the first example of an adapter that is served, else the base's; with `chats` it
-    is a message. On a Unix socket that is an instance behind a router, which says how.
+    is a message, with the example's images. On a Unix socket that is an instance behind a router,
+    which says how.
     """
     if url.startswith("unix:"):
         return [f"Ready: {url} serves {model}."]
     examples = examples or Examples()
     asked = next((name for name in examples.adapters if name in adapters), None)
-    prompt = examples.adapters[asked] if asked else examples.base or "Once upon a time"
-    body = {"model": asked or model, "max_tokens": 48, "temperature": 0}
+    prompt, images = examples.of(asked)
+    prompt = prompt or "Once upon a time"
+    body: dict[str, Any] = {"model": asked or model, "max_tokens": 48, "temperature": 0}
     if chats:
-        path, body = "chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
+        content = _image_parts(images, prompt) if images else prompt
+        path, body = "chat/completions", body | {"messages": [{"role": "user", "content": content}]}
     else:
         path, body = "completions", body | {"prompt": prompt}
     key = ' -H "Authorization: Bearer $SERVING_API_KEY"' if needs_key else ""
@@ -118,9 +123,23 @@ def ready_lines(
     return [
         f"Ready: {url} serves {model}. Try:",
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
-        f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}",
+        f"-d {_with_files(shlex.quote(json.dumps(body, ensure_ascii=False)), images)}",
         *(f'Another model answers to its name: "model": {json.dumps(n)}.' for n in others[:1]),
     ]
+
+
+def _image_parts(images: Sequence[Path], prompt: str) -> list[dict[str, Any]]:
+    urls = [f"data:image/png;base64,{_MARK.format(n)}" for n in range(len(images))]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": u}} for u in urls]
+    return [*parts, {"type": "text", "text": prompt}]
+
+
+def _with_files(quoted: str, images: Sequence[Path]) -> str:
+    """Return a quoted shell word where each mark of an image is the shell's reading of its file."""
+    for number, path in enumerate(images):
+        read = f"$(base64 < {shlex.quote(str(path))} | tr -d '\\n')"
+        quoted = quoted.replace(_MARK.format(number), f"'\"{read}\"'")
+    return quoted
 
 
 class HasStats(Protocol):

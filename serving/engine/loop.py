@@ -9,6 +9,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from typing import Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
 from lora_jax.adapters.rollout_guard import Outcome
@@ -44,6 +46,27 @@ _NONE_LEFT = (
 )
 
 
+class AbstractTurns(Protocol):
+    """Turns on a device that several processes share; the loop's thread uses it."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the turn is to be given back as soon as no step runs."""
+        ...
+
+    def take(self, arrivals: Callable[[], SequenceOf[float]], closing: Callable[[], bool]) -> None:
+        """Return when the device is this process's, or the loop is closing."""
+        ...
+
+    def give_back(self) -> None:
+        """Let others have the device."""
+        ...
+
+    def ran(self, num_prompts: int, seconds: float) -> None:
+        """Note a step that had the device to itself, with the ends of so many prompts."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LoopParts:
     """Parts that the loop drives."""
@@ -59,6 +82,7 @@ class LoopParts:
     finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
     compositions: Compositions | None = None
     traces: Traces | None = None
+    turns: AbstractTurns | None = None
 
 
 class EngineLoop:
@@ -79,6 +103,7 @@ class EngineLoop:
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
         self._pacer = Pacer(time.monotonic)
+        self._alone: tuple[InFlightStep | HeldStep | None, float] = None, 0.0  # see _take_turn
         self.num_steps = 0  # whose results have been read
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -171,6 +196,8 @@ class EngineLoop:
             wait_s = self._pacer.wait_s(self._flying.plan.num_tokens)
             if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
                 time.sleep(wait_s)
+        if self._parts.turns is not None:
+            self._take_turn(self._parts.turns)
         parts, now = self._parts, time.monotonic()
         self._heartbeat_s = now
         with self._lock:
@@ -184,6 +211,8 @@ class EngineLoop:
         step = None if plan is None else self._dispatch(plan)
         if step is not None:
             self._num_dispatched += 1
+            if self._flying is None:
+                self._alone = step, now
             self._pacer.dispatched(now, follows=self._flying is not None)
         loaded = self._advance_loads()
         for sequence in ended:
@@ -206,6 +235,22 @@ class EngineLoop:
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
             self._process_results(step)
+
+    def _take_turn(self, turns: AbstractTurns) -> None:
+        """Give the device to another process where that is due, and have it for the next step."""
+        if turns.is_due:
+            if self._flying is not None:
+                step, self._flying = self._flying, None
+                self._process_results(step)
+            turns.give_back()
+        with self._lock:
+            has_work = self._parts.scheduler.has_work
+        if has_work:
+            turns.take(self._waiting_since, lambda: self._closing)
+
+    def _waiting_since(self) -> list[float]:
+        with self._lock:
+            return self._parts.scheduler.waiting_since()
 
     def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
         """Send a step to the device, or its forward part where a grammar binds a row."""
@@ -255,6 +300,8 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
+        if self._parts.turns is not None:
+            self._parts.turns.give_back()
         loading = self._parts.residencies.is_busy
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
@@ -281,6 +328,9 @@ class EngineLoop:
         began = time.monotonic()
         results = self._parts.runner.read(step)
         self._pacer.ended(step.plan.num_tokens, began)
+        if self._parts.turns is not None and self._alone[0] is step:
+            prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
+            self._parts.turns.ran(prompts, time.monotonic() - self._alone[1])
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now = time.monotonic()
         lost = self._parts.residencies.affected_by(step.remote_status)

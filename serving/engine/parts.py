@@ -21,7 +21,7 @@ from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import check_pairs, make_front, take_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
-from serving.engine.loop import EngineLoop, LoopParts
+from serving.engine.loop import AbstractTurns, EngineLoop, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import (
     check_merging,
@@ -77,11 +77,12 @@ def build_parts(
     adapters: Mapping[str, str | os.PathLike[str]],
     access: ServerAccess | None = None,
     backbone: ImportedArena | None = None,
+    turns: AbstractTurns | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
     With `access` the experts' part of LoRA adapters is on a LoRA Server, with `backbone` the
-    weights are another process's. Raises ValueError for a
+    weights are another process's, with `turns` the device is others' too. Raises ValueError for a
     model or an adapter that cannot be served, and ConnectionError when the server cannot be
     reached or does not fit.
     """
@@ -151,7 +152,7 @@ def build_parts(
             merged,
             norms,
         )
-        parts = _build(config, adapters, base, tokenizer, info, traces)
+        parts = _build(config, adapters, base, tokenizer, info, traces, turns)
         undo.pop_all()
         return parts
 
@@ -163,6 +164,7 @@ def _build(
     tokenizer: Tokenizer,
     info: ModelInfo,
     traces: Traces | None,
+    turns: AbstractTurns | None,
 ) -> EngineParts:
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
@@ -207,6 +209,7 @@ def _build(
             rollouts.finished,
             compositions,
             traces,
+            turns,
         )
     )
     residencies.call_on_news(loop.wake)

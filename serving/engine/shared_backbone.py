@@ -41,5 +41,7 @@ def source_of(config: EngineConfig, backbone: ImportedArena | None) -> WeightSou
     if backbone is None:
         return source
     return dataclasses.replace(
-        source, load_model=lambda path, dtype, split: load_from_arena(path, backbone, dtype=dtype)
+        source,
+        load_model=lambda path, dtype, split: load_from_arena(path, backbone, dtype=dtype),
+        is_shared=True,
     )

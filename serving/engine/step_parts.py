@@ -1,8 +1,10 @@
 """Parts of an engine that plan and run its steps: the scheduler and the model runner."""
 
+import dataclasses
 import logging
 import time
 from collections.abc import Set
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +18,9 @@ from serving.engine.merging import AUTO
 from serving.engine.sizing import CacheSize
 from serving.engine.storage import kv_dtype, lora_dtype
 from serving.loading.residencies import Residencies
+from serving.runtime.program_cache import step_files
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.kept_steps import KeptSteps, identity
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 
@@ -59,6 +63,7 @@ def make_runner(
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
         bringing=bringing,
+        kept=_kept_steps(config, base),
     )
     runner.warm_up(progress=True)
     logger.info(
@@ -68,6 +73,19 @@ def make_runner(
         time.monotonic() - start,
     )
     return runner
+
+
+def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
+    """Return the steps that are kept in files: those of functions, which start again and again.
+
+    On a CPU alone: programs of accelerators were not tried.
+    """
+    files = step_files() if base.source.is_shared and jax.default_backend() == "cpu" else None
+    if files is None:
+        return None
+    fields = dataclasses.asdict(config)
+    paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
+    return KeptSteps(*files, identity(fields, Path(paths["model"])))
 
 
 def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:

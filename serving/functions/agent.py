@@ -29,6 +29,7 @@ from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.turn_keeper import TurnKeeper
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
@@ -53,6 +54,7 @@ class Agent:
         keep_alive_s: float | None = None,
         memory_bytes: int | None = None,
         http: dict[str, Any] | None = None,
+        ttft_slo_s: float | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
@@ -60,10 +62,13 @@ class Agent:
 
         With `memory_bytes` processes of functions hold no more together, the backbone aside: idle
         ones of little value end for one that is called; where all are busy it is DeviceFull.
-        Then none is started ahead of its call.
 
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
+
+        Functions that promise a first token in `ttft_slo_s` have the device in turns, those first
+        that have least time left. None: on an accelerator 5 times the measured prefill of one
+        request; a CPU's cores are shared without turns.
 
         With `keep_alive_s` a function without calls for so long loses its process, unless its next
         call is expected by the rate of the last ones (`policies.predict`); when that call is
@@ -75,7 +80,11 @@ class Agent:
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+        if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
+            raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")
         self._http, self._room = http, Room(memory_bytes)
+        self._turns: TurnKeeper | None = None
+        self._slo_s = ttft_slo_s
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
@@ -84,7 +93,9 @@ class Agent:
         self._closing = threading.Event()
         self._fds: list[int] = []
         try:
-            self._manifest, self._fds = self._load_backbone(dtype)
+            self._manifest, self._fds, self._device = self._load_backbone(dtype)
+            if ttft_slo_s is not None or self._device != "cpu":
+                self._turns = TurnKeeper()
             _expect(self._control, "ready")
         except BaseException:
             self._zygote.kill()
@@ -147,10 +158,12 @@ class Agent:
         with self._lock:  # no fork is under way, and none begins
             self._control.close()
             _end(self._zygote)
+        if self._turns is not None:
+            self._turns.close()
         close_all(self._fds)
         self._fds = []
 
-    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int]]:
+    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int], str]:
         process, connection = _spawn("serving.functions.backbone")
         try:
             with connection:
@@ -160,7 +173,7 @@ class Agent:
                 send_header(connection, {"received": len(fds)})
         finally:
             _end(process)
-        return answer["manifest"], fds
+        return answer["manifest"], fds, answer["device"]
 
     def _start(self, name: str, folder: str | None) -> Running:
         """Return a new process of a function that is ready for calls."""
@@ -170,15 +183,21 @@ class Agent:
             with theirs:
                 pid = self._fork(theirs.fileno())
             order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
-            send_header(ours, order | {"manifest": self._manifest, "http": self._http})
+            turns = None if self._turns is None else {"slo_s": self._slo_s}
+            order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
+            order["jail"] = {"memory_bytes": self._room.limit} if self._device == "cpu" else None
+            send_header(ours, order)
             send_fds(ours, self._fds)
+            if self._turns is not None:
+                with self._turns.open(name) as end:
+                    send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
             ready = _expect(ours, "ready")
             ours.settimeout(None)
         except BaseException:
             ours.close()
             raise
-        self._room.ready(name, ready["private_bytes"])
+        self._room.ready(name, ready["private_bytes"], ready["start_s"])
         return Running(ours, pid, ready)
 
     def _fork(self, end: int) -> int:
@@ -186,7 +205,7 @@ class Agent:
         with self._lock:
             for attempt in range(2):
                 try:
-                    send_header(self._control, {"fork": True})
+                    send_header(self._control, {"fork": True, "device": self._device})
                     send_fds(self._control, [end])
                     return receive_header(self._control)["pid"]
                 except OSError:
@@ -205,14 +224,15 @@ def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: f
         held = agent()
         if held is None:
             return
-        for function in held.functions.values():
-            wanted = stays(function.arrivals, time.monotonic(), keep_alive_s)
-            if not wanted:
+        functions = held.functions
+        for function in functions.values():
+            if not stays(function.arrivals, time.monotonic(), keep_alive_s):
                 function.offload()
-            elif function.is_offloaded and not (closing.is_set() or held._room.is_limited):
+        for name in held._room.worth_starting(functions, time.monotonic()):
+            if not closing.is_set():
                 with contextlib.suppress(ConnectionError):  # its next call says why
-                    function.warm()
-        del held
+                    functions[name].warm()
+        del held, functions
 
 
 _agents: "weakref.WeakSet[Agent]" = weakref.WeakSet()

@@ -27,7 +27,8 @@ def main(connection: socket.socket) -> None:
         send_header(connection, {"error": f"Cannot share {order['model']}: {error}"})
         return
     manifest = arena.manifest
-    send_header(connection, {"manifest": manifest.fields(), "digest": manifest.digest})
+    about = {"digest": manifest.digest, "device": jax.default_backend()}
+    send_header(connection, {"manifest": manifest.fields(), **about})
     send_fds(connection, fds)
     close_all(fds)
     receive_header(connection)  # descriptors in flight are lost if their sender ends too early

@@ -6,19 +6,30 @@ It listens nowhere: its only connection is the socket that it was born with, who
 
 import contextlib
 import ctypes
+import logging
+import os
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from lora_jax import own_files
 from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
+from lora_jax.ops import dispatch
+from serving.api.config import EngineConfig
 from serving.engine.engine import Engine
+from serving.functions import jail
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
+from serving.functions.turn_side import TurnSide
+
+logger = logging.getLogger(__name__)
 
 _CALLS = 256  # answered at a time; more wait
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
@@ -26,17 +37,20 @@ _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
 def main(connection) -> None:
     """Be a function until the other side of the connection has gone."""
-    _shut_others_out()
     order = receive_header(connection)
+    if order.get("jail") is not None:
+        _enter_jail(order)
+    _shut_others_out()
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
+    turns = _turns_of(connection, order)
     start = time.monotonic()
     try:
         arena = ImportedArena(for_platform(jax.default_backend()), manifest, fds)
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
         adapters = {} if folder is None else {name: folder}
-        engine = Engine(order["model"], adapters, backbone=arena, **order["fields"])
+        engine = Engine(order["model"], adapters, backbone=arena, turns=turns, **order["fields"])
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
@@ -53,6 +67,40 @@ def main(connection) -> None:
     send_header(connection, {"ready": True, **about})
     with engine:
         _Calls(connection, engine, arena, name if adapters else None, side).answer()
+
+
+def _enter_jail(order: dict[str, Any]) -> None:
+    """Leave this process no files but its own and the system's, and no network.
+
+    It reads the model's files, its adapter, and what the settings name; it writes the cache of
+    programs, which all functions share, and the folder of budgets.
+    """
+    model, http = Path(order["model"]), order.get("http") or {}
+    named = [order["adapter"], *order["fields"].values(), *http.get("settings", {}).values()]
+    paths = [Path(n) for n in named if isinstance(n, str) and n and os.path.exists(n)]
+    inside = [f for folder in (model, *paths) for f in folder.glob("*") if f.is_file()]
+    private = [model, *paths]
+    with contextlib.suppress(OSError):  # who uses it says why it cannot be there
+        own_files.own_folder(dispatch.cache_folder())
+    kept = [http.get("budgets_folder"), jax.config.jax_compilation_cache_dir]
+    failed = jail.enter(
+        [*jail.code_folders(private), *inside, *paths],
+        [dispatch.cache_folder(), *filter(None, kept)],
+        [model],
+        memory_bytes=order["jail"]["memory_bytes"],
+        network=bool(order["fields"].get("otlp_traces_endpoint")),
+    )
+    for what in failed:
+        logger.warning("Function %r runs without %s", order["name"], what)
+
+
+def _turns_of(connection, order: dict[str, Any]) -> TurnSide | None:
+    """Return the function's turns on the device; None: it need not share the device."""
+    if order.get("turns") is None:
+        return None
+    (fd,) = receive_fds(connection, 1)
+    limit = order["fields"].get("max_num_seqs", EngineConfig.max_num_seqs)
+    return TurnSide(socket.socket(fileno=fd), order["turns"]["slo_s"], limit)
 
 
 class _Calls:

@@ -1,4 +1,4 @@
-"""Memory of functions' processes under one limit (ServerlessLoRA, Eq. 7 and 8). No jax.
+"""Memory of functions' processes under one limit (ServerlessLoRA, Eq. 1, 2, 7 and 8). No jax.
 
 A process is asked for its own memory when it is ready. A function that has had none yet is taken
 for the largest that was seen.
@@ -8,8 +8,10 @@ import threading
 from collections.abc import Mapping
 
 from serving.functions.handle import DeviceFull, Function
+from serving.functions.policies import preload
+from serving.functions.policies.artifacts import Artifact, Place
 from serving.functions.policies.offload import NoRoomError, Resident, plan
-from serving.functions.policies.predict import rate_of
+from serving.functions.policies.predict import predicted_rate, rate_of
 
 _PLANS = 4  # functions that were to leave may be called meanwhile
 
@@ -21,17 +23,52 @@ class Room:
         self._limit = limit_bytes
         self._lock = threading.Lock()
         self._bytes: dict[str, int] = {}  # of the last process of each function
+        self._start_s: dict[str, float] = {}
         self._admitted: set[str] = set()  # functions that have room for a process, or had
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes that all processes may have together; None: any."""
+        return self._limit
 
     @property
     def is_limited(self) -> bool:
         """Whether processes may have to make room for each other."""
         return self._limit is not None
 
-    def ready(self, name: str, num_bytes: int) -> None:
-        """A process of the function is ready and holds so many bytes."""
+    def ready(self, name: str, num_bytes: int, start_s: float) -> None:
+        """A process of the function is ready: it holds so many bytes, and took so long."""
         with self._lock:
-            self._bytes[name] = num_bytes
+            self._bytes[name], self._start_s[name] = num_bytes, start_s
+
+    def worth_starting(self, functions: Mapping[str, Function], now: float) -> list[str]:
+        """Return functions without a process that one is worth its room for ahead of its call.
+
+        Those expected by their rate; under a limit those of the best plan (Eq. 1, 2) for what is
+        not in use, best first, as far as their room takes no other planned function's.
+        """
+        rates = {name: predicted_rate(f.arrivals, now) for name, f in functions.items()}
+        off = [n for n, f in functions.items() if f.is_offloaded and rates[n] > 0]
+        if self._limit is None or not off:
+            return off
+        with self._lock:
+            there = [f for f in functions.values() if self._holds(f)]
+            idle = {f.name for f in there if f.running is not None and f.running.is_idle}
+            free = self._limit - sum(self._held(f.name) for f in there if f.name not in idle)
+            known = [name for name in (*idle, *off) if self._held(name)]
+            parts = [
+                Artifact(name, self._held(name), (name,), device_s=self._start_s.get(name, 1.0))
+                for name in known
+            ]
+            loads = preload.plan(parts, rates, [Place("processes", max(free, 0), True)])
+            planned = [load.artifact for load in loads]
+            free -= sum(self._held(name) for name in idle if name in planned)
+            chosen = []
+            for name in planned:
+                if name not in idle and self._held(name) <= free:
+                    free -= self._held(name)
+                    chosen.append(name)
+        return chosen
 
     def make(self, name: str, functions: Mapping[str, Function]) -> None:
         """Return when a process of the function has room. Raises DeviceFull."""

@@ -11,7 +11,9 @@ import sys
 import warnings
 
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
+from lora_jax.ops.cpu.build import available
 from serving.functions import function_process  # brings jax and the engine
+from serving.steps.kept_steps import code_digest
 
 
 def main(control: socket.socket) -> None:
@@ -19,13 +21,16 @@ def main(control: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the agent ends its functions
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes children that have ended
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while jax's threads sleep
+    code_digest()  # which every function asks for
     send_header(control, {"ready": True})
     while True:
         try:
-            receive_header(control)
+            order = receive_header(control)
             (end,) = receive_fds(control, 1)
         except ShareError:
             return
+        if order.get("device") == "cpu":
+            available()  # a function may run no compiler
         pid = os.fork()
         if pid == 0:
             _be_function(control, end)

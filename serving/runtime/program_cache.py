@@ -19,6 +19,7 @@ from serving.runtime.program_files import ProgramFiles
 logger = logging.getLogger(__name__)
 
 _MAX_BYTES = 8 << 30  # programs used longest ago go first
+_MAX_STEP_BYTES = 2 << 30
 _MIN_COMPILE_S = 0.2  # faster ones are not worth a file
 
 
@@ -40,6 +41,22 @@ def keep_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _MIN_COMPILE_S)
         _give_jax(ProgramFiles(folder, _MAX_BYTES), str(folder))
     jax_cache.reset_cache()  # jax looks at the settings once, maybe before this
+
+
+def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
+    """Return files for whole steps, and those of `keep_programs` around them; None: that is off."""
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    programs, _ = jax_cache.get_file_cache(folder)
+    if not isinstance(programs, ProgramFiles):
+        return None
+    try:
+        steps = own_files.own_folder(Path(folder).parent / "steps" / Path(folder).name)
+    except OSError as error:
+        logger.warning("Steps are traced anew at each start: %s", error)
+        return None
+    return ProgramFiles(steps, _MAX_STEP_BYTES), programs
 
 
 def _give_jax(files: ProgramFiles, folder: str) -> None:

@@ -4,9 +4,12 @@ A file is the SHA-256 of a program and the program. One that does not agree is r
 compiles it again: jax itself would hand it to XLA, or, where XLA refuses it, keep it for ever.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from lora_jax import own_files
@@ -23,9 +26,21 @@ class ProgramFiles:
     def __init__(self, folder: Path, max_bytes: int):
         self._path = folder  # jax says it in its messages
         self._max_bytes = max_bytes
+        self._reading = threading.local()
+
+    @contextlib.contextmanager
+    def unread(self) -> Iterator[None]:
+        """Let this thread find no program: all that it compiles meanwhile is compiled anew."""
+        self._reading.off = True
+        try:
+            yield
+        finally:
+            self._reading.off = False
 
     def get(self, key: str) -> bytes | None:
         """Return a program, or None where there is none or its file is damaged."""
+        if getattr(self._reading, "off", False):
+            return None
         path = self._file(key)
         try:
             data = path.read_bytes()

@@ -135,6 +135,10 @@ class LiveSequences:
         self._pages.forget_adapters(digests)
         return lost
 
+    def waiting_since(self) -> list[float]:
+        """Return the arrival times of the requests that wait, in order."""
+        return sorted({s.request.request_id: s.request.arrival_s for s in self._waiting}.values())
+
     @property
     def has_work(self) -> bool:
         """True if any sequence is waiting or running."""

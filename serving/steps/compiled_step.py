@@ -28,6 +28,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ImageOperands
+from serving.steps.kept_steps import KeptSteps
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -87,15 +88,23 @@ class CompiledStep:
         in_place: bool,
         compiler_options: dict[str, str] | None = None,
         split: StepSplit | None = None,
+        kept: KeptSteps | None = None,
     ):
         """`in_place` samples all rows at once, and memory stays where it is; see the module.
 
-        With `split` the model lies on several devices, and a step runs on all of them.
+        With `split` the model lies on several devices, and a step runs on all of them. With `kept`
+        programs outlive the process; not together with `split` or `link`.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         sample = batch_sampler.sample if in_place else sampler.sample
         jitted = _jit_steps(model, sizes, link, sample, compiler_options, split)
-        (self._step, self._forward, self._sample), self._leaves = jitted
+        steps, self._leaves = jitted
+        self.keeps = kept is not None
+        if kept is not None:
+            facts = sizes, vocab_size, in_place, compiler_options
+            named = zip(("step", "forward", "sample"), steps, strict=True)
+            steps = tuple(kept.keep(name, one, *facts) for name, one in named)
+        self._step, self._forward, self._sample = steps
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self._table = self._place(np.zeros((sizes.table_rows, sizes.max_seqs), np.int32))
         self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))

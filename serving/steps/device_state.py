@@ -83,16 +83,18 @@ class RowState:
 
 def init_row_state(max_seqs: int, max_len: int) -> RowState:
     """Return rows that belong to nobody; their values are never read before `admit`."""
-    scalars = {name: jnp.zeros(max_seqs, jnp.int32) for name in _INT_SCALARS[1:]}
-    scalars |= {name: jnp.zeros(max_seqs, jnp.float32) for name in _FLOAT_SCALARS}
+    # Copied, not computed: a program per shape would cost a start more than the copies do.
+    zeros = lambda shape, dtype: jnp.asarray(np.zeros(shape, dtype))  # noqa: E731
+    scalars = {name: zeros(max_seqs, jnp.int32) for name in _INT_SCALARS[1:]}
+    scalars |= {name: zeros(max_seqs, jnp.float32) for name in _FLOAT_SCALARS}
     return RowState(
-        history=jnp.zeros((max_seqs, max_len), jnp.int32),
-        key=jnp.zeros((max_seqs, 2), jnp.uint32),
-        suppressed_ids=jnp.zeros((max_seqs, MAX_SUPPRESSED), jnp.int32),
-        bias_ids=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.int32),
-        bias_values=jnp.zeros((max_seqs, MAX_LOGIT_BIAS), jnp.float32),
-        allowed_ids=jnp.zeros((max_seqs, MAX_ALLOWED_TOKEN_IDS), jnp.int32),
-        bad_words=jnp.zeros((max_seqs, MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS), jnp.int32),
+        history=zeros((max_seqs, max_len), jnp.int32),
+        key=zeros((max_seqs, 2), jnp.uint32),
+        suppressed_ids=zeros((max_seqs, MAX_SUPPRESSED), jnp.int32),
+        bias_ids=zeros((max_seqs, MAX_LOGIT_BIAS), jnp.int32),
+        bias_values=zeros((max_seqs, MAX_LOGIT_BIAS), jnp.float32),
+        allowed_ids=zeros((max_seqs, MAX_ALLOWED_TOKEN_IDS), jnp.int32),
+        bad_words=zeros((max_seqs, MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS), jnp.int32),
         **scalars,
     )
 

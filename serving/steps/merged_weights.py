@@ -140,7 +140,7 @@ class MergedWeights:
         self.slot = jax.device_put(np.int32(merged.slot), self._plain[0].sharding)
         if changes:
             plain = self._of_maps(self._plain)
-            self._shadow = _merged(
+            self._shadow = switched(
                 self._shadow, plain, slots, self.slot, sites=self._sites, max_rank=self._max_rank
             )
             self.num_switches += 1
@@ -167,7 +167,7 @@ def _squares(maps: tuple[Float[Array, "d_out d_in"], ...]) -> tuple[Float[Array,
 @functools.partial(
     jax.jit, donate_argnums=0, keep_unused=True, static_argnames=("sites", "max_rank")
 )
-def _merged(
+def switched(
     shadow: tuple[Float[Array, "d_out d_in"], ...],
     plain: tuple[Float[Array, "d_out d_in"], ...],
     slots: AdapterSlots,

@@ -7,16 +7,13 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 """
 
 import functools
-import os
 from collections.abc import Iterator, Set
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.stages import Lowered
-from tqdm import tqdm
 
 from lora_jax.adapters.slots import AdapterSlots, warm_up
 from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
@@ -26,8 +23,10 @@ from serving.api.request import Sequence, SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
+from serving.steps.compiling import compile_all, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
+from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.page_copies import PageCopies
 from serving.steps.sampler import Sampled
@@ -53,8 +52,6 @@ from serving.steps.step_results import (
 )
 from serving.steps.token_masks import TokenMasks, host_masks
 
-_COMPILING = 4  # programs at a time at most: each takes two cores, and memory
-
 
 class ModelRunner:
     """The device side of the engine; one thread uses it."""
@@ -79,6 +76,7 @@ class ModelRunner:
         merged: MergedWeights | None = None,
         mixture: bool = False,
         bringing: Set[int] = frozenset(),
+        kept: KeptSteps | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -89,7 +87,7 @@ class ModelRunner:
         lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
         images, on one device. With `merged` steps may take those weights, with `mixture` steps
         whose rows have other adapters too. `bringing` are the slots whose adapters have more than
-        LoRA; the caller changes it.
+        LoRA; the caller changes it. `kept` are compiled steps of earlier processes.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -104,6 +102,7 @@ class ModelRunner:
             in_place=jax.default_backend() != "cpu",
             compiler_options=NO_REMAT if reroute_tables is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
+            kept=kept,
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
@@ -147,7 +146,12 @@ class ModelRunner:
             self.merged.warm_up(self.slots)
         self._step.set_pages(self._tables)
         table = np.zeros((self.sizes.table_rows, self.sizes.max_seqs), np.int32)
-        self._compile(table, progress=progress)
+        programs = list(self._lowered(table)) if self._step.keeps else []
+        if programs and all(isinstance(p, KeptProgram) and p.is_kept for p in programs):
+            read_kept(programs)
+            jax.block_until_ready(self._run(table, self.programs[0]))
+            return
+        compile_all(programs or self._lowered(table), self.num_programs, progress=progress)
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
@@ -156,19 +160,7 @@ class ModelRunner:
             sampled = self._run_sample(forwarded, self.new_masks(), bucket)
             jax.block_until_ready((sampled, status))
 
-    def _compile(self, table: np.ndarray, *, progress: bool) -> None:
-        """Compile every program, several at a time: XLA works outside Python's lock."""
-        workers = max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
-        bar = tqdm(total=self.num_programs, desc="Compile", unit="program", disable=not progress)
-        with bar, ThreadPoolExecutor(workers) as pool:
-            jobs = []
-            for lowered in self._lowered(table):
-                jobs.append(pool.submit(lowered.compile))
-                jobs[-1].add_done_callback(lambda _: bar.update())
-            for job in jobs:
-                job.result()
-
-    def _lowered(self, table: np.ndarray) -> Iterator[Lowered]:
+    def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         for p in self.programs:
             yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
         for p in self.two_part_programs:

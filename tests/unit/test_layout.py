@@ -36,6 +36,7 @@ WITHOUT_MODULE = {
     "serving/test_quantised_base.py",
     "serving/test_image_families.py",
     "serving/test_image_requests.py",
+    "serving/test_tiny_vl.py",
     "serving/http/test_end_to_end.py",
     "serving/http/test_fair_shares.py",
     "serving/http/test_security.py",

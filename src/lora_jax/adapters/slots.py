@@ -137,15 +137,19 @@ def init_slots(
     ids = jnp.full((spec.num_slots, 0), -1, jnp.int32) if brings else None
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
     parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
-    return AdapterSlots(
-        pools={
-            str(w): jnp.zeros((parts * n, stored_width(w, dtype)), dtype, device=rows)
-            for w, n in sorted(spec.rows.items())
-        },
-        entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
-        scaling=jnp.zeros(shape, jnp.float32, device=whole),
-        token_ids=ids,
-    )
+
+    def make() -> AdapterSlots:
+        return AdapterSlots(
+            pools={
+                str(w): jnp.zeros((parts * n, stored_width(w, dtype)), dtype, device=rows)
+                for w, n in sorted(spec.rows.items())
+            },
+            entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
+            scaling=jnp.zeros(shape, jnp.float32, device=whole),
+            token_ids=ids,
+        )
+
+    return make() if split is not None else jax.jit(make)()  # one program in place of many
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -5,7 +5,9 @@
 
 Data sets are tasks of `pictures.tasks`; adapters answer in words. The open adapter is trained on
 the next set; where one of its sets falls below what it requires, the weights of before come back,
-bit for bit, the adapter is closed, and a new one starts with this set. OUT/fusion.json tells all.
+bit for bit, the adapter is closed, and a new one starts with this set. With --rehearsal an adapter
+goes on learning a share of its earlier sets beside the new one; at 0 a small base forgets them at
+once. OUT/fusion.json tells all.
 """
 
 import argparse
@@ -22,6 +24,7 @@ from lora_jax.finetune.lora_params import LoraSpec
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.pictures import adapter as picture_adapter
 from lora_jax.finetune.pictures import tasks
+from lora_jax.finetune.pictures.rows import first_rows, joined
 from lora_jax.finetune.training import Schedule
 
 TRAIN_EXAMPLES, HELDOUT = 1500, 200
@@ -54,14 +57,14 @@ def shuffled(datasets: Sequence[str], seed: int) -> tuple[str, ...]:
 def fuse[Weights](
     order: Sequence[str],
     required: Mapping[str, float],
-    train: Callable[[Weights | None, str], Weights],
+    train: Callable[[Weights | None, tuple[str, ...]], Weights],
     score: Callable[[Weights, str], float],
 ) -> Fusion[Weights]:
     """Return the packing of sets, in order, into adapters.
 
-    `train` returns new weights, of None those of a new adapter, and leaves what it is given as it
-    is; so a rollback is to keep what was there. A set that misses its requirement in an adapter of
-    its own stays there alone and is reported.
+    `train` gets weights, None for a new adapter, and the adapter's sets with the new one last. It
+    leaves what it is given as it is; so a rollback is to keep what was there. A set that misses its
+    requirement in an adapter of its own stays there alone and is reported.
     """
     done: list[Fused[Weights]] = []
     rollbacks: list[str] = []
@@ -88,11 +91,11 @@ def fuse[Weights](
 def _trained[Weights](
     before: Fused[Weights] | None,
     name: str,
-    train: Callable[[Weights | None, str], Weights],
+    train: Callable[[Weights | None, tuple[str, ...]], Weights],
     score: Callable[[Weights, str], float],
 ) -> Fused[Weights]:
-    weights = train(None if before is None else before.weights, name)
     sets = (*(() if before is None else before.sets), name)
+    weights = train(None if before is None else before.weights, sets)
     return Fused(sets, weights, {each: score(weights, each) for each in sets})
 
 
@@ -108,8 +111,13 @@ def fuse_pictures(
     spec: LoraSpec,
     schedule: Schedule,
     counts: tuple[int, int] = (TRAIN_EXAMPLES, HELDOUT),
+    rehearsal: float = 0.0,
 ) -> Fusion[HeadParams]:
-    """Return the fusion of tasks on images; `counts` are examples to learn and held out."""
+    """Return the fusion of tasks on images.
+
+    `counts` are examples to learn and held out, `rehearsal` the share of each earlier set of an
+    adapter that is learned again beside the new one.
+    """
     held = {name: tasks.draw(name, parts[True], counts[1], 7) for name in order}
     heldout = {name: base.rows(held[name], None, tower=False) for name in order}
     learned = {
@@ -117,11 +125,16 @@ def fuse_pictures(
         for name in order
     }
 
-    def train(start: HeadParams | None, name: str) -> HeadParams:
-        return picture_adapter.train(base, learned[name], spec, None, schedule, start)
+    def train(start: HeadParams | None, sets: tuple[str, ...]) -> HeadParams:
+        again = round(rehearsal * counts[0])
+        earlier = [first_rows(learned[name], again) for name in sets[:-1] if again]
+        rows = joined([learned[sets[-1]], *earlier])
+        return picture_adapter.train(base, rows, spec, None, schedule, start)
 
     def score(params: HeadParams, name: str) -> float:
-        return picture_adapter.score(base, params, spec, None, held[name], heldout[name])
+        found = picture_adapter.score(base, params, spec, None, held[name], heldout[name])
+        print(f"{name}: {found:.3f} held out, {required[name]} required", flush=True)
+        return found
 
     return fuse(order, required, train, score)
 
@@ -139,10 +152,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--steps", type=int, default=100, help="on each set")
     add("--batch-rows", type=int, default=32)
     add("--learning-rate", type=float, default=2e-3)
+    add("--rehearsal", type=float, default=0.0, help="share of earlier sets learned again, 0 to 1")
     add("--seed", type=int, default=0, help="of the order and of the weights")
     args = parser.parse_args(argv)
     if len(args.require) != len(args.datasets) or len(set(args.datasets)) != len(args.datasets):
         parser.error("--require needs one accuracy for each of --datasets, which differ")
+    if not 0 <= args.rehearsal <= 1:
+        parser.error(f"--rehearsal {args.rehearsal} is not a share, 0 to 1")
     base = picture_adapter.Base.read(args.model)
     parts = tasks.parts(tasks.read_sources(args.data))
     required = dict(zip(args.datasets, args.require, strict=True))
@@ -150,7 +166,8 @@ def main(argv: list[str] | None = None) -> None:
     spec = LoraSpec(args.rank, 2.0 * args.rank, picture_adapter.TEXT_MODULES)
     warmup = min(20, args.steps // 10)
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
-    fusion = fuse_pictures(base, parts, order, required, spec, schedule)
+    counts = TRAIN_EXAMPLES, HELDOUT
+    fusion = fuse_pictures(base, parts, order, required, spec, schedule, counts, args.rehearsal)
     catalogue = base.model.catalogue(base.model.config)
     for fused in fusion.adapters:
         folder = args.out / "-".join(fused.sets)

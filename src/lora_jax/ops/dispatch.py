@@ -148,6 +148,13 @@ def table() -> dict[str, list[dict[str, Any]]]:
     return _CHOICES.table()
 
 
+def remember(choices: Mapping[str, list[dict[str, Any]]]) -> None:
+    """Record the `table` of programs that another process traced and this one runs."""
+    for op, made in choices.items():
+        for choice in made:
+            _CHOICES.add(op, Choice(**choice))
+
+
 def _log_choice(op: str, chosen: str, declined: Mapping[str, str]) -> None:
     """Log once per op and outcome which implementation serves it, and why none before it does."""
     if not declined:

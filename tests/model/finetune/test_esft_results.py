@@ -79,6 +79,7 @@ def check(found, written):
             assert measures.decided == pytest.approx(written["answer"]["decided"][column], abs=0.04)
 
 
+@pytest.mark.long
 def test_ten_shipped_adapters_in_one_model_are_their_merged_models_and_beat_the_base(heldout):
     """On a little of each text."""
     measured = esft_results.measure_esft(ASSET, few(heldout))

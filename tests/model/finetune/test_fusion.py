@@ -16,9 +16,10 @@ def packed(friends: set[tuple[str, str]], alone: set[str]):
     """Return the fusion where a set is right if it is `alone` or with friends only."""
     calls = []
 
-    def train(weights, name):
-        calls.append(name)
-        return (*(weights or ()), name)
+    def train(weights, sets):
+        calls.append(sets[-1])
+        assert sets[:-1] == (weights or ())
+        return sets
 
     def score(weights, name):
         others = (tuple(sorted((name, other))) for other in weights if other != name)
@@ -71,7 +72,7 @@ def test_a_set_that_is_forgotten_closes_the_adapter():
     def score(weights, name):
         return 0.2 if name == "a" and len(weights) == 3 else 0.9
 
-    got = fuse("abc", dict.fromkeys("abc", 0.5), lambda w, n: (w or "") + n, score)
+    got = fuse("abc", dict.fromkeys("abc", 0.5), lambda w, sets: "".join(sets), score)
     assert [fused.sets for fused in got.adapters] == [("a", "b"), ("c",)]
     assert got.rollbacks == ("c",)
 

@@ -80,6 +80,7 @@ def logits(model, delta=None):
     return dense(model, INPUTS, delta).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("modules", "fused"),
     [

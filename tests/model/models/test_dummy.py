@@ -58,6 +58,7 @@ def test_dtype_is_the_config_s_or_the_caller_s(tmp_path):
         make_dummy(tmp_path, dtype="float16")
 
 
+@pytest.mark.long
 def test_an_engine_needs_nothing_but_the_config(folders):
     _, bare = folders
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1)

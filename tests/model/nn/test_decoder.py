@@ -98,6 +98,7 @@ def test_padding_rows_of_logits_are_zero():
     np.testing.assert_array_equal(logits[2:], 0)
 
 
+@pytest.mark.long
 def test_a_bfloat16_model_runs_and_is_near_the_float32_one():
     config = make_config()
     wide = build(config, jnp.float32)

@@ -99,7 +99,6 @@ class VisionContract:
     peft_targets: str
     stands_for_others = False  # then all tests are in `make test`
     of_each_family = (
-        "test_both_dialects_give_one_model",
         "test_rows_of_the_tower_match_transformers",
         "test_logits_match_transformers",
         "test_text_alone_matches_transformers",
@@ -210,6 +209,7 @@ class VisionContract:
         assert np.abs(want - case.logits()).max() > 100 * TOLERANCE
         np.testing.assert_allclose(got, want, atol=2 * TOLERANCE, rtol=0)
 
+    @pytest.mark.long
     def test_adapters_of_tower_and_text_equal_merged_weights(self, case: VisionCase):
         """Two adapters and the base, the same image, one batch: as if merged."""
         catalogue = case.model.catalogue(case.config)

@@ -173,6 +173,7 @@ def test_steps_that_cut_an_image_anywhere_keep_the_bits(engine: Engine, folder: 
     assert got == want
 
 
+@pytest.mark.long
 def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Path):
     """Pages for one and a half sequences, encoder rows for one."""
     prompts = [f"{HOLDER} {word}" for word in ("one", "two", "six")]

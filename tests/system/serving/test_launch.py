@@ -91,6 +91,7 @@ NEEDS = {
     "merge_adapter": ["--instances", "2", "--lora-modules", "x=p"],
     "functions_keep_alive_s": ["--functions", "f"],
     "functions_memory_bytes": ["--functions", "f"],
+    "functions_ttft_slo_s": ["--functions", "f"],
     "enable_expert_parallel": ["--tensor-parallel-size", "2"],
 }
 OF_A_KEY, OF_A_LORA_SERVER = ["--api-key", "k"], ["--instances", "2", "--lora-server", "2"]

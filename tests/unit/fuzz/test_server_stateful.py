@@ -294,6 +294,7 @@ def run(world: World, examples: int, steps: int) -> None:
     )
 
 
+@pytest.mark.long
 def test_any_order_of_requests(world):
     run(world, 25, 25)
 

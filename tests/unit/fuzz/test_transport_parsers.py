@@ -78,6 +78,7 @@ def program() -> Path:
     return build(PRODUCT, ROOT / ".cache" / "fuzz")
 
 
+@pytest.mark.long
 def test_20000_inputs_of_a_hostile_peer(program):
     done = run(program, 1, 20_000)
     assert done.returncode == 0, done.stderr[-4000:]

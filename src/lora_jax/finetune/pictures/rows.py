@@ -70,6 +70,13 @@ class PictureRows:
         )
 
 
+def first_rows(rows: PictureRows, count: int) -> PictureRows:
+    """Return the first `count` rows, which have no labels."""
+    names = [field.name for field in dataclasses.fields(PictureBatch)]
+    cut = {n: None if getattr(rows, n) is None else getattr(rows, n)[:count] for n in names}
+    return dataclasses.replace(rows, **cut)
+
+
 def picture_rows(
     examples: Sequence[Example],
     form: TextFormat,
@@ -116,13 +123,23 @@ def picture_rows(
 
 
 def joined(several: Sequence[PictureRows]) -> PictureRows:
-    """Return all rows of several that have one length, one grid and no labels."""
-    arrays = {}
-    for field in dataclasses.fields(PictureRows):
+    """Return all rows of several that have one grid and no labels, as long as the longest."""
+    arrays: dict[str, Any] = {"grid": several[0].grid}
+    for field in dataclasses.fields(PictureBatch):
         values = [getattr(rows, field.name) for rows in several]
-        same = field.name == "grid" or values[0] is None
-        arrays[field.name] = values[0] if same else np.concatenate(values)
+        fill = -1 if field.name == "token_to_cell" else 0
+        arrays[field.name] = None if values[0] is None else _stacked(values, fill)
     return PictureRows(**arrays)
+
+
+def _stacked(values: Sequence[np.ndarray], fill: int) -> np.ndarray:
+    """Return the rows of all arrays, each filled up at its ends to the largest shape of a row."""
+    shape = np.max([value.shape[1:] for value in values], axis=0, initial=0).astype(int)
+    widths = [
+        [(0, 0), *((0, m - n) for n, m in zip(v.shape[1:], shape, strict=True))] for v in values
+    ]
+    pairs = zip(values, widths, strict=True)
+    return np.concatenate([np.pad(v, width, constant_values=fill) for v, width in pairs])
 
 
 def _row(

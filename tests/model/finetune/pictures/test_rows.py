@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from lora_jax.finetune.pictures import tasks
-from lora_jax.finetune.pictures.rows import image_rows_of, joined, picture_rows, with_cells
+from lora_jax.finetune.pictures.rows import (
+    first_rows,
+    image_rows_of,
+    joined,
+    picture_rows,
+    with_cells,
+)
 from lora_jax.vision.rope_positions import rope_positions
 
 
@@ -60,3 +66,20 @@ def test_rows_of_several_processes_are_joined(picture_base, picture_parts):
     with pytest.raises(ValueError, match="20 are allowed"):
         picture_rows(tasks.draw("any", picture_parts[False], 1, 0), *given, length=20)
     assert dataclasses.fields(both)
+
+
+def test_rows_of_unequal_tasks_are_joined_with_padding(picture_base, picture_parts):
+    given = (picture_base.form, picture_base.model.config, picture_base.settings)
+    one, many = (
+        picture_rows(tasks.draw(task, picture_parts[False], 3, 0), *given)
+        for task in ("any", "motion")
+    )
+    both, short = joined([first_rows(one, 2), many]), one.tokens.shape[1]
+    assert both.num_rows == 5
+    assert short < both.tokens.shape[1] == many.tokens.shape[1]
+    np.testing.assert_array_equal(both.tokens[:2, :short], one.tokens[:2])
+    np.testing.assert_array_equal(both.pixels[:2, :1], one.pixels[:2])
+    assert (both.token_to_cell[:2, short:] == -1).all()
+    assert (both.weights[:2, short:] == 0).all()
+    for name in ("tokens", "token_to_cell", "pixels"):
+        np.testing.assert_array_equal(getattr(both, name)[2:], getattr(many, name))

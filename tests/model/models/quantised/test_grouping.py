@@ -65,7 +65,12 @@ def test_a_part_is_read_without_the_others(tmp_path, monkeypatch, name):
     assert len(set(used)) == len(used) > 0
 
 
-@pytest.mark.parametrize("name", FORMATS)
+SOME = ("nf4", "fp8 block", "int4", "gptq")  # of each kind of codes one; above are all formats
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SOME else pytest.mark.long) for n in FORMATS]
+)
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
 def test_a_model_keeps_codes_and_has_the_values_of_its_plain_copy(tmp_path, name, family):
     config = LLAMA if family == "llama" else MOE
@@ -96,7 +101,13 @@ def test_codes_take_the_bytes_of_the_format(tmp_path):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(down)) == 128 * 192 + 128 * 4
 
 
-@pytest.mark.parametrize("name", ["nf4 nested", "fp8 block", "int4 zeros", "gptq"])
+LATER = ("fp8 block", "gptq")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nf4 nested", "int4 zeros", *(pytest.param(n, marks=pytest.mark.long) for n in LATER)],
+)
 @pytest.mark.parametrize("experts", ["ep", "tp"])
 def test_each_device_is_given_its_own_slice(tmp_path, name, experts):
     quantised, _ = write_pair(tmp_path, name, MOE)

@@ -180,6 +180,7 @@ def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
     assert pinned == ["v2", "v2"]
 
 
+@pytest.mark.long
 def test_the_whole_cluster_ends_within_the_grace_and_keeps_its_loads(cluster, files, state):
     """Before: streams broke off, the end took 35 s, and loads were forgotten."""
     roles, told = cluster.instances(), []

@@ -180,6 +180,7 @@ def test_an_unloaded_adapter_is_gone_at_once_while_its_requests_finish(engine, f
     assert running.tokens() == engine.generate([[5, 6, 7]], "a4", long)[0].outputs[0].token_ids
 
 
+@pytest.mark.long
 def test_500_requests_over_64_adapters_on_16_slots(engine, folder):
     shape, rng = SHAPES["llama"], np.random.default_rng(7)
     for place in range(64):

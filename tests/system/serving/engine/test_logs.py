@@ -1,8 +1,10 @@
 """Log lines: what operators and scripts look for."""
 
+import base64
 import json
 import logging
 import shlex
+import subprocess
 import time
 
 import pytest
@@ -116,6 +118,21 @@ def test_ready_asks_what_the_model_can_answer():
     assert body["messages"] == [{"role": "user", "content": "how many?"}]
     assert lines[-1] == 'Another model answers to its name: "model": "base".'
     assert tried(*ready_lines(url, "base", False, ["x"], examples))[1]["prompt"] == "go on"
+
+
+def test_ready_sends_the_images_of_the_example(tmp_path):
+    """The printed line, run by a shell whose curl shows what it is given."""
+    files = [tmp_path / "it's a.png", tmp_path / "b.png"]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 100)  # more than one line of base64
+    examples = Examples("what's this?", {}, {"": tuple(files)})
+    _, line = ready_lines("http://127.0.0.1:8000", "base", False, [], examples, chats=True)
+    script = f'curl() {{ printf %s "${{@: -1}}"; }}; {line}'
+    done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    *images, text = json.loads(done.stdout)["messages"][0]["content"]
+    assert text == {"type": "text", "text": "what's this?"}
+    urls = [image["image_url"]["url"].partition("data:image/png;base64,")[2] for image in images]
+    assert [base64.b64decode(url) for url in urls] == [file.read_bytes() for file in files]
 
 
 def test_ready_names_an_adapter_to_ask_for():

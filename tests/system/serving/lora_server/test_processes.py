@@ -181,6 +181,7 @@ def test_all_ranks_are_killed_and_come_back(engines, group, coupled, monkeypatch
     assert not {process.pid for process in group.processes} & set(victims)
 
 
+@pytest.mark.long
 def test_a_rank_hangs_and_is_replaced(engines, group, coupled, monkeypatch):
     """Before: it was waited for as long as it was stopped."""
     rank = group.processes[1].pid

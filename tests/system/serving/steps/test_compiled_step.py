@@ -101,7 +101,7 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(decoded, 
     assert len({tuple(np.asarray(s.token_ids)[:2].tolist()) for s in samples}) > 1
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("in_place", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_step_in_two_programs_gives_what_one_does(decoded, in_place):
     want, _ = decoded(SAMPLING, in_place=in_place)
     samples, addresses = decoded(SAMPLING, in_place=in_place, in_parts=True)
@@ -131,6 +131,7 @@ class Link:
         return self.table.slot_to_number[:2] + self.table.version
 
 
+@pytest.mark.long
 def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     model, config = loaded
     step = CompiledStep(model, SIZES, Link(), SHAPE.vocab, in_place=True)

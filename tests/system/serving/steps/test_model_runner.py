@@ -184,6 +184,7 @@ def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
     assert [answers(results) for results in unpipelined] == want
 
 
+@pytest.mark.long
 def test_pages_in_8_bits_keep_the_bits_in_any_company_and_any_cut(checkpoint, runner):
     coded = make_runner(checkpoint[1], max_tokens=40, dtype=CODED)
     requests, told = mixed_requests(), []

@@ -75,7 +75,8 @@ def decode(step, operands, *, in_parts=False):
 
 
 # Not in place, as on a CPU: a whole engine in engine/test_devices.py, and the test below.
-@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long  # engine/test_devices.py has the samples of an engine
+@pytest.mark.parametrize("in_place", [False, True])
 def test_samples_and_log_probabilities_are_those_of_one_device(folder, in_place):
     want, _ = decode(*make_step(folder, 1, in_place=in_place))
     got, addresses = decode(*make_step(folder, 2, in_place=in_place))

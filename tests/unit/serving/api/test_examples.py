@@ -38,9 +38,28 @@ def test_what_is_not_as_described_gives_none(tmp_path, content):
     assert read_examples(tmp_path / "m") == Examples()
 
 
-def test_the_shipped_model_has_one_for_each_adapter():
+def test_images_are_small_files_below_the_folder(tmp_path):
+    (tmp_path / "out.png").write_bytes(b"x")
+    names = {"": ["a.png"], "two": ["a.png", "b.png"], "sql": ["a.png"]}
+    wrong = {"gone": ["c.png"], "out": ["../out.png"], "big": ["big.png"], "jpg": ["a.jpg"]}
+    wrong |= {"text": "a.png", "many": ["a.png"] * 9, "number": [3], "empty": []}
+    folder = write(tmp_path / "m", {"prompt": "look", "images": names | wrong})
+    for name, size in {"a.png": 3, "b.png": 1 << 16, "big.png": (1 << 16) + 1, "a.jpg": 3}.items():
+        (tmp_path / "m" / name).write_bytes(b"x" * size)
+    own = write(tmp_path / "own", {"prompt": "how many?"})
+    got = read_examples(folder, {"sql": own})
+    a, b = tmp_path / "m" / "a.png", tmp_path / "m" / "b.png"
+    assert got.images == {"": (a,), "two": (a, b)}, "another prompt has no image of this one"
+    assert got.of(None) == ("look", (a,))
+    assert got.of("sql") == ("how many?", ())
+
+
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-vl"])
+def test_the_shipped_models_have_one_for_each_adapter(model):
     from support.processes.server_process import ROOT
 
-    assets = ROOT / "assets" / "tiny-moe"
-    names = {path.name for kind in ("adapters", "esft") for path in (assets / kind).iterdir()}
-    assert set(read_examples(assets).adapters) == names
+    assets, got = ROOT / "assets" / model, read_examples(ROOT / "assets" / model)
+    names = {path.name for kind in ("adapters", "esft") for path in assets.glob(f"{kind}/*")}
+    names |= {f"{path.name}-head" for path in assets.glob("heads/*")}
+    assert names <= set(got.adapters)
+    assert set(got.images) == ({"", *got.adapters} if model == "tiny-vl" else set())

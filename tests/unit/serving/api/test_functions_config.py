@@ -10,6 +10,8 @@ from serving.api.functions_config import FunctionsConfig
     [
         ({"functions": "d", "functions_keep_alive_s": 0}, r"keep_alive_s must be in \(0"),
         ({"functions": "d", "functions_memory_bytes": 0}, "memory_bytes must be at least 1, got 0"),
+        ({"functions": "d", "functions_ttft_slo_s": 0}, r"ttft_slo_s must be in \(0"),
+        ({"functions_ttft_slo_s": 5}, "add --functions with the folder"),
         ({"functions_memory_bytes": 5}, "add --functions with the folder"),
         ({"functions_keep_alive_s": 5}, "add --functions with the folder"),
     ],

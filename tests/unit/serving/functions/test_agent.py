@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.processes.server_process import ROOT
@@ -29,7 +30,7 @@ def answers(outputs) -> list:
 
 @pytest.fixture(scope="module")
 def agent():
-    with Agent(MODEL, **SIZES) as made:
+    with Agent(MODEL, ttft_slo_s=1.0, **SIZES) as made:  # and so with turns
         for name in ("law", "summary"):
             made.function(MODEL / "adapters" / name)
         yield made
@@ -48,6 +49,22 @@ def test_answers_are_those_of_one_engine_with_both_adapters(agent, coupled):
     for name, want in coupled.items():
         assert answers(agent.functions[name].generate(PROMPTS, SAMPLING)) == want
     assert coupled["law"] != coupled["summary"]
+
+
+def test_answers_stay_those_while_functions_have_the_device_in_turns(agent, coupled):
+    """Turns of one step each, so that every answer is made in many of them."""
+    table = agent._turns._table
+    before, granted = (table._turn_s, table._least_s), []
+    table._turn_s = table._least_s = 0.0
+    grant = table.grant
+    table.grant = lambda now: (name := grant(now)) and (granted.append(name) or name)
+    with ThreadPoolExecutor() as pool:
+        names = ["law", "summary"] * 3
+        answer = lambda name: answers(agent.functions[name].generate(PROMPTS, SAMPLING))  # noqa: E731
+        assert list(pool.map(answer, names)) == [coupled[name] for name in names]
+    table.grant, (table._turn_s, table._least_s) = grant, before
+    assert len(set(granted)) == 2
+    assert table.num_taken == 0
 
 
 def test_the_backbone_is_counted_once(agent):
@@ -133,6 +150,16 @@ def test_a_function_s_neighbours_cannot_trace_it_or_read_its_memory(agent):
         code = f"open('/proc/{pid}/mem', 'rb')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "PermissionError" in done.stderr
+
+
+def test_functions_are_bound_by_the_kernel(agent):
+    """Where it can bind a process here; what that refuses is in test_jail.py."""
+    code = "from serving.functions import jail; print(jail.enter([], []))"
+    probe = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    with open(f"/proc/{agent.functions['law'].pid}/status") as status:
+        bound = dict(line.split(":\t", 1) for line in status)
+    assert bound["NoNewPrivs"].strip() == "1"
+    assert "seccomp" in probe.stdout or bound["Seccomp"].strip() == "2"
 
 
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):

@@ -18,6 +18,7 @@ class Held:
         about = {"start_s": 1.0}
         idle = SimpleNamespace(about=about, is_idle=not busy)
         self.running = idle if state == "running" else None
+        self.is_offloaded = state == "off"
 
     def offload(self):
         self.state = "off" if self._leaves else self.state
@@ -27,7 +28,7 @@ class Held:
 def room_of(limit, *functions):
     room = Room(limit)
     for function in functions:
-        room.ready(function.name, 10)
+        room.ready(function.name, 10, 1.0)
     return room, {function.name: function for function in functions}
 
 
@@ -62,6 +63,20 @@ def test_a_start_that_was_let_in_holds_its_room_and_one_that_was_not_holds_none(
     room.make("first", functions)
     with pytest.raises(DeviceFull):
         room.make("second", functions)
+
+
+def test_ahead_of_calls_the_best_are_started_in_what_nobody_uses():
+    """4 calls, one a second: 2 s later the next one is expected, and 1000 s later no more."""
+    busy, idle = Held("busy", busy=True, calls=4), Held("idle", calls=1)
+    often, slow = Held("often", state="off", calls=4), Held("slow", state="off", calls=4)
+    room, functions = room_of(25, busy, idle, often, slow)
+    room.ready("slow", 10, 5.0)
+    assert room.worth_starting(functions, 5.0) == ["slow"]
+    assert room.worth_starting(functions, 1000.0) == []
+    busy.running.is_idle = True  # and expected itself: it keeps its room
+    assert room.worth_starting(functions, 5.0) == ["slow"]
+    assert Room(10).worth_starting({"busy": Held("busy", busy=True)}, 5.0) == []
+    assert set(Room(None).worth_starting(functions, 5.0)) == {"often", "slow"}
 
 
 def test_a_call_without_room_fails_and_the_next_one_tries_again():

@@ -8,6 +8,7 @@ from jax._src import compilation_cache as jax_cache
 from serving.runtime import program_cache
 
 SETTINGS = (
+    "jax_enable_compilation_cache",
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
 )
@@ -91,3 +92,19 @@ def test_without_room_programs_are_compiled_anew(cache, caplog):
         program_cache.keep_programs()
     assert "compiled anew" in caplog.text
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_steps_are_kept_beside_programs_unless_that_is_off(cache):
+    program_cache.keep_programs()
+    steps, programs = program_cache.step_files()
+    steps.put("key", b"step")
+    assert programs.get("key") is None
+    assert [p.parent.parent.name for p in cache.rglob("key.program")] == ["steps"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert program_cache.step_files() is None
+
+
+def test_steps_are_not_kept_in_a_cache_of_jax_itself(cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    program_cache.keep_programs()
+    assert program_cache.step_files() is None

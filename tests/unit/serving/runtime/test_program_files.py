@@ -46,3 +46,11 @@ def test_what_was_used_longest_ago_is_removed_first(tmp_path):
 def test_a_program_larger_than_the_bound_is_not_kept(tmp_path):
     ProgramFiles(tmp_path, 40).put("key", bytes(10))
     assert not list(tmp_path.iterdir())
+
+
+def test_programs_are_not_read_meanwhile(tmp_path):
+    files = ProgramFiles(tmp_path, 1000)
+    files.put("key", b"program")
+    with files.unread():
+        assert files.get("key") is None
+    assert files.get("key") == b"program"

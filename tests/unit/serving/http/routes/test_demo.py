@@ -37,6 +37,7 @@ def test_policy_allows_only_the_page_s_own_script_and_server(page):
     assert policy["script-src"] == f"'sha256-{digest}'"
     assert policy["default-src"] == "'none'"
     assert policy["connect-src"] == "'self'"
+    assert policy["img-src"] == "data:"
     assert "unsafe" not in page.headers["content-security-policy"]
 
 
@@ -53,8 +54,21 @@ def test_facts_need_the_key_and_name_only_what_it_may_use(lora_dir):
     with client_of(create_app(FakeEngine(lora_dir), settings, examples)) as client:
         assert client.get("/demo/facts").status_code == 401
         got = client.get("/demo/facts", headers={"Authorization": "Bearer k"}).json()
-    adapters = {"sql": "how many?"}
-    assert got == {"chats": True, "docs": True, "prompt": "once", "adapters": adapters}
+    want = {"prompt": "once", "adapters": {"sql": "how many?"}, "images": {}}
+    assert got == {"chats": True, "sees": False, "docs": True, **want}
+
+
+def test_facts_hold_the_images_of_examples(lora_dir, tmp_path):
+    engine, file = FakeEngine(lora_dir), tmp_path / "a.png"
+    engine.images = object()
+    file.write_bytes(b"pixels")
+    images = {"": (file,), "sql": (file, file), "law": (file,)}
+    settings = HttpSettings(demo=True, tenants=(Tenant("k", adapters=frozenset({"sql"})),))
+    app = create_app(engine, settings, Examples("once", {"sql": "?"}, images))
+    with client_of(app) as client:
+        got = client.get("/demo/facts", headers={"Authorization": "Bearer k"}).json()
+    url = "data:image/png;base64," + base64.b64encode(b"pixels").decode()
+    assert (got["sees"], got["images"]) == (True, {"": [url], "sql": [url, url]})
 
 
 # Just enough of a browser: a tree of elements, and fetch against the server under test.
@@ -152,3 +166,76 @@ def test_a_model_without_a_template_is_asked_to_go_on(lora_dir, tmp_path, monkey
     assert name == "law"
     prompt = [BOS, *b"once"]
     assert text == "".join(map(chr, letters(prompt, None, 0, 5)))
+
+
+# What a server with a vision model and heads answers; `loaded` has its head on the first use only.
+HEADED = """
+const drawn = [];
+const pen = new Proxy({}, { get: (_, name) => (...given) => drawn.push([name, ...given]) });
+Element.prototype.getContext = () => pen;
+globalThis.Image = class { addEventListener(_, f) { this.f = f; } setAttribute(_, url) {
+  Object.assign(this, { url, width: 64, height: 32 }); this.f(); } };
+globalThis.FileReader = class { addEventListener(name, f) { if (name === "load") this.f = f; }
+  readAsDataURL(file) { this.result = "data:image/png;base64," + file.name; this.f(); } };
+const sent = [];
+const box = { label: "face", score: 0.9, box: [0.25, 0.5, 0.75, 1] };
+const answers = {
+  "v1/models": { data: [{ id: "base", parent: null }, { id: "count", parent: "base", head: {} },
+    { id: "loaded", parent: "base" }] },
+  "demo/facts": { chats: true, sees: true, docs: false, prompt: "look", adapters:
+    { count: "How many?" }, images: { count: ["data:image/png;base64,example"] } },
+};
+globalThis.fetch = async (path, options) => {
+  if (answers[path]) return { ok: true, json: async () => answers[path] };
+  const body = JSON.parse(options.body);
+  sent.push([path, body.model, body.messages[0].content]);
+  if (path === "classify") {
+    const found = { label: "3", probs: [0.1, 0.9], num_classes: 2 };
+    const boxes = body.model === "loaded" ? { boxes: [box] } : {};
+    return { ok: true, json: async () => ({ data: [{ ...found, ...boxes }] }) };
+  }
+  const param = body.model === "loaded" ? "stream" : "model";
+  return { ok: false, status: 400, json: async () => ({ error: { message: "no", param } }) };
+};
+"""
+DROP = """
+(async () => {
+  while (!element("prompt").value) await new Promise((done) => setTimeout(done, 5));
+  const first = element("images").children.map((one) => one.src);
+  for (const image of [...element("images").children]) image.listeners.click();
+  const files = [{ type: "image/png", name: "dropped" }, { type: "text/plain", name: "not" }];
+  await element("form").listeners.drop({ preventDefault() {}, dataTransfer: { files } });
+  await new Promise((done) => setTimeout(done, 5));
+  for (const label of element("adapters").children.slice(1)) label.children[0].checked = true;
+  await element("form").listeners.submit({ preventDefault() {} });
+  const texts = (place) => place.children.map((child) => child.textContent);
+  console.log(JSON.stringify({
+    first, asked: sent, answers: element("answers").children.map(texts),
+    box: drawn.find(([name]) => name === "strokeRect"),
+  }));
+})();
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
+def test_dropped_images_are_asked_about_and_heads_answer_with_boxes(tmp_path):
+    script = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)[0]
+    page = BROWSER + HEADED + script.replace('"use strict";', "") + DROP
+    (tmp_path / "page.js").write_text(page)
+    command = ["node", str(tmp_path / "page.js"), "", "", ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    got = json.loads(done.stdout)
+    assert got["first"] == ["data:image/png;base64,example"]
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,dropped"}}
+    content = [image, {"type": "text", "text": "How many?"}]
+    ways = [(path, model) for path, model, _ in got["asked"]]
+    chat = "v1/chat/completions"
+    assert sorted(ways) == sorted(
+        [(chat, "base"), (chat, "loaded"), ("classify", "count"), ("classify", "loaded")]
+    ), "a head that is known is asked at once, another after its refusal to stream"
+    assert all(asked == content for *_, asked in got["asked"])
+    _, (_, rate, text), (_, _, found, _) = got["answers"]
+    assert rate.startswith("task head, ")
+    assert text.startswith("3\n")
+    assert found == "face 90 %"
+    assert got["box"] == ["strokeRect", 80, 80, 160, 80], "64 x 32 pixels are shown as 320 x 160"

@@ -1,0 +1,251 @@
+"""Throughput of many adapters by Zipf beside that of one, in a whole engine of a large model.
+
+`python -m bench.tier_throughput --out DIR` on a GPU: random weights in the shape of Llama-3.1-8B,
+made on the device, and adapters of rank 16 on q_proj and v_proj in bfloat16, 13.6 MB each. A few
+adapters' files have bytes of their own; the others are hard links to them beside a config of their
+own, so that each has its own digest and reads and copies as many bytes. A tenth of the requests
+ask the base model. First-token times of 1, 2, 4 and 8 adapters for each slot come last, as
+`bench.adapter_slots` measures them. `--small` runs the same on a CPU in a minute, to try it.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import queue
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from bench import adapter_slots
+from bench.random_model import LlamaShape, llama_config
+from serving import Engine, Sampling
+from serving.api.request import OutputDelta
+
+LLAMA_8B = LlamaShape(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    max_positions=2048,
+)
+SMALL = LlamaShape(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=256,
+)
+TARGETS = ("self_attn.q_proj", "self_attn.v_proj")
+RANK, DISTINCT = 16, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes of a run; a population is so many adapters, asked for by Zipf."""
+
+    populations: tuple[int, ...] = (1000, 10000)
+    on_device: int = 30
+    on_host: int = 1000
+    rows: int = 64
+    prompt: int = 128
+    answer: int = 128
+    requests: int = 384
+    rounds: int = 2
+    zipf: float = 1.0
+    base_share: float = 0.1
+
+
+def write_model(folder: Path, shape: LlamaShape) -> None:
+    """Write the config alone: weights are made up on the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = llama_config(shape) | {"torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[str]:
+    """Write adapters, all but the first by hard links; return their names."""
+    rng, files = np.random.default_rng(0), []
+    for number in range(min(DISTINCT, count)):
+        tensors = {}
+        for layer in range(shape.num_layers):
+            for name in TARGETS:
+                d_out, d_in = shape.linears()[name]
+                path = f"base_model.model.model.layers.{layer}.{name}"
+                for part, dims in (("lora_A", (RANK, d_in)), ("lora_B", (d_out, RANK))):
+                    values = rng.standard_normal(dims, dtype=np.float32) * 0.01
+                    tensors[f"{path}.{part}.weight"] = values.astype(ml_dtypes.bfloat16)
+        files.append(folder / f"{number}.safetensors")
+        save_file(tensors, files[-1], metadata={"format": "pt"})
+    names = [f"a{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        (folder / name).mkdir()
+        os.link(files[number % len(files)], folder / name / "adapter_model.safetensors")
+        config = {
+            "peft_type": "LORA",
+            "revision": name,  # its own digest
+            "r": RANK,
+            "lora_alpha": RANK,
+            "target_modules": [target.split(".")[-1] for target in TARGETS],
+        }
+        (folder / name / "adapter_config.json").write_text(json.dumps(config))
+    return names
+
+
+class Times:
+    """When one request's tokens came, in seconds."""
+
+    def __init__(self, asked: str | None, ended: queue.SimpleQueue):
+        self.asked, self.at, self._ended = asked, [], ended
+
+    def __call__(self, delta: OutputDelta) -> None:
+        self.at.append(time.perf_counter())
+        if delta.finish_reason is not None:
+            self._ended.put(delta.error)
+
+    @property
+    def between_tokens(self) -> float:
+        """Mean seconds from one token to the next."""
+        return (self.at[-1] - self.at[0]) / max(1, len(self.at) - 1)
+
+
+def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, float]:
+    """Hand in one request for each name at once; return tokens per second and base rows' TPOT."""
+    rng, ended = random.Random(seed), queue.SimpleQueue()
+    sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
+    times = [Times(name, ended) for name in asked]
+    most = engine.model_info.vocab_size - 1
+    prompts = [[rng.randrange(3, most) for _ in range(case.prompt)] for _ in asked]
+    begun = time.perf_counter()
+
+    def hand_in(one: tuple[list[int], Times]) -> None:
+        try:
+            engine.submit(one[0], one[1].asked, sampling, on_output=one[1])
+        except Exception as error:
+            ended.put(repr(error))
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in threads.map(hand_in, zip(prompts, times, strict=True)):
+            pass
+    failed = [error for _ in asked if (error := ended.get()) is not None]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
+    taken = time.perf_counter() - begun
+    base = sorted(t.between_tokens for t in times if t.asked is None)
+    return {
+        "tokens_per_s": len(asked) * case.answer / taken,
+        "base_tpot_ms": 1e3 * statistics.median(base) if base else 0.0,
+    }
+
+
+def asked_by(names: list[str], case: Case, rng: random.Random) -> list[str | None]:
+    """Return the adapter of each request of a round; None: the base model."""
+    weights = [(rank + 1) ** -case.zipf for rank in range(len(names))]
+    chosen: list[str | None] = list(rng.choices(names, weights, k=case.requests))
+    return [None if rng.random() < case.base_share else name for name in chosen]
+
+
+def tier_hits(engine: Engine) -> dict[str, float]:
+    """Return where requests have found their adapters so far."""
+    sample = engine.metrics.registry.get_sample_value
+    name = "lora_jax:adapter_tier_hits_total"
+    return {tier: sample(name, {"tier": tier}) or 0.0 for tier in ("device", "host", "disk")}
+
+
+def measure(case: Case, shape: LlamaShape, keep: Callable[[dict], None]) -> None:
+    """Measure one adapter and each population; `keep` gets what is known so far."""
+    rng = random.Random(1)
+    result: dict[str, Any] = {"case": dataclasses.asdict(case)}
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_model(folder / "model", shape)
+        (folder / "adapters").mkdir()
+        names = write_adapters(folder / "adapters", shape, max(case.populations))
+        fields = {
+            "load_format": "dummy",
+            "max_model_len": case.prompt + case.answer + 16,
+            "max_num_seqs": case.rows,
+            "max_num_batched_tokens": max(512, case.rows),
+            "max_queue": 8192,
+            "structured_outputs": False,
+            "enable_prefix_caching": False,
+            "max_lora_rank": RANK,
+            "max_loras": case.on_device,
+            "max_cpu_loras": case.on_host,
+            "max_total_adapter_bytes": 64 << 30,
+            "lora_dir": str(folder / "adapters"),
+            "max_adapter_loads_per_minute": 1_000_000,
+            "adapter_wait_s": 600.0,
+        }
+        with Engine(str(folder / "model"), **fields) as engine:
+            cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
+            for key, population in cases.items():
+                rounds = []
+                for turn in range(case.rounds + 1):  # the first fills the tiers
+                    before = tier_hits(engine)
+                    asked = asked_by(population, case, rng)
+                    figures = run_round(engine, asked, case, turn)
+                    after = tier_hits(engine)
+                    figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
+                    rounds.append(figures)
+                    print(key, figures, flush=True)
+                found = {
+                    name: statistics.median(one[name] for one in rounds[1:])
+                    for name in ("tokens_per_s", "base_tpot_ms")
+                }
+                result[key] = found | {"rounds": rounds}
+                if key != "one":
+                    found["ratio"] = found["tokens_per_s"] / result["one"]["tokens_per_s"]
+                    found["base_tpot_ratio"] = found["base_tpot_ms"] / result["one"]["base_tpot_ms"]
+                    result[key] |= found
+                keep(result)
+            uniform = adapter_slots.Case(
+                requests=case.requests, turns=1, prompt=case.prompt, answer=case.answer // 2
+            )
+            most = case.on_device * max(uniform.ratios)
+            if most <= case.on_host:  # first-token times of more adapters than slots
+                found = adapter_slots.measure(engine, names[:most], case.on_device, uniform)
+                result["adapters_to_slots"] = found
+                print(found, flush=True)
+            result["compilations_after_warmup"] = engine.stats().compilations_after_warmup
+            keep(result)
+
+
+def _write(file: Path, result: dict[str, Any]) -> None:
+    file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    case, shape = Case(), LLAMA_8B
+    if args.small:
+        case, shape = Case((40, 100), 8, 64, 8, 16, 16, 64, 1), SMALL
+    device = jax.devices()[0].device_kind.replace(" ", "_").lower()
+    told = {"device": device, "date": datetime.date.today().isoformat()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"tier_throughput_{device}.json"
+    measure(case, shape, lambda result: _write(file, told | result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Times of Qwen3-VL's shapes on an accelerator: switches, heads, the tower, images in answers.
+
+The weights are random. Each function returns what goes into the JSON file of its part.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from bench.vision import shapes
+from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.models.loader import read_config
+from lora_jax.models.qwen3_tower import Qwen3Tower
+from lora_jax.vision import layout
+from lora_jax.vision.processor import preprocess, read_settings
+from serving import Engine, Sampling
+from serving.api.images import EncodeImage, PreparedImage
+from serving.steps.image_encoder import ImageEncoder
+from serving.steps.merged_weights import switched
+
+DENSE_FLOPS = {"H100": 989e12, "H200": 989e12}  # bfloat16, without sparsity
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
+QUESTION = "Which of these things happens here, and who can see it from where?"
+ANSWER = 5  # tokens of a label by the LM head
+
+
+def of_device(table: dict[str, float]) -> float | None:
+    """Return the entry for this device."""
+    kind = jax.devices()[0].device_kind
+    return next((value for name, value in table.items() if name in kind), None)
+
+
+def median_ms(run: Callable[[], Any], turns: int) -> float:
+    """Return the median time of a call that waits for its result."""
+    run()
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def switch(layers: int = 36, hidden: int = 4096, kv: int = 1024, rank: int = 64) -> dict[str, Any]:
+    """Time a switch to another adapter over all attention maps of an 8B model.
+
+    The program is the engine's: every map is written from the plain weights into the shadow.
+    """
+    outs = (hidden, kv, kv, hidden)  # q, k, v, o, each [d_out, hidden]
+    key = jax.random.key(0, impl="rbg")
+    plain = tuple(
+        jax.random.normal(jax.random.fold_in(key, n), (outs[n % 4], hidden), jnp.bfloat16)
+        for n in range(4 * layers)
+    )
+    shadow = tuple(jnp.zeros_like(w) for w in plain)
+    slots, num_slots = _slots(layers, outs, hidden, rank), 2
+    sites = tuple((n % 4, n // 4) for n in range(4 * layers))
+    chosen = [jnp.int32(slot) for slot in range(num_slots)]
+
+    def run(count: int) -> None:
+        nonlocal shadow
+        for turn in range(count):
+            shadow = switched(shadow, plain, slots, chosen[turn % 2], sites=sites, max_rank=rank)
+        jax.block_until_ready(shadow)
+
+    one = median_ms(lambda: run(1), 20)
+    ten = median_ms(lambda: run(10), 5) / 10  # the host does not wait between them
+    moved = 2 * sum(w.nbytes for w in plain)
+    bandwidth = of_device(BANDWIDTH)
+    floor = None if bandwidth is None else round(1e3 * moved / bandwidth, 3)
+    found = {"maps": len(plain), "gigabytes_moved": round(moved / 1e9, 2), "rank": rank}
+    return found | {"ms_alone": round(one, 3), "ms_in_a_row": round(ten, 3), "floor_ms": floor}
+
+
+def _slots(layers: int, outs: tuple[int, ...], hidden: int, rank: int) -> AdapterSlots:
+    """Return two adapters on every map: rows of A and of B one after the other in their pools."""
+    entries = np.zeros((len(outs), layers, 2, 5), np.int32)
+    used = dict.fromkeys({hidden, *outs}, 0)
+    for module, d_out in enumerate(outs):
+        for layer in range(layers):
+            for slot in range(2):
+                a, used[hidden] = used[hidden], used[hidden] + rank
+                b, used[d_out] = used[d_out], used[d_out] + rank
+                entries[module, layer, slot, :3] = a, b, rank
+    key = jax.random.key(1, impl="rbg")
+    pools = {
+        str(width): 0.01 * jax.random.normal(key, (rows, width), jnp.bfloat16)
+        for width, rows in used.items()
+    }
+    scaling = jnp.ones(entries.shape[:3], jnp.float32)
+    return AdapterSlots(pools, jnp.asarray(entries), scaling)
+
+
+def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]:
+    """Time the tower's program for one image, beside the time of its products at full speed."""
+    config, sizes = read_config(folder), read_settings(folder, read_config(folder).tower)
+    model = Qwen3Tower(config.tower, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    image = prepared(folder, sides)
+    encoder = ImageEncoder(
+        model,
+        config,
+        sizes,
+        (),
+        num_rows=image.num_tokens,
+        max_image_tokens=image.num_tokens,
+        max_rank=1,
+    )
+    encoder.start(1, 64, jax.devices()[0])
+    work = EncodeImage(image, tuple(range(image.num_tokens)), -1)
+
+    def run() -> None:
+        encoder.encode(work, None)
+        encoder.wait()
+
+    ms = median_ms(run, 5)
+    patches = image.grid[0] * image.grid[1]
+    flops, peak = shapes.tower_flops(patches, config.tower.out_size), of_device(DENSE_FLOPS)
+    found = {"tokens": image.num_tokens, "patches": patches, "ms": round(ms, 2)}
+    found |= {"teraflop": round(flops / 1e12, 2)}
+    if peak is None:
+        return found
+    floor = 1e3 * flops / peak
+    return found | {"floor_ms": round(floor, 2), "share_of_peak": round(floor / ms, 3)}
+
+
+def prepared(folder: Path, sides: tuple[int, int]) -> PreparedImage:
+    """Return a random image as the engine prepares it."""
+    config = read_config(folder)
+    settings = read_settings(folder, config.tower)
+    grid = settings.grid_of(*sides)
+    count = layout.num_tokens(config.tower, grid)
+    return PreparedImage(preprocess(shapes.frame(0, sides), settings), grid, count, b"")
+
+
+def engine_of(folder: Path, adapters: dict[str, str], sides: tuple[int, int], **fields: Any):
+    """Return an engine of random weights that takes one image of these sides in a prompt."""
+    sizes: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 4, "max_loras": 1}
+    sizes |= {"max_num_batched_tokens": 2560, "max_esft_adapters": 0, "structured_outputs": False}
+    sizes |= {"enable_prefix_caching": False, "limit_mm_per_prompt": {"image": 1}}
+    pixels = -(-sides[0] // 32) * -(-sides[1] // 32) * 32**2
+    sizes |= {"mm_processor_kwargs": {"max_pixels": pixels}, "max_lora_rank": 16}
+    return Engine(str(folder), adapters, load_format="dummy", **(sizes | fields))
+
+
+def heads(folder: Path, adapter: Path, turns: int = 10, **fields: Any) -> dict[str, Any]:
+    """Time a task head against the LM head of the same adapter: one image, then a label."""
+    prompt, sides = shapes.TURN.format(shapes.IMAGE, QUESTION), (448, 448)
+    sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+    with engine_of(folder, {"h": str(adapter)}, sides, **fields) as engine:
+        ways: dict[str, Callable[[list], Any]] = {
+            "task_head_ms": lambda images: engine.classify([prompt], "h", images=[images]),
+            "lm_head_ms": lambda images: engine.generate([prompt], "h", sampling, images=[images]),
+        }
+        found: dict[str, Any] = {}
+        for number, (way, ask) in enumerate(ways.items()):
+            # Each image is new, so that its rows are not at hand.
+            images = ([shapes.frame(1000 * number + n, sides)] for n in range(turns + 1))
+            found[way] = round(median_ms(partial(_of_next, ask, images), turns), 2)
+    ratio = found["lm_head_ms"] / found["task_head_ms"]
+    return found | {"answer_tokens": ANSWER, "times_less": round(ratio, 2)}
+
+
+def _of_next(ask: Callable[[list], Any], images: Iterator[list]) -> Any:
+    return ask(next(images))
+
+
+def frames(folder: Path, sides: tuple[int, int] = shapes.SIDES, **fields: Any) -> dict[str, Any]:
+    """Time requests of one full frame each: the first token of one alone, tokens/s of several."""
+    prompt = shapes.TURN.format(shapes.IMAGE, QUESTION)
+    rows, length = 4, 64
+    with engine_of(folder, {}, sides, max_num_seqs=rows, **fields) as engine:
+
+        def ask(count: int, tokens: int, first: int) -> float:
+            sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+            images = [[shapes.frame(first + n, sides)] for n in range(count)]
+            start = time.perf_counter()
+            engine.generate([prompt] * count, None, sampling, images=images)
+            return time.perf_counter() - start
+
+        ask(1, 2, 0)
+        first = statistics.median(ask(1, 1, 10 + n) for n in range(5))
+        alone = statistics.median(ask(1, 1 + length, 20 + n) for n in range(2))
+        together = ask(rows, length, 30)
+    return {
+        "ttft_ms": round(1e3 * first, 1),
+        "tpot_ms": round(1e3 * (alone - first) / length, 2),
+        "requests": rows,
+        "answer_tokens": length,
+        "tokens_per_s": round(rows * length / together, 1),
+    }

@@ -1,0 +1,166 @@
+"""Limits of one process: files, network, signals, resources. No jax.
+
+What the kernel offers without privileges: Landlock for files, TCP and signals, a seccomp filter for
+sockets and for reaching into other processes, resource limits. What a kernel lacks is named, and
+the process runs without it.
+"""
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls of Landlock, on every machine
+_BENEATH, _VERSION_ASKED = 1, 1
+_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
+_ALL = (1 << 16) - 1  # of version 5
+_OF_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
+_OF_FILES = _WRITE | _READ | _TRUNCATE  # what a rule of a file that is no folder may name
+_TCP = 0b11  # bind, connect: from version 4
+_SCOPES = 0b11  # abstract sockets, signals: from version 6
+_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
+_MAX_FILES = 4096
+# Numbers of calls: socket, ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, kcmp.
+_CALLS = {"x86_64": (0xC000003E, (41, 101, 310, 311, 438, 312))}
+_CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
+_OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
+_SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev", "/proc/self", "/proc/cpuinfo")
+_SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
+
+
+def enter(
+    reads: Iterable[str | Path],
+    writes: Iterable[str | Path],
+    lists: Iterable[str | Path] = (),
+    *,
+    memory_bytes: int | None = None,
+    network: bool = False,
+) -> list[str]:
+    """Bind this process, which has one thread, for good; return what the kernel could not do.
+
+    `reads` and `writes` are files and folders with all below them, beside the system's own; of
+    `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
+    bounds the process' own memory. With `network` internet sockets are left.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
+    failed = _limit(memory_bytes)
+    steps = {
+        "Landlock (files, signals)": lambda: _landlock(libc, reads, writes, lists, network),
+        "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
+    }
+    for name, step in steps.items():
+        try:
+            step()
+        except OSError as error:
+            failed.append(f"{name}: {error.strerror}")
+    return failed
+
+
+def code_folders(without: Iterable[str | Path]) -> list[Path]:
+    """Return folders of the interpreter and its modules.
+
+    Of one that holds a path of `without`, such as a checkout, the packages that are imported.
+    """
+    private = [Path(path).resolve() for path in without]
+    folders = {Path(sys.prefix), Path(sys.base_prefix)}
+    for entry in filter(os.path.isdir, sys.path):
+        folder = Path(entry).resolve()
+        if not any(path.is_relative_to(folder) for path in private):
+            folders.add(folder)
+    for module in list(sys.modules.values()):
+        folders |= {Path(place) for place in list(getattr(module, "__path__", ()))[:1]}
+    kept = {f for f in folders if not any(path.is_relative_to(f.resolve()) for path in private)}
+    return sorted(kept)
+
+
+def _limit(memory_bytes: int | None) -> list[str]:
+    failed = []
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_FILES}
+    if memory_bytes is not None:
+        limits[resource.RLIMIT_DATA] = memory_bytes
+    for kind, most in limits.items():
+        _, hard = resource.getrlimit(kind)
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        try:
+            resource.setrlimit(kind, (least, least))
+        except (OSError, ValueError) as error:
+            failed.append(f"limit {kind}: {error}")
+    with contextlib.suppress(OSError):  # the kernel ends this one first where memory is short
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    return failed
+
+
+def _landlock(libc, reads, writes, lists, network: bool) -> None:
+    version = libc.syscall(_CREATE, None, 0, _VERSION_ASKED)
+    if version < 1:
+        _raise()
+    handled = _OF_VERSION.get(version, _ALL)
+    fields = [handled]
+    if version >= 4:
+        fields.append(0 if network else _TCP)
+    if version >= 6:
+        fields.append(_SCOPES)
+    data = struct.pack(f"<{len(fields)}Q", *fields)
+    ruleset = libc.syscall(_CREATE, data, len(data), 0)
+    if ruleset < 0:
+        _raise()
+    try:
+        rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
+        rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
+        rules += [(path, _LIST) for path in lists]
+        for path, access in rules:
+            _allow(libc, ruleset, path, access & handled)
+        if libc.syscall(_RESTRICT, ruleset, 0) < 0:
+            _raise()
+    finally:
+        os.close(ruleset)
+
+
+def _allow(libc, ruleset: int, path: str | Path, access: int) -> None:
+    try:
+        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):
+        return  # nothing that could be opened
+    try:
+        if not os.path.isdir(path):
+            access &= _OF_FILES | _IOCTL
+        rule = ctypes.create_string_buffer(struct.pack("<Qi", access, place), 12)
+        if libc.syscall(_ADD, ruleset, _BENEATH, rule, 0) < 0:
+            _raise()
+    finally:
+        os.close(place)
+
+
+def _seccomp(libc, network: bool) -> None:
+    """Refuse calls that reach into other processes, and sockets but those of this machine."""
+    machine = platform.machine()
+    if machine not in _CALLS:
+        raise OSError(0, f"numbers of system calls are unknown on {machine}")
+    arch, (socket_call, *others) = _CALLS[machine]
+    load, equal, least, return_ = 0x20, 0x15, 0x35, 0x06  # of classic BPF
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), (return_, 0, 0, refuse), (load, 0, 0, 0)]
+    program += [(least, 0, 1, _OTHER_NUMBERS), (return_, 0, 0, refuse)]
+    for number in others:
+        program += [(equal, 0, 1, number), (return_, 0, 0, refuse)]
+    if not network:  # AF_UNIX alone
+        program += [(equal, 0, 3, socket_call), (load, 0, 0, 16), (equal, 1, 0, 1)]
+        program += [(return_, 0, 0, refuse)]
+    program.append((return_, 0, 0, allow))
+    code = b"".join(struct.pack("<HBBI", *step) for step in program)
+    held = ctypes.create_string_buffer(code, len(code))
+    head = struct.pack("<H6xQ", len(program), ctypes.addressof(held))
+    if libc.prctl(_SET_SECCOMP, _FILTER, head, 0, 0) < 0:
+        _raise()
+
+
+def _raise() -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, os.strerror(number))

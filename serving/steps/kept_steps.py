@@ -1,0 +1,171 @@
+"""Compiled steps in files: a process that runs the same steps again neither traces nor lowers them.
+
+jax's own cache keeps what the compiler made; to find it, jax traces and lowers the program first,
+which costs more than compiling did. A file here is found by what the program is made from: the
+code, the settings, the sizes, and the kinds of its arguments.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.stages import Compiled, Lowered
+
+from lora_jax.ops import dispatch, native
+from lora_jax.ops.cpu.build import available
+from serving.runtime.program_files import ProgramFiles
+
+logger = logging.getLogger(__name__)
+
+_PACKAGES = "lora_jax", "serving"
+_CODE = ".py", ".cc", ".h"
+_LIBRARIES = "jax", "jaxlib", "flax", "numpy"
+_SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptSteps:
+    """Where programs of steps are kept, and what all of them are made from."""
+
+    files: ProgramFiles
+    programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
+    identity: str
+
+    def keep(self, name: str, jitted: Any, *facts: Any) -> "KeptJit":
+        """Return the jitted function, with its programs kept; `facts` say what it closes over."""
+        return KeptJit(jitted, self.files, self.programs, f"{self.identity} {name} {facts}")
+
+
+class KeptJit:
+    """Called and lowered as the jitted function is, whose last argument is static: trees."""
+
+    def __init__(self, jitted: Any, files: ProgramFiles, programs: ProgramFiles, identity: str):
+        self._jitted, self._identity = jitted, identity
+        self._files, self._programs = files, programs
+        self._made: dict[tuple[Any, ...], KeptProgram] = {}
+
+    def lower(self, *arguments: Any, **static: Any) -> "KeptProgram":
+        """Return the program for these arguments; its `compile` reads it where it is kept."""
+        *given, trees = arguments
+        called = trees, *static.values()
+        leaves = jax.tree.leaves(given)
+        kinds = [(a.shape, str(a.dtype), getattr(a, "weak_type", False)) for a in leaves]
+        text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
+        key = hashlib.sha256(text.encode()).hexdigest()
+        lower = functools.partial(self._jitted.lower, *arguments, **static)
+        self._made[called] = made = KeptProgram(lower, self._files, self._programs, key)
+        return made
+
+    def __call__(self, *arguments: Any, **static: Any) -> Any:
+        *given, trees = arguments
+        made = self._made.get((trees, *static.values()))
+        return self._jitted(*arguments, **static) if made is None else made.compiled(*given)
+
+
+class KeptProgram:
+    """A program that is read from its file, or lowered, compiled and written to it."""
+
+    def __init__(
+        self, lower: Callable[[], Lowered], files: ProgramFiles, programs: ProgramFiles, key: str
+    ):
+        self._files, self._programs, self._key = files, programs, key
+        kept = files.get(key)
+        self._kept = None if kept is None else _unpacked(kept)
+        self._lower, self._lowered = lower, None if self.is_kept else lower()
+        self._compiling: Future[Compiled] = Future()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether `compile` reads it."""
+        return self._kept is not None
+
+    @property
+    def compiled(self) -> Compiled:
+        """The program; waits for `compile`."""
+        return self._compiling.result()
+
+    def compile(self) -> Compiled:
+        """Return the program, which calls take from now on; any thread may compile it, once."""
+        try:
+            self._compiling.set_result(self._read() or self._compile())
+        except BaseException as error:
+            self._compiling.set_exception(error)
+        self._kept = self._lowered = None
+        return self.compiled
+
+    def _read(self) -> Compiled | None:
+        if self._kept is None:
+            return None
+        try:
+            here = jax.devices()[:1]
+            return serialize_executable.deserialize_and_load(*self._kept, execution_devices=here)
+        except Exception as error:  # of XLA: it is compiled again, and written over
+            logger.warning("A step that was kept cannot be loaded: %s", error)
+            return None
+
+    def _compile(self) -> Compiled:
+        with self._programs.unread():
+            compiled = (self._lowered or self._lower()).compile()
+        try:
+            made = serialize_executable.serialize(compiled)
+            self._files.put(self._key, pickle.dumps((dispatch.table(), made)))
+        except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
+            logger.warning("A step is not kept, and the next start compiles it again: %s", error)
+        return compiled
+
+
+def _unpacked(kept: bytes) -> tuple[Any, ...] | None:
+    """Return the parts of a kept program; None where its kernels are not there."""
+    choices, made = pickle.loads(kept)
+    needs_kernels = any(one["implementation"] == "ffi" for op in choices.values() for one in op)
+    if needs_kernels and not available():
+        return None
+    dispatch.remember(choices)
+    return made
+
+
+def identity(fields: dict[str, Any], model: Path) -> str:
+    """Return what all programs of an engine depend on, beside their own arguments.
+
+    `fields` are those of the engine's config, `model` is its folder.
+    """
+    env = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)}
+    parts = {
+        "code": code_digest(),
+        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "machine": native.cpu_name(),
+        "device": [d.device_kind for d in jax.devices()],
+        "cores": len(os.sched_getaffinity(0)),
+        "environment": env,
+        "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},
+        "config": hashlib.sha256((model / "config.json").read_bytes()).hexdigest(),
+        "fields": fields,
+    }
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+@functools.cache
+def code_digest() -> str:
+    """Return a digest of the code that programs are traced from."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        folders = spec and spec.submodule_search_locations
+        assert folders, f"no package {package}"
+        root = Path(folders[0])
+        for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
+            data = file.read_bytes()
+            digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)
+    return digest.hexdigest()

@@ -1,0 +1,20 @@
+import json
+
+from bench import tier_throughput as bench
+
+
+def test_adapters_of_shared_files_have_digests_of_their_own(tmp_path):
+    names = bench.write_adapters(tmp_path, bench.SMALL, bench.DISTINCT + 2)
+    first, again = (tmp_path / names[n] for n in (0, bench.DISTINCT))
+    inodes = {(folder / "adapter_model.safetensors").stat().st_ino for folder in (first, again)}
+    configs = {(folder / "adapter_config.json").read_text() for folder in (first, again)}
+    assert len(inodes) == 1
+    assert len(configs) == 2
+    assert json.loads(configs.pop())["target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_a_tenth_of_the_requests_asks_the_base_model():
+    case = bench.Case(requests=2000)
+    asked = bench.asked_by(["a0", "a1"], case, bench.random.Random(0))
+    assert 120 < asked.count(None) < 280
+    assert asked.count("a0") > 1.5 * asked.count("a1")

@@ -1,0 +1,62 @@
+"""Shapes and times of bench.vision: folders that the engine's readers take, floors by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.vision import device, shapes
+from lora_jax.models.loader import read_config
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 2048,
+}
+
+
+@pytest.mark.parametrize("name", shapes.TEXTS)
+def test_a_shape_is_read_as_its_family(tmp_path, name):
+    config = read_config(shapes.write_shape(tmp_path / name, name))
+    assert config.num_layers == shapes.TEXTS[name]["num_hidden_layers"]
+    assert config.tower.out_size == config.hidden_size
+    image = device.prepared(tmp_path / name, (96, 640))
+    assert image.grid[0] * image.grid[1] == 4 * image.num_tokens
+
+
+def test_floors_are_those_of_the_products():
+    """A tower of one patch row by hand: maps, scores and values, mergers, embedding."""
+    size, width, out, patches = 1152, 4304, 2048, 8
+    block = patches * (4 * size * size + 2 * size * width) + 2 * patches * patches * size
+    mergers = 4 * 2 * ((4 * size) ** 2 + 4 * size * out)
+    want = 2 * (27 * block + mergers + patches * 1536 * size)
+    assert shapes.tower_flops(patches, out) == want
+
+
+def test_slots_lay_every_map_s_rows_apart():
+    slots = device._slots(3, (64, 16, 16, 64), 64, 4)
+    entries = np.asarray(slots.entries)
+    for column, widths in ((0, [64] * 4), (1, [64, 16, 16, 64])):
+        used: dict[int, list[int]] = {64: [], 16: []}
+        for module, width in enumerate(widths):
+            used[width] += entries[module, :, :, column].ravel().tolist()
+        assert all(len(set(starts)) == len(starts) for starts in used.values())
+    assert slots.scaling.dtype == jnp.float32
+
+
+@pytest.mark.long
+def test_every_part_runs_on_a_small_shape(tmp_path, monkeypatch):
+    monkeypatch.setitem(shapes.VISION, "depth", 2)
+    monkeypatch.setitem(shapes.VISION, "deepstack_visual_indexes", [0, 1])
+    assert device.switch(2, 64, 16, 4)["maps"] == 8
+    model = shapes.write_shape(tmp_path / "m", "qwen3-vl-8b", **SMALL)
+    assert device.tower(model, (256, 256))["tokens"] == 64
+    head = shapes.write_headed(tmp_path / "h", model, 16, 10)
+    sizes = {"max_num_batched_tokens": 128, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 24}
+    assert device.heads(model, head, 1, **sizes)["task_head_ms"] > 0
+    moe = SMALL | {"num_experts": 8, "num_experts_per_tok": 2}
+    model = shapes.write_shape(tmp_path / "moe", "qwen3-vl-30b-a3b", **moe)
+    assert device.frames(model, (256, 256), **sizes)["tokens_per_s"] > 0

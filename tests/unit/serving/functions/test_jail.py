@@ -1,0 +1,84 @@
+"""What a bound process may still do, and what the kernel refuses it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from serving.functions import jail
+
+CODE = """
+import ctypes, json, os, socket, sys
+from serving.functions import jail
+own, other, kept, named = sys.argv[1:]
+failed = jail.enter([*jail.code_folders([other]), own], [kept], [named], memory_bytes=2 << 30)
+tries = {
+    "read own": lambda: open(own + "/file").read(),
+    "read other": lambda: open(other + "/file").read(),
+    "write own": lambda: open(own + "/file", "w"),
+    "write kept": lambda: open(kept + "/new", "w").write("x"),
+    "list named": lambda: os.listdir(named),
+    "read named": lambda: open(named + "/file").read(),
+    "environment": lambda: open(f"/proc/{os.getppid()}/environ", "rb").read(),
+    "tcp": lambda: socket.socket(),
+    "udp": lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM),
+    "pair": lambda: socket.socketpair(),
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "trace": lambda: os.strerror(ctypes.get_errno()) if trace() < 0 else "",
+    "import": lambda: __import__("sqlite3"),
+    "program": lambda: os.execv("/bin/true", ["true"]),
+    "memory": lambda: bytearray(4 << 30),
+}
+libc = ctypes.CDLL(None, use_errno=True)
+def trace():
+    if libc.ptrace(16, os.getppid(), 0, 0) < 0:
+        raise OSError(ctypes.get_errno(), "ptrace")
+said = {}
+for name, attempt in tries.items():
+    try:
+        attempt()
+        said[name] = "done"
+    except (OSError, MemoryError) as error:
+        said[name] = type(error).__name__
+print(json.dumps([failed, said]))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    folders = [tmp_path_factory.mktemp(name) for name in ("own", "other", "kept", "named")]
+    for folder in folders:
+        (folder / "file").write_text("x")
+    command = [sys.executable, "-c", CODE, *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_what_is_its_own_works(said):
+    _, outcome = said
+    for name in ("read own", "write kept", "list named", "pair", "import"):
+        assert outcome[name] == "done", name
+    assert outcome["memory"] == "MemoryError"
+
+
+def test_what_is_others_is_refused(said):
+    failed, outcome = said
+    files = ("read other", "write own", "read named", "environment", "program")
+    if any("Landlock" in what for what in failed):
+        files = ()
+    calls = ("tcp", "udp", "trace")
+    if any("seccomp" in what for what in failed):
+        calls = ()
+    for name in (*files, *calls):
+        assert outcome[name] == "PermissionError", name
+
+
+def test_folders_of_code_hold_no_private_path():
+    package = os.path.dirname(jail.__file__)
+    root = os.path.dirname(os.path.dirname(package))
+    folders = {str(folder) for folder in jail.code_folders([root + "/private"])}
+    assert root not in folders
+    assert any(package.startswith(folder) for folder in folders)

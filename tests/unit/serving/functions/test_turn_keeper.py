@@ -1,0 +1,70 @@
+"""Turns over sockets: granted, asked back, ended by death, and safe from wild talk."""
+
+import socket
+
+import pytest
+
+from serving.functions.turn_keeper import ASK, ASK_FIELDS, BACK, GRANT, RECALL, TurnKeeper
+from serving.functions.turn_table import TurnTable
+
+_ASKS = ASK_FIELDS.pack(ASK, 1.0, 0.0, 0.01, 0.5)
+
+
+@pytest.fixture
+def keeper():
+    made = TurnKeeper(TurnTable(turn_s=0.0))
+    yield made
+    made.close()
+
+
+def opened(keeper: TurnKeeper, name: str) -> socket.socket:
+    end = keeper.open(name)
+    end.settimeout(60)
+    return end
+
+
+def test_turns_go_round(keeper):
+    with opened(keeper, "a") as a, opened(keeper, "b") as b:
+        a.send(_ASKS)
+        assert a.recv(9) == GRANT
+        b.send(_ASKS)
+        assert a.recv(9) == RECALL
+        a.send(BACK)
+        assert b.recv(9) == GRANT
+
+
+def test_a_dead_function_gives_its_turn_back(keeper):
+    a, b = opened(keeper, "a"), opened(keeper, "b")
+    a.send(_ASKS)
+    assert a.recv(9) == GRANT
+    b.send(_ASKS)
+    a.close()
+    assert b.recv(9) == GRANT
+    b.close()
+
+
+WILD = {
+    "words": b"nonsense",
+    "short": ASK,
+    "numbers": ASK_FIELDS.pack(ASK, float("nan"), float("inf"), -1e300, 0.0),
+}
+
+
+@pytest.mark.parametrize("words", list(WILD.values()), ids=list(WILD))
+def test_wild_talk_harms_its_sender_alone(keeper, words):
+    with opened(keeper, "wild") as wild, opened(keeper, "b") as b:
+        wild.send(words)
+        b.send(_ASKS)
+        while (word := wild.recv(9)) == GRANT:  # numbers are bounded, and granted a turn
+            wild.send(BACK)
+            wild.shutdown(socket.SHUT_RDWR)
+        assert word in (b"", RECALL)
+        wild.close()
+        assert b.recv(9) == GRANT
+
+
+def test_the_end_leaves_functions_without_turns(keeper):
+    with opened(keeper, "a") as a:
+        keeper.close()
+        keeper.close()
+        assert a.recv(9) == b""

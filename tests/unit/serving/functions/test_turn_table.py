@@ -1,0 +1,104 @@
+"""Turns on one device: nobody else asks, margins, expired batches, and turns not given back."""
+
+import math
+import random
+
+import pytest
+
+from serving.functions.turn_table import Ask, TurnTable
+
+
+def ask(slo_s=1.0, waited_s=0.0, run_s=0.01, leaves_s=0.9) -> Ask:
+    return Ask(slo_s, waited_s, run_s, leaves_s)
+
+
+def test_a_lone_function_keeps_its_turn():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(), 0.0)
+    assert (table.grant(0.0), table.holder) == ("a", "a")
+    assert table.next_look() == math.inf
+    assert table.recall(1e6) is None
+    assert table.grant(1e6) is None
+
+
+def test_the_least_margin_is_next_and_a_full_turn_is_asked_back_once():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("patient", ask(slo_s=2.0), 0.0)
+    table.asks("urgent", ask(slo_s=1.0), 0.01)
+    assert table.next_look() == 0.1
+    assert table.recall(0.09) is None
+    assert table.recall(0.1) == "a"
+    assert table.recall(0.2) is None
+    assert table.grant(0.2) is None
+    table.gives_back("a")
+    assert table.grant(0.2) == "urgent"
+    table.gives_back("urgent")
+    assert table.grant(0.2) == "patient"
+
+
+def test_an_expired_or_full_batch_interrupts_a_turn_but_not_at_once():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("b", ask(leaves_s=-5.0), 0.001)
+    assert table.recall(0.001) is None
+    assert table.next_look() == pytest.approx(0.02)
+    assert table.recall(0.02) == "a"
+
+
+def test_a_turn_that_is_not_given_back_is_taken_away():
+    table = TurnTable(turn_s=0.1, overdue_s=1.0)
+    table.asks("stuck", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("b", ask(), 0.0)
+    assert table.recall(0.1) == "stuck"
+    assert table.grant(1.0) is None
+    assert (table.grant(1.1), table.num_taken) == ("b", 1)
+    table.gives_back("stuck")  # late: it is another's turn
+    assert table.holder == "b"
+
+
+def test_a_dead_function_has_no_turn_and_asks_for_none():
+    table = TurnTable()
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("b", ask(), 0.0)
+    table.asks("c", ask(), 0.0)
+    table.gone("a")
+    table.gone("b")
+    assert table.grant(0.0) == "c"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_nobody_waits_much_longer_than_its_deadline(seed):
+    """4 functions work for ever, and some have much less time than others."""
+    chance, table = random.Random(seed), TurnTable(turn_s=0.1)
+    slo = {name: chance.uniform(0.1, 3.0) for name in "abcd"}
+    asked, now = dict.fromkeys(slo, 0.0), 0.0
+    for name, seconds in slo.items():
+        table.asks(name, ask(seconds), now)
+    for _ in range(400):
+        granted = table.grant(now)
+        if granted is not None:
+            assert now - asked[granted] <= slo[granted] + len(slo) * 0.1
+        now = max(now, table.next_look())
+        recalled = table.recall(now)
+        assert recalled == table.holder
+        table.gives_back(recalled)
+        table.asks(recalled, ask(slo[recalled]), now)
+        asked[recalled] = now
+
+
+def test_functions_of_one_deadline_have_equal_shares():
+    table, turns, now = TurnTable(turn_s=0.1), dict.fromkeys("abcd", 0), 0.0
+    for name in turns:
+        table.asks(name, ask(), now)
+    for _ in range(400):
+        turns[table.grant(now)] += 1
+        now = table.next_look()
+        name = table.recall(now)
+        table.gives_back(name)
+        table.asks(name, ask(), now)
+    assert set(turns.values()) == {100}

@@ -1,0 +1,98 @@
+"""Steps in files: the same results without tracing, and compiled again where a file is no good."""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.processes.server_process import ROOT
+
+from serving.runtime.program_files import ProgramFiles
+from serving.steps.kept_steps import KeptSteps, code_digest, identity
+
+MODEL = ROOT / "assets" / "stories260k"
+
+
+def jitted(traced: list):
+    """Return a step of the form of ours that notes when it is traced."""
+
+    @functools.partial(jax.jit, static_argnames=("trees", "bucket"), donate_argnums=0)
+    def step(donated, rest, trees, *, bucket):
+        traced.append(bucket)
+        return [x + bucket for x in donated], rest[0] @ rest[1]
+
+    return step
+
+
+@pytest.fixture
+def kept(tmp_path):
+    (tmp_path / "programs").mkdir()
+    programs = ProgramFiles(tmp_path / "programs", 1 << 20)
+    return KeptSteps(ProgramFiles(tmp_path, 1 << 20), programs, "code")
+
+
+def arguments():
+    rest = [jnp.arange(6.0).reshape(2, 3), jnp.ones((3, 2))]
+    trees = jax.tree.structure([1]), jax.tree.structure(rest)
+    return [jnp.arange(4)], rest, trees
+
+
+def run(kept: KeptSteps, *facts, traced: list):
+    """Return the results of a new process' first step, and whether it was kept."""
+    step = kept.keep("step", jitted(traced), *facts)
+    program = step.lower(*arguments(), bucket=8)
+    was_kept = program.is_kept
+    program.compile()
+    return jax.tree.map(np.asarray, step(*arguments(), bucket=8)), was_kept
+
+
+def test_a_second_process_runs_the_same_step_without_tracing_it(kept):
+    traced = []
+    first, was_kept = run(kept, traced=traced)
+    assert (was_kept, traced) == (False, [8])
+    second, was_kept = run(kept, traced=traced)
+    assert (was_kept, traced) == (True, [8])
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+    assert not run(kept, "other sizes", traced=traced)[1]
+
+
+def test_a_step_of_other_arguments_is_traced(kept):
+    step = kept.keep("step", jitted(traced := []))
+    step.lower(*arguments(), bucket=8).compile()
+    donated, rest, trees = arguments()
+    step([donated[0].astype(jnp.float32)], rest, trees, bucket=16)
+    assert traced == [8, 16]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no pickle"])
+def test_a_damaged_file_is_compiled_again(kept, tmp_path, damage):
+    first, _ = run(kept, traced=[])
+    (file,) = tmp_path.glob("*.program")
+    file.write_bytes(damage)
+    again, was_kept = run(kept, traced=(traced := []))
+    assert (was_kept, traced) == (False, [8])
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+def test_a_program_that_cannot_be_loaded_is_compiled_again(kept, caplog):
+    first, _ = run(kept, traced=[])
+    step = kept.keep("step", jitted(traced := []))
+    program = step.lower(*arguments(), bucket=8)
+    program._kept = b"of another XLA", *program._kept[1:]
+    program.compile()
+    assert "cannot be loaded" in caplog.text
+    again = jax.tree.map(np.asarray, step(*arguments(), bucket=8))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    assert traced == [8]
+
+
+def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
+    before = identity({"max_num_seqs": 2}, MODEL)
+    assert before == identity({"max_num_seqs": 2}, MODEL)
+    assert before != identity({"max_num_seqs": 3}, MODEL)
+    assert before != identity({"max_num_seqs": 2}, ROOT / "assets" / "tiny-moe")
+    monkeypatch.setitem(os.environ, "LORA_JAX_OPS", "reference")
+    assert before != identity({"max_num_seqs": 2}, MODEL)
+    assert len(code_digest()) == 64
