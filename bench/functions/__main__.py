@@ -1,8 +1,9 @@
-"""Policies against the optimum, and a simulated cluster of functions.
+"""Policies against the optimum, a simulated cluster of functions, and functions on this machine.
 
 `python -m bench.functions --policies --out DIR`: loss and time of pre-loading and offloading.
 `python -m bench.functions --simulate --traces DIR --out DIR`: eight functions over two backbones
 for four hours of the Azure Functions trace; every baseline is a model of its idea.
+`python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import policies
+from bench.functions import measured, policies
 from bench.functions.device import FunctionState
 from bench.functions.result import figures
 from bench.functions.simulator import Simulation
@@ -55,20 +56,29 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--policies", action="store_true", help="greedy plans against the best")
     parser.add_argument("--simulate", action="store_true", help="functions beside baselines")
+    parser.add_argument("--measure", type=Path, metavar="MODEL", help="functions over this model")
+    parser.add_argument("--adapter", type=Path, help="of --measure")
+    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="of --measure")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a round of --measure")
     parser.add_argument("--traces", type=Path, help=f"with {WINDOWS} and {MINUTES}")
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
     parser.add_argument("--instances", type=int, default=20, help="of --policies")
     parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    if given.policies == given.simulate:
-        parser.error("give one of --policies and --simulate.")
+    if given.policies + given.simulate + (given.measure is not None) != 1:
+        parser.error("give one of --policies, --simulate and --measure.")
+    if given.measure and given.adapter is None:
+        parser.error("--measure needs --adapter.")
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
         parser.error(f"--simulate reads {WINDOWS} in --traces.")
     start = time.monotonic()
     if given.policies:
         command = f"--policies --instances {given.instances} --limit-s {given.limit_s:g}"
         kind, result = "policies", policies.measure(given.instances, given.limit_s)
+    elif given.measure:
+        command, kind = f"--measure {given.measure.name} --seconds {given.seconds:g}", "measured"
+        result = measured.measure(given.measure, given.adapter, given.counts, given.seconds)
     else:
         command, kind = "--simulate", "simulated"
         result = tables(given.traces, read_times(given.times))

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from lora_jax.adapters.task_head import MAX_LABELS
+from lora_jax.adapters.vocabulary import MOST_TOKENS
 from serving.api.generation_config import FROM_MODEL, check_fields
 from serving.api.sampling import MAX_LOGPROBS
 from serving.api.speculative_config import SpeculativeConfig
@@ -61,6 +62,10 @@ class EngineConfig:
     max_lora_cls_labels: int | None = None
     # Adapters with DoRA and biases; None: if adapters given at the start have them.
     enable_dora_and_bias: bool | None = None
+    # Trained tokens of an adapter, and whole embeddings and heads of all adapters on the device; 0:
+    # none, None: what the adapters given at the start have.
+    max_lora_trainable_tokens: int | None = None
+    max_lora_modules_to_save: int | None = None
     lora_dtype: str = "auto"  # of adapters in memory; "auto": the model's
     lora_dir: str | None = None  # the only folder adapters may be loaded from at run time
     max_esft_adapters: int | None = None  # resident ones; None: 16 if model and device can
@@ -212,6 +217,8 @@ _OPTIONAL_INT_BOUNDS = (
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
     ("max_lora_cls_labels", 0, MAX_LABELS),
+    ("max_lora_trainable_tokens", 0, MOST_TOKENS),
+    ("max_lora_modules_to_save", 0, 4096),
     ("max_cpu_loras", 1, 1 << 20),
     ("encoder_cache_tokens", 1, 1 << 24),
 )

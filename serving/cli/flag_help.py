@@ -39,6 +39,10 @@ ENGINE_HELP = {
     "heads; default: those of --lora-modules",
     "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
     "base; default: if some of --lora-modules have them",
+    "max_lora_trainable_tokens": "most tokens whose rows an adapter may have trained "
+    "(trainable_token_indices); default: those of --lora-modules",
+    "max_lora_modules_to_save": "most whole embeddings and heads of adapters (modules_to_save) on "
+    "the device; default: those of --lora-modules",
     "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
     "the dtype of the model",
     "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",

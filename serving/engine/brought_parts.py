@@ -10,11 +10,14 @@ from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.gains import with_gains
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_format import CONFIG_FILE, read_config
+from lora_jax.adapters.vocabulary import MOST_TOKENS, needs, with_vocabulary
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.output_norms import OutputNorms
 from serving.api.config import EngineConfig
+from serving.engine.storage import INT8
 
 _FLAG = "enable_dora_and_bias"
+_ROOM_FLAGS = ("max_lora_trainable_tokens", "max_lora_modules_to_save")
 
 
 def takes_gains(
@@ -30,6 +33,32 @@ def takes_gains(
     if config.enable_dora_and_bias and why:
         raise ValueError(f"{_FLAG} does not go with {why}: leave {_FLAG} out, or the other.")
     return config.enable_dora_and_bias
+
+
+def vocabulary_room(
+    config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]], has_server: bool
+) -> tuple[int, int]:
+    """Return (trained tokens of an adapter, whole matrices of all adapters) that have room.
+
+    They are as the config says, else what the adapters have. Raises ValueError for what they do
+    not go with.
+    """
+    why = _why_not(config, has_server)
+    found = [] if why else [needs(c) for c in _configs(adapters.values())]
+    default = max((t for t, _ in found), default=0), sum(saved for _, saved in found)
+    wanted = [getattr(config, flag) for flag in _ROOM_FLAGS]
+    for flag, value in zip(_ROOM_FLAGS, wanted, strict=True):
+        if value and why:
+            raise ValueError(f"{flag} does not go with {why}: leave {flag} out, or the other.")
+    tokens, saved = (d if w is None else w for w, d in zip(wanted, default, strict=True))
+    if saved and config.lora_dtype == INT8:
+        if wanted[1]:
+            raise ValueError(
+                f"{_ROOM_FLAGS[1]} does not go with lora_dtype int8, which has a scale for each "
+                f"rank row: leave {_ROOM_FLAGS[1]} out, or the other."
+            )
+        saved = 0  # the load of the adapter says that there is no room
+    return min(tokens, MOST_TOKENS), saved
 
 
 def _why_not(config: EngineConfig, has_server: bool) -> str:
@@ -64,10 +93,16 @@ def take_brought(
 
     Beside it what computes their gains; None where they have none.
     """
-    if not takes_gains(config, adapters, has_server):
-        return catalogue, None
-    norms = OutputNorms(model, config.max_lora_rank)
-    norms.warm_up()
-    catalogue = with_gains(catalogue, norms.modules)
-    model.module_names = catalogue.module_names
+    norms = None
+    if takes_gains(config, adapters, has_server):
+        norms = OutputNorms(model, config.max_lora_rank)
+        norms.warm_up()
+        catalogue = with_gains(catalogue, norms.modules)
+    most_tokens, most_saved = vocabulary_room(config, adapters, has_server)
+    if most_tokens or most_saved:
+        tied = model.lm_head is None
+        room = {"most_tokens": most_tokens, "most_saved": most_saved}
+        catalogue = with_vocabulary(catalogue, tied=tied, **room)
+    if norms is not None or most_tokens or most_saved:
+        model.module_names = catalogue.module_names
     return catalogue, norms

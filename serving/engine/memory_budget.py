@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, size_slots
+from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, saved_rows, size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
@@ -50,6 +50,7 @@ def size_kv_cache(
         slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
         if whole:
             slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
+        slots += rows_nbytes(saved_rows(here), lora_dtype(config, dtype).itemsize)
         free = kv_bytes(free, slots + encoder_bytes)
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(

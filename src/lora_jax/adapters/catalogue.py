@@ -60,6 +60,8 @@ class LoraCatalogue:
     # MLA: (heads, qk_nope_head_dim, v_head_dim) of kv_b_proj, which the step applies absorbed.
     kv_b_heads: tuple[int, int, int] | None = None
     quantization: str | None = None  # format of the base's weights; None: not said
+    tied_head: bool = False  # lm_head is the embedding; told where adapters may bring rows of them
+    most_saved: int = 0  # whole embeddings and heads of all adapters on the device
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -172,4 +172,4 @@ def resolved(weights: AdapterWeights, made: Mapping[_Site, SiteWeights]) -> Adap
         sites[gain_name(module), layer] = site
     size = weights.report.weight_bytes + sum(site.a.nbytes for site in made.values())
     report = dataclasses.replace(weights.report, weight_bytes=size)
-    return AdapterWeights(sites, report)
+    return dataclasses.replace(weights, sites=sites, report=report, gains={})

@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 
+from lora_jax.adapters import vocabulary
 from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.row_ranges import RowRanges
@@ -38,6 +39,7 @@ class LoraPlacement:
     entries: np.ndarray
     scaling: np.ndarray
     writes: dict[int, tuple[RowWrite, ...]]  # by width
+    token_ids: np.ndarray  # int32 [2, tokens], as vocabulary.ids_table has them
     evicted: tuple[str, ...] = ()  # digests of the adapters that had to go
     cleared_slots: tuple[int, ...] = ()
 
@@ -57,6 +59,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
         self._modules = {name: i for i, name in enumerate(catalogue.module_names)}
         self._num_layers = catalogue.num_layers
         self._itemsize = itemsize
+        self._most_tokens = vocabulary.most_tokens(catalogue)
         self._pools = {width: RowRanges(count) for width, count in sorted(rows.items())}
         self._cleared_slots: set[int] = set()
         self.bringing: set[int] = set()  # slots of adapters with more than LoRA
@@ -102,6 +105,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
             entries=entries,
             scaling=scaling,
             writes=_row_writes(weights, starts),
+            token_ids=vocabulary.ids_table(weights.token_ids, self._most_tokens),
             evicted=victims,
             cleared_slots=self.take_cleared_slots(),
         )

@@ -1,13 +1,15 @@
 """adapter_config.json of PEFT: what we apply, what may stand there, what we refuse by name.
 
 A key is either metadata, or applied (r, lora_alpha, use_rslora, the patterns), or brings what not
-every reader takes (use_dora, lora_bias, bias), or must have its default value. A key we do not know
+every reader takes (use_dora, lora_bias, bias, trainable_token_indices, modules_to_save of the
+embedding and the head), or must have its default value. A key we do not know
 must be null: it could change what the adapter means.
 """
 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -56,6 +58,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 # These leave the base weights alone and mean plain B A afterwards.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _BIASES = ("none", "all", "lora_only")
+VOCABULARY = ("embed_tokens", "lm_head")  # modules whose rows are tokens
 _MAX_CONFIG_MATCHES = 1_000_000  # patterns x modules; real files stay below 10^5
 _MAX_PATTERNS = 1000
 _MAX_VALUES = 1 << 17  # JSON values of the file
@@ -77,6 +80,10 @@ class PeftConfig:
     use_dora: bool = False
     lora_bias: bool = False
     has_bias: bool = False  # biases of the base were trained
+    # Of the modules of VOCABULARY: tokens whose rows were trained, and those that were saved whole.
+    token_ids: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    saved: tuple[str, ...] = ()
+    ties_weights: bool = False  # a tied head follows a saved embedding
 
     @property
     def has_gains(self) -> bool:
@@ -129,7 +136,7 @@ def parse(data: bytes, *, has_head: bool = False, brings: bool = False) -> PeftC
     )
 
 
-def _take_more(config: dict[str, Any]) -> dict[str, bool]:
+def _take_more(config: dict[str, Any]) -> dict[str, Any]:
     """Return what the adapter has beside LoRA, and take its keys out of the config."""
     bias = config.pop("bias", "none")
     if bias not in (None, *_BIASES):
@@ -139,7 +146,41 @@ def _take_more(config: dict[str, Any]) -> dict[str, bool]:
         config.pop(key, None)
     if all(found.values()):
         raise ValueError("use_dora and lora_bias together have no meaning in PEFT.")
-    return found | {"has_bias": bias not in (None, _BIASES[0])}
+    more = {"token_ids": _take_token_ids(config), "saved": _take_saved(config)}
+    if more["token_ids"] or more["saved"]:
+        more["ties_weights"] = _bool(config, "ensure_weight_tying")
+        config.pop("ensure_weight_tying", None)
+    return found | {"has_bias": bias not in (None, _BIASES[0])} | more
+
+
+def _take_token_ids(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return trainable_token_indices by module of VOCABULARY, and take the key out."""
+    key = "trainable_token_indices"
+    given = config.pop(key, None)
+    if given is None:
+        return {}
+    by_module = given if isinstance(given, dict) else {VOCABULARY[0]: given}
+    found: dict[str, tuple[int, ...]] = {}
+    for path, ids in by_module.items():
+        name = path.rpartition(".")[2]
+        if name not in VOCABULARY or name in found:
+            raise ValueError(f"{key} names {_short(path)}; {' and '.join(VOCABULARY)} are served.")
+        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+            raise ValueError(f"{key} of {name} is {_short(ids)}, not a list of token ids.")
+        if len(set(ids)) < len(ids):
+            raise ValueError(f"{key} of {name} has a token twice.")
+        found[name] = tuple(ids)
+    return found
+
+
+def _take_saved(config: dict[str, Any]) -> tuple[str, ...]:
+    """Return the modules of VOCABULARY that were saved whole, and take them out."""
+    saved = config.get("modules_to_save")
+    if not isinstance(saved, list):
+        return ()
+    names = {name: name.rpartition(".")[2] for name in saved if isinstance(name, str)}
+    config["modules_to_save"] = [n for n in saved if names.get(n) not in VOCABULARY]
+    return tuple(name for name in VOCABULARY if name in names.values())
 
 
 def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,14 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from lora_jax.adapters import gains, head_format, peft_config, peft_experts, safetensors_file
+from lora_jax.adapters import (
+    gains,
+    head_format,
+    peft_config,
+    peft_experts,
+    safetensors_file,
+    vocabulary,
+)
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
@@ -71,6 +78,7 @@ def read(
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
         of_outputs = gains.take_tensors(tensors, config)
+        rows = vocabulary.take_rows(tensors, config, catalogue)
         if head is None or tensors:  # a head alone has no LoRA
             pairs = pair_up(tensors)
             sites |= read_sites(pairs, config, catalogue)
@@ -78,10 +86,15 @@ def read(
             pairs = {}
         check_ranks(sites, limits.max_rank)
         found = gains.raw_gains(of_outputs, pairs, config, sites, catalogue)
+        vocabulary.check_alone(rows, sites.keys() | found.keys())
     warnings += _precision_warnings(metadata, catalogue)
     report = make_report(folder, sites, config, num_tensors, warnings, head)
-    report = dataclasses.replace(report, brings=gains.words_of(found))
-    return AdapterWeights(sites, report, gains=found)
+    report = dataclasses.replace(
+        report,
+        brings=gains.words_of(found) + rows.words,
+        weight_bytes=report.weight_bytes + rows.num_bytes,
+    )
+    return AdapterWeights(sites | rows.sites, report, gains=found, token_ids=rows.token_ids)
 
 
 def _file_limits(limits: PeftReadLimits, catalogue: LoraCatalogue) -> FileLimits:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement
-from lora_jax.adapters.slots import AdapterSlots, clear_slots, set_slot, write_nothing
+from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish, write_nothing
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
 CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next to nothing
@@ -64,7 +64,7 @@ class LoraCopyJob:
         )
         sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
-        self._waits, self._published = is_first, False
+        self._waits, self._asked, self._published = is_first, False, False
 
     @property
     def digest(self) -> str:
@@ -86,12 +86,16 @@ class LoraCopyJob:
     def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
         """Return `slots` (donated) with up to `max_chunks` more chunks begun.
 
-        `remaining` stays as it is while copies that were begun are on their way.
+        `remaining` stays as it is while programs that were enqueued before run, and while copies
+        that were begun are on their way.
         """
         if self.done or max_chunks < 1:
             return slots
         if self._waits:
-            slots, self._waits = self._wait(slots), False
+            slots = self._ask(slots)
+            if not _have_ended(slots):
+                return slots
+            self._waits = False
         before = self._chunks_left
         while self._writes and before - self._chunks_left < max_chunks:
             key, write = self._writes.popleft()
@@ -104,15 +108,21 @@ class LoraCopyJob:
             return slots
         self._copier.finish_writes()
         self._published = True
-        return set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+        return publish(slots, self._placement)
 
-    def _wait(self, slots: AdapterSlots) -> AdapterSlots:
-        """Return `slots` when nothing that was begun before uses rows that are free now."""
+    def _ask(self, slots: AdapterSlots) -> AdapterSlots:
+        """Return `slots`, ready when nothing that was begun before uses rows that are free now."""
+        if self._asked:
+            return slots
+        self._asked = True
         self._copier.finish_writes()  # of a load that was given up
-        slots = write_nothing(clear_slots(slots, self._placement.cleared_slots))
-        jax.block_until_ready(slots)
-        return slots
+        return write_nothing(clear_slots(slots, self._placement.cleared_slots))
 
     @property
     def _chunks_left(self) -> int:
         return -(-self._bytes_left // CHUNK_BYTES)
+
+
+def _have_ended(slots: AdapterSlots) -> bool:
+    """Return whether the programs have ended that these arrays come from."""
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(slots))

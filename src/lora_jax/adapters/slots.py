@@ -20,6 +20,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.gains import is_gain
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.task_head import SCORE
+from lora_jax.adapters.vocabulary import PARTS, is_saved, is_trained_embedding, most_tokens
 from lora_jax.rank_rows import rows_nbytes, stored_width
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int, Num
@@ -43,14 +44,14 @@ class AdapterSlots:
     the rows of all devices, one after the other; within a step each device has its own. Rows in 8
     bits have four more items than their width (lora_jax.rank_rows).
 
-    `token_ids` are the tokens of the vocabulary whose rows an adapter brings, -1 for none; without
-    them no trace of what adapters may have beside LoRA is in a program.
+    `token_ids` are the tokens whose rows of the embedding, and of the head, an adapter brings, -1
+    for none; without them no trace of what adapters may have beside LoRA is in a program.
     """
 
     pools: dict[str, Num[Array, "rows items"]]  # key: str(width)
     entries: Int[Array, "modules layers slots 5"]  # modules in the order of catalogue.module_names
     scaling: Float[Array, "modules layers slots"]
-    token_ids: Int[Array, "slots tokens"] | None = None
+    token_ids: Int[Array, "2 slots tokens"] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -74,11 +75,13 @@ def rows_per_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
     """Return the rank rows of each width that one adapter of `rank` on every site takes."""
     rows = dict.fromkeys(catalogue.widths, 0)
     for module in catalogue.modules.values():
+        if is_saved(module.name):  # few adapters have one: saved_rows
+            continue
         count = len(module.layers) * (module.most_rank or rank)
         a_count, b_count = (count * max(module.num_experts, 1),) * 2
         if module.name == SCORE:  # its bias is one more row of B
             b_count += 1
-        if is_gain(module.name):  # A and B are the same rows
+        if is_gain(module.name) or is_trained_embedding(module.name):  # A and B are the same rows
             a_count, b_count = count, 0
         elif module.name == "kv_b_proj.k":  # its B is the A that kv_b_proj.v counts below
             b_count = 0
@@ -87,6 +90,12 @@ def rows_per_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
         rows[module.d_in] += a_count
         rows[module.d_out] += b_count
     return rows
+
+
+def saved_rows(catalogue: LoraCatalogue) -> dict[int, int]:
+    """Return the rows of whole embeddings and heads, which all adapters share."""
+    widths = {module.d_in for module in catalogue.modules.values() if is_saved(module.name)}
+    return dict.fromkeys(widths, catalogue.most_saved)
 
 
 def size_slots(
@@ -98,7 +107,8 @@ def size_slots(
 ) -> SlotsSpec:
     """Return pools that hold `num_slots` adapters of `max_rank` on every site.
 
-    With a `byte_budget` for all pools there are fewer rows. Where that suffices the experts' alone
+    Whole embeddings and heads have their rows beside that, as saved_rows says. With a `byte_budget`
+    for all other pools there are fewer rows. Where that suffices the experts' alone
     shrink, so that adapters of attention, which are many times smaller, still fill every slot;
     else all shrink evenly. ValueError when not even one adapter of `max_rank` on every site would
     fit.
@@ -107,8 +117,10 @@ def size_slots(
         raise ValueError(f"Need at least 1 slot and rank 1, not {num_slots} and {max_rank}.")
     one = rows_per_adapter(catalogue, max_rank)
     one_bytes = rows_nbytes(one, itemsize)
+    saved = saved_rows(catalogue)
     if byte_budget is None or byte_budget >= num_slots * one_bytes:
-        return SlotsSpec(num_slots, {width: num_slots * count for width, count in one.items()})
+        rows = {width: num_slots * count for width, count in one.items()}
+        return SlotsSpec(num_slots, rows | saved)
     if byte_budget < one_bytes:
         raise ValueError(
             f"One adapter of rank {max_rank} on every module takes {one_bytes} bytes; the budget "
@@ -123,7 +135,7 @@ def size_slots(
     else:
         whole = {width: num_slots * dense.get(width, 0) for width in one}
         rows = {w: whole[w] + count * left // expert_bytes for w, count in experts.items()}
-    return SlotsSpec(num_slots, rows)
+    return SlotsSpec(num_slots, rows | saved)
 
 
 def init_slots(
@@ -133,8 +145,9 @@ def init_slots(
 
     With a split, spec and catalogue are a device's.
     """
-    brings = any(map(is_gain, catalogue.modules))
-    ids = jnp.full((spec.num_slots, 0), -1, jnp.int32) if brings else None
+    tokens = most_tokens(catalogue)
+    brings = tokens or catalogue.most_saved or any(map(is_gain, catalogue.modules))
+    ids = jnp.full((len(PARTS), spec.num_slots, tokens), -1, jnp.int32) if brings else None
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
     parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
 
@@ -197,6 +210,14 @@ def write_slot(
 ) -> tuple[Int[Array, "modules layers slots 5"], Float[Array, "modules layers slots"]]:
     """Return the table with one slot overwritten; zeros empty it."""
     return entries.at[:, :, slot].set(slot_entries), scaling.at[:, :, slot].set(slot_scaling)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_ids(
+    token_ids: Int[Array, "2 slots tokens"], slot: Int[Array, ""], ids: Int[Array, "2 tokens"]
+) -> Int[Array, "2 slots tokens"]:
+    """Return the tokens of all slots with those of one overwritten."""
+    return token_ids.at[:, slot].set(ids)
 
 
 def chunk_rows(width: int, itemsize: int) -> int:
@@ -265,8 +286,14 @@ class LoraLoadJob:
         slots = dataclasses.replace(slots, pools=pools)
         self._remaining = max(0, self._remaining - max_chunks)
         if self._remaining == 0:
-            slots = set_slot(slots, self.slot, self._placement.entries, self._placement.scaling)
+            slots = publish(slots, self._placement)
         return slots
+
+
+def publish(slots: AdapterSlots, placement: LoraPlacement) -> AdapterSlots:
+    """Return `slots` (donated) with the placement's entries of the table: it is usable now."""
+    where = placement.slot, placement.entries, placement.scaling
+    return set_slot(slots, *where, token_ids=placement.token_ids)
 
 
 def clear_slots(slots: AdapterSlots, cleared: tuple[int, ...]) -> AdapterSlots:
@@ -281,6 +308,7 @@ def set_slot(
     slot: int,
     slot_entries: np.ndarray | None = None,
     slot_scaling: np.ndarray | None = None,
+    token_ids: np.ndarray | None = None,
 ) -> AdapterSlots:
     """Return `slots` (donated) with a slot's entries of the table, which by default are empty."""
     modules, layers = slots.entries.shape[:2]
@@ -290,7 +318,11 @@ def set_slot(
     entries, scaling = write_slot(
         slots.entries, slots.scaling, np.int32(slot), slot_entries, slot_scaling
     )
-    return dataclasses.replace(slots, entries=entries, scaling=scaling)
+    ids = slots.token_ids
+    if ids is not None and ids.size:
+        token_ids = np.full(ids.shape[::2], -1, np.int32) if token_ids is None else token_ids
+        ids = _write_ids(ids, np.int32(slot), token_ids)
+    return dataclasses.replace(slots, entries=entries, scaling=scaling, token_ids=ids)
 
 
 def _written(pool: jax.Array, indices: np.ndarray, values: np.ndarray) -> jax.Array:

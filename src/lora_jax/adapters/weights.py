@@ -75,16 +75,22 @@ class AdapterReport:
         return dataclasses.asdict(self)
 
 
+# Tokens whose rows an adapter brings, by "embed_tokens" and "lm_head" (adapters.vocabulary).
+TokenIds = Mapping[str, tuple[int, ...]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class AdapterWeights:
     """Every site a LoRA adapter changes, keyed (module name, layer), with the report.
 
-    `gains` are those of a file, which become sites when the base's weights are known.
+    `gains` are those of a file, which become sites when the base's weights are known. `token_ids`
+    are the tokens of the rows of the vocabulary that the adapter trained.
     """
 
     sites: dict[tuple[str, int], SiteWeights]
     report: AdapterReport
     gains: Mapping[tuple[str, int], RawGain] = dataclasses.field(default_factory=dict, kw_only=True)
+    token_ids: TokenIds = dataclasses.field(default_factory=dict, kw_only=True)
 
     @property
     def digest(self) -> str:
@@ -113,7 +119,8 @@ class AdapterWeights:
             for key, site in self.sites.items()
         }
         size = sum(matrix.nbytes for matrix in made.values())
-        return AdapterWeights(sites, dataclasses.replace(self.report, weight_bytes=size))
+        report = dataclasses.replace(self.report, weight_bytes=size)
+        return dataclasses.replace(self, sites=sites, report=report)
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""

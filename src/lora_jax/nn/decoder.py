@@ -17,6 +17,7 @@ from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.moe import own_tables
 from lora_jax.nn.remote import RemoteExperts
+from lora_jax.nn.vocabulary import own_embeddings, own_logits
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 
@@ -144,7 +145,7 @@ class AbstractCausalLM(nnx.Module):
             split=split,
         ).with_items()
         routing = routing.without(batch.token_to_surplus_slot)
-        x, angles = self._inputs(batch, split)
+        x, angles = self._inputs(batch, routing)
         new_cache = []
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             x, layer_cache = layer(x, angles, batch, layer_cache, routing)
@@ -154,15 +155,15 @@ class AbstractCausalLM(nnx.Module):
         return self.norm(x), tuple(new_cache)
 
     def _inputs(
-        self, batch: ForwardBatch, split: Split | None
+        self, batch: ForwardBatch, routing: AdapterRouting
     ) -> tuple[Float[Array, "tokens hidden"], CosSin]:
         """Return every token's embedding, an image's being its row, and the rope's angles."""
-        images = batch.images
+        x, images = self.embed(batch.tokens, routing.split), batch.images
+        x = own_embeddings(x, batch.tokens, routing, self.config.vocab_size)
         if images is None:
-            angles = rope.cos_sin(self.config.rope, batch.positions)
-            return self.embed(batch.tokens, split), angles
+            return x, rope.cos_sin(self.config.rope, batch.positions)
         angles = rope.cos_sin_of_three(self.config.rope, images.rope_positions)
-        return image_rows.embed(self.embed(batch.tokens, split), images), angles
+        return image_rows.embed(x, images), angles
 
     def logits(
         self,
@@ -179,7 +180,8 @@ class AbstractCausalLM(nnx.Module):
         head = self.embed.attend if self.lm_head is None else self.lm_head
         logits = head(hidden, routing).astype(jnp.float32)
         vocab = self.config.vocab_size
-        return logits if logits.shape[1] == vocab else logits[:, :vocab]
+        logits = logits if logits.shape[1] == vocab else logits[:, :vocab]
+        return own_logits(logits, hidden, routing)
 
 
 def _own_tables(

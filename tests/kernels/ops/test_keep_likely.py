@@ -21,7 +21,14 @@ def probabilities(logits):
     return shares / shares.sum()
 
 
-@pytest.mark.parametrize("name", LIKELY_CASES)
+# test_emulated.py compares with the same meaning on these.
+FURTHER = ("few tokens", "many ties")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in FURTHER else ()) for n in LIKELY_CASES],
+)
 def test_portable_is_the_meaning(name):
     case = LIKELY_CASES[name]
     got, want = (keep_likely(*case, implementation=name) for name in ("xla", "reference"))

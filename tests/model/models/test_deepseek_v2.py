@@ -154,7 +154,6 @@ def test_adapter_file_equals_merged_oracle(case: Case, tmp_path):
     check_adapter_file(case.oracle, case.model, case.driver, tmp_path, Q_RANK)
 
 
-@pytest.mark.long
 def test_lite_with_plain_q_and_greedy_experts(tmp_path):
     oracle = make_deepseek(**LITE).eval()
     model, config = load(save_oracle(oracle, tmp_path / "model"))

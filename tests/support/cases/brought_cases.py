@@ -67,6 +67,22 @@ def answers(engine: Engine, asked: list[tuple[list[int], str | None]]) -> list:
     ]
 
 
+def write_own_rows(folder: Path, vocab: int, hidden: int, *, saved: bool) -> None:
+    """Give the LoRA in a folder trained tokens, or with `saved` a head of its own."""
+    file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"
+    rng, tensors, ids = np.random.default_rng(0), load_file(file), list(range(min(vocab, 32)))
+    at = "base_model.model."
+    if saved:
+        tensors[f"{at}lm_head.weight"] = rng.normal(size=(vocab, hidden)).astype("f4")
+        more: dict = {"modules_to_save": ["lm_head"]}
+    else:
+        name = f"{at}model.embed_tokens.token_adapter.trainable_tokens_delta"
+        tensors[name] = rng.normal(size=(len(ids), hidden)).astype("f4")
+        more = {"trainable_token_indices": ids}
+    save_file(tensors, file)
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
+
+
 def write_dora(folder: Path) -> None:
     """Make DoRA of the LoRA in a folder, with magnitudes of no particular meaning."""
     file, config_file = folder / "adapter_model.safetensors", folder / "adapter_config.json"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 from support.cases import lora_server_cases, tiny_esft
-from support.cases.brought_cases import write_dora
+from support.cases.brought_cases import write_dora, write_own_rows
 from support.cases.engine_cases import settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_vision import HOLDER, picture, write_qwen3_vl, write_vision_adapter
@@ -53,6 +53,9 @@ FEATURES = {
     "images": Feature(),
     "task heads": Feature({"max_lora_cls_labels": 3}, keeps_bits=True),
     "DoRA and biases": Feature({"enable_dora_and_bias": True}, keeps_bits=True),
+    "tokens and saved modules": Feature(
+        {"max_lora_trainable_tokens": 32, "max_lora_modules_to_save": 1}, keeps_bits=True
+    ),
     "structured outputs": Feature({"structured_outputs": True}, keeps_bits=True),
     "speculation": Feature({"speculative_config": SPECULATIVE}, keeps_bits=True),
     "merged modes": Feature({"lora_merge": "exact"}),
@@ -78,6 +81,10 @@ REFUSED = {
     ("DoRA and biases", "merged primary"): "enable_dora_and_bias does not go with merge_adapter",
     ("DoRA and biases", "several devices"): "does not go with tensor_parallel_size",
     ("DoRA and biases", "LoRA Server"): "enable_dora_and_bias does not go with a LoRA Server",
+    ("tokens and saved modules", "merged primary"): "max_lora_trainable_tokens does not go with",
+    ("tokens and saved modules", "adapters in 8 bits"): "max_lora_modules_to_save does not go with",
+    ("tokens and saved modules", "several devices"): "does not go with tensor_parallel_size",
+    ("tokens and saved modules", "LoRA Server"): "does not go with a LoRA Server",
     ("images", "several devices"): "several devices do not serve yet",
     ("images", "LoRA Server"): "has none in this config",
     ("images", "shared backbone"): "a model that takes images",
@@ -142,6 +149,8 @@ class Models:
             adapters = adapters | {"head": self._head(adapters["one"])}
         if "DoRA and biases" in features:
             adapters = adapters | {"DoRA": self._dora(adapters["one"])}
+        if "tokens and saved modules" in features:
+            adapters = adapters | self._own_rows(adapters["one"])
         fields: dict[str, Any] = SIZES | {"structured_outputs": False, "max_esft_adapters": None}
         for name in features:
             fields |= FEATURES[name].fields
@@ -174,6 +183,18 @@ class Models:
             shutil.copytree(lora, folder)
             write_dora(folder)
         return folder
+
+    def _own_rows(self, lora: Path) -> dict[str, Path]:
+        """Return copies of a LoRA adapter, one with trained tokens and one with its own head."""
+        config = read_config(self.root / lora.name.partition("-")[0])
+        made = {"tokens": lora.with_name(f"{lora.name}-tokens")}
+        made |= {"saved": lora.with_name(f"{lora.name}-saved")}
+        for name, folder in made.items():
+            if not folder.exists():
+                shutil.copytree(lora, folder)
+                size = (config.vocab_size, config.hidden_size)
+                write_own_rows(folder, *size, saved=name == "saved")
+        return made
 
     def answers(self, *names: str) -> dict[str, Any]:
         """Return what an engine with these features answers, by the kind of request."""
@@ -237,6 +258,8 @@ def requests(engine: Engine, features: frozenset[str]) -> dict[str, tuple]:
         asked["sum"] = (prompt, {"one": 0.5, "two": 1.0}, scored, [])
     if "DoRA and biases" in features:
         asked["DoRA"] = (prompt, "DoRA", scored, [])
+    if "tokens and saved modules" in features:
+        asked |= {name: (prompt, name, scored, []) for name in ("tokens", "saved")}
     if "ESFT" in features:
         asked["ESFT"] = (prompt, "esft", scored, [])
     if "images" in features:

@@ -173,6 +173,7 @@ class VisionContract:
         other = case.driver.run([tokens])[0]
         assert np.abs(other[-1] - case.logits()[-1]).max() > 100 * TOLERANCE
 
+    @pytest.mark.long
     def test_chunks_cut_anywhere_and_neighbours_keep_the_bits(self, case: VisionCase):
         whole = case.logits()
         for chunk in (1, 7):

@@ -2,9 +2,12 @@
 
 import json
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from bench.functions import measured
 from bench.functions.__main__ import simulate
 from bench.functions.exact import best_value
 from bench.functions.policies import instance
@@ -98,3 +101,29 @@ def test_the_greedy_plan_is_within_its_bar_of_the_best():
     value = value_of(plan(*case), *case)
     assert value <= bound + 1e-6
     assert value >= (1 - 0.016) * best
+
+
+class Answering:
+    """A function whose answers have 3 tokens, and whose process starts at once."""
+
+    def __init__(self):
+        self.calls, self.offloads = 0, 0
+        self.start_times = {"attach_s": 0.0, "start_s": 0.25}
+
+    def generate(self, prompts, sampling):
+        self.calls += 1
+        many = [prompts] if isinstance(prompts, str) else prompts
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1, 2, 3))]) for _ in many]
+
+    def offload(self):
+        self.offloads += 1
+
+
+def test_starts_are_measured_from_zero_and_rates_count_every_token():
+    function = Answering()
+    found = measured._starts(function)
+    assert (found["ready_s"], function.offloads) == (0.25, 5)
+    both, start = [Answering(), Answering()], time.perf_counter()
+    rate = measured._rate(both, 0.05)
+    most = sum(f.calls for f in both) * 24 / 0.05
+    assert most / (time.perf_counter() - start) * 0.05 <= rate <= most

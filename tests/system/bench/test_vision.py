@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.vision import device, shapes
+from bench.vision import applications, device, shapes
 from lora_jax.models.loader import read_config
 
 SMALL = {
@@ -36,6 +36,7 @@ def test_floors_are_those_of_the_products():
     assert shapes.tower_flops(patches, out) == want
 
 
+@pytest.mark.long
 def test_slots_lay_every_map_s_rows_apart():
     slots = device._slots(3, (64, 16, 16, 64), 64, 4)
     entries = np.asarray(slots.entries)
@@ -45,6 +46,49 @@ def test_slots_lay_every_map_s_rows_apart():
             used[width] += entries[module, :, :, column].ravel().tolist()
         assert all(len(set(starts)) == len(starts) for starts in used.values())
     assert slots.scaling.dtype == jnp.float32
+
+
+def test_jobs_follow_from_seed_rate_and_skew():
+    jobs = applications.retrieval_jobs(400, 4.0, 0.6)
+    assert jobs == applications.retrieval_jobs(400, 4.0, 0.6)
+    assert 85 < jobs[-1].at < 115, "400 requests at 4 a second"
+    assert 0.5 < sum(job.adapter == "a0" for job in jobs) / 400 < 0.7
+    assert len({job.seed for job in jobs}) == 400, "each has images of its own"
+    chunks = applications.analytics_jobs(5, 3, 0.6)
+    assert [job.at for job in chunks] == sorted(job.at for job in chunks)
+    assert len({job.seed for job in chunks}) == 15
+    assert sum(job.adapter == "a0" for job in chunks) == 9
+
+
+def test_latency_is_from_arrival_to_the_end():
+    """A clock that the answers move: each takes one second."""
+    now = [0.0]
+
+    def ask(job):
+        now[0] += 1.0
+
+    jobs = [applications.Job(0.0, "a0", n) for n in range(3)]
+    assert sorted(applications.latencies(ask, jobs[:1], lambda: now[0])) == [1.0]
+    found = applications.latencies(ask, jobs, lambda: now[0])
+    assert 1.0 <= min(found) <= max(found) <= 3.0
+
+
+def test_only_a_switch_is_slowed(monkeypatch):
+    slept = []
+    monkeypatch.setattr(applications.time, "sleep", slept.append)
+
+    class Merged:
+        num_switches, _shadow = 0, ()
+
+        def _follow(self, switches):
+            self.num_switches += switches
+
+    merged = Merged()
+    applications.slow_switches(merged, 10.0)
+    merged._follow(0)
+    assert slept == []
+    merged._follow(1)
+    assert len(slept) == 1
 
 
 @pytest.mark.long

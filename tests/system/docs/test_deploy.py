@@ -128,6 +128,25 @@ def test_probes_ask_for_routes_that_need_no_key():
     assert pod["spec"]["terminationGracePeriodSeconds"] > limit_s
 
 
+def test_knative_s_contract_port_probes_one_copy_and_time_to_end():
+    """The port that Knative puts into PORT is the one that is listened on."""
+    (service,) = documents("kubernetes/functions.knative.yaml")
+    template = service["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    check_flags(container["args"])
+    options = read_options([str(MODEL), *(a for a in container["args"] if "--port" in a)], {})
+    (port,) = container["ports"]
+    assert (port["name"], port["containerPort"]) == ("http1", options.port)
+    for kind in ("readinessProbe", "livenessProbe"):
+        probe = container[kind]["httpGet"]
+        assert probe["path"] in PROBE_PATHS
+        assert probe["port"] == options.port
+    assert template["spec"]["timeoutSeconds"] > options.shutdown_timeout
+    scales = template["metadata"]["annotations"]
+    assert scales["autoscaling.knative.dev/min-scale"] == "0"
+    assert scales["autoscaling.knative.dev/max-scale"] == "1"
+
+
 def test_the_pool_holds_the_pods_and_objectives_belong_to_it():
     deployment = documents("kubernetes/server.yaml")[0]
     pool, *others, route = documents("kubernetes/gateway.yaml")

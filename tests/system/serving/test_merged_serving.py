@@ -97,7 +97,6 @@ def test_esft_pairs_and_adapters_of_experts(tmp_path):
         assert after["merged"] + after["mixture"] == before["merged"] + before["mixture"]
 
 
-@pytest.mark.long
 def test_images(tmp_path):
     write_qwen3_vl(tmp_path / "tiny")
     for seed, name in enumerate(("text", "tower"), 1):
@@ -120,7 +119,6 @@ def test_images(tmp_path):
         check(engine, "text", [look] * 3, names, images=images)
 
 
-@pytest.mark.long
 def test_task_heads(tmp_path):
     shape = SHAPES["llama"]
     tiny_checkpoint.write_model(tmp_path / "tiny", shape)

@@ -50,7 +50,7 @@ def engine_of(folder: Path, **changes) -> Engine:
         "structured_outputs": False,
         "max_model_len": 128,
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
+        "max_num_batched_tokens": 8,
     }
     return Engine(str(folder), adapters=adapters, **({"max_esft_adapters": 0} | sizes | changes))
 

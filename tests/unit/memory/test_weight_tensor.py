@@ -252,6 +252,7 @@ def test_closing_gives_all_back_and_disables_the_array():
             call()
 
 
+@pytest.mark.long
 def test_a_thousand_cycles_leave_no_trace():
     tensor, memory = make_tensor()
     values = random_experts(2, 4)

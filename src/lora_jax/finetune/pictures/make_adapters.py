@@ -56,11 +56,18 @@ RECIPES = (
 )
 
 
+FUSED_TASKS = ("presence", "count", "clothes", "digits")  # of adapters/fused, by finetune.fusion
+
+
 def write_examples(model: pathlib.Path, sources: tasks.Sources, seed: int = 11) -> None:
     """Write examples.json and its images: of the base a list, of each recipe its own task."""
     prompts, images = {}, {}
     (model / "examples").mkdir(exist_ok=True)
-    for name, task in [("", "list"), *((r.served_name, r.task) for r in RECIPES)]:
+    for name, task in [
+        ("", "list"),
+        ("fused", FUSED_TASKS[-1]),
+        *((r.served_name, r.task) for r in RECIPES),
+    ]:
         (example,) = tasks.draw(task, sources, 1, seed)
         prompts[name], images[name] = example.prompt, []
         for number, pixels in enumerate(example.images):

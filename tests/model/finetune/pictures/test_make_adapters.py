@@ -35,9 +35,11 @@ def test_there_are_adapters_and_kinds_of_head():
 def test_examples_are_what_the_tasks_drew(picture_parts, tmp_path, monkeypatch):
     recipes = [r for r in RECIPES if r.task in ("count", "motion")]
     monkeypatch.setattr(make_adapters, "RECIPES", recipes)
+    monkeypatch.setattr(make_adapters, "FUSED_TASKS", ("any",))
     make_adapters.write_examples(tmp_path, picture_parts[True], seed=3)
     told = json.loads((tmp_path / "examples.json").read_text())
-    assert set(told["images"]) == {"", "count-head", "motion-head"} == {"", *told["adapters"]}
+    assert set(told["images"]) == {"", "fused", "count-head", "motion-head"}
+    assert set(told["images"]) == {"", *told["adapters"]}
     (drawn,) = tasks.draw("motion", picture_parts[True], 1, 3)
     assert told["adapters"]["motion-head"] == drawn.prompt
     for name, want in zip(told["images"]["motion-head"], drawn.images, strict=True):

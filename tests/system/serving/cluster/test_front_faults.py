@@ -15,6 +15,9 @@ import pytest
 from support.cases import lora_server_cases as cases
 from support.processes.server_process import ROOT, free_port
 
+# In `make test`: test_adapter_changes.py, test_front.py, and test_keeper.py of the unit tests.
+pytestmark = pytest.mark.long
+
 KEY = {"Authorization": "Bearer right"}
 BODY = {"prompt": "x", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
@@ -146,7 +149,6 @@ def versions_of(cluster, users):
     return found
 
 
-@pytest.mark.long
 def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
     for version, adapter in {"v1": "a0", "v2": "a1"}.items():
         body = {"lora_name": f"sql@{version}", "lora_path": files[2][adapter]}
@@ -180,7 +182,6 @@ def test_a_rollout_outlasts_a_kill_of_every_process(cluster, files, state):
     assert pinned == ["v2", "v2"]
 
 
-@pytest.mark.long
 def test_the_whole_cluster_ends_within_the_grace_and_keeps_its_loads(cluster, files, state):
     """Before: streams broke off, the end took 35 s, and loads were forgotten."""
     roles, told = cluster.instances(), []

@@ -40,9 +40,13 @@ def test_a_name_that_stands_twice_ends_the_start(tmp_path, served):
         serve_functions(Options(engine, http, functions=functions), sock)
 
 
+EVENT = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "test", "ce-type": "completion"}
+
+
 def answer(url: str, model: str) -> httpx.Response:
+    """Return what a request gets that comes as Knative sends events: binary CloudEvents."""
     body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "logprobs": 1}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+    return httpx.post(f"{url}/v1/completions", json=body, headers=EVENT, timeout=300)
 
 
 def tokens(url: str, model: str) -> tuple[str, list[float]]:

@@ -4,7 +4,7 @@ import pytest
 from support.cases.brought_cases import FIXTURES
 
 from serving.api.config import EngineConfig
-from serving.engine.brought_parts import take_brought, takes_gains
+from serving.engine.brought_parts import take_brought, takes_gains, vocabulary_room
 
 ADAPTERS = {name: FIXTURES / "qwen2" / name for name in ("plain", "dora", "bias_all")}
 PLAIN = {"plain": ADAPTERS["plain"], "gone": FIXTURES / "gone"}
@@ -33,6 +33,31 @@ def test_what_it_does_not_go_with(fields, has_server, message):
     config = EngineConfig("m", enable_dora_and_bias=True, **fields)
     with pytest.raises(ValueError, match=message):
         takes_gains(config, {}, has_server)
+
+
+def test_room_for_rows_of_the_vocabulary_is_as_asked_or_as_the_adapters_need():
+    found = {name: FIXTURES / "qwen2" / name for name in ("tokens", "saved", "saved_tied")}
+    default = EngineConfig("m")
+    assert vocabulary_room(default, found, False) == (3, 2)
+    assert vocabulary_room(default, found, True) == (0, 0)  # its load says that there is no room
+    assert vocabulary_room(default, ADAPTERS, False) == (0, 0)
+    sizes = {"max_lora_trainable_tokens": 7, "max_lora_modules_to_save": 0}
+    assert vocabulary_room(EngineConfig("m", **sizes), found, False) == (7, 0)
+    in_8_bits = EngineConfig("m", lora_dtype="int8")
+    assert vocabulary_room(in_8_bits, found, False) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"merge_adapter": "x"}, "max_lora_modules_to_save does not go with merge_adapter x"),
+        ({"lora_dtype": "int8"}, "max_lora_modules_to_save does not go with lora_dtype int8"),
+    ],
+)
+def test_what_room_for_rows_of_the_vocabulary_does_not_go_with(fields, message):
+    config = EngineConfig("m", max_lora_modules_to_save=1, **fields)
+    with pytest.raises(ValueError, match=message):
+        vocabulary_room(config, {}, False)
 
 
 def test_without_room_the_catalogue_stays():

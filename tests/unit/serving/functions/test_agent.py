@@ -1,5 +1,6 @@
 """Functions over one backbone: an engine's answers, memory counted once, and deaths apart."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -160,6 +161,66 @@ def test_functions_are_bound_by_the_kernel(agent):
         bound = dict(line.split(":\t", 1) for line in status)
     assert bound["NoNewPrivs"].strip() == "1"
     assert "seccomp" in probe.stdout or bound["Seccomp"].strip() == "2"
+
+
+def ended(pid: int) -> bool:
+    """Return whether a process has ended, within a minute."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def held() -> tuple[int, int]:
+    """Return how many descriptors and processes this process has."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as children:
+        return len(os.listdir("/proc/self/fd")), len(children.read().split())
+
+
+@contextlib.contextmanager
+def under_load(coupled):
+    """Yield an agent and its function "law" while "summary" answers without a wrong token."""
+    with Agent(MODEL, ttft_slo_s=1.0, **SIZES) as agent:
+        law, summary = (agent.function(MODEL / "adapters" / n) for n in ("law", "summary"))
+        before, stop, answered = held(), threading.Event(), []
+
+        def load() -> None:
+            while not stop.is_set():
+                answered.append(answers(summary.generate(PROMPTS, SAMPLING)))
+
+        thread, other = threading.Thread(target=load), summary.pid
+        thread.start()
+        try:
+            yield agent, law
+        finally:
+            stop.set()
+            thread.join(60)
+        assert summary.pid == other
+        assert answered == [coupled["summary"]] * len(answered)
+        assert answered
+        assert held()[0] <= before[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_twenty_deaths_of_a_function_lose_no_token_of_others_and_leak_nothing(coupled):
+    with under_load(coupled) as (_, law):
+        for _ in range(20):
+            killed = law.pid
+            os.kill(killed, signal.SIGKILL)
+            assert ended(killed)
+            while True:
+                try:
+                    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+                    break
+                except FunctionDied:  # the call came before the death was noticed
+                    continue
 
 
 def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):

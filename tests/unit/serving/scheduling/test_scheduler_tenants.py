@@ -187,7 +187,9 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 5))]
+)
 def test_any_mix_of_tenants_gives_every_sequence_what_it_gives_alone(shape, seed):
     rng = random.Random(f"{shape} {seed}")
     driver = Driver(limits(**SHAPES[shape]), ticks=rng.randrange(1, 4))
@@ -224,7 +226,9 @@ def test_any_mix_of_tenants_gives_every_sequence_what_it_gives_alone(shape, seed
     assert not any(driver.residency.users.values())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(1, 4))]
+)
 def test_tokens_are_shared_by_weight_while_all_ask_for_more(seed):
     """Different manners of asking, one share: each tenant's tokens over a long time."""
     rng = random.Random(seed)

@@ -194,7 +194,11 @@ def test_a_list_of_errors_as_large_as_a_raised_limit(engine):
 
 TEMPLATES = [
     "{{ ('a b ' * 900000) | wordcount }}",
-    "{% set l = range(90000) | list %}{% for i in l %}{% if l | sort %}{% endif %}{% endfor %}",
+    pytest.param(  # test_template_filters.py has it by itself
+        "{% set l = range(90000) | list %}{% for i in l %}{% if l | sort %}{% endif %}{% endfor %}",
+        marks=pytest.mark.long,
+        id="sort",
+    ),
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
 ]
 
