@@ -62,6 +62,13 @@ CASES = (
     Case(f"{ADAPTERS} adapters", tuple(range(ADAPTERS)), GREEDY),
     Case("base, drawn", (-1,), Sampling(temperature=0.8)),
     Case("base, top-k and top-p", (-1,), Sampling(temperature=0.8, top_k=50, top_p=0.95)),
+    Case(
+        "base, top-k, top-p and penalties",
+        (-1,),
+        Sampling(
+            temperature=0.8, top_k=50, top_p=0.95, presence_penalty=1.0, repetition_penalty=1.1
+        ),
+    ),
 )
 QWEN3 = {
     "model_type": "qwen3_moe",
@@ -226,6 +233,7 @@ def main() -> None:
     parser.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
     )
+    parser.add_argument("--case", nargs="+", choices=[c.name for c in CASES], help="only these")
     parser.add_argument("--quantization", choices=FORMATS, help="format of the linear maps")
     args = parser.parse_args()
     if args.quantization and args.devices > 1:
@@ -235,7 +243,8 @@ def main() -> None:
     split = split_for(raw, args.devices, args.expert_parallel)
     runner = make_runner(raw, args.rows, args.position, split, args.quantization)
     sizes = (raw["vocab_size"], args.rows, args.position)
-    plans = {case.name: make_plan(case, runner, *sizes) for case in CASES}
+    cases = [case for case in CASES if not args.case or case.name in ("base", *args.case)]
+    plans = {case.name: make_plan(case, runner, *sizes) for case in cases}
     for name, plan in plans.items():
         print(f"{name:36} {start(runner, plan):.1f} s to its first result")
     turns = take_turns(runner, plans)

@@ -12,6 +12,7 @@ import matplotlib.pyplot as plt
 
 from bench.ablation.plots import plot_ablation
 from bench.adapter_eviction import plot_adapter_eviction
+from bench.end_to_end.plots import plot_end_to_end
 from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
@@ -93,6 +94,7 @@ def plot_esft_memory(result: dict[str, Any], path: Path) -> None:
 PLOTS = {
     "adapter_eviction": plot_adapter_eviction,
     "ablation_": plot_ablation,
+    "end_to_end_lora-jax_": plot_end_to_end,
     "serve_cpu": plot_serve_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,

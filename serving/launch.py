@@ -28,7 +28,7 @@ from serving.cli.serve import StartError, serve
 from serving.engine import logs
 from serving.engine.images.sources import MediaPolicy
 from serving.http.access.key_file import read_keys_file
-from serving.http.settings import Cors, HttpSettings, KeyLimits
+from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
@@ -109,7 +109,6 @@ _HTTP_FLAGS = {  # by the setting that each of them is
     "log_requests": "enable_log_requests",
     "max_body_bytes": "max_body_bytes",
 }
-_NEVER_S = 1e9
 
 
 def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
@@ -119,7 +118,7 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
         more = {name: given[flag] for name, flag in parts.items() if flag in given}
         values["cors"] = Cors(origins, credentials=given.get("allow_credentials", False), **more)
     if "sse_keep_alive_interval" in given:
-        values["keep_alive_s"] = given["sse_keep_alive_interval"] or _NEVER_S
+        values["keep_alive_s"] = given["sse_keep_alive_interval"] or NEVER_S
     domains = frozenset(host.lower() for host in given.get("allowed_media_domains", ()))
     values["media"] = MediaPolicy(domains, given.get("allowed_local_media_path"))
     limits = {f.name: given.get(f"key_{f.name}") for f in dataclasses.fields(KeyLimits)}

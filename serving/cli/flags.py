@@ -153,7 +153,7 @@ def _add_http_flags(group) -> None:
         "--sse-keep-alive-interval",
         type=float,
         metavar="SECONDS",
-        help="silence of a stream before a comment is sent, 0 never (15)",
+        help="silence of a stream before a comment is sent, for proxies that cut it; 0 never (0)",
     )
 
 

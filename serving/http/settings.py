@@ -7,6 +7,7 @@ from typing import Any
 from serving.engine.images.sources import MediaPolicy
 
 ROLES = ("user", "admin", "metrics")
+NEVER_S = 1e9
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", HARMONY_CALLS)
 REASONING_PARSERS = ("qwen3", HARMONY)
@@ -101,7 +102,7 @@ class HttpSettings:
     log_requests: bool = False  # a line per request for text, without its words
     max_body_bytes: int | None = None  # None: what follows from the model
     body_timeout_s: float = 30.0  # for the whole body to arrive
-    keep_alive_s: float = 15.0  # silence of a stream before a comment is sent
+    keep_alive_s: float = NEVER_S  # silence of a stream before a comment is sent
     media: MediaPolicy = dataclasses.field(default_factory=MediaPolicy)  # URLs of images
 
     def __post_init__(self) -> None:

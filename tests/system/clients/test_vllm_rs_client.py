@@ -1,10 +1,12 @@
-"""vLLM's Rust load generator drives two adapters round-robin; each text equals it sent alone."""
+"""vLLM's Rust load generator: two adapters in turn, each text as sent alone; a bench's point."""
 
 import json
 import subprocess
 
 import pytest
 from support.processes.server_process import ROOT, post
+
+from bench.end_to_end.points import Point, Target
 
 VLLM_RS = ROOT / ".cache" / "vllm-rs"
 PROMPTS = [f"User: number {i} of the list is" for i in range(12)]
@@ -39,6 +41,17 @@ def test_two_adapters_round_robin_equal_alone(server, adapters, model_folder, vl
     for i, (prompt, text) in enumerate(zip(PROMPTS, result["generated_texts"], strict=True)):
         assert text == alone[names[i % 2], prompt], f"request {i}"
     assert any(alone[names[0], p] != alone[names[1], p] for p in PROMPTS)
+
+
+def test_a_point_of_the_bench_is_measured(server, adapters, model_folder, vllm_rs, tmp_path):
+    target = Target(server, model_folder.name, model_folder, vllm_rs)
+    point = Point("adapters", 2, 4, prompt=8, answer=4, names=tuple(adapters[:2]))
+    row = target.measure(point, 0, tmp_path / "raw.json")
+    assert (row["completed"], row["total_output_tokens"]) == (4, 16)
+    assert row["output_throughput"] > 0
+    unknown = Point("unknown", 2, 4, prompt=8, answer=4, names=("nobody",))
+    with pytest.raises(RuntimeError, match="0 of 4 requests"):
+        target.measure(unknown, 0, tmp_path / "unknown.json")
 
 
 def complete_alone(server: str, model: str, prompt: str) -> str:

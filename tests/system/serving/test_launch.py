@@ -173,6 +173,7 @@ def test_flags_of_vllm_s_front_reach_their_places():
     assert got.uvicorn == {"log_level": "trace", "ssl_cert_reqs": 2}
     assert got.shutdown_timeout == 4
     assert options("--sse-keep-alive-interval", "0").http.keep_alive_s > 1e6
+    assert options().http.keep_alive_s > 1e6  # vLLM's load generator takes comments for failures
 
 
 def test_vllm_s_key_in_the_environment_is_a_key():

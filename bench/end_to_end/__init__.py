@@ -1,0 +1,1 @@
+"""A whole server under load: rate, time to first token and time between tokens."""
