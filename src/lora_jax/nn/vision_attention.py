@@ -42,24 +42,6 @@ def attend(
     return lax.fori_loop(0, count, of_queries, jnp.zeros_like(q))[:size]
 
 
-def attend_cudnn(
-    q: Float[Array, "patches heads dim"],
-    k: Float[Array, "patches heads dim"],
-    v: Float[Array, "patches heads dim"],
-    num_patches: Int[Array, ""],
-    scale: float,
-) -> Float[Array, "patches heads dim"]:
-    """What `attend` does where the first `num_patches` are the valid ones, by cuDNN's kernel."""
-    length = num_patches[None]
-    return jax.nn.dot_product_attention(
-        *(x[None] for x in (q, k, v)),
-        scale=scale,
-        query_seq_lengths=length,
-        key_value_seq_lengths=length,
-        implementation="cudnn",
-    )[0]
-
-
 def _over_keys(
     q: Float[Array, "block heads dim"],
     k: Float[Array, "patches heads dim"],
