@@ -75,7 +75,9 @@ def code_folders(without: Iterable[str | Path]) -> list[Path]:
         if not any(path.is_relative_to(folder) for path in private):
             folders.add(folder)
     for module in list(sys.modules.values()):
-        folders |= {Path(place) for place in list(getattr(module, "__path__", ()))[:1]}
+        spec = getattr(module, "__spec__", None)  # `__path__` of torch.classes is no list
+        places = getattr(spec, "submodule_search_locations", None) or ()
+        folders |= {Path(place) for place in list(places)[:1]}
     kept = {f for f in folders if not any(path.is_relative_to(f.resolve()) for path in private)}
     return sorted(kept)
 

@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -161,10 +161,7 @@ def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        folders = spec and spec.submodule_search_locations
-        assert folders, f"no package {package}"
-        root = Path(folders[0])
+        root = Path(sys.modules[package].__path__[0])
         for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
             data = file.read_bytes()
             digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)

@@ -49,6 +49,7 @@ def extras() -> set[str]:
 
 def check_line(line: str) -> None:
     """Fail unless the command could start: its target, module, flags or extra exist."""
+    line = line.removesuffix("&")
     words = shlex.split(line.replace(".venv/bin/", "").replace("python3.12", "python"))
     if words[0] == "make":
         assert words[1] in make_targets(), line

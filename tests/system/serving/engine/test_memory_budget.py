@@ -32,7 +32,7 @@ class Device:
 @pytest.mark.parametrize("limit", [None, 1 << 20, 1 << 22])
 def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
     stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": 1000}
-    monkeypatch.setattr(jax, "devices", lambda: [Device(stats)])
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(stats)])
     model, config = loaded
     engine = EngineConfig("m", gpu_memory_utilization=0.5, lora_memory_bytes=24)
     wide, here = jnp.dtype(jnp.float32), model.catalogue(config)
@@ -53,7 +53,7 @@ def test_adapter_slots_get_their_budget(loaded):
 
 def test_an_instance_leaves_no_room_for_what_a_lora_server_holds(loaded, monkeypatch):
     monkeypatch.setattr(
-        jax, "devices", lambda: [Device({"bytes_limit": 1 << 24, "bytes_in_use": 0})]
+        jax, "local_devices", lambda: [Device({"bytes_limit": 1 << 24, "bytes_in_use": 0})]
     )
     model, config = loaded
     whole, wide = model.catalogue(config), jnp.dtype(jnp.float32)
