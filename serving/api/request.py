@@ -8,7 +8,7 @@ cache, its pages). The scheduler plans steps over sequences; the model runner ex
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from lora_jax.adapters.task_head import HeadAnswer, TaskHead
 from serving.api.images import EncodeImage, PromptImage
@@ -62,8 +62,7 @@ class TokenLogprobs:
     top: Mapping[int, float]  # token id -> logprob, most likely first
 
 
-@dataclasses.dataclass(frozen=True)
-class OutputDelta:
+class OutputDelta(NamedTuple):
     """Output of one sequence since the last delta; `on_output` receives these in order.
 
     The first delta of each sequence may carry the prompt's log-probabilities (first entry None).
@@ -195,8 +194,7 @@ class Sequence:
         return self.token_ids[self.num_prompt :]
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduledChunk:
+class ScheduledChunk(NamedTuple):
     """Tokens [start, start + num_tokens) of one sequence in one step.
 
     `samples` says that the chunk's last token yields the next token. With `prompt_logprobs` every
@@ -274,8 +272,7 @@ class StepPlan:
         return digest is not None and any(row != digest for row in rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """Result of a finished step for one chunk: the sampled token and the asked-for logprobs.
 
     `more` are results of the chunk's drafts that were right, in order.
@@ -289,8 +286,7 @@ class SequenceResult:
     more: tuple["SequenceResult", ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Effect of a finished step on one live sequence; its token is already in `token_ids`."""
 
     sequence: Sequence

@@ -1,8 +1,13 @@
 """A request between submit and its last delta: turns tokens into deltas and keeps its times."""
 
-from typing import Any
-
-from serving.api.request import FinishReason, OutputDelta, Request, Sequence, TokenLogprobs
+from serving.api.request import (
+    FinishReason,
+    HeadAnswer,
+    OutputDelta,
+    Request,
+    Sequence,
+    TokenLogprobs,
+)
 from serving.engine.histograms import FinishedRequest
 from serving.engine.metrics import EngineMetrics
 from serving.scheduling.scheduler import Progress
@@ -23,13 +28,14 @@ class LiveRequest:
         self.request = request
         self._metrics = metrics
         self._choices = [_Choice(sequence, tokenizer) for sequence in sequences]
+        self._num_open = len(self._choices)
         self._first_token_s: float | None = None
         self._counted = False  # whether the metrics know of the prompt
 
     @property
     def done(self) -> bool:
         """True if every choice has ended."""
-        return all(choice.finish_reason is not None for choice in self._choices)
+        return not self._num_open
 
     def unfinished(self) -> list[Sequence]:
         """Return the choices that have not ended."""
@@ -52,6 +58,7 @@ class LiveRequest:
             self._counted, cached = True, choice.sequence.num_cached_tokens
             self._metrics.prompt_scheduled(len(self.request.prompt_ids) - cached, cached)
         choice.finish_reason = delta.finish_reason
+        self._num_open -= delta.finish_reason is not None
         self.request.on_output(delta)
         return delta.finish_reason is not None and progress.finish_reason is None
 
@@ -63,6 +70,7 @@ class LiveRequest:
         if choice.finish_reason is not None:
             return
         choice.finish_reason = reason  # first: a callback that raises must not be called again
+        self._num_open -= 1
         self.request.on_output(choice.last_delta(reason, error, retryable))
 
     def summary(self, now: float) -> FinishedRequest:
@@ -132,12 +140,12 @@ class _Choice:
             head = self.sequence.request.head.answer(result.head)
             text = head.text
         return self._delta(
-            text=text,
+            text,
+            () if token is None else (token,),
+            () if result.logprobs is None else (result.logprobs,),
+            reason,
+            stop_reason,
             head=head,
-            token_ids=() if token is None else (token,),
-            logprobs=() if result.logprobs is None else (result.logprobs,),
-            finish_reason=reason,
-            stop_reason=stop_reason,
         )
 
     def last_delta(
@@ -145,7 +153,7 @@ class _Choice:
     ) -> OutputDelta:
         """Return the delta that ends the choice from outside, with the text still held back."""
         text = "" if self._detokenizer is None else self._detokenizer.finish()
-        return self._delta(text=text, finish_reason=reason, error=error, retryable=retryable)
+        return self._delta(text, (), (), reason, error=error, retryable=retryable)
 
     def _text(
         self, token: int, reason: FinishReason | None, stop_reason: str | int | None
@@ -162,16 +170,33 @@ class _Choice:
             text += detokenizer.finish()
         return text, stop_string
 
-    def _delta(self, **fields: Any) -> OutputDelta:
+    def _delta(
+        self,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[TokenLogprobs, ...],
+        finish_reason: FinishReason | None,
+        stop_reason: str | int | None = None,
+        *,
+        error: str | None = None,
+        retryable: bool = False,
+        head: HeadAnswer | None = None,
+    ) -> OutputDelta:
         request, prompt_logprobs = self.sequence.request, None
         if self._wants_prompt and len(self._prompt_logprobs) == len(request.prompt_ids):
             prompt_logprobs, self._wants_prompt = tuple(self._prompt_logprobs), False
-        given: dict[str, Any] = {"text": "", "token_ids": (), **fields}
         return OutputDelta(
-            request_id=request.request_id,
-            index=self.sequence.index,
-            prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=self.sequence.num_cached_tokens,
-            adapter=request.adapter,
-            **given,
+            request.request_id,
+            self.sequence.index,
+            text,
+            token_ids,
+            logprobs,
+            prompt_logprobs,
+            finish_reason,
+            stop_reason,
+            self.sequence.num_cached_tokens,
+            error,
+            retryable,
+            request.adapter,
+            head,
         )

@@ -100,7 +100,7 @@ class StepBudget:
         if count > min(self.tokens, self.logit_rows):
             raise ValueError(f"{count} drafts; {self.tokens} tokens, {self.logit_rows} rows left.")
         longer = chunk.num_tokens + count
-        self._chunks[place] = dataclasses.replace(chunk, num_tokens=longer, drafts=drafts)
+        self._chunks[place] = chunk._replace(num_tokens=longer, drafts=drafts)
         self.tokens -= count
         self.logit_rows -= count
         chunk.sequence.num_computed += count

@@ -105,10 +105,11 @@ class HostArrays:
         if not chunk.samples:
             return SequenceResult(chunk, None, None, scored)
         row = first + targets
-        more = tuple(
-            self._sample(chunk, row + i) for i in range(1, 1 + self._num_right(chunk, row))
-        )
-        return dataclasses.replace(self._sample(chunk, row), prompt_logprobs=scored, more=more)
+        more: tuple[SequenceResult, ...] = ()
+        if chunk.drafts:
+            right = range(row + 1, row + 1 + self._num_right(chunk, row))
+            more = tuple(self._sample(chunk, place) for place in right)
+        return self._sample(chunk, row, scored, more)
 
     def _num_right(self, chunk: ScheduledChunk, row: int) -> int:
         """Return how many of the chunk's drafts, from the first on, are what was drawn.
@@ -120,10 +121,16 @@ class HostArrays:
             count += 1
         return count - (count > 0 and drawn[count] == INVALID_TOKEN)
 
-    def _sample(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
+    def _sample(
+        self,
+        chunk: ScheduledChunk,
+        row: int,
+        scored: tuple[TokenLogprobs, ...] = (),
+        more: tuple[SequenceResult, ...] = (),
+    ) -> SequenceResult:
         count = chunk.sequence.request.sampling.logprobs
         entry = None if count is None else self._entry(row, count)
-        return SequenceResult(chunk, self.token_ids[row], entry)
+        return SequenceResult(chunk, self.token_ids[row], entry, scored, more=more)
 
     def _of_head(self, chunk: ScheduledChunk, row: int) -> SequenceResult:
         assert self._heads is not None, "a head was asked in an engine without heads"

@@ -7,10 +7,12 @@ tokens is held back until it is whole, and the pieces add up to the text of all 
 
 import codecs
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+_KEPT = 1 << 16  # tokens whose bytes are kept, of each rule
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -92,6 +94,7 @@ def _replacer(old: str, new: str) -> Callable[[str], str]:
 def _chain(
     steps: list[Callable[[str], str]], to_bytes: Callable[[str], bytes]
 ) -> Callable[[str], bytes]:
+    @functools.lru_cache(_KEPT)  # the same tokens come again and again
     def run(token: str) -> bytes:
         if to_bytes is byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return byte_fallback(token)

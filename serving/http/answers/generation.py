@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import enum
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from serving.api.sampling import Sampling
 from serving.http.access.auth import limited
 from serving.http.access.keys import Caller
 from serving.http.access.rates import TokenBudget
+from serving.http.answers.silence import Silence
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.requests.prompts import Prompt
@@ -29,6 +31,13 @@ class Piece(NamedTuple):
     index: int
     prompt: Prompt
     delta: OutputDelta
+
+
+class _Sign(enum.Enum):
+    """Items of the queue that are no pieces."""
+
+    GONE = "the client has closed its connection"
+    SILENCE = "nothing has come for long"
 
 
 class ClientGone(Exception):
@@ -54,7 +63,7 @@ class Generation:
         self._trace = trace
         self.prompts = tuple(prompts)
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | None] = asyncio.Queue()  # None: the client is gone
+        self._queue: asyncio.Queue[Piece | _Sign] = asyncio.Queue()
         self._running: dict[str, int] = {}  # request id -> choices not finished
         self.samplings: list[Sampling] = []  # of what was handed over, in order
         self._budget: TokenBudget | None = None
@@ -167,25 +176,25 @@ class Generation:
         503 when a choice fails. Whatever the reason, nothing runs on after it has ended.
         """
         watcher = asyncio.create_task(self._watch(receive))
+        silence = Silence(self._loop, silence_s, lambda: self._queue.put_nowait(_Sign.SILENCE))
         try:
             while self._running:
-                yield await self._next(silence_s)
+                yield await self._next(silence)
         finally:
+            silence.close()
             watcher.cancel()
             self.abort()
 
-    async def _next(self, silence_s: float) -> list[Piece]:
-        try:
-            async with asyncio.timeout(silence_s):
-                items = [await self._queue.get()]
-        except TimeoutError:
-            return []
+    async def _next(self, silence: Silence) -> list[Piece]:
+        silence.begin()
+        items = [await self._queue.get()]
+        silence.end()
         if self._overrun:
             raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
-        pieces = [piece for piece in items if piece is not None]
-        if len(pieces) < len(items):
+        pieces = [item for item in items if isinstance(item, Piece)]
+        if len(pieces) < len(items) and _Sign.GONE in items:
             raise ClientGone
         for piece in pieces:
             self._note(piece.delta)
@@ -203,7 +212,7 @@ class Generation:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._queue.put_nowait(None)
+        self._queue.put_nowait(_Sign.GONE)
 
 
 @dataclasses.dataclass

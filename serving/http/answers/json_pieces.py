@@ -6,6 +6,9 @@ from typing import Any
 from fastapi.responses import Response
 
 _PIECE = 2048  # entries of a list or object that one call writes
+_CONTAINERS = (dict, list)
+# `json.dumps` makes an encoder a call, unless it is asked for nothing.
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 def dumps(value: Any) -> bytes:
@@ -40,10 +43,13 @@ def _pieces(value: Any) -> list[bytes]:
 
 def _is_large(value: Any) -> bool:
     """Return whether a value may have more than a piece's entries."""
-    if isinstance(value, dict):
-        return len(value) > _PIECE or any(map(_is_large, value.values()))
-    return isinstance(value, list) and (len(value) > _PIECE or any(map(_is_large, value)))
+    if not isinstance(value, _CONTAINERS):
+        return False
+    if len(value) > _PIECE:
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return any(_is_large(item) for item in items if isinstance(item, _CONTAINERS))
 
 
 def _plain(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return _encode(value).encode()

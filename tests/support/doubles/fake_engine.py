@@ -227,8 +227,8 @@ class FakeEngine:
                 if given.id not in self.running:
                     return
                 if fail and delta.finish_reason:
-                    delta = dataclasses.replace(
-                        delta, finish_reason=FinishReason.ERROR, error=fail[0], retryable=fail[1]
+                    delta = delta._replace(
+                        finish_reason=FinishReason.ERROR, error=fail[0], retryable=fail[1]
                     )
                 on_output(delta)
         self.running.discard(given.id)

@@ -9,6 +9,7 @@ from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
 from serving.http.answers import generation as generation_room
 from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
+from serving.http.answers.silence import Silence
 from serving.http.errors import ApiError
 from serving.http.requests.prompts import Prompt
 from serving.runtime.mailbox import Mailbox
@@ -129,7 +130,7 @@ def test_text_for_a_client_that_does_not_read_is_bounded(engine, monkeypatch):
     async def run():
         generation = Generation(engine, Mailbox(), PROMPTS[:1])
         for _ in range(11):
-            generation._queue.put_nowait(None)
+            generation._queue.put_nowait(generation_room._Sign.SILENCE)
         told = generation._receiver(PROMPTS[0], 0)
         told(OutputDelta("fake-0", 0, "x", (1,)))
         assert not engine.aborted  # many pieces at once are no slow client
@@ -137,6 +138,6 @@ def test_text_for_a_client_that_does_not_read_is_bounded(engine, monkeypatch):
         told(OutputDelta("fake-0", 0, "x", (1,)))
         assert engine.aborted == ["fake-0"]
         with pytest.raises(ApiError, match="reads too slowly"):
-            await generation._next(1.0)
+            await generation._next(Silence(generation._loop, 1.0, lambda: None))
 
     asyncio.run(run())
