@@ -119,11 +119,14 @@ class AdapterLoader[P: AnyPlacement, S]:
         allocator: AbstractAllocator[Any, P, Any],
         make_job: Callable[[P, S], LoadJob[S]] = LoraLoadJob,
         *,
+        at_once: int = 1,
         on_loaded: Callable[[float], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`on_loaded` is told how many seconds each load took."""
-        self._allocator, self._make_job = allocator, make_job
+        """`on_loaded` is told how many seconds each load took. While bytes of one load are on their
+        way others begin, up to `at_once`, which the jobs must allow.
+        """
+        self._allocator, self._make_job, self._at_once = allocator, make_job, at_once
         self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
         self._loads: deque[_Load[P, S]] = deque()
@@ -233,8 +236,9 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def advance(self, state: S, max_chunks: int) -> S:
         """Return `state` (donated) after up to `max_chunks` writes of the loads under way."""
-        while self._loads and max_chunks > 0:
-            load = self._loads[0]
+        num_late = 0  # of the oldest loads, whose bytes are on their way
+        while num_late < min(len(self._loads), self._at_once) and max_chunks > 0:
+            load = self._loads[num_late]
             if load.job is None:
                 load.job = self._make_job(load.placement, state)
                 load.started_s = self._clock()
@@ -242,12 +246,13 @@ class AdapterLoader[P: AnyPlacement, S]:
             try:
                 state = load.job.advance(state, max_chunks)
             except LoadFailed as error:
-                self._give_up(self._loads.popleft(), error)
+                self._loads.remove(load)
+                self._give_up(load, error)
                 return state
             begun = before - load.job.remaining
             max_chunks -= begun
             if load.job.done:
-                self._loads.popleft()
+                self._loads.remove(load)
                 self._allocator.finish_loading(load.placement.digest)
                 if adapter := self._known.get(load.placement.digest):
                     adapter.lacked_memory = False
@@ -255,7 +260,7 @@ class AdapterLoader[P: AnyPlacement, S]:
                 self._on_loaded(self._clock() - load.started_s)
                 self._publish()
             elif not begun:
-                break  # its bytes are on their way
+                num_late += 1
         return state
 
     def take_failures(self) -> list[tuple[str, str]]:

@@ -26,6 +26,8 @@ from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
 from serving.lora_server.instance import InstanceSide
 
+_COPIED_AT_ONCE = 8  # loads: one waits for two steps, however little it copies
+
 _NO_ROOM = {
     AdapterKind.LORA: "a LoRA adapter; this server has no slots for any (max_loras).",
     AdapterKind.ESFT: "an ESFT adapter; this server has no room for any (max_esft_adapters).",
@@ -186,10 +188,11 @@ def make_residencies(
     makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load,
     `tell` each write of LoRA rows that no copier does, before it is done.
     """
-    make_job = functools.partial(LoraLoadJob, tell=tell)
+    make_job, at_once = functools.partial(LoraLoadJob, tell=tell), 1
     if copier is not None:
-        make_job = functools.partial(LoraCopyJob, copier=copier)
-    loader, num_slots = AdapterLoader(allocator, make_job, on_loaded=on_loaded), allocator.num_slots
+        make_job, at_once = functools.partial(LoraCopyJob, copier=copier), _COPIED_AT_ONCE
+    loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
+    num_slots = allocator.num_slots
     if server is None:
         lora = LoraResidency(loader, copier, host_form)
     elif server.num_local:

@@ -185,6 +185,8 @@ class ServerRank:
         if digest is not None:
             self._numbers[number % self.sizes.num_adapters] = _FREE
         if load is not None:
+            if self._copier is not None:
+                self._copier.finish_writes()  # its rows may be another's next
             self._allocator.abandon_loading(load.digest)
         elif digest is not None:
             self._allocator.retire(digest)

@@ -6,13 +6,15 @@ bus instead, and only the table, which names them, is written by a program.
 """
 
 import collections
+from collections.abc import Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
-from lora_jax.adapters.lora_allocator import LoraPlacement
-from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish, write_nothing
+from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.adapters.slots import AdapterSlots, clear_slots, fenced, publish
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
 CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next to nothing
@@ -32,11 +34,19 @@ class Copier(Protocol):
 
 
 def pin_matrices[W: AnyWeights](weights: W, copier: Copier | None) -> W:
-    """Return the weights, whose matrices the host then copies at the rate of its bus."""
-    if copier is not None and isinstance(weights, AdapterWeights):
-        for matrix in weights.matrices():
-            copier.pin(matrix)
-    return weights
+    """Return the weights, whose matrices the host then copies at the rate of its bus.
+
+    They lie in one block of memory, which is pinned whole, as small ones alone would not be, and
+    in which those of one width follow each other, as their rows on the device mostly do: the host
+    then copies many matrices at once.
+    """
+    if copier is None or not isinstance(weights, AdapterWeights):
+        return weights
+    packed = weights.in_one_block()
+    first = next(packed.matrices(), None)
+    if first is not None:
+        copier.pin(first)  # and the block that all are views of
+    return packed
 
 
 class LoraCopyJob:
@@ -44,7 +54,8 @@ class LoraCopyJob:
 
     Copies keep no order with programs. So none begins before every program that was enqueued before
     has ended, which may read rows that were another adapter's, and the table is written when all
-    of them have arrived. Nobody waits for that: `advance` is to be called again.
+    of them have arrived. Nobody waits for that: `advance` is to be called again. Several jobs may
+    be under way, each for rows of its own.
     """
 
     def __init__(
@@ -60,11 +71,12 @@ class LoraCopyJob:
         self._writes = collections.deque(
             (str(width), write)
             for width, writes in sorted(placement.writes.items())
-            for write in writes
+            for write in joined(writes)
         )
         sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
-        self._waits, self._asked, self._published = is_first, False, False
+        self._waits, self._published = is_first, False
+        self._mark: jax.Array | None = None  # ready when nothing reads rows that are free now
 
     @property
     def digest(self) -> str:
@@ -92,8 +104,9 @@ class LoraCopyJob:
         if self.done or max_chunks < 1:
             return slots
         if self._waits:
-            slots = self._ask(slots)
-            if not _have_ended(slots):
+            if self._mark is None:
+                slots, self._mark = fenced(clear_slots(slots, self._placement.cleared_slots))
+            if not _has_ended(self._mark):
                 return slots
             self._waits = False
         before = self._chunks_left
@@ -102,7 +115,11 @@ class LoraCopyJob:
             pool = slots.pools[key]
             offset = write.offset * pool.shape[1] * pool.dtype.itemsize
             rows = write.rows.astype(pool.dtype, copy=False)
-            self._copier.begin_write_into(pool, offset, rows)
+            try:
+                self._copier.begin_write_into(pool, offset, rows)
+            except BaseException:
+                self._copier.finish_writes()  # its rows may be another's next
+                raise
             self._bytes_left -= rows.nbytes
         if before - self._chunks_left >= max_chunks or not self._copier.writes_done():
             return slots
@@ -110,19 +127,48 @@ class LoraCopyJob:
         self._published = True
         return publish(slots, self._placement)
 
-    def _ask(self, slots: AdapterSlots) -> AdapterSlots:
-        """Return `slots`, ready when nothing that was begun before uses rows that are free now."""
-        if self._asked:
-            return slots
-        self._asked = True
-        self._copier.finish_writes()  # of a load that was given up
-        return write_nothing(clear_slots(slots, self._placement.cleared_slots))
-
     @property
     def _chunks_left(self) -> int:
         return -(-self._bytes_left // CHUNK_BYTES)
 
 
-def _have_ended(slots: AdapterSlots) -> bool:
-    """Return whether the programs have ended that these arrays come from."""
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(slots))
+def joined(writes: Iterable[RowWrite]) -> Iterator[RowWrite]:
+    """Yield the writes, as one where rows follow each other on the device and on the host alike."""
+    begun: list[RowWrite] = []
+    for write in writes:
+        if begun and not _follows(begun[-1], write):
+            yield _as_one(begun)
+            begun = []
+        begun.append(write)
+    if begun:
+        yield _as_one(begun)
+
+
+def _follows(first: RowWrite, then: RowWrite) -> bool:
+    one, other = first.rows, then.rows
+    return (
+        one.base is not None  # an owner: what lies behind another array's memory is nobody's
+        and one.base is other.base
+        and one.dtype == other.dtype
+        and one.shape[1:] == other.shape[1:]
+        and one.flags.c_contiguous
+        and other.flags.c_contiguous
+        and first.offset + len(one) == then.offset
+        and one.ctypes.data + one.nbytes == other.ctypes.data
+    )
+
+
+def _as_one(writes: list[RowWrite]) -> RowWrite:
+    """Return writes that follow each other as one."""
+    first = writes[0]
+    if len(writes) == 1:
+        return first
+    count = sum(len(write.rows) for write in writes)
+    strides = first.rows.strides
+    rows = as_strided(first.rows, (count, *first.rows.shape[1:]), strides, writeable=False)
+    return RowWrite(first.offset, rows)
+
+
+def _has_ended(mark: jax.Array) -> bool:
+    """Return whether the program has ended that a mark comes from."""
+    return mark.is_ready()

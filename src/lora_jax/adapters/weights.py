@@ -11,6 +11,8 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
 
+_ALIGNMENT = 8  # bytes
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteWeights:
@@ -114,13 +116,32 @@ class AdapterWeights:
     def in_8_bits(self) -> "AdapterWeights":
         """Return the adapter with rank rows in 8 bits; sites go on sharing their matrices."""
         made = {id(matrix): quantised(matrix) for matrix in self.matrices()}
+        size = sum(matrix.nbytes for matrix in made.values())
+        report = dataclasses.replace(self.report, weight_bytes=size)
+        return dataclasses.replace(self._with(made), report=report)
+
+    def in_one_block(self) -> "AdapterWeights":
+        """Return a copy whose matrices are views of one array, with those of one width together.
+
+        Within a width they keep the order of `matrices`; sites go on sharing theirs.
+        """
+        matrices = sorted(self.matrices(), key=lambda matrix: matrix.shape[-1])  # stable
+        block = np.empty(sum(_room(matrix) for matrix in matrices), np.uint8)
+        made, start = {}, 0
+        for matrix in matrices:
+            place = block[start : start + matrix.nbytes].view(matrix.dtype)
+            made[id(matrix)] = place.reshape(matrix.shape)
+            made[id(matrix)][...] = matrix
+            start += _room(matrix)
+        return self._with(made)
+
+    def _with(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
+        """Return the adapter with each matrix replaced by that of its id."""
         sites = {
             key: SiteWeights(made[id(site.a)], made[id(site.b)], site.scaling)
             for key, site in self.sites.items()
         }
-        size = sum(matrix.nbytes for matrix in made.values())
-        report = dataclasses.replace(self.report, weight_bytes=size)
-        return dataclasses.replace(self, sites=sites, report=report)
+        return dataclasses.replace(self, sites=sites)
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""
@@ -128,6 +149,11 @@ class AdapterWeights:
         for width, count in self.demand:
             rows[width] = rows.get(width, 0) + count
         return rows
+
+
+def _room(matrix: np.ndarray) -> int:
+    """Return the bytes of a matrix in a block, where the next one is aligned for any dtype."""
+    return -(-matrix.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

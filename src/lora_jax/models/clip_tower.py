@@ -57,7 +57,7 @@ class ClipLayer(nnx.Module):
         heads = (x.shape[0], config.num_heads, config.head_dim)
         parts = apply_linears(maps, self.layer_norm1(x), routing)
         q, k, v = (part.reshape(heads) for part in parts)
-        out = attend(q, k, v, valid, routing.num_rows, config.head_dim**-0.5)
+        out = attend(q, k, v, valid, routing.num_rows, config.head_dim**-0.5, leading=True)
         x = x + self.out_proj(out.reshape(x.shape), routing)
         inner = quick_gelu(self.fc1(self.layer_norm2(x), routing))
         return x + self.fc2(inner, routing)

@@ -109,9 +109,13 @@ class VisionAttention(nnx.Module):
         angles: tuple[Float[Array, "patches half"], Float[Array, "patches half"]],
         inputs: TowerInputs,
         routing: AdapterRouting,
-        window: int = 0,
+        window: int | None = None,
     ) -> Float[Array, "patches hidden"]:
-        """Return the output; with `window` patches see only those of their own window."""
+        """Return the output; with `window` patches see only those of their own window.
+
+        Without windows the valid patches come first; with them, 0 for a layer that sees all, the
+        padding stands between them.
+        """
         heads = (x.shape[0], 3, self.config.num_heads, self.config.head_dim)
         q, k, v = self.qkv(x, routing).reshape(heads).transpose(1, 0, 2, 3)
         q, k = rotate(q, *angles), rotate(k, *angles)
@@ -119,7 +123,8 @@ class VisionAttention(nnx.Module):
         if window:
             out = attend_windows(q, k, v, inputs.valid, window, scale)
         else:
-            out = attend(q, k, v, inputs.valid, inputs.num_patches, scale)
+            real = inputs.valid, inputs.num_patches
+            out = attend(q, k, v, *real, scale, leading=window is None)
         return self.proj(out.reshape(x.shape), routing)
 
 

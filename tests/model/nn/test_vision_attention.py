@@ -58,3 +58,17 @@ def test_bfloat16_keeps_its_dtype():
     got = attend(q, k, v, jnp.ones(16, bool), jnp.int32(16), SCALE)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(got, np.float32), plain(q, k, v, np.ones(16)), atol=3e-2)
+
+
+@pytest.mark.gpu
+def test_cudnn_has_the_blocks_results_and_the_bucket_has_no_part_in_its_bits():
+    keys = jax.random.split(jax.random.key(7), 3)
+    q, k, v = (jax.random.normal(key, (2048, 16, 72), jnp.bfloat16) for key in keys)
+    count, found = 800, []
+    for size in (1024, 2048):
+        valid = jnp.arange(size) < count
+        args = (q[:size], k[:size], v[:size], valid, jnp.int32(count), 72**-0.5)
+        found.append(np.asarray(attend(*args, leading=True)[:count], np.float32))
+    blocks = np.asarray(attend(*args)[:count], np.float32)
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_allclose(found[0], blocks, atol=4e-3)

@@ -31,6 +31,32 @@ def test_shared_matrices_are_counted_once():
     assert sites["q_proj", 0].rank == 4
 
 
+def test_matrices_in_one_block_are_the_same_and_go_on_being_shared():
+    rng = np.random.default_rng(0)
+
+    def matrix(width, dtype=np.float32):
+        return rng.standard_normal((1, 3, width), np.float32).astype(dtype)
+
+    shared = matrix(16)
+    sites = {
+        ("gate_proj", 0): SiteWeights(shared, matrix(12), 1.0),
+        ("up_proj", 0): SiteWeights(shared, matrix(5, np.float16), 2.0),  # not whole words
+        ("up_proj", 1): SiteWeights(matrix(16), matrix(12), 0.5),
+    }
+    weights = AdapterWeights(sites, cases.weights(cases.moe(), 1).report)
+    packed = weights.in_one_block()
+    assert packed.sites["gate_proj", 0].a is packed.sites["up_proj", 0].a
+    assert packed.demand == weights.demand
+    assert len({id(one.base) for one in packed.matrices()}) == 1
+    for key, site in sites.items():
+        assert packed.sites[key].scaling == site.scaling
+        for got, want in ((packed.sites[key].a, site.a), (packed.sites[key].b, site.b)):
+            assert (got.dtype, got.flags.aligned) == (want.dtype, True)
+            np.testing.assert_array_equal(got, want)
+    wide = [one for one in packed.matrices() if one.shape[-1] == 16]
+    assert wide[0].ctypes.data + wide[0].nbytes == wide[1].ctypes.data
+
+
 def test_report_is_json():
     report = cases.weights(cases.llama(), 2).report
     assert dataclasses.replace(report, warnings=("w",)).as_json()["warnings"] == ("w",)

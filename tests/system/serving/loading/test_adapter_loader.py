@@ -74,6 +74,38 @@ def test_a_miss_loads_in_bounded_steps_and_then_hits():
     case.leave(one)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_loads_whose_bytes_are_on_their_way_let_others_begin(at_once):
+    class Late:
+        """A load whose bytes arrive when they are let."""
+
+        arrived, begun = False, 0
+
+        def __init__(self, placement, slots):
+            self.remaining, self.done = 1, False
+            jobs.append(self)
+
+        def advance(self, slots, max_chunks):
+            Late.begun += 1
+            if Late.arrived:
+                self.remaining, self.done = 0, True
+            return slots
+
+    jobs, case = [], Case(3)
+    case.loader = AdapterLoader(case.allocator, Late, at_once=at_once)
+    for name in "abc":
+        case.loader.retain(entry(name))
+        case.loader.acquire(entry(name).digest)
+    case.advance()
+    case.advance()
+    assert (len(jobs), Late.begun) == (at_once, 2 * at_once)
+    Late.arrived = True
+    case.advance(2)
+    assert len(case.loader.snapshot.resident) == 2  # the budget holds for all
+    case.advance()
+    assert len(case.loader.snapshot.resident) == len(jobs) == 3
+
+
 def test_two_loads_share_one_budget_in_order():
     case, first, second = Case(), entry("a"), entry("b")
     for one in (first, second):

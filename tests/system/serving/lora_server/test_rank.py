@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import adapter_cases
+from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
@@ -160,6 +161,16 @@ def test_a_load_can_be_taken_back(rank):
     assert rank.is_loading
     rank.unload(2)  # one of its layers is there
     assert rank.held == {1: adapter(1).digest}
+
+
+def test_no_copy_of_a_load_taken_back_is_under_way(rank, monkeypatch):
+    copier = LateCopier(late=1_000_000)
+    monkeypatch.setattr(rank, "_copier", copier)
+    rank.start_load(1, shard_part(adapter(1), SHARD))
+    while not copier.begun:
+        rank.advance(1)
+    rank.unload(1)
+    assert not copier.begun  # another's rows may come to their place now
 
 
 def test_a_layer_may_be_used_before_the_next_has_come(rank):
