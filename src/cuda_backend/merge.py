@@ -39,5 +39,6 @@ def merge(
     check_support(w.dtype, w.shape[1], w.shape[2], max_rank)
     ffi.require()
     out = jax.ShapeDtypeStruct(w.shape, w.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases={0: 0} if in_place else {})
+    aliases = {0: 0} if in_place else {}
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases=aliases)
     return call(w, a_pool, b_pool, sites, scaling, max_rank=np.int64(max_rank))

@@ -61,7 +61,8 @@ def merge(
     )
     checks.check_dtype("merge", jnp.int32, sites=sites)
     checks.check_dtype("merge", jnp.float32, scaling=scaling)
-    return MERGE.call(implementation, w, a_pool, b_pool, sites, scaling, max_rank, in_place=in_place)
+    args = (w, a_pool, b_pool, sites, scaling, max_rank)
+    return MERGE.call(implementation, *args, in_place=in_place)
 
 
 def mixture_slots(
