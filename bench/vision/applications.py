@@ -3,6 +3,8 @@
 Visual retrieval: prompts of about 256 tokens with an image, answers of 200; arrivals are Poisson,
 16 adapters of rank 64, a share (skew) of the requests for the top one. Video analytics: each stream
 sends a chunk a second, 6 images and a question, answers of 8 tokens; with heads one step each. The
+sweeps are those of the paper's figures: rate and streams (14, 16), skew (19, 22), rows of other
+adapters among 8 that arrive at once (20), two adapters (21), and requests at once (Table 3). The
 paper's images have 256 tokens, tiny-vl's 16, and its arrivals are thinned from a trace that is not
 here. Latency is from a request's time of arrival to its last token. Processor time changes little
 with other programs of the machine.
@@ -20,7 +22,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,14 +59,54 @@ class Job:
     seed: int
 
 
-def retrieval_jobs(count: int, rate: float, skew: float, seed: int = 0) -> list[Job]:
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A point of a sweep: what the swept size is, and the requests."""
+
+    sweep: str
+    value: float
+    application: str
+    jobs: list[Job]
+    policies: tuple[str, ...] = POLICIES
+
+
+def retrieval_jobs(
+    count: int, rate: float, skew: float, seed: int = 0, names: Sequence[str] = NAMES
+) -> list[Job]:
     """Return requests with exponential times between them."""
     rng, at, jobs = random.Random(seed), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate)
-        name = NAMES[0] if rng.random() < skew else rng.choice(NAMES[1:])
+        name = names[0] if rng.random() < skew else rng.choice(names[1:])
         jobs.append(Job(at, name, number))
     return jobs
+
+
+def at_once(count: int, others: int) -> list[Job]:
+    """Return requests that arrive together, `others` of them not for the top adapter."""
+    names = NAMES[1 : 1 + others] + NAMES[:1] * (count - others)
+    return [Job(0.0, name, number) for number, name in enumerate(names)]
+
+
+def cases(
+    count: int,
+    seconds: int,
+    rate: float,
+    skew: float,
+    rates: Sequence[float],
+    streams: Sequence[int],
+    skews: Sequence[float],
+) -> list[Case]:
+    """Return every point of every sweep; `rate` and `skew` hold where they are not swept."""
+    found = [Case("rate", r, "retrieval", retrieval_jobs(count, r, skew)) for r in rates]
+    found += [Case("streams", n, "analytics", analytics_jobs(n, seconds, skew)) for n in streams]
+    found += [Case("skew", s, "retrieval", retrieval_jobs(count, rate, s)) for s in skews]
+    two = retrieval_jobs(count, rate, skew, names=NAMES[:2])
+    found.append(Case("two adapters", 2, "retrieval", two))
+    fixed = ("unmerged", "merged")
+    found += [Case("others", n, "retrieval", at_once(ROWS, n), fixed) for n in (1, 2, 3)]
+    rest = round((1 - skew) * 2 * ROWS)
+    return [*found, Case("at once", 2 * ROWS, "retrieval", at_once(2 * ROWS, rest))]
 
 
 def analytics_jobs(streams: int, seconds: int, skew: float) -> list[Job]:
@@ -114,10 +156,8 @@ def engine_of(model: Path, adapters: dict[str, str], mode: str) -> Iterator[Engi
 
 def set_policy(engine: Engine, policy: str) -> None:
     """Have the engine follow a policy from now on; policies are no option of the engine."""
-    parts = engine._parts.loop._parts
-    modes, merged = parts.scheduler.modes, parts.runner.merged
+    modes = engine._parts.loop._parts.scheduler.modes
     assert modes is not None
-    assert merged is not None
     top = engine.registry.get(NAMES[0]).digest
     modes.policy = {
         "unmerged": lambda: Fixed(PLAIN),
@@ -126,8 +166,6 @@ def set_policy(engine: Engine, policy: str) -> None:
         "ours": lambda: MergePolicy(mixture=True),
     }[policy]()
     modes.reset()
-    if policy == "dlora":
-        slow_switches(merged, DLORA_SWITCH)
 
 
 def slow_switches(merged: Any, factor: float) -> None:
@@ -144,11 +182,17 @@ def slow_switches(merged: Any, factor: float) -> None:
     merged._follow = follow
 
 
-def prompt_of(engine: Engine, images: int, tokens: int) -> str:
-    """Return a prompt with images that has about so many tokens, images included."""
-    per_image, one = 16, len(engine.tokenizer.encode(QUESTION))
-    times = max(1, (tokens - images * per_image) // one)
+def prompt_of(engine: Engine, application: str) -> str:
+    """Return an application's prompt: for retrieval of PROMPT_TOKENS tokens, images included."""
+    images, one = IMAGES[application], len(engine.tokenizer.encode(QUESTION))
+    tokens = PROMPT_TOKENS if application == "retrieval" else 0
+    times = max(1, (tokens - images * 16) // one)
     return shapes.TURN.format(shapes.IMAGE * images, QUESTION * times)
+
+
+def prompt_tokens(engine: Engine, application: str) -> int:
+    """Return the tokens of an application's prompt without those of its images."""
+    return len(engine.tokenizer.encode(prompt_of(engine, application))) - IMAGES[application]
 
 
 def latencies(
@@ -169,7 +213,7 @@ def latencies(
 def asks(engine: Engine, application: str) -> dict[str, Callable[[Job], Any]]:
     """Return how a request of an application is asked: by the LM head, and by a task head."""
     images, length = IMAGES[application], ANSWERS[application]
-    prompt = prompt_of(engine, images, PROMPT_TOKENS if application == "retrieval" else 0)
+    prompt = prompt_of(engine, application)
     sampling = Sampling(max_tokens=length, temperature=0.0, ignore_eos=True, detokenize=False)
 
     def pictures(job: Job) -> list[list[np.ndarray]]:
@@ -181,54 +225,54 @@ def asks(engine: Engine, application: str) -> dict[str, Callable[[Job], Any]]:
     }
 
 
-def measure(
-    engine: Engine, policies: Iterable[str], work: dict[str, list[Job]], turns: int
-) -> list[dict[str, Any]]:
-    """Return a row for each application and policy: latency, and the same over tokens."""
-    rows = []
-    for application, jobs in work.items():
-        ways = asks(engine, application)
-        length = ANSWERS[application]
-        for policy in policies:
-            set_policy(engine, policy)
-            chosen = {"lm"} | (
-                {"head"} if (application, policy) == ("analytics", "ours") else set()
-            )
-            for way in sorted(chosen, reverse=True):
-                latencies(ways[way], jobs[: len(jobs) // 2])  # until a policy has chosen
-                spent = time.process_time()
-                found = [statistics.mean(latencies(ways[way], jobs)) for _ in range(turns)]
-                spent = (time.process_time() - spent) / (turns * len(jobs))
-                seconds, tokens = statistics.median(found), 1 if way == "head" else length
-                row = {"application": application, "policy": policy, "answered_by": way}
-                row |= {"latency_ms": round(1e3 * seconds, 1)}
-                row |= {"ms_per_token": round(1e3 * seconds / tokens, 2)}
-                row |= {"processor_ms_per_request": round(1e3 * spent, 1)}
-                rows.append(row)
-                print(row, flush=True)
-    return rows
+def measure(engine: Engine, policy: str, case: Case, turns: int) -> Iterator[dict[str, Any]]:
+    """Give a row for each way in which a policy answers: latency, and the same over tokens."""
+    ways, length = asks(engine, case.application), ANSWERS[case.application]
+    images = IMAGES[case.application]
+    set_policy(engine, policy)
+    chosen = ("lm", "head") if (case.application, policy) == ("analytics", "ours") else ("lm",)
+    for way in chosen:
+        latencies(ways[way], case.jobs[: len(case.jobs) // 3])  # until a policy has chosen
+        spent, found = time.process_time(), []
+        for _ in range(turns):
+            found.append(latencies(ways[way], case.jobs))
+        spent = (time.process_time() - spent) / (turns * len(case.jobs))
+        seconds = statistics.median(statistics.mean(turn) for turn in found)
+        last = min(max(j.at + s for j, s in zip(case.jobs, turn, strict=True)) for turn in found)
+        tokens = 1 if way == "head" else length
+        row: dict[str, Any] = {"sweep": case.sweep, "value": case.value}
+        row |= {"application": case.application, "policy": policy, "answered_by": way}
+        row |= {"latency_ms": round(1e3 * seconds, 1)}
+        row |= {"ms_per_answer_token": round(1e3 * seconds / tokens, 2)}
+        every = prompt_tokens(engine, case.application) + tokens + 256 * images
+        row |= {"ms_per_token": round(1e3 * seconds / every, 3)}  # as V-LoRA's script divides
+        row |= {"requests_per_s": round(len(case.jobs) / last, 2)}
+        yield row | {"processor_ms_per_request": round(1e3 * spent, 1)}
 
 
 def run(
     root: Path,
     *,
     model: Path = shapes.TINY,
-    count: int = 24,
-    rate: float = 4.0,
+    count: int = 12,
+    seconds: int = 5,
+    rate: float = 2.0,
     skew: float = 0.6,
-    streams: int = 3,
-    seconds: int = 8,
-    turns: int = 3,
+    rates: Sequence[float] = (1.0, 2.0, 4.0),
+    streams: Sequence[int] = (1, 2, 4),
+    skews: Sequence[float] = (0.5, 0.7, 0.9),
+    turns: int = 1,
 ) -> dict[str, Any]:
-    """Return what all policies take for both applications."""
+    """Return what every policy takes in every case; the policies take turns in each."""
     adapters = write_adapters(root, model)
-    work = {
-        "retrieval": retrieval_jobs(count, rate, skew),
-        "analytics": analytics_jobs(streams, seconds, skew),
-    }
     rows: list[dict[str, Any]] = []
-    for mode, policies in (("auto", ("unmerged", "merged", "ours")), ("exact", ("dlora",))):
-        with engine_of(model, adapters, mode) as engine:
-            rows += measure(engine, policies, work, turns)
+    with engine_of(model, adapters, "auto") as auto, engine_of(model, adapters, "exact") as exact:
+        slow_switches(exact._parts.loop._parts.runner.merged, DLORA_SWITCH)
+        for case in cases(count, seconds, rate, skew, rates, streams, skews):
+            for policy in case.policies:
+                engine = exact if policy == "dlora" else auto
+                for row in measure(engine, policy, case, turns):
+                    rows.append(row)
+                    print(row, flush=True)
     sizes = {"requests": count, "requests_per_s": rate, "skew": skew}
-    return sizes | {"streams": streams, "seconds": seconds, "turns": turns, "rows": rows}
+    return sizes | {"seconds": seconds, "turns": turns, "rows": rows}

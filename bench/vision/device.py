@@ -102,7 +102,7 @@ def _slots(layers: int, outs: tuple[int, ...], hidden: int, rank: int) -> Adapte
 def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]:
     """Time the tower's program for one image, beside the time of its products at full speed."""
     config, sizes = read_config(folder), read_settings(folder, read_config(folder).tower)
-    model = Qwen3Tower(config.tower, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    model = Qwen3Tower(config.tower, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     image = prepared(folder, sides)
     encoder = ImageEncoder(
         model,

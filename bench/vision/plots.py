@@ -1,4 +1,4 @@
-"""Plot of the applications of `python -m bench.vision`."""
+"""Plots of the applications of `python -m bench.vision`, as V-LoRA's figures 14, 16, 19 to 22."""
 
 from pathlib import Path
 from typing import Any
@@ -8,23 +8,48 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-OURS, OTHERS = "#1f77b4", "#9a9a9a"
+COLOURS = {"unmerged": "#9a9a9a", "merged": "#d95f02", "dlora": "#7570b3", "ours": "#1f77b4"}
+# sweep, title, axis, measure
+PANELS = (
+    ("rate", "retrieval (figure 14)", "requests / s", "latency_ms"),
+    ("streams", "analytics (figures 14, 16)", "streams", "latency_ms"),
+    ("skew", "retrieval (figures 19, 22)", "share of the top adapter", "latency_ms"),
+    ("others", "rows of other adapters (figure 20)", "of 8 requests", "processor_ms_per_request"),
+    ("two adapters", "two adapters (figure 21)", "adapters", "latency_ms"),
+    ("at once", "16 requests at once (Table 3)", "requests", "requests_per_s"),
+)
+UNITS = {
+    "latency_ms": "mean latency, ms",
+    "processor_ms_per_request": "processor time of a request, ms",
+    "requests_per_s": "requests / s",
+}
 
 
 def plot_applications(result: dict[str, Any], path: Path) -> None:
-    """Draw the mean latency of each application under each policy."""
-    names = list(dict.fromkeys(row["application"] for row in result["rows"]))
-    fig, axes = plt.subplots(1, len(names), figsize=(8, 3), layout="constrained", squeeze=False)
-    for ax, name in zip(axes[0], names, strict=True):
-        rows = [row for row in result["rows"] if row["application"] == name]
-        labels = [r["policy"] + (", head" if r["answered_by"] == "head" else "") for r in rows]
-        colours = [OURS if row["policy"] == "ours" else OTHERS for row in rows]
-        bars = ax.bar(labels, [row["latency_ms"] for row in rows], color=colours)
-        ax.bar_label(bars, fmt="%.0f", fontsize=7)
-        ax.set_title(name, fontsize=9)
-        ax.set_ylabel("mean latency, ms", fontsize=8)
+    """Draw one panel for each sweep, a line or bar for each policy."""
+    fig, axes = plt.subplots(2, 3, figsize=(10, 5.6), layout="constrained")
+    shown: dict[str, Any] = {}
+    for ax, (sweep, title, axis, measure) in zip(axes.flat, PANELS, strict=True):
+        rows = [row for row in result["rows"] if row["sweep"] == sweep]
+        lines = list(dict.fromkeys((row["policy"], row["answered_by"]) for row in rows))
+        for at, (policy, way) in enumerate(lines):
+            points = [row for row in rows if (row["policy"], row["answered_by"]) == (policy, way)]
+            label = policy + (", task head" if way == "head" else "")
+            x, y = [row["value"] for row in points], [row[measure] for row in points]
+            if len(points) > 1:
+                style = "--" if way == "head" else "-"
+                shown[label] = ax.plot(x, y, style, color=COLOURS[policy], marker="o", ms=3)[0]
+                ax.set_xticks(x)
+            else:
+                ax.bar_label(ax.bar(at, y, color=COLOURS[policy]), fmt="%.4g", fontsize=7)
+                ax.set_xticks([])
+        ax.set_title(title, fontsize=9)
+        ax.set_xlabel(axis, fontsize=8)
+        ax.set_ylabel(UNITS[measure], fontsize=8)
+        ax.set_ylim(bottom=0)
         ax.tick_params(labelsize=7)
         ax.spines[["top", "right"]].set_visible(False)
+    fig.legend(shown.values(), shown, loc="outside lower center", ncol=5, fontsize=8)
     fig.suptitle(f"tiny-vl, {result['device']}, {result['date']}", fontsize=9)
-    fig.savefig(path, dpi=120)
+    fig.savefig(path, dpi=110)
     plt.close(fig)

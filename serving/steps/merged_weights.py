@@ -187,5 +187,6 @@ def switched(
         site = jnp.stack([entry[A_OFFSET], entry[B_OFFSET], entry[RANK]])[None]
         pools = slots.pools[str(d_in)], slots.pools[str(d_out)]
         scaling = slots.scaling[module, layer, slot][None]
-        done.append(merge(w[None], *pools, site, scaling, max_rank=max_rank)[0])
+        merged = merge(w[None], *pools, site, scaling, max_rank=max_rank, in_place=False)
+        done.append(merged[0])
     return tuple(done)

@@ -1,4 +1,4 @@
-"""Merges adapters into weights by the Hopper kernel of csrc/merge/merge.cuh, in place on w."""
+"""Merges adapters into weights by the Hopper kernel of csrc/merge/merge.cuh."""
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,13 @@ def merge(
     sites: Int[Array, "matrices 3"],
     scaling: Float[Array, "matrices"],
     max_rank: int,
+    *,
+    in_place: bool = True,
 ) -> Float[Array, "matrices d_out d_in"]:
     """w[m] + scaling[m] * B^T A, as lora_jax.ops.merge says; products of bfloat16, sums in f32."""
     check_support(w.dtype, w.shape[1], w.shape[2], max_rank)
     ffi.require()
     out = jax.ShapeDtypeStruct(w.shape, w.dtype)
-    call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases={0: 0})
+    aliases = {0: 0} if in_place else {}
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge", out, input_output_aliases=aliases)
     return call(w, a_pool, b_pool, sites, scaling, max_rank=np.int64(max_rank))

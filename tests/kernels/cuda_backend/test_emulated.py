@@ -44,7 +44,10 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
     arrays = [copied(a) for a in case.arrays[1:]]
     library.emulate(3, 7)
     sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
-    call(library.merge, w, *arrays, *sizes)
+    out = np.full_like(w, np.nan)  # to be written throughout
+    call(library.merge, out, w, *arrays, *sizes)
+    call(library.merge, w, w, *arrays, *sizes)
+    np.testing.assert_array_equal(out.view(np.int16), w.view(np.int16))
     want = np.asarray(case.w, np.float64)
     a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
     for m, (a_row, b_row, rank) in enumerate(np.asarray(case.sites)):

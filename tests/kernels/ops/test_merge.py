@@ -110,3 +110,13 @@ def test_bad_input_names_the_sizes():
     wrong = dataclasses.replace(case, sites=case.sites.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"sites \(2, 3\) is float32, expected int32"):
         merge(*wrong.arrays, max_rank=8)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_is_written_elsewhere_has_the_bits_of_in_place():
+    case = merge_case(3, 1408, 2048, ranks=(64, 0, 33), dtype="bfloat16")
+    made = [
+        jax.jit(functools.partial(merge, max_rank=64, in_place=in_place))(*case.arrays)
+        for in_place in (True, False)
+    ]
+    np.testing.assert_array_equal(*(np.asarray(w).view(np.int16) for w in made))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.vision import applications, device, shapes
+from bench.vision import applications, device, plots, shapes
 from lora_jax.models.loader import read_config
 
 SMALL = {
@@ -58,6 +58,18 @@ def test_jobs_follow_from_seed_rate_and_skew():
     assert [job.at for job in chunks] == sorted(job.at for job in chunks)
     assert len({job.seed for job in chunks}) == 15
     assert sum(job.adapter == "a0" for job in chunks) == 9
+
+
+def test_cases_cover_every_sweep_once():
+    found = applications.cases(4, 2, 2.0, 0.6, (1.0, 4.0), (1, 3), (0.5, 0.9))
+    points = [(case.sweep, case.value) for case in found]
+    assert len(set(points)) == len(points)
+    assert {sweep for sweep, _ in points} == {panel[0] for panel in plots.PANELS}
+    for case in found:
+        others = sum(job.adapter != "a0" for job in case.jobs)
+        assert case.sweep != "others" or (others, len(case.jobs)) == (case.value, 8)
+        names = {job.adapter for job in case.jobs}
+        assert case.sweep != "two adapters" or names <= {"a0", "a1"}
 
 
 def test_latency_is_from_arrival_to_the_end():

@@ -1,6 +1,8 @@
 """Images through the whole engine: answers of transformers, and bits that nothing changes."""
 
 import base64
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,7 +299,21 @@ def test_files_of_the_folder_and_tokens_of_messages(client: httpx.Client, folder
     assert told["tokens"].count(IMAGE_ID) == 15  # 40 x 24 pixels in cells of 8 x 8
 
 
+def bomb() -> bytes:
+    """Return the head of a PNG of 60,000 x 60,000 pixels, with a good checksum."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n\0\0\0\r" + head + struct.pack(">I", zlib.crc32(head)) + b"\0" * 64
+
+
+def sent(data: bytes, kind: str = "png") -> dict[str, Any]:
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 WRONG = {
+    "truncated": (sent(png(PICTURES[0])[:-40]), 400),
+    "bomb": (sent(bomb()), 400),
+    "a program called an image": (sent(b"\x7fELF" + b"\0" * 200), 400),
     "bytes": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, 400),
     "address": ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 400),
     "elsewhere": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400),

@@ -1,4 +1,4 @@
-// XLA FFI entry point of merge: in place on w, one launch, fit for CUDA graphs.
+// XLA FFI entry point of merge: from w to out, which may be one, in one launch fit for CUDA graphs.
 #include "merge/merge.cuh"
 #include "xla/ffi/api/ffi.h"
 
@@ -13,13 +13,11 @@ static ffi::Error Merged(cudaStream_t stream, BF16 w, BF16 a_pool, BF16 b_pool, 
                          ffi::Result<BF16> out, int64_t max_rank) {
   auto data = [](const BF16& b) { return static_cast<__nv_bfloat16*>(b.untyped_data()); };
   const auto d = w.dimensions();
-  const MergeArgs args{static_cast<__nv_bfloat16*>(out->untyped_data()), data(a_pool), data(b_pool),
+  const MergeArgs args{static_cast<__nv_bfloat16*>(out->untyped_data()), data(w), data(a_pool), data(b_pool),
                        sites.typed_data(), scaling.typed_data(), static_cast<int>(d[0]), static_cast<int>(d[1]),
                        static_cast<int>(d[2]), static_cast<int>(max_rank),
                        static_cast<int>(b_pool.dimensions()[0])};
-  cudaError_t e = cudaSuccess;
-  if (args.w != data(w)) e = cudaMemcpyAsync(args.w, data(w), w.size_bytes(), cudaMemcpyDeviceToDevice, stream);
-  if (e == cudaSuccess) e = launch_merge(args, stream);
+  const cudaError_t e = launch_merge(args, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
 

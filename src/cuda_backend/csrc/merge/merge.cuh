@@ -1,4 +1,4 @@
-// w += scaling * B^T A for all matrices of a module, in place, one pass over the weights.
+// out = w + scaling * B^T A for all matrices of a module, in place or not, one pass over the weights.
 //
 // A tile is some rows of w by 64 columns a warp. The copy engine brings tiles and B's part of them into
 // a ring of stages and takes them out again, so that the bytes on their way depend on shared memory and
@@ -13,7 +13,8 @@
 namespace lora_jax {
 
 struct MergeArgs {
-  __nv_bfloat16* w;             // [matrices, d_out, d_in]
+  __nv_bfloat16* out;           // [matrices, d_out, d_in]
+  const __nv_bfloat16* w;       // the same shape: out itself, or memory apart from it
   const __nv_bfloat16* a_pool;  // [a_rows, d_in]
   const __nv_bfloat16* b_pool;  // [b_rows, d_out]
   const int* sites;             // [matrices, 3]: a_row, b_row, rank
@@ -23,7 +24,7 @@ struct MergeArgs {
 
 struct MergePlan {
   MergeArgs args;
-  CUtensorMap w_map, b_map;
+  CUtensorMap out_map, w_map, b_map;
   int unit_rows;  // that a CTA works through before it takes up the next columns
 };
 
@@ -79,7 +80,7 @@ __device__ __forceinline__ void merge_store(const MergePlan& p, MergeShared<S>& 
                                             int at) {
   const int lane = threadIdx.x & 31;
   if (lane < S::kBoxes)
-    tile_store(&p.w_map, row + lane * S::kBox, unit.block, unit.matrix, smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
+    tile_store(&p.out_map, row + lane * S::kBox, unit.block, unit.matrix, smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
   stores_commit();
   stores_wait<1>();
   __syncwarp();
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
   const MergeUnit<S> unit(p);
   const int* site = p.args.sites + unit.matrix * 3;
   const int rank = min(__ldg(site + 2), p.args.max_rank);
-  if (rank <= 0) return;
+  if (rank <= 0 && p.args.w == p.args.out) return;
   if (threadIdx.x == 0) {
     for (int i = 0; i < S::kStages; ++i) mbar_init(&sm.full[i], 1);
     fence_barriers();
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_co
     mbar_wait(&sm.full[at], phase);
     const uint32_t stage = smem_u32(sm.stages[at]);
 #pragma unroll 1
-    for (int r = 0; r < S::kRows; r += 16)
+    for (int r = 0; r < S::kRows && rank > 0; r += 16)  // without a rank the tile is copied
       merge_rows<S::kK>(factor, scaling, stage + S::kTile, (row % 64 + r) / 8, [&](int more) {
         const int r8 = r + more;
         return stage + r8 / S::kBox * S::kBoxBytes + (warp * S::kBox + r8 % S::kBox) * 128;
@@ -203,7 +204,7 @@ int merge_unit_rows(const MergeArgs& args, int sms) {
 // A CTA a unit: a persistent grid, which fills the ring across units, is 1 to 2% slower.
 template <class S>
 cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_t stream) {
-  MergePlan p{args, {}, {}, unit_rows};
+  MergePlan p{args, {}, {}, {}, unit_rows};
   const int ctas = merge_units<S>(args, unit_rows);
   const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
   const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
@@ -211,6 +212,7 @@ cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_
   const cuuint32_t w_box[] = {64, S::kBox, kMergeWarps, 1}, b_box[] = {64, S::kK * 16, 1, 1};
   const cuuint64_t b_dims[] = {rows, static_cast<cuuint64_t>(args.b_rows), 1, 1}, b_strides[] = {rows * 2, 16, 16};
   cudaError_t e = swizzled_map<4>(&p.w_map, args.w, w_dims, w_strides, w_box);
+  if (e == cudaSuccess) e = swizzled_map<4>(&p.out_map, args.out, w_dims, w_strides, w_box);
   if (e == cudaSuccess) e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
   const auto kernel = merge_kernel<S>;
   constexpr int bytes = sizeof(MergeShared<S>);

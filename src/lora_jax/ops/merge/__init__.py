@@ -12,7 +12,7 @@ __all__ = ["merge", "mixture_slots"]
 MERGE = Op(
     "merge",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "merge")),
+        Implementation("cuda", GPU, backend_kernel("cuda", "merge"), hints=("in_place",)),
         Implementation("pallas_gpu", GPU, lazy_kernel(f"{__name__}.pallas_gpu", "merge")),
         Implementation("pallas_tpu", TPU, lazy_kernel(f"{__name__}.pallas_tpu", "merge")),
         Implementation("xla", ANY, xla.merge),
@@ -29,6 +29,7 @@ def merge(
     scaling: Float[Array, "matrices"],
     *,
     max_rank: int,
+    in_place: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "matrices d_out d_in"]:
     """w[m] + scaling[m] * B^T A over the rank rows of site m; w is donated and written in place.
@@ -37,6 +38,9 @@ def merge(
     `max_rank`; rank 0 leaves the matrix as it is, bit for bit. A negative scaling unmerges: in
     float32 to within rounding; in bfloat16 each weight may end one rounding away from where it
     was, so that whoever must have the old bits back keeps a copy. (V-LoRA, section 4.4.1.)
+
+    A caller that keeps w passes `in_place` False: a kernel that can then reads w once and writes
+    the result elsewhere, in place of a copy and a second pass; the bits are the same.
 
     Raises:
         ValueError: shapes or dtypes do not fit each other.
@@ -57,7 +61,8 @@ def merge(
     )
     checks.check_dtype("merge", jnp.int32, sites=sites)
     checks.check_dtype("merge", jnp.float32, scaling=scaling)
-    return MERGE.call(implementation, w, a_pool, b_pool, sites, scaling, max_rank)
+    args = (w, a_pool, b_pool, sites, scaling, max_rank)
+    return MERGE.call(implementation, *args, in_place=in_place)
 
 
 def mixture_slots(

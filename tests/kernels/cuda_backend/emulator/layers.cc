@@ -12,9 +12,10 @@
 
 extern "C" {
 
-int merge(Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling, int matrices,
-          int d_out, int d_in, int max_rank, int b_rows) {
-  return launch_merge(MergeArgs{w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows}, nullptr);
+int merge(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling,
+          int matrices, int d_out, int d_in, int max_rank, int b_rows) {
+  const MergeArgs args{out, w, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows};
+  return launch_merge(args, nullptr);
 }
 
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
