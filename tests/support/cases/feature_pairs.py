@@ -133,7 +133,7 @@ class Models:
             tiny_esft.write_lora_adapter(adapters["two"], "qwen3_moe", 2, 1, **size)
             write_dense_adapter(adapters["one"])
         if "quantised base" in features:
-            copy = self.root / f"{kind}-nf4"
+            copy = self.root / "nf4" / kind  # the name stays: heads are refused on others
             if not copy.exists():
                 quantize(base, "nf4", copy)
             base = copy
