@@ -20,6 +20,8 @@ MOST_REGISTERS = {
     "pair_tiles_kernel": 128,
     "shrink_kernel": 128,
     "few_kernel": 128,
+    "int8_shrink_kernel": 128,
+    "int8_expand_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 240,  # 1 CTA of 256
     "row_tiles_kernel": 64,

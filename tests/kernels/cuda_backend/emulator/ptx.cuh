@@ -74,7 +74,11 @@ inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
-template <class T> inline T load_now(const T* p) { return *p; }
+template <class T> inline T load_now(const T* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) emu::fail("a load off its boundary");
+  return *p;
+}
+inline uint2 load_own(const uint2* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -170,6 +174,9 @@ inline float exp2_approx(float x) { return std::exp2f(x); }
 inline uint32_t bf16x2(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
+}
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return bf16x2(emulated_half(a, 0) - emulated_half(b, 0), emulated_half(a, 1) - emulated_half(b, 1));
 }
 inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
   return bf16x2(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);
