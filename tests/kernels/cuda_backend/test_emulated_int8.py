@@ -1,4 +1,4 @@
-"""The CUDA kernels over rank rows in 8 bits on a CPU: right numbers, and a row's bits in any company.
+"""CUDA kernels over rank rows in 8 bits on a CPU: right numbers, a row's bits in any company.
 
 Threads are fibers and PTX is C++ here (emulator/), so this shows indices, barriers and ranges;
 time, registers and memory order only show on a GPU.
@@ -67,7 +67,7 @@ def test_rows_get_the_sums_of_the_values(library, rows, d_out, d_in, modules, ex
 
 
 def test_a_row_has_the_same_bits_however_the_rows_are_cut(library):
-    """Items of 8, 16 and 32 rows take ways of their own, and CTAs share them out by their number."""
+    """Items of 8, 16 and 32 rows take ways of their own; CTAs share them out by their number."""
     rows, d_out, d_in, ranks = 90, 320, 2240, (16, 37, 5)
     case = lora_case(rows, d_out, d_in, ranks=ranks, dtype="bfloat16")
     owners = (np.arange(rows) // 40).astype(np.int32)
