@@ -36,6 +36,7 @@ TARGETS = (
     "lora_jax_cuda_merge",
     "lora_jax_cuda_attention_units",
     "lora_jax_cuda_paged_attention",
+    "lora_jax_cuda_coded_attention",
     "lora_jax_cuda_plain_attention",
     "lora_jax_cuda_row_map",
     "lora_jax_cuda_rms_norm",

@@ -1,5 +1,6 @@
 // Host side of paged attention: tensor maps, the ring's size, launches.
 #pragma once
+#include "paged_attention/coded.cuh"
 #include "paged_attention/heads.cuh"
 #include "paged_attention/latents.cuh"
 #include "device/swizzled_map.cuh"
@@ -28,19 +29,22 @@ inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaSt
 // `slot_boxes`: of 16 positions; `scratch`: bytes of shared memory that consumers need besides the ring.
 template <class Consumer>
 cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes, int scratch, cudaStream_t stream) {
-  const auto kernel = attention_kernel<Consumer>;
-  const int slot = slot_boxes * (args.k_bytes + args.v_bytes);
-  const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
-  args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
+  using Coder = PageCoder<Consumer::kCoders, Consumer::kWords, Consumer::kCodedStages>;
+  const bool coded = args.k_rows != nullptr;
+  const auto kernel = coded ? coded_attention_kernel<Consumer> : attention_kernel<Consumer>;
+  const int slot = slot_boxes * (args.k_bytes + args.v_bytes), threads = coded ? coded_threads(Consumer::kCoders) : kAttentionThreads;
+  const int raw = coded ? Consumer::kCoders * Consumer::kCodedStages * Coder::stage_bytes(args, slot_boxes) : 0;
+  const int room = (kSharedBytes - kAttentionHeader - scratch - raw) / slot;
+  args.scratch = scratch, args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
   // What is worked on, and a slot on its way.
   if (args.slots * slot_boxes < Consumer::kStep + slot_boxes || consumers > kMostConsumers) return cudaErrorInvalidValue;
-  const int shared = kAttentionHeader + args.slots * slot + scratch;
+  const int shared = kAttentionHeader + args.slots * slot + scratch + raw;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   int device = 0, sms = 0;
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  kernel<<<sms, kAttentionThreads, shared, stream>>>(args, consumers);
+  kernel<<<sms, threads, shared, stream>>>(args, consumers);
   return cudaGetLastError();
 }
 

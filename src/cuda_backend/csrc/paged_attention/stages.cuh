@@ -11,6 +11,7 @@ namespace lora_jax {
 
 struct AttentionArgs {
   CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
+  const uint8_t *k_rows, *v_rows;  // instead of them: pages in 8 bits, see paged_attention/coded.cuh
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
   const int* block_tables;   // [seqs, max_pages]
   const int* num_tokens;     // [1]
@@ -26,6 +27,7 @@ struct AttentionArgs {
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
   int token_groups;            // groups of 16 rows (tokens x query heads of a kv head) of a unit
   int slots, slot_boxes, k_bytes, v_bytes;  // of the ring; bytes of a box
+  int scratch;                 // bytes of consumers behind the ring
   float scale_log2;            // scale / ln 2
 };
 
