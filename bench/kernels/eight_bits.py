@@ -106,10 +106,12 @@ def lora_inputs(point: Lora, sets: int) -> tuple:
 
 
 def lora_call(point: Lora, y: jax.Array, inputs: tuple, pools: tuple, items: Any) -> jax.Array:
+    """Return y with the adapters of one set of inputs added."""
     x, entries, owners = inputs
     scaling = jnp.full((point.slots,), SCALING, jnp.float32)
-    zeros, module = jnp.zeros_like(owners), (y, entries, scaling)
-    return lora_gemms([module], x, *pools, owners, zeros, point.rank, items)[0]
+    modules, (a_pool, b_pool) = [(y, entries, scaling)], pools
+    zeros = jnp.zeros_like(owners)
+    return lora_gemms(modules, x, a_pool, b_pool, owners, zeros, point.rank, items)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +169,8 @@ def compiled_lora(point: Lora, machine: Machine) -> Compared:
         got = lora_call(point, y, each[0], pools, adapter_items(owners, point.slots, point.rank))
         some = np.linspace(0, point.rows - 1, CHECKED).astype(int)
         scaling, zeros = jnp.full((point.slots,), SCALING), jnp.zeros((CHECKED,), jnp.int32)
-        few = LoraBatch(x[some], *pools, entries, scaling, owners[some], zeros, point.rank)
+        rows, (a_pool, b_pool) = (x[some], owners[some]), pools
+        few = LoraBatch(rows[0], a_pool, b_pool, entries, scaling, rows[1], zeros, point.rank)
         want = reference.lora_gemm(y[some].astype(jnp.float32), few)
         return got[some], want
 

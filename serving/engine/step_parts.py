@@ -86,7 +86,7 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
 
     On a CPU alone: programs of accelerators were not tried.
     """
-    files = step_files() if base.source.is_shared and jax.default_backend() == "cpu" else None
+    files = step_files() if jax.default_backend() == "cpu" and base.split is None else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

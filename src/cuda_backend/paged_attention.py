@@ -47,17 +47,19 @@ class Cut:
     unit_tokens: int  # that share pages
 
 
-def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
+def cut_work(
+    tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int, *, coded: bool = False
+) -> Cut:
     """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
     In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
-    pages.
+    pages. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
     prompts = _has_prompts(tokens, chunks[1])
     most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
-    groups = (LATENT_GROUPS if prompts else 1) if latent else CONSUMERS // heads
+    groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
     unit_tokens = groups * (16 // (q_heads // kv_heads))
     return Cut(*chunks, heads, groups, unit_tokens)
 
@@ -159,13 +161,13 @@ def _kernel(
 ) -> tuple[str, Cut, dict[str, int]]:
     """Return the call that serves these sizes, its cut, and the attributes that it alone has."""
     (tokens, q_heads, k_dim), (page_size, kv_heads) = q.shape, k_pages.shape[1:3]
+    coded = k_pages.dtype == CODED
     work = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
-        cut = cut_work(*work)
+        cut = cut_work(*work, coded=coded)
         extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-        coded = k_pages.dtype == CODED
         return f"lora_jax_cuda_{'coded' if coded else 'paged'}_attention", cut, extra
-    if k_pages.dtype == CODED:
+    if coded:
         sizes = f"{q.dtype} heads of {k_dim} and {v_dim} columns, pages of {page_size}"
         raise Declined(f"cuda paged_attention does not take {sizes} where pages are in 8 bits")
     cut = cut_plain_work(*work)

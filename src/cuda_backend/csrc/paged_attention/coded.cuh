@@ -3,7 +3,7 @@
 //
 // A row's scale is a power of two, so every value is exact in bfloat16, and a result has the bits that pages of
 // bfloat16 with the same values give. Rows end in their scale, so one begins at any multiple of 4 bytes, which the copy
-// engine does not take: each warp copies its own rows by words, some slots ahead of turning them.
+// engine does not take: each warp loads its own rows by words, a slot ahead of turning them.
 #pragma once
 #include "paged_attention/stages.cuh"
 
@@ -16,7 +16,7 @@ template <int CODERS, int CONSUMER>
 constexpr int kCoderRegisters =
     (65536 / coded_threads(CODERS) / 8 * 8 * (kMostConsumers + CODERS) - kMostConsumers * CONSUMER) / CODERS / 8 * 8;
 
-// What turns a row's values into bfloat16: products by one or, for scales above 128, two powers of two.
+// What turns a row's values into bfloat16: a product by a power of two or, for scales above 128, by two.
 struct CodedFactors {
   uint32_t first, second;  // in both halves
   bool both;
@@ -24,8 +24,7 @@ struct CodedFactors {
     const uint32_t exponent = scale >> 23;  // of 2^(exponent - 127), or 255 for what is not a number
     both = exponent > 134 && exponent < 255;
     first = (exponent == 255 ? 0x7fc0u : min(exponent + 120u, 254u) << 7) * 0x10001u;
-    second = (both ? exponent - 7 : 127u) << 7;
-    second *= 0x10001u;
+    second = ((both ? exponent - 7 : 127u) << 7) * 0x10001u;
   }
   // e4m3 in the high bytes of the halves: exponent and mantissa as bfloat16 has them are a number 2^-120 as large.
   __device__ __forceinline__ uint32_t operator()(uint32_t high) const {
@@ -34,119 +33,116 @@ struct CodedFactors {
   }
 };
 
-// One of the warps that bring pages. WORDS: of 4 values of a row; STAGES: slots that are on their way.
-template <int CODERS, int WORDS, int STAGES>
+// One of the warps that bring pages. WORDS: of 4 values of a row; BOXES: of a slot.
+template <int CODERS, int WORDS, int BOXES>
 struct PageCoder {
-  static constexpr int kPlaces = kBox / CODERS;  // positions of a box
+  static constexpr int kPlaces = kBox / CODERS;  // positions of a box that a warp has, of all heads
   static constexpr int kLanes = WORDS < 32 ? WORDS : 32, kRows = 32 / kLanes;  // lanes of a row; rows of a turn
-  static constexpr int kTurns = WORDS == 32 ? 4 : WORDS < 32 ? 2 : 1, kWordTurns = 1;  // at once
+  static constexpr int kOwn = kPlaces / kRows;                                 // positions that a lane has
+  static constexpr int kTurns = kOwn * (WORDS > 32 ? 1 : 128 / WORDS);         // of up to 512 columns of all heads
+  static constexpr int kWords = (WORDS + 31) / 32;                             // of a lane in a turn
   static constexpr int kRowBytes = WORDS * 4 + kCodedScale;
-  static_assert(STAGES >= 2 && STAGES <= 8 && 32 % kLanes == 0);
+  static_assert(kOwn >= 1 && kTurns * kRows <= 32);
+  // K or V of a slot's positions, on their way: words of rows, and of each row's scale by one lane.
+  struct Raw {
+    int words[BOXES][kTurns][kWords], scales[BOXES];
+  };
   const AttentionArgs& p;
   SlotRing ring;
-  const int lane = threadIdx.x & 31, coder = static_cast<int>(threadIdx.x >> 5) - kMostConsumers;
-  const int kinds, rows;  // K and V, or K alone; of a kind of a box, those of this warp
-  const uint32_t raw;     // [stages, boxes, kinds, rows]: values, then all scales
-  int stage = 0;
-  uint32_t begun = 0, counts = 0;  // slots so far; boxes of the last of them, 4 bits each
+  const int lane = threadIdx.x & 31;
+  const int place = (static_cast<int>(threadIdx.x >> 5) - kMostConsumers) * kPlaces;  // the first one of this warp
+  const int word = lane % kLanes, row = lane / kLanes;  // this lane's first; its first row of a turn
+  int boxes = 0;  // of the slot that is on its way
+  Raw keys, values;
 
-  static __host__ __device__ int stage_bytes(const AttentionArgs& p, int slot_boxes) {  // of a warp
-    return slot_boxes * (p.v_bytes ? 2 : 1) * kPlaces * p.cta_heads * kRowBytes;
-  }
-  __device__ __forceinline__ PageCoder(const AttentionArgs& p, const SlotRing& ring, const unsigned char* raw)
-      : p(p), ring(ring), kinds(p.v_bytes ? 2 : 1), rows(kPlaces * p.cta_heads),
-        raw(smem_u32(raw) + coder * STAGES * stage_bytes(p, p.slot_boxes)) {}
+  __device__ __forceinline__ PageCoder(const AttentionArgs& p, const SlotRing& ring) : p(p), ring(ring) {}
 
-  __device__ __forceinline__ uint32_t values_at(int box, int kind) const {
-    return raw + stage * stage_bytes(p, p.slot_boxes) + (box * kinds + kind) * rows * (WORDS * 4);
-  }
-  __device__ __forceinline__ uint32_t scales_at(int box, int kind) const {
-    return raw + stage * stage_bytes(p, p.slot_boxes) + p.slot_boxes * kinds * rows * (WORDS * 4) +
-           (box * kinds + kind) * rows * kCodedScale;
-  }
-  // Row i of this warp's in a box: its position there, and its head of the share's.
-  __device__ __forceinline__ int place_of(int i) const { return coder * kPlaces + i % kPlaces; }
-  __device__ __forceinline__ int head_of(int i) const { return i / kPlaces; }
-
-  // Asks for this warp's rows of a box, whose first position is row `first` of the pages.
-  __device__ __forceinline__ void fetch(int box, int64_t first, int head) const {
-    for (int kind = 0; kind < kinds; ++kind) {
-      const uint8_t* from = (kind ? p.v_rows : p.k_rows) + (first * p.kv_heads + head) * kRowBytes;
-      auto row = [&](int i) { return from + (place_of(i) * p.kv_heads + head_of(i)) * kRowBytes; };
-      const uint32_t values = values_at(box, kind), scales = scales_at(box, kind);
-#pragma unroll kTurns
-      for (int i = lane / kLanes; i < rows; i += kRows)
-#pragma unroll kWordTurns
-        for (int word = lane % kLanes; word < WORDS; word += kLanes)
-          copy_4(values + (i * WORDS + word) * 4, row(i) + word * 4);
-      for (int i = lane; i < rows; i += 32) copy_4(scales + i * kCodedScale, row(i) + WORDS * 4);
+  // Asks for this warp's rows of boxes whose first positions are rows `first` of the pages.
+  __device__ __forceinline__ void load(Raw& raw, const uint8_t* pages, const int (&first)[BOXES], int head, int n) const {
+    const int stride = p.kv_heads * kRowBytes;
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) {
+      if (box >= n) break;
+      const uint8_t* from = pages + static_cast<int64_t>(first[box] + place) * stride + head * kRowBytes;
+      const uint8_t* mine = from + row * stride + word * 4;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn)
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          const uint8_t* at = mine + turn % kOwn * stride + turn / kOwn * kRowBytes + w * 128;
+          if (turn / kOwn < p.cta_heads && word + w * 32 < WORDS)
+            raw.words[box][turn][w] = load_now(reinterpret_cast<const int*>(at));
+        }
+      const uint8_t* scale = from + lane % kPlaces * stride + lane / kPlaces * kRowBytes + WORDS * 4;
+      if (lane < kPlaces * p.cta_heads) raw.scales[box] = load_now(reinterpret_cast<const int*>(scale));
     }
   }
 
-  // Turns what has come of a box; `to` is where K or V of the box begins.
-  __device__ __forceinline__ void turn(int box, int kind, uint32_t to) const {
-    const uint32_t values = values_at(box, kind), scales = scales_at(box, kind);
-#pragma unroll kTurns
-    for (int i = lane / kLanes; i < rows; i += kRows) {
-      const int place = place_of(i);
-      const CodedFactors factors(lds32(scales + i * kCodedScale));
-      const uint32_t row = to + head_of(i) * (WORDS * 128) + place * 128;
-#pragma unroll kWordTurns
-      for (int word = lane % kLanes; word < WORDS; word += kLanes) {
-        const uint32_t four = lds32(values + (i * WORDS + word) * 4);
-        const uint32_t at = row + word / 16 * 2048 + ((word / 2 & 7) ^ (place & 7)) * 16 + word % 2 * 8;
-        sts64(at, factors(__byte_perm(four, 0, 0x1404)), factors(__byte_perm(four, 0, 0x3424)));
+  // Turns what has come; `to` is where K or V of the slot's first box begins.
+  __device__ __forceinline__ void turn(const Raw& raw, uint32_t to) const {
+    const uint32_t mine = to + word / 16 * 2048 + word % 2 * 8;
+#pragma unroll
+    for (int box = 0; box < BOXES; ++box) {
+      if (box >= boxes) break;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        if (turn / kOwn >= p.cta_heads) break;
+        const int own = place + row + turn % kOwn;
+        const CodedFactors factors(__shfl_sync(~0u, raw.scales[box], turn * kRows + row));
+        const uint32_t piece = mine + own * 128 + ((word / 2 & 7) ^ (own & 7)) * 16;
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          if (word + w * 32 >= WORDS) continue;
+          const uint32_t four = raw.words[box][turn][w];
+          sts64(piece + box * (p.k_bytes + p.v_bytes) + turn / kOwn * (WORDS * 128) + w * 4096,
+                factors(__byte_perm(four, 0, 0x1404)), factors(__byte_perm(four, 0, 0x3424)));
+        }
       }
     }
   }
 
-  // Gives the consumers the slot that was begun STAGES - 1 slots ago, if there was one.
-  __device__ __forceinline__ void finish() {
-    copies_wait<STAGES - 1>();
-    __syncwarp();
-    const int boxes = counts >> 4 * (STAGES - 1) & 15;
-    if (boxes == 0) return;
-    mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
-    for (int box = 0; box < boxes; ++box)
-      for (int kind = 0; kind < kinds; ++kind)
-        turn(box, kind, ring.address() + box * (p.k_bytes + p.v_bytes) + kind * p.k_bytes);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(&ring.sm.full[ring.at]);
-    ring.next();
-  }
-  // Counts a slot of so many boxes, whose copies have been asked for; none at the end.
-  __device__ __forceinline__ void add(int boxes) {
-    copies_commit();
-    counts = counts << 4 | boxes;
-    stage = stage + 1 == STAGES ? 0 : stage + 1;  // of the oldest one, and of the next one once that is turned
-    finish();
+  // Gives the consumers the slot that is on its way, and asks for the next one, of `n` boxes: none at the end.
+  __device__ __forceinline__ void step(const int (&first)[BOXES], int head, int n) {
+    if (boxes > 0) {
+      mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
+      turn(keys, ring.address());
+    }
+    load(keys, p.k_rows, first, head, n);
+    if (p.v_bytes) {
+      if (boxes > 0) turn(values, ring.address() + p.k_bytes);
+      load(values, p.v_rows, first, head, n);
+    }
+    if (boxes > 0) {
+      __syncwarp();
+      if (lane == 0) mbar_arrive(&ring.sm.full[ring.at]);
+      ring.next();
+    }
+    boxes = n;
   }
 };
 
 // As produce_pages, by all coders together.
-template <int CODERS, int WORDS, int STAGES>
-__device__ __forceinline__ void produce_coded(const AttentionArgs& p, const SlotRing& ring, const unsigned char* raw,
-                                              int step) {
-  PageCoder<CODERS, WORDS, STAGES> coder(p, ring, raw);
+template <int CODERS, int WORDS, int BOXES>
+__device__ __forceinline__ void produce_coded(const AttentionArgs& p, const SlotRing& ring, int step) {
+  PageCoder<CODERS, WORDS, BOXES> coder(p, ring);
   Shares shares(p);
   AttentionUnit unit;
+  int first[BOXES] = {};
   for (int head; shares.next(unit, head);) {
     if (unit.num_tokens == 0) continue;
     const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
     const Boxes boxes(p, unit, unit.chunk, unit.num_chunks, step);
     for (int base = boxes.begin; base < boxes.end; base += 32) {
-      const int page = __ldg(table + min(base + coder.lane, boxes.end - 1) * kBox / p.page_size);
-      for (int box = base; box < min(base + 32, boxes.end); box += p.slot_boxes) {
-        const int n = min(p.slot_boxes, boxes.end - box);
-        for (int i = 0; i < n; ++i) {
-          const int64_t from = __shfl_sync(~0u, page, box + i - base);
-          coder.fetch(i, from * p.page_size + (box + i) * kBox % p.page_size, head);
-        }
-        coder.add(n);
+      const int own = min(base + coder.lane, boxes.end - 1) * kBox, page = own / p.page_size;
+      const int row = __ldg(table + page) * p.page_size + own - page * p.page_size;
+      for (int box = base; box < min(base + 32, boxes.end); box += BOXES) {
+#pragma unroll
+        for (int i = 0; i < BOXES; ++i) first[i] = __shfl_sync(~0u, row, (box + i - base) & 31);
+        coder.step(first, head, min(BOXES, boxes.end - box));
       }
     }
   }
-  for (int i = 1; i < STAGES; ++i) coder.add(0);
+  coder.step(first, 0, 0);
 }
 
 // `consumers`: warps.
@@ -170,8 +166,7 @@ __global__ void __launch_bounds__(coded_threads(Consumer::kCoders), 1)
     if (warp < consumers) consume_pages<Consumer>(p, ring, behind, consumers * 32);
   } else {
     fewer_registers<kCoderRegisters<Consumer::kCoders, Consumer::kCodedRegisters>>();
-    produce_coded<Consumer::kCoders, Consumer::kWords, Consumer::kCodedStages>(p, ring, behind + p.scratch,
-                                                                                Consumer::kStep);
+    produce_coded<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, Consumer::kStep);
   }
 }
 

@@ -27,7 +27,6 @@ struct AttentionArgs {
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
   int token_groups;            // groups of 16 rows (tokens x query heads of a kv head) of a unit
   int slots, slot_boxes, k_bytes, v_bytes;  // of the ring; bytes of a box
-  int scratch;                 // bytes of consumers behind the ring
   float scale_log2;            // scale / ln 2
 };
 
