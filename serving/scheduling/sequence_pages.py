@@ -1,11 +1,12 @@
 """Pages of sequences, and rows of their images: given for a prompt, found again. No jax."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.images import EncodeImage, ImageStats
 from serving.api.request import PageMove, Sequence, SequenceState
 from serving.scheduling.host_pages import HostPages, HostPageStats
+from serving.scheduling.page_extents import PageExtents
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 from serving.scheduling.sequence_images import SequenceImages
 
@@ -26,11 +27,14 @@ class SequencePages:
         num_host_pages: int = 0,
         *,
         enable_prefix_caching: bool,
+        extents: Callable[[PageCache], PageExtents] | None = None,
     ):
+        """With `extents` pages have memory only while they need it, else always."""
         self._images = SequenceImages(num_encoder_rows)
         self._host = HostPages(num_host_pages)
         how = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
-        self._cache = PageCache(num_pages, page_size, **how)
+        self._cache = PageCache(num_pages, page_size, **how, are_absent=extents is not None)
+        self._extents = None if extents is None else extents(self._cache)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
         self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
@@ -67,9 +71,21 @@ class SequencePages:
         """Forget a sequence that holds no pages."""
         del self._chains[sequence]
 
-    def start_step(self) -> None:
-        """Let go of what no step to come reads."""
+    def start_step(self, num_running: int = 0) -> None:
+        """Let go of what no step to come reads; each running sequence may need one more page."""
         self._images.start_step()
+        if self._extents is not None:
+            self._extents.replenish(num_running)
+
+    def planned(self, now: float) -> None:
+        """Note that a step goes to the device."""
+        if self._extents is not None:
+            self._extents.planned(now)
+
+    def completed(self, num_tokens: int, now: float) -> None:
+        """Note the end of the oldest step in flight, of so many tokens."""
+        if self._extents is not None:
+            self._extents.completed(num_tokens, now)
 
     def take_encodes(self) -> tuple[EncodeImage, ...]:
         """Return what towers compute before the step that is planned, once."""
@@ -103,6 +119,7 @@ class SequencePages:
             matched = self._cache.match(keys)
         brought = self._host.pin(keys[len(matched) :])
         needed = self.num_pages(total) - len(matched)
+        self._want(needed + reserve)
         has_room = needed + reserve <= self._cache.num_free
         sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
@@ -135,11 +152,18 @@ class SequencePages:
         missing = self.num_pages(sequence.num_computed + count) - len(sequence.pages)
         if missing <= 0:
             return True
+        self._want(missing)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
         sequence.pages = sequence.pages + fresh
         return True
+
+    def _want(self, count: int) -> None:
+        """Try to have so many pages free."""
+        missing = count - self._cache.num_free
+        if missing > 0 and self._extents is not None:
+            self._extents.want(missing)
 
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence; full ones can be found until their place is needed."""
@@ -191,6 +215,8 @@ class SequencePages:
     def check_integrity(self, live: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> None:
         """Raise AssertionError when pages and the sequences that are to hold them disagree."""
         self._cache.check_integrity([sequence.pages for sequence in running])
+        if self._extents is not None:
+            self._extents.check_integrity()
         self._images.check_integrity(running)
         self._host.check_integrity()
         assert set(self._chains) == set(live), "a sequence is lost or kept too long"
