@@ -266,6 +266,7 @@ def engine_stats(
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
         host_pages=scheduler.host_pages,
+        pool=scheduler.pool,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),

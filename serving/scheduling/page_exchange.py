@@ -47,6 +47,7 @@ class AnyPool(Protocol):
     """Pages of memory, as far as they are counted here."""
 
     page_bytes: int
+    num_pages: int
 
     @property
     def num_available(self) -> int:
@@ -55,11 +56,12 @@ class AnyPool(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ExchangeStats:
-    """Pages of the pool now, and offers that were taken since the start."""
+class PoolShares:
+    """Bytes of the pool by who has them now, and offers that were taken since the start."""
 
-    pages: int = 0
-    in_use: int = 0
+    total_bytes: int = 0
+    kv_bytes: int = 0  # leaving pages included
+    adapter_bytes: int = 0  # likewise
     given: int = 0
 
 
@@ -79,6 +81,13 @@ class PageExchange:
     def level(self) -> float:
         """The value of what was given up last."""
         return self.uses.level
+
+    def shares(self, kv_pages: int) -> PoolShares:
+        """Return who has the pool, of which so many pages are KV's."""
+        pool, size = self.pool, self.pool.page_bytes
+        used = pool.num_pages - pool.num_available
+        sizes = (pages * size for pages in (pool.num_pages, kv_pages, used - kv_pages))
+        return PoolShares(*sizes, self.num_given)
 
     def join(self, side: Side) -> None:
         """Let a side's offers count from now on."""

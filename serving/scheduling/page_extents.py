@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from serving.scheduling.page_exchange import Offer, PageExchange
+from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
 from serving.scheduling.prefix_cache import PageCache
 
 
@@ -62,6 +62,12 @@ class PageExtents:
     def num_present(self) -> int:
         """Extents that have memory and keep it."""
         return len(self._held) - len(self._absent) - len(self._leaving)
+
+    @property
+    def shares(self) -> PoolShares:
+        """Who has the pool now."""
+        extents = len(self._held) - len(self._absent)
+        return self._exchange.shares(extents * self._extent_pages)
 
     # The scheduler's side.
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from serving.api.images import EncodeImage, ImageStats
 from serving.api.request import PageMove, Sequence, SequenceState
 from serving.scheduling.host_pages import HostPages, HostPageStats
+from serving.scheduling.page_exchange import PoolShares
 from serving.scheduling.page_extents import PageExtents
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 from serving.scheduling.sequence_images import SequenceImages
@@ -94,6 +95,11 @@ class SequencePages:
     def take_moves(self) -> tuple[PageMove, ...]:
         """Return the pages that move between device and host before the step planned, once."""
         return self._host.take_moves()
+
+    @property
+    def pool_shares(self) -> PoolShares:
+        """Who has the page pool now; nothing without one."""
+        return PoolShares() if self._extents is None else self._extents.shares
 
     @property
     def host_stats(self) -> HostPageStats:

@@ -66,14 +66,14 @@ class PooledPages:
     def _side(self, dim: int, lead: tuple[int, int], dtype: np.dtype) -> list[jax.Array]:
         """Return K or V of each layer."""
         items = stored_dim(dim, dtype)
+        shape = ((self.num_pages - 1) * self.stride + 1, *lead, items)
         if not items:
-            return [jnp.zeros((self.num_pages, *lead, 0), dtype)] * self.stride
+            return [jnp.zeros(shape, dtype)] * self.stride
         tensor = WeightTensor(
             self.pool, (self.num_pages, self.stride * lead[0] * lead[1], items), dtype
         )
         self._tensors.append(tensor)
         layer_bytes = tensor.expert_bytes // self.stride
-        shape = ((self.num_pages - 1) * self.stride + 1, *lead, items)
         addresses = [tensor.address + n * layer_bytes for n in range(self.stride)]
         arrays = [self.pool.memory.array(address, shape, tensor.dtype) for address in addresses]
         self._arrays += arrays

@@ -126,6 +126,11 @@ class PagePool:
             return blocks
 
     @property
+    def num_pages(self) -> int:
+        """The most pages that there may be."""
+        return self._budget
+
+    @property
     def num_available(self) -> int:
         """Pages that `acquire` could give now, as far as the budget goes."""
         return self._budget - self._in_use

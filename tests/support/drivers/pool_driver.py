@@ -90,7 +90,9 @@ class PoolDriver(Driver):
         self.residency.tick = lambda: None
         plan = super().step(depth)
         self.dispatched += len(self.plans) - before
-        self.residency.advance(self.arrays, 2, self.dispatched, self.dispatched - len(self.in_flight))
+        self.residency.advance(
+            self.arrays, 2, self.dispatched, self.dispatched - len(self.in_flight)
+        )
         for sequence in self.ended[num_ended:]:
             if sequence.request.adapter and not self._lives(sequence):
                 self.residency.drop(sequence.request.adapter_digest)
