@@ -99,6 +99,11 @@ class PageRoom:
         return self._retirement.completed(read - 1)
 
     @property
+    def is_short(self) -> bool:
+        """True if somebody waits for pages, which are then not for adapters that nobody needs."""
+        return self._books.is_short
+
+    @property
     def is_busy(self) -> bool:
         """True if anything waits to be freed."""
         return bool(self._left or self._retirement.num_waiting)

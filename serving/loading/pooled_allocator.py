@@ -87,7 +87,6 @@ class PooledSlotAllocator(SlotAllocator):
         placement = super().place(weights, pinned=pinned)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
-        self._exchange.uses.used(weights.digest)
         return placement
 
     def has_memory(self, digest: str) -> bool:
@@ -107,6 +106,11 @@ class PooledSlotAllocator(SlotAllocator):
         """Make slot and rows of an adapter that has left free: no step can read them."""
         self._leaving.remove(placed)
         super()._take_back(placed)
+
+    @property
+    def is_short(self) -> bool:
+        """True if a claim of pages was not met since the last step was planned."""
+        return self._exchange.is_short
 
     @property
     def num_leaving(self) -> int:

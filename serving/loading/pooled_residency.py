@@ -16,7 +16,7 @@ class PooledLoraResidency(LoraResidency):
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:
-        if self._room.collect(dispatched, read):
+        if self._room.collect(dispatched, read) and not self._room.is_short:
             self._loader.look_again()
         return super().advance(device, max_chunks, dispatched, read)
 

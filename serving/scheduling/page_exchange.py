@@ -71,6 +71,7 @@ class PageExchange:
     def __init__(self, pool: AnyPool):
         self.pool = pool
         self.num_given = 0  # offers taken since the start
+        self.is_short = False  # a claim was not met since the last step was planned
         self._load_rate, self._compute_rate = LOAD_BYTES_PER_S, COMPUTE_TOKENS_PER_S
         self.uses = UseLedger(self.load_s)  # of adapters
         self._sides: list[Side] = []
@@ -100,12 +101,18 @@ class PageExchange:
         after the next step.
         """
         free = self.pool.num_available
-        missing = num_pages - free - sum(side.pages_leaving for side in self._sides)
+        missing = num_pages - free - self.pages_leaving
         others = None if own else claimant
         while missing > 0 and (offer := self.least(others)) is not None:
             missing -= offer.num_pages
             self.take(offer)
+        self.is_short = self.is_short or num_pages > free
         return num_pages <= free
+
+    @property
+    def pages_leaving(self) -> int:
+        """Pages that were given up and are not free yet."""
+        return sum(side.pages_leaving for side in self._sides)
 
     def least(self, but: Side | None = None) -> Offer | None:
         """Return the offer that is worth least, of all sides but one."""

@@ -71,27 +71,31 @@ class PageExtents:
 
     # The scheduler's side.
 
-    def want(self, count: int) -> None:
-        """Have `count` more pages get memory: at once as far as the pool has room, else soon."""
-        missing = -(-count // self._size)
-        while missing > 0 and self._add():
-            missing -= 1
-        missing = min(missing, len(self._absent))
-        if missing > 0:
-            self._exchange.claim(missing * self._extent_pages, self, own=False)
+    def start_step(self, reserve: int) -> None:
+        """See to it that so many pages are blank, so that sequences that run may grow."""
+        self._exchange.is_short = False
+        self.want(reserve)
 
-    def replenish(self, reserve: int) -> None:
-        """See to it that so many pages are blank, so that nothing that is worth more need go.
+    def want(self, count: int) -> bool:
+        """Have so many pages be blank: at once as far as the pool has room, else soon.
 
-        A cached page is as good as a blank one, unless something else is worth less.
+        Returns whether to wait for them: something leaves for their sake that is worth less than
+        what is cached. Without that, cached pages are as good as blank ones.
         """
-        if self._cache.num_blank >= reserve or not self._absent or self._add():
-            return
-        offer = self._exchange.least(self)
-        page = self._cache.oldest_cached
-        if offer is not None and (page is None or offer.value < self._values[page]):
-            pages = self._extent_pages
-            self._exchange.claim(pages, self, own=False)
+        missing = count - self._cache.num_blank
+        while missing > 0 and self._add():
+            missing -= self._size
+        if missing <= 0 or not self._absent:
+            return False
+        pages = -(-missing // self._size) * self._extent_pages
+        oldest = self._cache.oldest_cached
+        if oldest is not None and count <= self._cache.num_free:
+            offer = self._exchange.least(self)
+            if offer is None or offer.value >= self._values[oldest]:
+                return False
+            pages = min(pages, self._extent_pages)
+        self._exchange.claim(pages, self, own=False)
+        return self._exchange.pages_leaving > self.pages_leaving
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device."""

@@ -76,7 +76,7 @@ class SequencePages:
         """Let go of what no step to come reads; each running sequence may need one more page."""
         self._images.start_step()
         if self._extents is not None:
-            self._extents.replenish(num_running)
+            self._extents.start_step(num_running)
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device."""
@@ -125,8 +125,8 @@ class SequencePages:
             matched = self._cache.match(keys)
         brought = self._host.pin(keys[len(matched) :])
         needed = self.num_pages(total) - len(matched)
-        self._want(needed + reserve)
-        has_room = needed + reserve <= self._cache.num_free
+        waits = self._extents is not None and self._extents.want(needed + reserve)
+        has_room = needed + reserve <= self._cache.num_free and not waits
         sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
             self._cache.free(matched)
@@ -158,18 +158,13 @@ class SequencePages:
         missing = self.num_pages(sequence.num_computed + count) - len(sequence.pages)
         if missing <= 0:
             return True
-        self._want(missing)
+        if self._extents is not None and missing > self._cache.num_blank:
+            self._extents.want(missing)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
         sequence.pages = sequence.pages + fresh
         return True
-
-    def _want(self, count: int) -> None:
-        """Try to have so many pages free."""
-        missing = count - self._cache.num_free
-        if missing > 0 and self._extents is not None:
-            self._extents.want(missing)
 
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence; full ones can be found until their place is needed."""

@@ -61,16 +61,16 @@ def test_the_longest_sequence_always_has_its_pages():
 
 def test_pages_come_when_they_are_wanted_as_far_as_there_is_room():
     memory, _, cache, extents = make(pool=6)
-    extents.want(1)
+    assert not extents.want(9)
     assert (cache.num_free, memory.num_available) == (12, 0)
-    extents.want(1)
+    assert not extents.want(13), "nobody has anything to give up"
     assert cache.num_free == 12
     extents.check_integrity()
 
 
 def test_idle_extents_leave_lowest_value_first_and_may_come_back():
     memory, exchange, cache, extents = make(least=2)
-    extents.want(8)
+    extents.want(12)
     cached(cache, 1, 4)  # extent 0
     held = cache.allocate(1)  # extent 1
     offer = extents.offer()
@@ -85,15 +85,15 @@ def test_idle_extents_leave_lowest_value_first_and_may_come_back():
     assert cache.match(PrefixChain("", "", 4).keys([1] * 16, 4)) == []
     assert extents.offer() is None, "the last one has a page that is held"
     memory.settle()
-    extents.want(8)
-    assert extents.num_present == 3
+    extents.want(12)
+    assert extents.num_present == 4
     cache.free(held)
     extents.check_integrity()
 
 
 def test_what_is_used_often_is_worth_more():
     _, _, cache, extents = make(least=2)
-    extents.want(8)
+    extents.want(12)
     first, second = cached(cache, 1, 4), cached(cache, 2, 4)
     for _ in range(3):
         cache.free(cache.match(first))
@@ -106,21 +106,28 @@ def test_what_is_used_often_is_worth_more():
     assert cache.match(second)
 
 
-def test_an_adapter_that_is_worth_less_than_any_cached_page_goes_ahead_of_need():
+def test_an_adapter_that_is_worth_less_than_any_cached_page_is_waited_for():
     memory, exchange, cache, extents = make(pool=4, least=2)
     extents.want(8)
     cached(cache, 1, 8)
-    gone = []
-    side = SimpleNamespace(
-        pages_leaving=0, offer=lambda: Offer(value, 2, lambda: gone.append(value))
-    )
+    side = SimpleNamespace(pages_leaving=0)
+
+    def leave():
+        side.pages_leaving += 2
+
+    side.offer = lambda: Offer(value, 2, leave)
     exchange.join(side)
     value = 1e9
-    extents.replenish(reserve=2)
-    assert not gone
+    assert not extents.want(2), "a cached page is worth less"
+    assert (side.pages_leaving, exchange.is_short) == (0, False)
     value = 0.0
-    extents.replenish(reserve=2)
-    assert gone == [0.0]
+    assert extents.want(2)
+    assert extents.want(2)
+    assert side.pages_leaving == 2, "once is enough"
+    assert exchange.is_short
+    extents.start_step(0)
+    assert not exchange.is_short
+    assert extents.want(9), "more than there is: whatever it is worth"
     assert memory.num_available == 0
 
 
@@ -136,11 +143,11 @@ def test_random_walk():
                         cache.register(page, b"%d" % (number * 10 + page))
                     held.append(pages)
                 else:
-                    extents.want(3)
+                    extents.want(12)
             case 1 if held:
                 cache.free(held.pop(rng.randrange(len(held))))
             case 2:
-                extents.replenish(rng.randrange(4))
+                extents.start_step(rng.randrange(4))
             case 3 if rng.random() < 0.5 and (offer := extents.offer()) is not None:
                 exchange.take(offer)
             case 4:
@@ -148,4 +155,4 @@ def test_random_walk():
         cache.check_integrity(held)
         extents.check_integrity()
         assert extents.num_present >= 2
-    assert exchange.num_given > 8
+    assert exchange.num_given > 2
