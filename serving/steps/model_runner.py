@@ -24,6 +24,7 @@ from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
 from serving.steps.compiling import compile_all, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
@@ -62,7 +63,7 @@ class ModelRunner:
         end_ids: tuple[int, ...] = (),
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
-        link: ServerLink | None = None,
+        link: ServerLink | TenantLink | None = None,
         specialize_lora: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,

@@ -44,7 +44,7 @@ class SlotClient(AbstractClientBase[Joined]):
         """
         super().__init__(shapes, connectors)
         self._calls = calls()
-        self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull))
+        self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull), 0)
         self._join_all()
 
     def push(
