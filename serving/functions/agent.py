@@ -29,6 +29,7 @@ from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.tenants import DEFAULTS, ISOLATIONS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
@@ -55,6 +56,8 @@ class Agent:
         memory_bytes: int | None = None,
         http: dict[str, Any] | None = None,
         ttft_slo_s: float | None = None,
+        isolation: str = "process",
+        max_tenants: int | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
@@ -70,6 +73,10 @@ class Agent:
         that have least time left. None: on an accelerator 5 times the measured prefill of one
         request; a CPU's cores are shared without turns.
 
+        By `isolation` "process" each function has an engine of its own. By "server" all are rows of
+        one engine, and each adapter is in a process of its own (`tenants`); by "none" the adapters
+        are in the engine too. `max_tenants` are the most adapters of that engine at a time.
+
         With `keep_alive_s` a function without calls for so long loses its process, unless its next
         call is expected by the rate of the last ones (`policies.predict`); when that call is
         expected, the process is started ahead of it. None: functions stay.
@@ -82,6 +89,27 @@ class Agent:
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
         if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
             raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")
+        if isolation not in ISOLATIONS:
+            allowed = ", ".join(ISOLATIONS)
+            raise ValueError(f"isolation must be one of {allowed}, got {isolation!r}.")
+        if isolation == "process" and max_tenants is not None:
+            raise ValueError(
+                "max_tenants is a size of isolation 'server' and 'none': leave it out."
+            )
+        self._tenants: Tenants | None = None
+        self._tenant_sizes: dict[str, Any] | None = None
+        if isolation != "process":
+            if ttft_slo_s is not None:
+                raise ValueError(
+                    f"ttft_slo_s gives functions turns; with isolation {isolation!r} one engine "
+                    "batches them all: leave it out."
+                )
+            most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
+            apart = isolation == "server"
+            self._tenant_sizes = DEFAULTS | {"max_tenants": most} if apart else None
+            self._fields = {**self._fields, "max_loras": most}
+            self._tenants = Tenants(self._launch, apart=apart)
+        self._isolation = isolation
         self._http, self._room = http, Room(memory_bytes)
         self._turns: TurnKeeper | None = None
         self._slo_s = ttft_slo_s
@@ -94,7 +122,7 @@ class Agent:
         self._fds: list[int] = []
         try:
             self._manifest, self._fds, self._device = self._load_backbone(dtype)
-            if ttft_slo_s is not None or self._device != "cpu":
+            if self._tenants is None and (ttft_slo_s is not None or self._device != "cpu"):
                 self._turns = TurnKeeper()
             _expect(self._control, "ready")
         except BaseException:
@@ -116,6 +144,11 @@ class Agent:
     def backbone_bytes(self) -> int:
         """Bytes of the backbone's memory, once for all functions."""
         return sum(self._manifest["blocks"])
+
+    @property
+    def engine(self) -> Running | None:
+        """The process of the engine that all functions share, by isolation "server" or "none"."""
+        return None if self._tenants is None else self._tenants.engine
 
     @property
     def functions(self) -> dict[str, Function]:
@@ -155,6 +188,8 @@ class Agent:
         for function in self._functions.values():
             function.close()
         self._functions.clear()
+        if self._tenants is not None:
+            self._tenants.close()
         with self._lock:  # no fork is under way, and none begins
             self._control.close()
             _end(self._zygote)
@@ -175,37 +210,60 @@ class Agent:
             _end(process)
         return answer["manifest"], fds, answer["device"]
 
-    def _start(self, name: str, folder: str | None) -> Running:
+    def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
         self._room.make(name, self.functions)
+        if self._tenants is not None:
+            running = self._tenants.start(name, folder)
+        else:
+            running = Running(*self._launch({"name": name, "adapter": folder}))
+        self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
+        return running
+
+    def _launch(
+        self, order: dict[str, Any], *, backbone: bool = True
+    ) -> tuple[socket.socket, int, dict[str, Any]]:
+        """Fork a process for an order; return its socket, its pid and what it says when ready.
+
+        Without `backbone` it is one of an adapter alone. Raises ValueError with its reason,
+        ConnectionError where it ends.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 pid = self._fork(theirs.fileno())
-            order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
+            order = {"model": self.model, "fields": self._fields, "http": self._http} | order
+            jailed = self._device == "cpu" and self._isolation != "none"
+            order["jail"] = {"memory_bytes": self._room.limit} if jailed else None
             turns = None if self._turns is None else {"slo_s": self._slo_s}
-            order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
-            order["jail"] = {"memory_bytes": self._room.limit} if self._device == "cpu" else None
+            if backbone:
+                shared = {"manifest": self._manifest, "turns": turns}
+                order |= shared | {"tenants": self._tenant_sizes}
             send_header(ours, order)
-            send_fds(ours, self._fds)
-            if self._turns is not None:
-                with self._turns.open(name) as end:
-                    send_fds(ours, [end.fileno()])
+            if backbone:
+                send_fds(ours, self._fds)
+                if self._turns is not None:
+                    with self._turns.open(order["name"]) as end:
+                        send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
             ready = _expect(ours, "ready")
             ours.settimeout(None)
         except BaseException:
             ours.close()
             raise
-        self._room.ready(name, ready["private_bytes"], ready["start_s"])
-        return Running(ours, pid, ready)
+        return ours, pid, ready
 
     def _fork(self, end: int) -> int:
         """Return the process id of a new function; a zygote that has gone is replaced."""
         with self._lock:
+            order = {
+                "fork": True,
+                "device": self._device,
+                "tenants": self._tenant_sizes is not None,
+            }
             for attempt in range(2):
                 try:
-                    send_header(self._control, {"fork": True, "device": self._device})
+                    send_header(self._control, order)
                     send_fds(self._control, [end])
                     return receive_header(self._control)["pid"]
                 except OSError:

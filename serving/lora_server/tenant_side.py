@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterEntry
-from lora_jax.adapters.weights import AdapterReport, AdapterWeights
+from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport
 from lora_jax.models.loader import read_config
 from lora_jax.typing import Array, Int
 from serving.api.config import EngineConfig
@@ -104,6 +105,7 @@ class TenantSide:
         self._lock = threading.Lock()
         self._seats: dict[str, int] = {}  # by digest; one that has left keeps it until unused
         self._reports: dict[str, AdapterReport] = {}  # by name of the adapter
+        self._epochs: dict[str, int] = {}  # of its process, by the same
         self._left: set[str] = set()
         self._live: dict[str, int] = {}  # requests by digest
         self._dropped: list[tuple[int, str]] = []  # (steps sent by then, digest)
@@ -131,20 +133,26 @@ class TenantSide:
         number, _ = self.seat_of(name, report.digest)
         self.link.client.sit(number, seat, lambda: self.wake())
         with self._lock:
+            self._epochs[name] = seat.epoch
             self._reports[name] = dataclasses.replace(
                 report, digest=key, weight_bytes=0, warnings=()
             )
 
-    def leave(self, name: str) -> None:
-        """Let an adapter's process go; its seat is free when no step can have rows of it."""
+    def leave(self, name: str, epoch: int) -> bool:
+        """Let an adapter's process go; its seat is free when no step can have rows of it.
+
+        Returns False, and does nothing, where a process of another epoch has the name.
+        """
         with self._lock:
-            report = self._reports.pop(name, None)
-            if report is None:
-                return
+            if self._epochs.get(name) != epoch:
+                return False
+            del self._epochs[name]
+            report = self._reports.pop(name)
             self._left.add(report.digest)
             number = self._seats[report.digest]
             self._free_seats()
         self.link.client.rise(number)
+        return True
 
     def read(self, folder: Path, *_: Any, **__: Any) -> AdapterWeights:
         """Return an adapter as an engine without its weights knows it: by its report."""
@@ -182,7 +190,7 @@ class TenantSide:
         """True if the adapter's process is there."""
         with self._lock:
             number = self._seats.get(digest)
-        return number is not None and number not in self.link.client.lost()
+        return number is not None and not self.link.client.is_lost(number)
 
     def keep(self, weights: AdapterWeights) -> AdapterWeights:
         """Return what of an adapter stays here: there is no more than the report."""
@@ -221,9 +229,10 @@ class TenantSide:
 
     def take_failures(self) -> list[tuple[str, str]]:
         """Return (digest, why) of adapters whose waiting requests must end."""
-        lost = {*self.link.client.lost()}
         with self._lock:
-            return [(d, LOST) for d in self._live if self._seats.get(d, -1) in lost | {-1}]
+            seats = [(digest, self._seats.get(digest)) for digest in self._live]
+        is_lost = self.link.client.is_lost
+        return [(digest, LOST) for digest, seat in seats if seat is None or is_lost(seat)]
 
     @property
     def is_lost(self) -> bool:
@@ -277,10 +286,34 @@ class TenantAccess:
         self.side = TenantSide(TenantLink(layout, client), config.max_loras)
         return self.side
 
+    def sizes(self, config: EngineConfig) -> dict[str, Any]:
+        """Return what a tenant must know of the engine: arguments of tenant_adapter.open_tenant."""
+        assert self.side is not None, "sizes before the engine is built"
+        shapes = self.side.link.client.shapes
+        return {
+            "max_rank": config.max_lora_rank,
+            "max_rows": shapes.max_rows,
+            "dtype": shapes.dtype,
+        }
+
     def read_adapter(self, *given: Any, **more: Any) -> AdapterWeights:
         """Return what the engine may know of an adapter; see TenantSide.read."""
         assert self.side is not None, "an adapter is read before the engine is built"
         return self.side.read(*given, **more)
+
+
+def report_of(fields: dict[str, Any]) -> AdapterReport:
+    """Return the report of `AdapterReport.as_json`, which has come as JSON.
+
+    Raises KeyError and TypeError for other fields.
+    """
+    modules = {
+        name: ModuleReport(**{key: tuple(value) for key, value in module.items()})
+        for name, module in fields["modules"].items()
+    }
+    kind = AdapterKind(fields["kind"])
+    changed = {"kind": kind, "modules": modules, "warnings": (), "brings": (), "experts": {}}
+    return AdapterReport(**fields | changed)
 
 
 def digest_of(name: str, digest: str) -> str:

@@ -6,7 +6,6 @@ and calls the kernel by which an engine computes its own slots, so that the bits
 """
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import socket
@@ -15,7 +14,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lora_jax.ops.cpu import build
+from lora_jax.ops.cpu.build import rows_address
+from lora_jax.ops.native import BuildError
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.client_base import FIRST_LIMIT, AbstractClientBase
 from serving.lora_server.transport.library import calls, check_memory, numbers
@@ -51,6 +51,21 @@ class Seat:
     epoch: int
 
 
+def prepare() -> None:
+    """Build and load the C++ ends; a process in a jail runs no compiler, so its parent does.
+
+    Raises NotImplementedError where they cannot be built.
+    """
+    try:
+        rows_address()
+        calls()
+    except BuildError as error:
+        raise NotImplementedError(
+            f"isolation 'server' needs the C++ kernels, which cannot be built ({error}): install "
+            "a C++ compiler, or use isolation 'process'."
+        ) from error
+
+
 class TenantServer:
     """One adapter's side: answers the rows of one engine."""
 
@@ -62,14 +77,8 @@ class TenantServer:
         outputs = sum(len(site.d_outs) for site in shapes.sites)
         if maps.dtype != MAP or maps.shape != (shapes.layers, outputs):
             raise ValueError(f"maps must be [{shapes.layers}, {outputs}], got {maps.shape}.")
-        if not build.available():
-            raise NotImplementedError(
-                "isolation 'server' needs the C++ kernels, which could not be built: install a "
-                "C++ compiler, or use isolation 'process'."
-            )
         self._maps, self._keep = np.ascontiguousarray(maps), keep
-        library = ctypes.CDLL(str(build.library().build(build.dispatch.cache_folder())))
-        self._rows = ctypes.cast(library.lora_jax_lora_rows, ctypes.c_void_p)
+        prepare()
         self._server = SlotServer(shapes, pull=False)
         self._life: socket.socket | None = None
 
@@ -83,7 +92,7 @@ class TenantServer:
     def run(self) -> int:
         """Answer until `stop`; return how many messages were answered."""
         tenant = calls().server_tenant
-        return tenant(self._server._number, self._maps.ctypes.data, self._rows)
+        return tenant(self._server.number, self._maps.ctypes.data, rows_address())
 
     def stop(self) -> None:
         """End `run` soon; any thread may call."""
@@ -107,6 +116,7 @@ class TenantClient(SlotClient):
         """`seats` is the most tenants at a time."""
         AbstractClientBase.__init__(self, shapes, [])
         self.servers, self._epochs = seats, [0] * seats
+        prepare()
         self._calls = calls()
         self._number = self._calls.client_new(numbers(shapes), seats, 0, 1)
         self._lives: dict[int, socket.socket] = {}
@@ -145,6 +155,10 @@ class TenantClient(SlotClient):
     def last_epoch(self, number: int) -> int:
         """Return the epoch of a seat's last tenant."""
         return self._epochs[number]
+
+    def is_lost(self, number: int) -> bool:
+        """Whether nobody answers in a seat."""
+        return bool(self._calls.client_lost(self._number, number))
 
     def rise(self, number: int) -> None:
         """Let a tenant go; its seat is lost from now on."""
