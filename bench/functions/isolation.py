@@ -16,8 +16,8 @@ from typing import Any
 
 from lora_jax.adapters.peft_format import CONFIG_FILE
 from serving import Sampling
+from serving.api.functions_config import ISOLATIONS
 from serving.functions import Agent, Function
-from serving.functions.tenants import ISOLATIONS
 
 _ROWS = 8  # requests of each tenant at a time
 _TOKENS = 64

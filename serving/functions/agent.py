@@ -25,11 +25,12 @@ from lora_jax.memory.wire import (
     send_fds,
     send_header,
 )
+from serving.api.functions_config import ISOLATIONS
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
 from serving.functions.room import Room
 from serving.functions.running import Running
-from serving.functions.tenants import DEFAULTS, ISOLATIONS, Tenant, Tenants
+from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls

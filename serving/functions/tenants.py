@@ -19,7 +19,6 @@ from serving.functions.running import Running
 
 logger = logging.getLogger(__name__)
 
-ISOLATIONS = ("none", "server", "process")
 DEFAULTS = {"max_tenants": 16, "wait_s": 2.0}
 _SIT_S = 60.0  # for the engine to take a tenant in
 
@@ -101,9 +100,17 @@ class Tenants:
         with self._lock:
             self._tenants = {t for t in self._tenants if not t.ended} | {tenant}
             gone = tenant.engine.ended
+        tenant.on_rest(self._rest)
         if gone:
             tenant.close()
         return tenant
+
+    def _rest(self) -> None:
+        """End the engine where no function is left that has let nothing go: scale to zero."""
+        with self._lock:
+            engine, left = self._engine, any(not tenant.ended for tenant in self._tenants)
+            if engine is not None and not left:
+                engine.end_if_idle()
 
     def _watch(self, engine: Running) -> None:
         """Pass answers on; with the engine its tenants end."""
@@ -127,11 +134,16 @@ class Tenant:
         pid: int,
         about: dict[str, Any],
     ):
-        """`connection` is the process's own, None for the base model, which is the engine's."""
+        """`connection` is the process's own, None for what is in the engine."""
+        self._rest: Callable[[], None] = lambda: None
         self.engine, self.name, self.pid, self.about = engine, name, pid, about
         self._adapter, self._connection = adapter, connection
         self._ending = threading.Event()
         self.ended = False
+
+    def on_rest(self, rest: Callable[[], None]) -> None:
+        """Have `rest` called when this function has let its process go."""
+        self._rest = rest
 
     def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
         """Send a call; return where its answers come, None where the process has ended before."""
@@ -156,6 +168,7 @@ class Tenant:
         if self.ended or not self.is_idle:
             return False
         self.close()
+        self._rest()
         return True
 
     def read(self) -> None:

@@ -26,8 +26,8 @@ def open_tenant(
     """Return the server of the adapter in a folder, and its report.
 
     `max_rows` are those of a message, `dtype` is the base model's, in which an engine would keep
-    the adapter. Raises ValueError for
-    an adapter that cannot be served so, NotImplementedError without a C++ compiler.
+    the adapter. Raises ValueError for an adapter that cannot be served so, NotImplementedError
+    without a C++ compiler.
     """
     config = read_config(Path(model))
     catalogue = model_class(config.model_type).catalogue(config)
@@ -36,8 +36,10 @@ def open_tenant(
     names = (Path(model).resolve().name,)
     weights = reader.read(Path(folder), catalogue, base_names=names, limits=limits)
     if not isinstance(weights, AdapterWeights) or weights.report.head is not None:
-        raise ValueError(f"{Path(folder).name} is no plain LoRA adapter: isolation 'server' takes "
-                         "no ESFT adapter and no task head; use isolation 'process'.")  # fmt: skip
+        raise ValueError(
+            f"{Path(folder).name} is no plain LoRA adapter: isolation 'server' takes no ESFT "
+            "adapter and no task head; use isolation 'process'."
+        )
     if weights.report.brings or weights.gains or weights.token_ids:
         raise ValueError(
             f"{Path(folder).name} brings {', '.join(weights.report.brings)} beside LoRA, which "

@@ -134,9 +134,7 @@ class TenantSide:
         self.link.client.sit(number, seat, lambda: self.wake())
         with self._lock:
             self._epochs[name] = seat.epoch
-            self._reports[name] = dataclasses.replace(
-                report, digest=key, weight_bytes=0, warnings=()
-            )
+            self._reports[name] = dataclasses.replace(report, digest=key, weight_bytes=0)
 
     def leave(self, name: str, epoch: int) -> bool:
         """Let an adapter's process go; its seat is free when no step can have rows of it.
@@ -312,7 +310,8 @@ def report_of(fields: dict[str, Any]) -> AdapterReport:
         for name, module in fields["modules"].items()
     }
     kind = AdapterKind(fields["kind"])
-    changed = {"kind": kind, "modules": modules, "warnings": (), "brings": (), "experts": {}}
+    changed = {"kind": kind, "modules": modules, "brings": (), "experts": {}}
+    changed["warnings"] = tuple(fields["warnings"])
     return AdapterReport(**fields | changed)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from support.processes.server_process import ROOT
@@ -89,6 +90,55 @@ def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
     assert (summary.pid, law.pid != killed) == (other, True)
     assert law.changed() == []
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """Functions of isolation "server": one engine, and a process per adapter."""
+    sizes = {key: value for key, value in SIZES.items() if key != "max_loras"}
+    with Agent(MODEL, isolation="server", max_tenants=2, **sizes) as made:
+        for name in ("law", "summary"):
+            made.function(MODEL / "adapters" / name)
+        yield made
+
+
+def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart, coupled):
+    functions = apart.functions
+    with ThreadPoolExecutor() as pool:  # rows of both in one batch
+        names = ["law", "summary"] * 3
+        answer = lambda name: answers(functions[name].generate(PROMPTS, SAMPLING))  # noqa: E731
+        assert list(pool.map(answer, names)) == [coupled[name] for name in names]
+    pids = {functions[name].pid for name in coupled} | {apart.engine.pid}
+    assert len(pids) == 3
+    with pytest.raises(ValueError, match="All 2 seats of this backbone"):
+        apart.function(MODEL / "adapters" / "translation")
+
+
+def test_an_adapters_matrices_are_in_its_process_alone(apart):
+    """Its file's own bytes are mapped or read by nobody else: the engine's jail has no such file"""
+    for pid in (apart.engine.pid, apart.functions["summary"].pid):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "adapters/law" not in maps
+    engine = Path(f"/proc/{apart.engine.pid}/maps").read_text()
+    law = Path(f"/proc/{apart.functions['law'].pid}/maps").read_text()
+    assert "lora_jax_pages" in engine
+    assert "lora_jax_pages" not in law  # and it has no backbone
+
+
+def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
+    law, summary = apart.functions["law"], apart.functions["summary"]
+    killed, other, engine = law.pid, summary.pid, apart.engine.pid
+    streamed = summary.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGSTOP)
+    hanging = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(FunctionDied, match="'law' ended during the call"):
+        list(hanging)
+    assert "".join(streamed) == coupled["summary"][0][2]
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+    assert (summary.pid, apart.engine.pid, law.pid != killed) == (other, engine, True)
+    assert law.offload()
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
 
 
 class Watched:
