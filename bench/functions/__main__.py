@@ -3,6 +3,8 @@
 `python -m bench.functions --policies --out DIR`: loss and time of pre-loading and offloading.
 `python -m bench.functions --simulate --traces DIR --out DIR`: eight functions over two backbones
 for four hours of the Azure Functions trace; every baseline is a model of its idea.
+`python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
+level, for --tenants adapters at once.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
@@ -13,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import measured, policies
+from bench.functions import isolation, measured, policies
 from bench.functions.device import FunctionState
 from bench.functions.result import figures
 from bench.functions.simulator import Simulation
@@ -57,7 +59,10 @@ def main() -> None:
     parser.add_argument("--policies", action="store_true", help="greedy plans against the best")
     parser.add_argument("--simulate", action="store_true", help="functions beside baselines")
     parser.add_argument("--measure", type=Path, metavar="MODEL", help="functions over this model")
-    parser.add_argument("--adapter", type=Path, help="of --measure")
+    parser.add_argument("--isolation", type=Path, metavar="MODEL", help="levels over this model")
+    parser.add_argument("--adapter", type=Path, help="of --measure and --isolation")
+    parser.add_argument("--tenants", type=int, default=8, help="of --isolation")
+    parser.add_argument("--rounds", type=int, default=5, help="of --isolation")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="of --measure")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a round of --measure")
     parser.add_argument("--traces", type=Path, help=f"with {WINDOWS} and {MINUTES}")
@@ -66,10 +71,11 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    if given.policies + given.simulate + (given.measure is not None) != 1:
-        parser.error("give one of --policies, --simulate and --measure.")
-    if given.measure and given.adapter is None:
-        parser.error("--measure needs --adapter.")
+    modes = given.policies, given.simulate, given.measure is not None, given.isolation is not None
+    if sum(modes) != 1:
+        parser.error("give one of --policies, --simulate, --measure and --isolation.")
+    if (given.measure or given.isolation) and given.adapter is None:
+        parser.error("--measure and --isolation need --adapter.")
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
         parser.error(f"--simulate reads {WINDOWS} in --traces.")
     start = time.monotonic()
@@ -79,6 +85,10 @@ def main() -> None:
     elif given.measure:
         command, kind = f"--measure {given.measure.name} --seconds {given.seconds:g}", "measured"
         result = measured.measure(given.measure, given.adapter, given.counts, given.seconds)
+    elif given.isolation:
+        sizes = given.tenants, given.seconds, given.rounds
+        command = f"--isolation {given.isolation.name} --tenants {given.tenants}"
+        kind, result = "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
     else:
         command, kind = "--simulate", "simulated"
         result = tables(given.traces, read_times(given.times))

@@ -66,6 +66,7 @@ def _row(level: str, agent: Agent, rates: dict[str, list[tuple[float, float]]]) 
     pairs = list(zip(rates[level], rates["none"], strict=True))
     functions = list(agent.functions.values())
     pids = {function.pid for function in functions} | engine_pids(agent)
+    private = sum(map(_private_bytes, pids))  # before processes end and start
     starts = [_start_s(function) for function in functions[:4]]
     return {
         "isolation": level,
@@ -76,7 +77,7 @@ def _row(level: str, agent: Agent, rates: dict[str, list[tuple[float, float]]]) 
         "cpu_us_per_token": round(statistics.median(cpu for _, cpu in rates[level]), 1),
         "share_by_cpu": round(statistics.median(b[1] / a[1] for a, b in pairs), 3),
         "start_s": round(statistics.median(starts), 3),
-        "private_mb_of_all": round(sum(map(_private_bytes, pids)) / 1e6, 1),
+        "private_mb_of_all": round(private / 1e6, 1),
     }
 
 

@@ -16,6 +16,7 @@ class FunctionsConfig:
     functions_ttft_slo_s: float | None = None  # to a first token; None: 5 times a measured prefill
     functions_isolation: str = "process"  # one of ISOLATIONS
     functions_max_tenants: int | None = None  # of isolation server and none; None: 16
+    functions_verify_s: float | None = None  # between two hashes of the backbone; None: never
 
     def __post_init__(self) -> None:
         if not 0 < self.functions_keep_alive_s <= 1e9:
@@ -28,6 +29,9 @@ class FunctionsConfig:
         slo_s = self.functions_ttft_slo_s
         if slo_s is not None and not 0 < slo_s < 1e6:
             raise ValueError(f"functions_ttft_slo_s must be in (0, 1e6), got {slo_s}.")
+        verify_s = self.functions_verify_s
+        if verify_s is not None and not 0 < verify_s < 1e6:
+            raise ValueError(f"functions_verify_s must be in (0, 1e6), got {verify_s}.")
         self._check_isolation()
         given = [
             f"--{field.name.replace('_', '-')}"

@@ -88,6 +88,8 @@ FUNCTIONS_HELP = {
     "a process of its own and all rows in one batch, process = an engine for each",
     "functions_max_tenants": "most adapters of one engine at a time, by isolation server or none; "
     "default: 16",
+    "functions_verify_s": "seconds between two hashes of the shared weights, by a process of its "
+    "own; where bytes have changed they are loaded anew. Default: never",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

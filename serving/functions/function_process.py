@@ -24,7 +24,7 @@ from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_hea
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.engine.engine import Engine
-from serving.functions import jail, tenant_process
+from serving.functions import guard_process, jail, tenant_process
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
@@ -45,6 +45,9 @@ def main(connection) -> None:
     _shut_others_out()
     if order.get("tenant"):
         tenant_process.run(connection, order, private_bytes)
+        return
+    if order.get("guard"):
+        guard_process.run(connection, order)
         return
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))

@@ -21,6 +21,7 @@ from serving.api.functions_config import FunctionsConfig
             {"functions": "d", "functions_isolation": "none", "functions_ttft_slo_s": 1.0},
             "one engine batches them all",
         ),
+        ({"functions": "d", "functions_verify_s": 0.0}, r"verify_s must be in \(0"),
         ({"functions_isolation": "server"}, "add --functions with the folder"),
         ({"functions_ttft_slo_s": 5}, "add --functions with the folder"),
         ({"functions_memory_bytes": 5}, "add --functions with the folder"),

@@ -22,6 +22,7 @@ from serving.functions.room import Room
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
 SIZES |= {"structured_outputs": False, "max_esft_adapters": 0, "max_lora_rank": 16}
+TENANTS = {key: value for key, value in SIZES.items() if key != "max_loras"}
 SAMPLING = Sampling(temperature=0, max_tokens=12, logprobs=1)
 PROMPTS = ["The court", "原告"]
 
@@ -32,7 +33,7 @@ def answers(outputs) -> list:
 
 @pytest.fixture(scope="module")
 def agent():
-    with Agent(MODEL, ttft_slo_s=1.0, **SIZES) as made:  # and so with turns
+    with Agent(MODEL, ttft_slo_s=1.0, verify_s=1e5, **SIZES) as made:  # with turns and a guard
         for name in ("law", "summary"):
             made.function(MODEL / "adapters" / name)
         yield made
@@ -95,8 +96,7 @@ def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
 @pytest.fixture(scope="module")
 def apart():
     """Functions of isolation "server": one engine, and a process per adapter."""
-    sizes = {key: value for key, value in SIZES.items() if key != "max_loras"}
-    with Agent(MODEL, isolation="server", max_tenants=2, **sizes) as made:
+    with Agent(MODEL, isolation="server", max_tenants=2, **TENANTS) as made:
         for name in ("law", "summary"):
             made.function(MODEL / "adapters" / name)
         yield made
@@ -183,10 +183,23 @@ def test_an_offloaded_function_answers_again(agent, coupled):
     assert law.pid != first
 
 
+def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(agent, coupled):
+    guard, law = agent._guard, agent.functions["law"]
+    assert guard.wait_checked(1, 60)
+    killed, pid, seen = guard.pid, law.pid, guard.checks + guard.starts
+    streamed = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    assert "".join(streamed) == coupled["law"][0][2]
+    guard.look()
+    assert guard.wait_checked(seen + 1, 60)  # it begins with the digests of all arrays
+    assert (guard.pid != killed, law.pid) == (True, pid)
+    assert law.changed() == []
+
+
 @pytest.mark.long
 def test_a_killed_zygote_is_replaced(agent):
-    agent._zygote.kill()
-    agent._zygote.wait()
+    os.kill(agent._zygote.pid, signal.SIGKILL)
+    agent._zygote._process.wait()
     base = agent.function(name="alone")
     assert base.generate("The", SAMPLING)[0].adapter is None
     base.close()
