@@ -33,7 +33,7 @@ def answers(outputs) -> list:
 
 @pytest.fixture(scope="module")
 def agent():
-    with Agent(MODEL, ttft_slo_s=1.0, verify_s=1e5, **SIZES) as made:  # with turns and a guard
+    with Agent(MODEL, ttft_slo_s=1.0, **SIZES) as made:  # and so with turns
         for name in ("law", "summary"):
             made.function(MODEL / "adapters" / name)
         yield made
@@ -96,7 +96,7 @@ def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
 @pytest.fixture(scope="module")
 def apart():
     """Functions of isolation "server": one engine, and a process per adapter."""
-    with Agent(MODEL, isolation="server", max_tenants=2, **TENANTS) as made:
+    with Agent(MODEL, isolation="server", max_tenants=2, verify_s=1e5, **TENANTS) as made:
         for name in ("law", "summary"):
             made.function(MODEL / "adapters" / name)
         yield made
@@ -141,6 +141,19 @@ def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
 
 
+def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(apart, coupled):
+    guard, law = apart._guard, apart.functions["law"]
+    assert guard.wait_checked(1, 60)
+    killed, pid, seen = guard.pid, law.pid, guard.checks + guard.starts
+    streamed = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    assert "".join(streamed) == coupled["law"][0][2]
+    guard.look()
+    assert guard.wait_checked(seen + 1, 60)  # it begins with the digests of all arrays
+    assert (guard.pid != killed, law.pid) == (True, pid)
+    assert (law.changed(), law.pid) == ([], pid)
+
+
 class Watched:
     """A function as the keep-alive thread sees it."""
 
@@ -181,19 +194,6 @@ def test_an_offloaded_function_answers_again(agent, coupled):
     assert law.offload()
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
     assert law.pid != first
-
-
-def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(agent, coupled):
-    guard, law = agent._guard, agent.functions["law"]
-    assert guard.wait_checked(1, 60)
-    killed, pid, seen = guard.pid, law.pid, guard.checks + guard.starts
-    streamed = law.stream("The court", SAMPLING)
-    os.kill(killed, signal.SIGKILL)
-    assert "".join(streamed) == coupled["law"][0][2]
-    guard.look()
-    assert guard.wait_checked(seen + 1, 60)  # it begins with the digests of all arrays
-    assert (guard.pid != killed, law.pid) == (True, pid)
-    assert law.changed() == []
 
 
 @pytest.mark.long
