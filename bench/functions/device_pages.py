@@ -1,6 +1,7 @@
 """A backbone's pages on this machine's device: attaching, bytes counted once, writes, the owner's
 death. This process holds descriptors and has no device, as an agent."""
 
+import itertools
 import signal
 import socket
 import subprocess
@@ -57,7 +58,7 @@ def measure(sizes_gb: list[float], counts: list[int]) -> list[dict[str, Any]]:
             "attach_s": [round(one["attach_s"], 4) for one in told],
             "reads_right": all(one["same"] for one in told),
             "attach_bytes": [one["used"] - one["used_before"] for one in told],
-            "process_bytes": [b.used - a.used for a, b in zip(importers, importers[1:])],  # noqa: B905
+            "process_bytes": [b.used - a.used for a, b in itertools.pairwise(importers)],
         }
         if number + 1 == len(sizes_gb):
             row |= _writes(importers, owner) | _orphans(importers, owner, made["manifest"], fds)

@@ -4,6 +4,7 @@
 """
 
 import ctypes
+import functools
 import os
 import socket
 import sys
@@ -64,7 +65,7 @@ def _import(connection: socket.socket, memory: AbstractVirtualMemory) -> None:
     while True:
         order = receive_header(connection)
         address = probe.unsafe_buffer_pointer() + 64
-        done = _outcome(lambda: ways[order["write"]](memory, address, manifest))
+        done = _outcome(functools.partial(ways[order["write"]], memory, address, manifest))
         send_header(connection, {"outcome": done})
 
 

@@ -6,8 +6,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.processes.server_process import ROOT
 
-from bench.functions import measured
+from bench.functions import device_pages, isolation, measured
 from bench.functions.__main__ import simulate
 from bench.functions.exact import best_value
 from bench.functions.policies import instance
@@ -101,6 +102,23 @@ def test_the_greedy_plan_is_within_its_bar_of_the_best():
     value = value_of(plan(*case), *case)
     assert value <= bound + 1e-6
     assert value >= (1 - 0.016) * best
+
+
+@pytest.mark.long
+def test_pages_are_attached_by_others_and_outlive_their_owner():
+    """As on a device, over host memory here; what writes do there, only a device can say."""
+    (row,) = device_pages.measure([0.01], [2])
+    assert row["reads_right"]
+    assert row["orphan_reads_right"]
+    assert len(row["attach_s"]) == 2
+    assert row["write_copy"].startswith("refused: NotImplementedError: host memory")
+
+
+def test_copies_of_an_adapter_differ_by_their_digest(tmp_path):
+    folders = isolation.copies(ROOT / "assets" / "tiny-moe" / "adapters" / "law", tmp_path, 3)
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert len({config["lora_alpha"] for config in configs}) == 3
+    assert all((folder / "adapter_model.safetensors").is_file() for folder in folders)
 
 
 class Answering:
