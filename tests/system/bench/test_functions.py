@@ -9,9 +9,9 @@ import pytest
 from support.processes.server_process import ROOT
 
 from bench.functions import device_pages, isolation, measured
-from bench.functions.__main__ import simulate
 from bench.functions.exact import best_value
 from bench.functions.policies import instance
+from bench.functions.run import simulate
 from bench.functions.systems import ABLATIONS, SYSTEMS, System
 from bench.functions.times import Times, read_times
 from bench.functions.traces import spread, thinned
