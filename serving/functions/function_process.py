@@ -125,7 +125,7 @@ class _Calls:
         arena: ImportedArena,
         adapter: str | None,
         http: HttpSide | None,
-        tenants: TenantSide | None,
+        tenants: TenantSide | None = None,
     ):
         self._connection, self._engine, self._arena = connection, engine, arena
         self._adapter, self._http, self._tenants = adapter, http, tenants
