@@ -125,8 +125,8 @@ class Parts:
     """Seconds of the engine's thread by part of a step, one number a call."""
 
     def __init__(self, engine: Engine):
-        loop = engine._loop  # noqa: SLF001
-        parts = loop._parts  # noqa: SLF001
+        loop = engine._loop
+        parts = loop._parts
         self.seconds: dict[str, list[float]] = {}
         self._time(parts.scheduler, "plan", "complete")
         self._time(parts.runner, "dispatch", "forward", "sample", "read")
