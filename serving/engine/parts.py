@@ -117,7 +117,7 @@ def build_parts(
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
-    config = check_pairs(model_config, access is not None, config)
+    check_pairs(model_config, access is not None)
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:

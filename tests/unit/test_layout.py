@@ -31,6 +31,7 @@ WITHOUT_MODULE = {
     "serving/test_brought_adapters.py",
     "serving/test_composition_serving.py",
     "serving/test_esft_serving.py",
+    "serving/test_esft_with_images.py",
     "serving/test_merged_serving.py",
     "serving/test_speculation.py",
     "serving/test_schema_corpus.py",
