@@ -1,14 +1,13 @@
 """Adapter admission: slots of waiting requests, and the bound of their wait. No jax.
 
 Sequences whose adapter is resident pass those that wait for one. A waiter cannot be passed for
-ever: after half of its time, at most 30 s, one busy adapter is drained for it, that is, gets no more
-sequences with later deadlines until the waiter has its slot.
+ever: after half of its time, at most 30 s, one busy adapter is drained for it, that is, gets no
+more sequences with later deadlines until the waiter has its slot.
 """
 
 from typing import Protocol
 
 from serving.api.request import Sequence
-
 
 _PATIENCE_S = 30.0  # a waiter is passed by others for so long at most
 
