@@ -39,7 +39,8 @@ from serving.engine.generate_arguments import (
 )
 from serving.engine.image_inputs import read_prompts
 from serving.engine.images.front import ImageFront
-from serving.engine.loop import AbstractTurns, EngineLoop
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import AbstractTurns
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.engine.single_prompt import single_prompt

@@ -21,7 +21,8 @@ from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import check_pairs, make_front, take_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
-from serving.engine.loop import AbstractTurns, EngineLoop, LoopParts
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import (
     check_merging,
@@ -117,7 +118,7 @@ def build_parts(
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
-    config = check_pairs(model_config, access is not None, config)
+    check_pairs(model_config, access is not None)
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:

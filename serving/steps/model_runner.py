@@ -36,7 +36,7 @@ from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
-from serving.steps.step_programs import Program, lora_slots, token_buckets
+from serving.steps.step_programs import Program, lora_slot, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -284,7 +284,8 @@ class ModelRunner:
             for sequence in plan.admitted:
                 self._encoder.admit(sequence)
             for work in plan.encodes:
-                self._encoder.encode(work, self._plain_slots)
+                slot = lora_slot(work.slot, self._num_lora, self._num_esft)
+                self._encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return made.table
@@ -335,8 +336,11 @@ class ModelRunner:
         return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
 
     def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
-        num_lora = 0 if self.slots is None else self.slots.num_slots
-        return lora_slots(plan, num_lora, self._num_esft)
+        return lora_slots(plan, self._num_lora, self._num_esft)
+
+    @property
+    def _num_lora(self) -> int:
+        return 0 if self.slots is None else self.slots.num_slots
 
     def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)
