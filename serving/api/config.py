@@ -77,7 +77,7 @@ class EngineConfig:
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
     max_cpu_loras: int | None = None  # adapters in host memory; None: as many as have room
     max_adapter_loads_per_minute: int = 600
-    adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
+    adapter_wait_s: float = 600.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
     specialize_lora: bool = True  # decode steps without an adapter have programs of their own
     # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.

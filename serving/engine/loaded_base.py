@@ -25,6 +25,7 @@ from serving.engine.page_pool import PagePoolParts
 from serving.engine.sizing import CacheSize
 from serving.loading.esft_parts import EsftParts
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 from serving.steps.merged_weights import MergedWeights
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class LoadedBase:
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
-    remote: InstanceSide | None
+    remote: InstanceSide | TenantSide | None
     split: Split | None
     widths: LocalWidths | None  # of the split
     images: ImageParts | None

@@ -21,7 +21,8 @@ from serving.engine.head_parts import head_labels, take_heads
 from serving.engine.image_parts import check_pairs, make_front, take_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
-from serving.engine.loop import AbstractTurns, EngineLoop, LoopParts
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import (
     check_merging,
@@ -44,7 +45,8 @@ from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
-from serving.lora_server.instance import ServerAccess, connect
+from serving.lora_server.instance import ServerAccess
+from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gang import Gang
@@ -79,18 +81,18 @@ class EngineParts:
 def build_parts(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
-    access: ServerAccess | None = None,
+    access: ServerAccess | TenantAccess | None = None,
     backbone: ImportedArena | None = None,
     turns: AbstractTurns | None = None,
     gang: Gang | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
-    With `access` the experts' part of LoRA adapters is on a LoRA Server, with `backbone` the
-    weights are another process's, with `turns` the device is others' too, with `gang` the devices
-    are those of several processes, which all build the same. Raises ValueError for a model
-    or an adapter that cannot be served, and ConnectionError when the server cannot be reached or
-    does not fit.
+    With `access` the experts' part of LoRA adapters is on a LoRA Server, or all of it in tenants'
+    processes; with `backbone` the weights are another process's, with `turns` the device is
+    others' too, with `gang` the devices are those of several processes, which all build the same.
+    Raises ValueError for a model or an adapter that cannot be served, and ConnectionError when the
+    server cannot be reached or does not fit.
     """
     if access is not None and config.tensor_parallel_size > 1:
         raise ValueError(
@@ -99,7 +101,7 @@ def build_parts(
         )
     check_speculation(config, has_server=access is not None)
     if backbone is not None:
-        config = check_backbone(config, access is not None)
+        config = check_backbone(config, access is not None and not access.holds_all)
     check_storage(config, has_server=access is not None)
     beside = {"lora_server": access is not None, "several_hosts": gang is not None}
     check_page_pool(config, shared_backbone=backbone is not None, **beside)
@@ -114,18 +116,18 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    source = source_of(config, backbone)
+    source = source_of(config, backbone, None if access is None else access.read_adapter)
     model, model_config, dtype = load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
-    config = check_pairs(model_config, access is not None, config)
+    check_pairs(model_config, access is not None)
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
         if traces is not None:
             undo.callback(traces.close)
-        remote = None if access is None else connect(access, config, dtype.name)
+        remote = None if access is None else access.open(config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
         esft = make_esft(config, model, model_config, split)

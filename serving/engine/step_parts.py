@@ -93,7 +93,8 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
 
     On a CPU alone: programs of accelerators were not tried.
     """
-    files = step_files() if base.source.is_shared and jax.default_backend() == "cpu" else None
+    alone = base.source.is_shared and base.remote is None
+    files = step_files() if alone and jax.default_backend() == "cpu" else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

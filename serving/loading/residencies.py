@@ -28,6 +28,7 @@ from serving.loading.residency import AbstractResidency, DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 
 _COPIED_AT_ONCE = 8  # loads: one waits for two steps, however little it copies
 
@@ -177,7 +178,7 @@ class Residencies:
 def make_residencies(
     allocator: SlotAllocator,
     esft: EsftParts | None,
-    server: InstanceSide | None,
+    server: InstanceSide | TenantSide | None,
     *,
     copier: Copier | None = None,
     host_form: HostForm | None = None,

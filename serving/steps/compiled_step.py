@@ -26,6 +26,7 @@ from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ImageOperands
@@ -83,7 +84,7 @@ class CompiledStep:
         self,
         model: nnx.Module,
         sizes: StepSizes,
-        link: ServerLink | None,
+        link: ServerLink | TenantLink | None,
         vocab_size: int,
         *,
         in_place: bool,
@@ -276,7 +277,7 @@ def _no_heads(sizes: StepSizes) -> Float[Array, "seqs width"] | None:
 def _jit_steps(
     model: nnx.Module,
     sizes: StepSizes,
-    link: ServerLink | None,
+    link: ServerLink | TenantLink | None,
     sample: Sample,
     options: dict[str, str] | None,
     split: StepSplit | None,

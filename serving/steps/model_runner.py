@@ -24,6 +24,7 @@ from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
 from serving.steps.compiling import compile_all, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
@@ -35,7 +36,7 @@ from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
-from serving.steps.step_programs import Program, lora_slots, token_buckets
+from serving.steps.step_programs import Program, lora_slot, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -62,7 +63,7 @@ class ModelRunner:
         end_ids: tuple[int, ...] = (),
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
-        link: ServerLink | None = None,
+        link: ServerLink | TenantLink | None = None,
         specialize_lora: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,
@@ -285,7 +286,8 @@ class ModelRunner:
             for sequence in plan.admitted:
                 self._encoder.admit(sequence)
             for work in plan.encodes:
-                self._encoder.encode(work, self._plain_slots)
+                slot = lora_slot(work.slot, self._num_lora, self._num_esft)
+                self._encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return made.table
@@ -336,8 +338,11 @@ class ModelRunner:
         return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
 
     def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
-        num_lora = 0 if self.slots is None else self.slots.num_slots
-        return lora_slots(plan, num_lora, self._num_esft)
+        return lora_slots(plan, self._num_lora, self._num_esft)
+
+    @property
+    def _num_lora(self) -> int:
+        return 0 if self.slots is None else self.slots.num_slots
 
     def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)

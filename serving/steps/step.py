@@ -109,9 +109,8 @@ def forward_step(
     if merged_slot is not None and lora:
         batch = mixture(batch, merged_slot)
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
-    logits = model.logits(
-        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
-    )
+    asked = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
+    logits = model.logits(*asked, slots, sizes.max_rank, split, remote)
     if not sizes.head_width:
         return cache, logits, rows, None
     if slots is None:  # then no row has an adapter

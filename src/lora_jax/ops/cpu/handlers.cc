@@ -263,3 +263,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_reroute, lora_jax::RerouteCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+
+// Called without XLA, by processes that hold one adapter: the same rows as LoraCall, of one slot and
+// on this thread. `y` [rows, d_out] is zero. False if the entry points outside its matrices.
+extern "C" int32_t lora_jax_lora_rows(int32_t is_bfloat16, const void* x, const void* a,
+                                      const void* b, const int32_t* entry, float scaling,
+                                      const int32_t* slots, const int32_t* experts, float* y,
+                                      const int64_t* sizes) {
+  using namespace lora_jax;
+  const auto run = [&](auto dot) {
+    using D = decltype(dot);
+    using T = typename D::T;
+    Lora<T, float> g{static_cast<const T*>(x), static_cast<const T*>(a), static_cast<const T*>(b),
+                     entry, slots, experts, &scaling, y, sizes[0], sizes[1], sizes[2], sizes[3],
+                     sizes[4], 1, entry[2]};
+    std::vector<int32_t> rows = adapter_rows(g);
+    std::vector<LoraItem> items;
+    double micros;
+    if (!lora_items(g, rows, &items, &micros)) return 0;
+    for (const LoraItem& item : items) run_lora_item<D>(g, item);
+    return 1;
+  };
+  return is_bfloat16 ? run(DotBF16{}) : run(DotF32{});
+}
