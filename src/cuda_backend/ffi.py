@@ -43,6 +43,7 @@ TARGETS = (
     "lora_jax_cuda_choose_experts",
     "lora_jax_cuda_keep_likely",
     "lora_jax_cuda_place_heads",
+    "lora_jax_cuda_place_heads_in_place",
     "lora_jax_cuda_peer_push",
     "lora_jax_cuda_peer_wait_add",
     "lora_jax_cuda_peer_push_aside",
