@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 
 def kernels() -> dict[str, Callable]:
-    """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
+    """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
+
+    `load_kernels` is no op: it gives the kernels to XLA, and returns whether they are there.
+    """
+    from cuda_backend import ffi
     from cuda_backend.all_gather import all_gather, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
@@ -25,7 +29,8 @@ def kernels() -> dict[str, Callable]:
     linear = (grouped_matmul, lora_gemm)
     others = (adapter_items, all_gather, gather_group, merge, paged_attention, reroute, row_map)
     by_row = (choose_experts, keep_likely, place_heads, rms_norm)
-    return {op.__name__: op for op in (*linear, *others, *by_row)}
+    ops = {op.__name__: op for op in (*linear, *others, *by_row)}
+    return {**ops, "load_kernels": ffi.available}
 
 
 def transport(device: int = 0) -> "PeerDevice":
