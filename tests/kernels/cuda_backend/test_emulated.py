@@ -46,7 +46,10 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
     sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
     out = np.full_like(w, np.nan)  # to be written throughout
     call(library.merge, out, w, *arrays, *sizes)
+    apart = np.full_like(w, np.nan)
+    call(library.merge_apart, apart, w, *arrays, *sizes)
     call(library.merge, w, w, *arrays, *sizes)
+    np.testing.assert_array_equal(apart[::-1].view(np.int16), w.view(np.int16))
     np.testing.assert_array_equal(out.view(np.int16), w.view(np.int16))
     want = np.asarray(case.w, np.float64)
     a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))

@@ -27,6 +27,7 @@ MOST_REGISTERS = {
     "expand_tiles_kernel": 255,  # 1 CTA of 256
     "plain_attention_kernel": 255,  # 1 CTA of 128
     "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
+    "image_attention_kernel": 168,  # the same
     "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,
     "sort_rows_kernel": 64,
