@@ -102,6 +102,13 @@ __device__ __forceinline__ void copies_wait() {
 __device__ __forceinline__ void consumer_barrier(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
+// Barriers 2 and up of a CTA, of `threads` threads: some arrive and go on, others wait for all.
+__device__ __forceinline__ void named_barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
 // Makes fresh barriers visible to the copy engine; makes what threads wrote visible to it.
 __device__ __forceinline__ void fence_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

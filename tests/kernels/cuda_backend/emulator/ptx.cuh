@@ -68,6 +68,11 @@ inline void copies_arrive(uint64_t* bar) {
   mbar_arrive(bar);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void named_barrier_wait(int barrier, int threads) { emu::meet(emu::machine.current->block->named[barrier], threads); }
+inline void named_barrier_arrive(int barrier, int threads) {
+  emu::Rendezvous& r = emu::machine.current->block->named[barrier];
+  if (++r.arrived == threads) r.arrived = 0, ++r.generation, ++emu::machine.progress;
+}
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}

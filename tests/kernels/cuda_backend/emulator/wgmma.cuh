@@ -23,12 +23,13 @@ inline float wgmma_element(uint64_t operand, int row, int column, int block = 0)
   std::memcpy(&bits, emu::at_shared(linear ^ (linear >> 7 & 7) << 4), 2);
   return emulated_float(bits);
 }
-inline void wgmma_rows_128(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+template <int N>
+inline void wgmma_rows(float (&d)[N], uint64_t a, uint64_t b, bool add) {
   const int warp = threadIdx.x % 128 / 32, g = emu::lane() >> 2, q = emu::lane() & 3;
   float rows[2][16];
   for (int r = 0; r < 2; ++r)
     for (int k = 0; k < 16; ++k) rows[r][k] = wgmma_element(a, warp * 16 + g + r * 8, k);
-  for (int n = 0; n < 16; ++n)
+  for (int n = 0; n < N / 4; ++n)
     for (int c = 0; c < 2; ++c) {
       float column[16];
       for (int k = 0; k < 16; ++k) column[k] = wgmma_element(b, n * 8 + q * 2 + c, k);
