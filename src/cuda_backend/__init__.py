@@ -16,6 +16,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.grouped_matmul import grouped_matmul
     from cuda_backend.image_attention import image_attention
     from cuda_backend.keep_likely import keep_likely
+    from cuda_backend.layer_norm import layer_norm
     from cuda_backend.lora_gemm import lora_gemm
     from cuda_backend.merge import merge, merge_apart
     from cuda_backend.paged_attention import paged_attention
@@ -26,7 +27,7 @@ def kernels() -> dict[str, Callable]:
     linear = (grouped_matmul, lora_gemm)
     attention = (image_attention, paged_attention)
     others = (adapter_items, all_gather, gather_group, reroute, row_map)
-    by_row = (choose_experts, keep_likely, place_heads, rms_norm)
+    by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
     return {op.__name__: op for op in (*linear, *attention, merge, merge_apart, *others, *by_row)}
 
 

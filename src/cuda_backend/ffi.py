@@ -39,6 +39,7 @@ TARGETS = (
     "lora_jax_cuda_plain_attention",
     "lora_jax_cuda_image_attention",
     "lora_jax_cuda_row_map",
+    "lora_jax_cuda_layer_norm",
     "lora_jax_cuda_rms_norm",
     "lora_jax_cuda_choose_experts",
     "lora_jax_cuda_keep_likely",

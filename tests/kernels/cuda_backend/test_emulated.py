@@ -129,6 +129,20 @@ def test_rms_norm_matches_float64(library, rows, size, added):
     np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(5, 1152), (9, 64), (2, 2048)])
+def test_layer_norm_matches_float64(library, rows, size, biased):
+    rng = np.random.default_rng(size)
+    x = (3 + rng.standard_normal((rows, size))).astype(BF16)
+    weight, bias = (rng.standard_normal(size).astype(BF16) for _ in range(2))
+    y = np.full((rows, size), np.nan, BF16)
+    call(library.layer_norm, x, weight, bias if biased else None, rows, size, 1e-6, y)
+    centred = x.astype(np.float64) - x.astype(np.float64).mean(1, keepdims=True)
+    normed = centred / np.sqrt(np.mean(centred**2, axis=1, keepdims=True) + 1e-6)
+    want = normed * weight.astype("f8") + (bias.astype("f8") if biased else 0)
+    np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("tokens", "experts", "k", "softmax_first", "normed"),
     [(5, 128, 8, True, True), (3, 200, 6, True, False), (9, 8, 2, False, False)],

@@ -34,6 +34,7 @@ MOST_REGISTERS = {
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
+    "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
     "keep_likely_kernel": 32,  # 2 CTAs of 1024

@@ -3,6 +3,7 @@
 #include "keep_likely/keep_likely.cuh"
 #include "grouped_matmul/grouped_f32.cuh"
 #include "lora_gemm/rows.cuh"
+#include "layer_norm/layer_norm.cuh"
 #include "merge/merge.cuh"
 #include "place_heads/place_heads.cuh"
 #include "reroute/reroute.cuh"
@@ -38,6 +39,10 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
 
 int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
   return launch_rms_norm(RmsNormArgs{x, addend, weight, sum, y, rows, size, eps}, nullptr);
+}
+
+int layer_norm(const Bf16* x, const Bf16* weight, const Bf16* bias, int rows, int size, float eps, Bf16* y) {
+  return launch_layer_norm(LayerNormArgs{x, weight, bias, y, rows, size, eps}, nullptr);
 }
 
 int choose_experts(const float* logits, const int* sizes, float scale, float* weights, int* ids) {
