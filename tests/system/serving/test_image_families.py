@@ -1,5 +1,7 @@
 """Every family with a tower through the engine, held against transformers, in both dtypes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from support.cases.tiny_vision import HOLDER, IMAGE, picture
@@ -11,8 +13,10 @@ ERROR = {"float32": 1e-4, "bfloat16": 0.03}  # in the median: a token may go to 
 TIE = {"float32": 1e-4, "bfloat16": 0.25}  # how far below the best a greedy token may score
 PICTURES = [picture(40, 24, 1), picture(24, 56, 2)]
 SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+CACHED = dataclasses.replace(SAMPLING, prompt_logprobs=None)  # scores want the whole prompt
 SIZES = {
     "structured_outputs": False,
+    "block_size": 4,
     "max_model_len": 192,
     "max_num_seqs": 4,
     "max_loras": 1,
@@ -30,7 +34,7 @@ def check(name: str, dtype: str, folder, *, wide: bool) -> None:
     with Engine(folder, max_num_batched_tokens=24, **fields) as engine:
         alone = [ask(engine, [one])[0] for one in asked]  # the last one finds an image encoded
         first = engine.stats()
-        again = [ask(engine, [one])[0] for one in asked]  # from KV pages
+        again = [ask(engine, [one], CACHED)[0] for one in asked]  # from KV pages
         together = ask(engine, asked[::-1])[::-1]
         stats = engine.stats()
         assert stats.compilations_after_warmup == 0
@@ -45,9 +49,9 @@ def check(name: str, dtype: str, folder, *, wide: bool) -> None:
                 assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-def ask(engine: Engine, asked: list[tuple[str, list]]) -> list:
+def ask(engine: Engine, asked: list[tuple[str, list]], how: Sampling = SAMPLING) -> list:
     prompts, images = [prompt for prompt, _ in asked], [mine for _, mine in asked]
-    return engine.generate(prompts, None, SAMPLING, images=images)
+    return engine.generate(prompts, None, how, images=images)
 
 
 def against_transformers(family: VisionFamily, images: list, output, dtype: str) -> None:

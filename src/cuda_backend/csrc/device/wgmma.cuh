@@ -22,7 +22,7 @@ template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-// What is done with these registers stays behind the wait that stands before.
+// What is done with these registers before and after stays on its side.
 template <int N>
 __device__ __forceinline__ void wgmma_settle(float (&d)[N]) {
 #pragma unroll

@@ -1,10 +1,11 @@
 // Attention between all patches of one image, heads of 72: softmax(scale q k^T) v.
 //
 // A CTA takes 128 queries of a head, 64 for each of two consumer warpgroups, and walks over all keys in
-// blocks in order: a row's bits depend on its image alone. One thread of a third warpgroup brings blocks
+// blocks, the last one first: a row's bits depend on its image alone. One thread of a third warpgroup brings blocks
 // by the copy engine into a ring. A warpgroup issues the products of the next block's logits and those of
 // this block's values together, and takes exponentials meanwhile; the two take turns in issuing, so that
-// one's exponentials fall into the other's products.
+// one's exponentials fall into the other's products. No branch stands between a product and the wait for
+// it: the assembler would wait before the branch.
 // Columns 72 to 79 of a head, which products of 16 take too, lie outside the tensor and come as zeros.
 #pragma once
 #include "device/swizzled_map.cuh"
@@ -14,8 +15,8 @@ namespace lora_jax {
 
 constexpr int kHeadDim = 72, kValueTiles = kHeadDim / 8;
 constexpr int kImageRows = 128;   // queries of a CTA
-constexpr int kImageKeys = 176;   // of a block
-constexpr int kImageStages = 2, kImageThreads = 384, kImageConsumers = 2;
+constexpr int kImageKeys = 128;   // of a block
+constexpr int kImageStages = 3, kImageThreads = 384, kImageConsumers = 2;
 constexpr int kKeyTiles = kImageKeys / 8, kKeySteps = kImageKeys / 16;
 template <int ROWS>
 constexpr int kRowBytes = ROWS * 256;  // two blocks of 64 columns
@@ -26,6 +27,7 @@ struct ImageAttentionArgs {
   const int* num_patches;
   int patches, heads;
   float scale_log2;  // scale / ln 2
+  int none;          // 0, which the compiler does not know
 };
 
 struct ImageAttentionShared {
@@ -65,7 +67,8 @@ __device__ __forceinline__ void produce_patches(const ImageAttentionArgs& p, Ima
                                                 int head, int blocks) {
   bring_rows<kImageRows>(sm.q, &p.q_map, first, head, &sm.q_full);
   ImageRing ring;
-  for (int block = 0; block < blocks; ++block, ring.next()) {
+  for (int number = 0; number < blocks; ++number, ring.next()) {
+    const int block = number == 0 ? blocks - 1 : number - 1;
     mbar_wait(&sm.k_empty[ring.at], ring.phase ^ 1);
     bring_rows<kImageKeys>(sm.k[ring.at], &p.k_map, block * kImageKeys, head, &sm.k_full[ring.at]);
     mbar_wait(&sm.v_empty[ring.at], ring.phase ^ 1);
@@ -111,19 +114,21 @@ struct ImageConsumer {
       wgmma_columns_72(o, weights[step], wgmma_operand(v + step * 16 * 128, kImageKeys * 128));
     wgmma_commit();
   }
-  __device__ __forceinline__ void leave(uint64_t* empty, ImageRing& ring) {
-    if (threadIdx.x % 128 == 0) mbar_arrive(&empty[ring.at]);
+  // `after`: what must be there before; the assembler would wait for the values before it.
+  __device__ __forceinline__ void leave(uint64_t* empty, ImageRing& ring, int after = 0) {
+    mbar_arrive_if(&empty[ring.at], (threadIdx.x % 128 | (after & p.none)) == 0);
     ring.next();
   }
 
-  // Exponentials against the running maximum; `shrink` is what earlier sums are worth then.
-  __device__ __forceinline__ void soften(int block) {
-    const int first = block * kImageKeys + (threadIdx.x & 3) * 2;
-    if (block == blocks - 1) {
+  // Keys past the image weigh nothing.
+  __device__ __forceinline__ void hide() {
+    const int first = (blocks - 1) * kImageKeys + (threadIdx.x & 3) * 2;
 #pragma unroll
-      for (int i = 0; i < kKeyTiles * 4; ++i)
-        if (first + i / 4 * 8 + i % 2 >= num_patches) s[i] = -INFINITY;
-    }
+    for (int i = 0; i < kKeyTiles * 4; ++i)
+      if (first + i / 4 * 8 + i % 2 >= num_patches) s[i] = -INFINITY;
+  }
+  // Exponentials against the running maximum; `shrink` is what earlier sums are worth then.
+  __device__ __forceinline__ void soften() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = s[r * 2];
@@ -166,18 +171,20 @@ struct ImageConsumer {
     wgmma_wait<0>();
     wgmma_settle(s);
     leave(sm.k_empty, keys);
-    soften(0);
+    hide();
+    soften();
     pack();
 #pragma unroll 1
-    for (int block = 1; block < blocks; ++block) {
+    for (int left = blocks - 1; left > 0; --left) {
       take_turn();
       issue_logits();
       issue_values();
       give_turn();
       wgmma_wait<1>();
       wgmma_settle(s);
-      leave(sm.k_empty, keys);
-      soften(block);
+      soften();
+      leave(sm.k_empty, keys, __float_as_int(sum[0]) | __float_as_int(sum[1]));
+      wgmma_settle(s);  // before the wait: the compiler would let it begin after
       wgmma_wait<0>();
       wgmma_settle(s), wgmma_settle(o);
       leave(sm.v_empty, values);

@@ -14,6 +14,9 @@ inline void mbar_arrive(uint64_t* bar) {
   if (--b.pending < 0) emu::fail("more arrivals at a barrier than it expects");
   emu::settle(b);
 }
+inline void mbar_arrive_if(uint64_t* bar, bool wanted) {
+  if (wanted) mbar_arrive(bar);
+}
 inline void mbar_expect(uint64_t* bar, uint32_t bytes) {
   emu::barrier(bar).bytes += bytes;
   mbar_arrive(bar);
