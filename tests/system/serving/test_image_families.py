@@ -16,7 +16,6 @@ SAMPLING = Sampling(max_tokens=8, temperature=0, ignore_eos=True, logprobs=0, pr
 CACHED = dataclasses.replace(SAMPLING, prompt_logprobs=None)  # scores want the whole prompt
 SIZES = {
     "structured_outputs": False,
-    "block_size": 4,
     "max_model_len": 192,
     "max_num_seqs": 4,
     "max_loras": 1,
