@@ -15,8 +15,8 @@ namespace lora_jax {
 
 constexpr int kHeadDim = 72, kValueTiles = kHeadDim / 8;
 constexpr int kImageRows = 128;   // queries of a CTA
-constexpr int kImageKeys = 128;   // of a block
-constexpr int kImageStages = 3, kImageThreads = 384, kImageConsumers = 2;
+constexpr int kImageKeys = 176;   // of a block
+constexpr int kImageStages = 2, kImageThreads = 384, kImageConsumers = 2;
 constexpr int kKeyTiles = kImageKeys / 8, kKeySteps = kImageKeys / 16;
 template <int ROWS>
 constexpr int kRowBytes = ROWS * 256;  // two blocks of 64 columns
