@@ -18,9 +18,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# `make test` compiles for speed of the compiler: a quarter of the time for the same program. What a
-# user's process compiles is the matter of `make test-all`, `make test-avx2` and, of one server, of
-# test_golden_text.py.
+# `make test` compiles for speed of the compiler: a quarter of the time for the same program. Tests
+# marked as_shipped, `make test-all` and `make test-avx2` compile what a user's process does.
 if os.environ.get("FAST_COMPILE"):
     sys.path.insert(0, str(Path(__file__).parent))
     from support.processes.compiler import compile_fast
@@ -53,6 +52,7 @@ _hook = install_import_hook(CHECKED, "beartype.beartype")
 # The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
 LONGEST = (
     "1_quick_start.ipynb",
+    "test_as_shipped.py",
     "test_exactness.py",
     "test_devices.py",
     "test_front_faults.py",
@@ -88,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in FURTHER_NOTEBOOKS or _is_further_case(item, seen):
             item.add_marker("long")
+    if os.environ.get("FAST_COMPILE"):  # test_as_shipped.py has them
+        items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
