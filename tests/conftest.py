@@ -75,7 +75,7 @@ LONGEST = (
     "test_kernels.py",
     "test_expert_tensors.py",
 )
-FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb")
+FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb", "4_functions.ipynb")
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
 # Cases that differ in one of these are promises of their own.
