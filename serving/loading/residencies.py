@@ -196,7 +196,7 @@ def make_residencies(
     num_slots = allocator.num_slots
     if server is None:
         lora = LoraResidency(loader, copier, host_form)
-    elif server.num_local:
+    elif isinstance(server, InstanceSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:
         lora = ServerResidency(loader, server, copier)
