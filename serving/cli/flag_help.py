@@ -13,6 +13,8 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes for KV pages",
     "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
     "of the model",
+    "page_pool_bytes": "device memory that KV pages and adapters share, page by page, in place of "
+    "kv_cache_memory_bytes and lora_memory_bytes",
     "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
     "each instance; 0 keeps none",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "

@@ -21,6 +21,7 @@ from serving.api.load_format import WeightSource
 from serving.engine.devices import log_devices
 from serving.engine.image_parts import ImageParts
 from serving.engine.model_info import log_quantised
+from serving.engine.page_pool import PagePoolParts
 from serving.engine.sizing import CacheSize
 from serving.loading.esft_parts import EsftParts
 from serving.lora_server.instance import InstanceSide
@@ -47,6 +48,7 @@ class LoadedBase:
     images: ImageParts | None
     merged: MergedWeights | None
     norms: OutputNorms | None  # where adapters may scale outputs
+    pool: PagePoolParts | None = None
 
 
 def load_model(

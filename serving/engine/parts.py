@@ -34,6 +34,7 @@ from serving.engine.merging import (
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, model_info
 from serving.engine.over_hosts import check_gang, shared, teller
+from serving.engine.page_pool import check_page_pool, make_page_pool
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
@@ -102,6 +103,8 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
     check_storage(config, has_server=access is not None)
+    beside = {"lora_server": access is not None, "several_hosts": gang is not None}
+    check_page_pool(config, shared_backbone=backbone is not None, **beside)
     config = check_gang(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
@@ -143,7 +146,10 @@ def build_parts(
         cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
         room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
-        size = shared(gang, size_kv_cache(config, model, *room))
+        pool = make_page_pool(config, model, *room[:3])
+        if pool is not None:
+            undo.callback(pool.room.close)
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -159,6 +165,7 @@ def build_parts(
             images,
             merged,
             norms,
+            pool,
         )
         parts = _build(config, adapters, base, tokenizer, info, traces, turns, gang)
         undo.pop_all()
@@ -178,9 +185,11 @@ def _build(
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
     local_modules, num_full_adapters = held
-    allocator, spec = make_allocator(
-        config, base.catalogue, local_modules, base.dtype, num_full_adapters
-    )
+    if base.pool is not None:
+        allocator, spec = base.pool.allocator, base.pool.spec
+    else:
+        how_many = base.dtype, num_full_adapters
+        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     residencies = make_residencies(
@@ -191,6 +200,7 @@ def _build(
         host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
+        room=None if base.pool is None else base.pool.room,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
@@ -205,6 +215,7 @@ def _build(
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
     how = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    how["extents"] = None if base.pool is None else base.pool.extents
     scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
@@ -257,6 +268,7 @@ def engine_stats(
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
         host_pages=scheduler.host_pages,
+        pool=scheduler.pool,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),

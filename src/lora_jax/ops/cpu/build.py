@@ -31,6 +31,7 @@ TARGETS = (
     "lora_jax_attention_bfloat16",
     "lora_jax_attention_8_bits_float32",
     "lora_jax_attention_8_bits_bfloat16",
+    "lora_jax_write_pages",
     "lora_jax_row_map",
     "lora_jax_reroute",
 )
