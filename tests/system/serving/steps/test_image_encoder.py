@@ -42,6 +42,7 @@ def prepared(height: int, width: int) -> PreparedImage:
     return PreparedImage(patches, patches.grid, patches.grid[0] * patches.grid[1] // 4, b"")
 
 
+@pytest.mark.as_shipped
 def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made):
     encoder, oracle, _ = made
     image = prepared(24, 40)
