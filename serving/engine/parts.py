@@ -18,7 +18,7 @@ from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
-from serving.engine.image_parts import check_pairs, make_front, take_tower
+from serving.engine.image_parts import check_pairs, make_front, take_tower, watch_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
 from serving.engine.loop import EngineLoop
@@ -208,6 +208,7 @@ def _build(
     end_ids = info.end_token_ids
     runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
     watch_merging(metrics.registry, base.merged)
+    watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
