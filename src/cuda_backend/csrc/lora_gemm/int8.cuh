@@ -13,12 +13,11 @@
 
 namespace lora_jax {
 
-constexpr int kInt8Warps = 8, kInt8ExpandWarps = 4;  // of a CTA
+constexpr int kInt8Warps = 8;      // of a CTA
 constexpr int kInt8Piece = 64;     // columns of x that a warp multiplies at a time
 constexpr int kInt8Part = 2048;    // columns of x that a CTA multiplies
 constexpr int kInt8Ranks = 16;     // of a step
-constexpr int kInt8Chunks = 2;     // of 32 columns of y that a warp adds to
-constexpr int kInt8ShrinkCtas = 3, kInt8ExpandCtas = 5;  // of an SM
+constexpr int kInt8Columns = 128;  // of y that a warp adds to
 constexpr int kInt8Scale = 4;      // bytes behind a row's values
 
 struct Int8Args {
@@ -115,9 +114,6 @@ __device__ __forceinline__ void int8_shrink_unit(const Int8Args& p, float* share
     const int row = load_now(p.row_order + site.item.row_begin + min(j * 8 + g, site.item.num_rows - 1));
     x[j] = p.x + static_cast<int64_t>(row) * p.d_in + q * 4;
   }
-  // Of the rank whose sums this thread writes, on their way meanwhile.
-  const int there = min(first + static_cast<int>(threadIdx.x) % kInt8Ranks, site.rank - 1);
-  const float a_scale = int8_scale(site.a, there, p.d_in), b_scale = int8_scale(site.b, there, p.d_out);
   float acc[GROUPS][4] = {};
   constexpr int kTurn = kInt8Warps * kInt8Piece;
   int k = part * kInt8Part + warp * kInt8Piece;
@@ -131,22 +127,21 @@ __device__ __forceinline__ void int8_shrink_unit(const Int8Args& p, float* share
 #pragma unroll
     for (int e = 0; e < 4; ++e) mine[(j * 8 + q * 2 + (e & 1)) * kStride + g + (e >> 1) * 8] = acc[j][e];
   __syncthreads();
-  const int thread = thread_anew(), own = first + thread % kInt8Ranks;
-  for (int i = thread; i < site.item.num_rows * kInt8Ranks; i += kInt8Warps * 32) {
-    const int row = i / kInt8Ranks;
+  for (int i = threadIdx.x; i < site.item.num_rows * kInt8Ranks; i += kInt8Warps * 32) {
+    const int row = i / kInt8Ranks, rank = first + i % kInt8Ranks;
     float sum = 0.f;
-    if (own < site.rank) {
+    if (rank < site.rank) {
 #pragma unroll
       for (int w = 0; w < kInt8Warps; ++w) sum += shared[w * kRows * kStride + row * kStride + i % kInt8Ranks];
-      sum *= site.scaling * a_scale * b_scale;
+      sum *= site.scaling * int8_scale(site.a, rank, p.d_in) * int8_scale(site.b, rank, p.d_out);
     }
-    int8_sums(p, part, module, site.item.row_begin + row)[own] = sum;
+    int8_sums(p, part, module, site.item.row_begin + row)[rank] = sum;
   }
   __syncthreads();  // before the next unit's sums
 }
 
 // Unit by unit: items first, so that those of high ranks alone are spread over all CTAs.
-static __global__ void __launch_bounds__(kInt8Warps * 32, kInt8ShrinkCtas) int8_shrink_kernel(const __grid_constant__ Int8Args p) {
+static __global__ void __launch_bounds__(kInt8Warps * 32, 2) int8_shrink_kernel(const Int8Args p) {
   __shared__ float shared[kInt8Warps * kMaxRows * (kInt8Ranks + 1)];
   wait_for_previous();
   let_next_begin();  // which has to wait for h alone
@@ -157,8 +152,8 @@ static __global__ void __launch_bounds__(kInt8Warps * 32, kInt8ShrinkCtas) int8_
     const int module = each - part * p.num_modules, first = group * kInt8Ranks;
     const Int8Site site = int8_site(p, module, rest - each * items);
     if (first >= site.rank) continue;
-    if (site.item.num_rows <= 8) int8_shrink_unit<1, 2>(p, shared, module, site, first, part);
-    else if (site.item.num_rows <= 16) int8_shrink_unit<2, 1>(p, shared, module, site, first, part);
+    if (site.item.num_rows <= 8) int8_shrink_unit<1, 4>(p, shared, module, site, first, part);
+    else if (site.item.num_rows <= 16) int8_shrink_unit<2, 2>(p, shared, module, site, first, part);
     else int8_shrink_unit<4, 1>(p, shared, module, site, first, part);
   }
 }
@@ -167,14 +162,15 @@ static __global__ void __launch_bounds__(kInt8Warps * 32, kInt8ShrinkCtas) int8_
 // B of 16 rank rows from `first` on, of a warp's columns: lane 4 g + q has rows 2 q, 2 q + 1, and those 8 further, of
 // each 32 columns the four from 4 g on.
 __device__ __forceinline__ void int8_load_b(const Int8Args& p, const Int8Site& site, int first, int column,
-                                            int (&w)[kInt8Chunks][4]) {
+                                            int (&w)[4][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int row = first + q * 2 + (r & 1) + (r >> 1) * 8;
     const int8_t* from = int8_row(site.b, min(row, site.rank - 1), p.d_out) + column + g * 4;
 #pragma unroll
-    for (int i = 0; i < kInt8Chunks; ++i) w[i][r] = load_now(reinterpret_cast<const int*>(from + i * 32));
+    for (int i = 0; i < 4; ++i)
+      if (column + i * 32 < p.d_out) w[i][r] = load_now(reinterpret_cast<const int*>(from + i * 32));
   }
 }
 // h of 16 ranks of the row that lane 4 g + q multiplies by, row g: the parts' sums in order.
@@ -191,9 +187,9 @@ __device__ __forceinline__ void int8_load_h(const Int8Args& p, int module, int p
   }
 }
 // Columns 4 g to 4 g + 3 of each 32, of rows 2 q and 2 q + 1: acc[i][m] has bytes m and m + 2 of words i.
-__device__ __forceinline__ void int8_multiply_b(const int (&w)[kInt8Chunks][4], const uint32_t (&h)[2], float (&acc)[kInt8Chunks][2][4]) {
+__device__ __forceinline__ void int8_multiply_b(const int (&w)[4][4], const uint32_t (&h)[2], float (&acc)[4][2][4]) {
 #pragma unroll
-  for (int i = 0; i < kInt8Chunks; ++i)
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
       auto pair = [&](int r, int byte) { return int8_pair(__byte_perm(w[i][r], w[i][r + 1], 0x0400 + 0x0101 * byte)); };
@@ -201,23 +197,24 @@ __device__ __forceinline__ void int8_multiply_b(const int (&w)[kInt8Chunks][4], 
     }
 }
 
-// Adds up to 8 rows of an item, from `from` on, to a warp's columns of y. `wait` where h may still be to come.
+// Adds up to 8 rows of an item, from `from` on, to 128 columns of y. `wait` where h may still be to come.
 __device__ __forceinline__ void int8_expand_rows(const Int8Args& p, int module, const Int8Site& site, int column,
                                                  int from, bool wait) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, rows = site.item.num_rows - from;
-  int w[2][kInt8Chunks][4] = {};
+  int w[2][4][4] = {};
   int8_load_b(p, site, 0, column, w[0]);
   uint2* out[2];
-  uint2 y[2][kInt8Chunks];
+  uint2 y[2][4];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int row = load_now(p.row_order + site.item.row_begin + from + min(q * 2 + e, rows - 1));
     out[e] = reinterpret_cast<uint2*>(p.modules[module].y + static_cast<int64_t>(row) * p.d_out + column + g * 4);
 #pragma unroll
-    for (int i = 0; i < kInt8Chunks; ++i) y[e][i] = load_own(out[e] + i * 8);
+    for (int i = 0; i < 4; ++i)
+      if (column + i * 32 < p.d_out) y[e][i] = load_own(out[e] + i * 8);
   }
   if (wait) wait_for_previous();
-  float acc[kInt8Chunks][2][4] = {};
+  float acc[4][2][4] = {};
   const int place = site.item.row_begin + from + min(g, rows - 1);
 #pragma unroll 1
   for (int first = 0; first < site.rank; first += 2 * kInt8Ranks) {
@@ -235,23 +232,25 @@ __device__ __forceinline__ void int8_expand_rows(const Int8Args& p, int module, 
   for (int e = 0; e < 2; ++e) {
     if (q * 2 + e >= rows) continue;
 #pragma unroll
-    for (int i = 0; i < kInt8Chunks; ++i)
+    for (int i = 0; i < 4; ++i) {
+      if (column + i * 32 >= p.d_out) continue;
       out[e][i * 8] = make_uint2(add_bf16x2(y[e][i].x, acc[i][0][e], acc[i][1][e]),
                                  add_bf16x2(y[e][i].y, acc[i][0][e + 2], acc[i][1][e + 2]));
+    }
   }
 }
 
 // By warps; neighbouring columns go to other CTAs, so that few items are spread over all of them.
-static __global__ void __launch_bounds__(kInt8ExpandWarps * 32, kInt8ExpandCtas) int8_expand_kernel(const __grid_constant__ Int8Args p) {
-  const int items = load_now(p.num_items), blocks = p.d_out / (kInt8Chunks * 32);
+static __global__ void __launch_bounds__(kInt8Warps * 32, 2) int8_expand_kernel(const Int8Args p) {
+  const int items = load_now(p.num_items), blocks = (p.d_out + kInt8Columns - 1) / kInt8Columns;
   const int of_module = items * blocks, ctas = gridDim.x;
   bool wait = true;
-  for (int unit = (threadIdx.x >> 5) * ctas + blockIdx.x; unit < of_module * p.num_modules; unit += kInt8ExpandWarps * ctas) {
+  for (int unit = (threadIdx.x >> 5) * ctas + blockIdx.x; unit < of_module * p.num_modules; unit += kInt8Warps * ctas) {
     const int module = unit / of_module, rest = unit - module * of_module, item = rest / blocks;
     const Int8Site site = int8_site(p, module, item);
     if (site.rank <= 0) continue;
     for (int from = 0; from < site.item.num_rows; from += 8) {
-      int8_expand_rows(p, module, site, (rest - item * blocks) * (kInt8Chunks * 32), from, wait);
+      int8_expand_rows(p, module, site, (rest - item * blocks) * kInt8Columns, from, wait);
       wait = false;
     }
   }
@@ -262,8 +261,8 @@ static __global__ void __launch_bounds__(kInt8ExpandWarps * 32, kInt8ExpandCtas)
 inline cudaError_t launch_int8(const Int8Args& p, cudaStream_t stream) {
   int sms = 0;
   cudaError_t e = count_sms(&sms);
-  if (e == cudaSuccess) e = launch_early(int8_shrink_kernel, sms * kInt8ShrinkCtas, kInt8Warps * 32, 0, stream, p);
-  return e == cudaSuccess ? launch_early(int8_expand_kernel, sms * kInt8ExpandCtas, kInt8ExpandWarps * 32, 0, stream, p) : e;
+  if (e == cudaSuccess) e = launch_early(int8_shrink_kernel, sms * 2, kInt8Warps * 32, 0, stream, p);
+  return e == cudaSuccess ? launch_early(int8_expand_kernel, sms * 2, kInt8Warps * 32, 0, stream, p) : e;
 }
 
 }  // namespace lora_jax
