@@ -2,6 +2,7 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.cases.tiny_tokenizers import KINDS
@@ -32,11 +33,12 @@ def tokenizers(base):
     return AdapterTokenizers(base, base.vocab_size + ROOM)
 
 
-def fitted(base, *tokens):
-    return tokenizers(base).fitted(Weights(Report(tokens)))
+def fitted(base, *tokens) -> Any:
+    weights: Any = Weights(Report(tokens))
+    return tokenizers(base).fitted(weights)
 
 
-def entry(*tokens):
+def entry(*tokens) -> Any:
     return SimpleNamespace(report=Report(tokens))
 
 
