@@ -14,6 +14,7 @@ from bench.ablation.plots import plot_ablation
 from bench.adapter_eviction import plot_adapter_eviction
 from bench.end_to_end.plots import plot_end_to_end
 from bench.esft_plots import plot_esft_speed
+from bench.functions.plots import plot_functions
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
@@ -101,6 +102,7 @@ PLOTS = {
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
+    "functions_simulated": plot_functions,
     "vision_applications_": plot_applications,
 }
 

@@ -40,6 +40,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
+    page_pool_bytes: int | None = None  # that KV pages and adapters share; None: a part for each
     kv_offloading_size: float = 0.0  # GiB of host memory for KV pages that leave the device
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
@@ -214,6 +215,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("max_model_len", 1, 1 << 50),
     ("kv_cache_memory_bytes", 1, 1 << 50),
     ("lora_memory_bytes", 1, 1 << 50),
+    ("page_pool_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
     ("max_lora_cls_labels", 0, MAX_LABELS),
