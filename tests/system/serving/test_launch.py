@@ -73,6 +73,7 @@ VALUES = {
     "scheduling_policy": "sjf",
     "lora_attention": "remote",
     "lora_server_transport": "nixl",
+    "distributed_executor_backend": "ray",
     "lora_kernel": "reference",
     "allowed_local_media_path": "/",
     "limit_mm_per_prompt": '{"image": 3}',

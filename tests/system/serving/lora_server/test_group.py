@@ -14,8 +14,8 @@ class Process:
 
     made = ()
 
-    def __init__(self, spec, rank, path, gpu):
-        self.rank, self.path, self.control, self.stopped = rank, path, None, False
+    def __init__(self, spec, rank, place, gpu, host):
+        self.rank, self.path, self.control, self.stopped = rank, place.address, None, False
         self.gpu = gpu
         Process.made = (*Process.made, self)
 
