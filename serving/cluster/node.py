@@ -60,7 +60,8 @@ class NodeProcess(AbstractChild):
     ):
         """Start the process, on `host`; `place` is as of gang_of."""
         self._life, life = host.pipe()
-        process = host.process(node_main, (life, options, place), "node")
+        rank = options.cluster.node_rank if place is None else place.rank
+        process = host.process(node_main, (life, options, place), f"node-{rank}")
         super().__init__(process, _END_S)
         life.close()
 

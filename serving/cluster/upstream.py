@@ -133,7 +133,7 @@ async def send(
     Raises UpstreamDown, UpstreamBroken or UpstreamSlow.
     """
     sock, own = await _connect(address), headers_of(address)
-    return await send_over(sock, method, target, headers, body, head_s, own)
+    return await send_over(sock, method, target, headers, body, head_s, own_headers=own)
 
 
 async def send_over(
@@ -143,6 +143,7 @@ async def send_over(
     headers: Headers,
     body: bytes,
     head_s: float = HEAD_S,
+    *,
     own_headers: Headers = (),
 ) -> Upstream:
     """Send a request over a connection, which it closes in the end; see `send`.

@@ -3,6 +3,7 @@
 Ray makes an actor of the class; it is plain Python, and imports neither jax nor ray.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -63,7 +64,11 @@ class RoleActor:
             process.stdin.flush()
         except BrokenPipeError:  # it has ended already
             pass
-        return process.wait()
+        try:
+            return process.wait()
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
 
     def pid(self) -> int:
         """Return the process's number on this host, 0 before it runs."""

@@ -51,7 +51,7 @@ class RayHost(AbstractRoleHost):
         environ: Mapping[str, str],
         lost: Callable[[], None],
     ):
-        self.actor, self.address = actor, address
+        self.actor, self.where, self.address = actor, address, address
         self._board, self._environ, self._lost = board, environ, lost
         self._tickets: list[Ticket] = []
 
@@ -63,7 +63,7 @@ class RayHost(AbstractRoleHost):
 
     def process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> RayProcess:
         """See AbstractRoleHost."""
-        return RayProcess(self.actor, call_bytes(target, args), self._environ, self._ended)
+        return RayProcess(self.actor, call_bytes(name, target, args), self._environ, self._ended)
 
     def free_port(self) -> int:
         """See AbstractRoleHost. Raises ConnectionError when the host does not answer."""
@@ -111,7 +111,7 @@ class RayHosts(AbstractRoleHosts):
             self.close()
             raise
         for key, hosts in self._fresh.items():
-            where = ", ".join(host.address for host in hosts)
+            where = ", ".join(host.where for host in hosts)
             logger.info("Ray has placed %s on %s.", self._groups[key].name, where)
 
     def instance(self, number: int) -> tuple[AbstractRoleHost, ...]:
@@ -132,7 +132,7 @@ class RayHosts(AbstractRoleHosts):
             seen = _answers(asked, _ACTOR_S)
         finally:
             probe.unlink(missing_ok=True)
-        if blind := sorted({h.address for h, sees in zip(hosts, seen, strict=True) if not sees}):
+        if blind := sorted({h.where for h, sees in zip(hosts, seen, strict=True) if not sees}):
             raise ConnectionError(
                 f"The hosts {', '.join(blind)} do not see this host's folder {folder}, where "
                 "instances share what was loaded at run time and the tokens of keys: give "
@@ -237,9 +237,9 @@ def _answers(asked: Sequence[Any], limit_s: float) -> list[Any]:
     try:
         return ray.get(list(asked), timeout=limit_s)
     except RayError as error:
-        lines = [line for line in str(error).splitlines() if line.strip()]
+        text = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ConnectionError(
-            f"Ray runs no actor of this command on some host: {lines[-1] if lines else error!r}. "
+            f"Ray runs no actor of this command on some host: {text}. "
             f"All hosts need this package, and Ray there the same {AUTH}."
         ) from error
 

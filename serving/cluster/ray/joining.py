@@ -15,7 +15,7 @@ from serving.runtime.role_host import AbstractRoleHosts
 logger = logging.getLogger(__name__)
 
 # Variables of this command that its processes on other hosts get too.
-_PASSED_ON = ("JAX_", "XLA_", "LORA_JAX_", "NCCL_", "UCX_", "NVSHMEM_", "VLLM_API_KEY")
+_PASSED_ON = ("JAX_", "XLA_", "LORA_JAX_", "NCCL_", "UCX_", "NVSHMEM_")
 _ADDRESS, _AUTH = "RAY_ADDRESS", "RAY_AUTH_MODE"
 
 
@@ -84,9 +84,9 @@ def _join(ray: Any, environ: Mapping[str, str]) -> None:
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        text = str(error).strip().splitlines()
+        text = (str(error).strip() or repr(error)).splitlines()[0]
         raise StartError(
-            f"Cannot join the Ray cluster at {address}: {text[0] if text else error!r}. Start it "
+            f"Cannot join the Ray cluster at {address}: {text}. Start it "
             "(ray start --head, and ray start --address=HEAD:6379 on the others), set "
             f"{_ADDRESS}=HEAD:6379, and give this command the cluster's token."
         ) from error

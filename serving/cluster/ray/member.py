@@ -17,12 +17,15 @@ from typing import Any
 from serving.cluster.ray.switchboard import Ticket
 
 EXIT_LOST = 75  # as serving.runtime.gang has it: what started this process has gone
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def call_bytes(target: Callable[..., None], args: tuple[Any, ...]) -> bytes:
-    """Return what tells a process to call a module's function; tickets become connections."""
-    payload = pickle.dumps((target, args), pickle.HIGHEST_PROTOCOL)
+def call_bytes(name: str, target: Callable[..., None], args: tuple[Any, ...]) -> bytes:
+    """Return what tells a process its name, and to call a module's function with these arguments.
+
+    Tickets among them become connections.
+    """
+    payload = pickle.dumps((name, target, args), pickle.HIGHEST_PROTOCOL)
     return struct.pack("<Q", len(payload)) + payload
 
 
@@ -33,14 +36,24 @@ def main() -> None:
     (length,) = struct.unpack("<Q", source.read(8))
     payload = source.read(length)
     threading.Thread(target=_watch, args=(source.fileno(),), name="actor", daemon=True).start()
-    target, args = pickle.loads(payload)
+    name, target, args = pickle.loads(payload)
+    _show(name)
     target(*(arg.redeem() if isinstance(arg, Ticket) else arg for arg in args))
 
 
 def die_with_parent() -> None:
     """Let the kernel kill this process with its parent, also when it is stopped (Linux)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _show(name: str) -> None:
+    """Let ps and top show the role (Linux)."""
+    _prctl(_PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, value: Any) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(option, value)
 
 
 def _watch(descriptor: int) -> None:

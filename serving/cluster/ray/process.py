@@ -75,10 +75,10 @@ class RayProcess(AbstractFarProcess):
 
     def _watch(self, running: Any) -> None:
         try:
-            status, is_lost = ray.get(running), False
+            status: Any = ray.get(running)
         except RayError:
-            status, is_lost = -signal.SIGKILL, False
-        self._finish(status, is_lost)
+            status = -signal.SIGKILL
+        self._finish(status, False)
 
     def _kill(self) -> None:
         self._end_actor()

@@ -21,11 +21,11 @@ def test_it_runs_a_process_with_the_commands_variables(tmp_path):
     assert (actor.pid(), actor.is_at_work()) == (0, False)
     file = tmp_path / "said"
     call = call_bytes(
-        exec, (f"import os; open({str(file)!r}, 'w').write(os.environ['OF_COMMAND'])",)
+        "role", exec, (f"import os; open({str(file)!r}, 'w').write(os.environ['OF_COMMAND'])",)
     )
     assert actor.run(call, {"OF_COMMAND": "here"}) == 0
     assert file.read_text() == "here"
-    long = call_bytes(time.sleep, (100,))
+    long = call_bytes("role", time.sleep, (100,))
     thread = threading.Thread(target=lambda: statuses.append(actor.run(long, {})))
     first = actor.pid()
     thread.start()

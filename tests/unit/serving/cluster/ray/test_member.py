@@ -37,13 +37,14 @@ def test_it_calls_the_function_with_connections_for_tickets(tmp_path, monkeypatc
     ours, ticket = board.ticket()
     with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, cwd=ROOT, env=env) as process:
         echo = importlib.import_module("told").echo
-        process.stdin.write(member.call_bytes(echo, (ticket, b" back")))
+        process.stdin.write(member.call_bytes("echo-0", echo, (ticket, b" back")))
         process.stdin.flush()
         ours.send_bytes(b"there")
         assert ours.poll(60)
         assert ours.recv_bytes() == b"there back"
         ours.send_bytes(b"ray?")
         assert ours.recv_bytes() == b"False back"
+        assert Path(f"/proc/{process.pid}/comm").read_text() == "echo-0\n"
         process.stdin.close()  # as when its actor ends
         assert process.wait(20) == member.EXIT_LOST
     board.close()
