@@ -123,6 +123,7 @@ def model(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_one_command_serves_on_two_hosts_and_outlives_a_member(model):
     """An instance over both: a killed member, a hung one, and a node without the token."""
