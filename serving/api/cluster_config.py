@@ -55,9 +55,10 @@ class ClusterConfig:
             )
         if self.lora_server_transport == "nvshmem":
             raise ValueError(
-                "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
-                "whose GPUs need --lora-server-transport auto; between hosts, start Engine in "
-                "Python with a client of serving.lora_server.transport.symmetric."
+                "The processes of an NVSHMEM group are fixed when it starts and none comes back, "
+                "but this command starts lost roles anew: GPUs of one host need "
+                "--lora-server-transport auto; between hosts, start Engine in Python with a client "
+                "of serving.lora_server.transport.symmetric."
             )
         for name, allowed in CHOICES:
             if (value := getattr(self, name)) not in allowed:

@@ -32,7 +32,7 @@ from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 
 logger = logging.getLogger(__name__)
 
-_GROUP_S = 60.0  # for Ray to find room; another job may be giving it back
+_GROUP_S = 60  # for Ray to find room; another job may be giving it back
 _ACTOR_S = 120.0  # for a Python process with this package, on a slow machine
 _SHORT_S = 10.0
 _THREADS = 4  # of an actor: one runs the process, others answer questions
@@ -169,14 +169,12 @@ class RayHosts(AbstractRoleHosts):
     def _hosts(self, key: tuple[str, int]) -> tuple[RayHost, ...]:
         """Return new actors, one in each bundle of a role's group."""
         group, placed = self._groups[key], self._placed[key]
-        try:
-            ray.get(placed.ready(), timeout=_GROUP_S)
-        except RayError as error:
+        if not placed.wait(_GROUP_S):
             self._lose(key)
             raise ConnectionError(
-                f"Ray has found no room for {group.name} ({group.bundles}) within {_GROUP_S:g} s; "
+                f"Ray has found no room for {group.name} ({group.bundles}) within {_GROUP_S} s; "
                 "other jobs use it, or hosts are lost: see ray status."
-            ) from error
+            )
         address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         nodes = placement_group_table(placed)["bundles_to_node_id"]
         actors = [_actor(group, placed, bundle) for bundle in range(group.hosts)]

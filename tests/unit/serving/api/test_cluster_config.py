@@ -33,7 +33,10 @@ def test_by_default_one_process_does_it_all():
             {"lora_server": 1, "lora_server_transport": "ucx"},
             "one of auto, tcp, nixl, got 'ucx'",
         ),
-        ({"lora_server": 1, "lora_server_transport": "nvshmem"}, "starts the roles of one"),
+        (
+            {"lora_server": 1, "lora_server_transport": "nvshmem"},
+            "this command starts lost roles anew",
+        ),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
         ({"nnodes": 0}, r"nnodes must be in \[1, 64\], got 0"),
