@@ -54,6 +54,7 @@ def ray_hosts(
 
 def _ray() -> Any:
     """Return the package. Raises StartError where it is not installed."""
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a late call after the end joins nothing
     try:
         import ray
     except ModuleNotFoundError:

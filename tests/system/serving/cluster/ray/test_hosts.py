@@ -46,6 +46,7 @@ class RayNodes:
         stack.callback(self.process.stdin.close)
         self.address = self.process.stdout.readline().strip()
         assert self.address, (folder / "nodes.log").read_text()[-3000:]
+        self.head = int(self.process.stdout.readline())
 
     def add(self, env):
         """Add a node with these variables."""
@@ -189,6 +190,37 @@ def test_instances_share_a_lora_server_over_tcp(model):
             assert server.status() == 200  # the others answer
             until(lambda role=role: members(nodes).get(role, first[role]) != first[role])
             until(lambda: answers(server, "model:a1") == want)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_host_that_hangs_is_found_and_another_one_takes_its_part(model):
+    """All of a node is stopped: raylet, actor and role. A third node is free."""
+    with contextlib.ExitStack() as stack:
+        nodes = RayNodes(model, stack, 3)
+        words = f"--tensor-parallel-size 2 --nnodes 2 --lora-modules a1={model / 'adapters' / 'a1'}"
+        server = Served(nodes, model, stack, words)
+        server.wait()
+        want = server.ask("a1")
+        lines = [(pid, parent(pid), parent(parent(pid))) for pid in members(nodes).values()]
+        hung = next(line for line in lines if line[2] != nodes.head)
+        stack.callback(resume, hung)
+        for pid in hung:
+            os.kill(pid, signal.SIGSTOP)
+        assert server.until(503) < 5
+        server.until(200)
+        assert server.ask("a1") == want
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def resume(pids):
+    """Let stopped processes go on, so that they can end."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.long

@@ -44,6 +44,7 @@ def made(monkeypatch):
     errors = SimpleNamespace(RayError=OSError)
     ray = SimpleNamespace(init=init, shutdown=leave, exceptions=errors)
     of_hosts = SimpleNamespace(RayHosts=hosts, rooms=lambda: calls.rooms)
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "serving.cluster.ray.hosts", of_hosts)
     return calls
@@ -87,6 +88,7 @@ def test_what_does_not_fit_is_refused_and_the_cluster_left(made, given, message)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(StartError, match=r"pip install 'lora-jax\[cluster\]'"):
         joining.ray_hosts(options(), TOKENS)
