@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import logging
+import multiprocessing.connection
 import os
 import secrets
 import shutil
@@ -89,8 +90,9 @@ class InstanceProcess(AbstractChild):
 
     def wait_ready(self) -> None:
         """Return when the instance answers. Raises ConnectionError if it ended instead."""
+        watched = [self._life, *(follower.sentinel for follower in self._followers)]
         try:
-            if self._life.poll(_START_S):
+            if self._life in multiprocessing.connection.wait(watched, _START_S):
                 said = self._life.recv_bytes().removeprefix(_READY).split()
                 self.body_bytes = int(said[0])
                 if isinstance(self.path, FarAddress):

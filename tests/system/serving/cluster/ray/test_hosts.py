@@ -94,12 +94,14 @@ class Served:
                 return error.code
 
     def until(self, status, limit_s=280.0):
-        """Return the seconds until /health gives this status."""
+        """Return, and print for -s, the seconds until /health gives this status."""
         began = time.monotonic()
         while self.status() != status:
             assert time.monotonic() < began + limit_s, self.log.read_text()[-3000:]
             time.sleep(0.02)
-        return time.monotonic() - began
+        seconds = time.monotonic() - began
+        print(f"status {status} after {seconds:.2f} s")
+        return seconds
 
 
 def members(cluster):
