@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Variables of this command that its processes on other hosts get too.
 _PASSED_ON = ("JAX_", "XLA_", "LORA_JAX_", "NCCL_", "UCX_", "NVSHMEM_")
+_CONNECT_S = 5.0
 _ADDRESS, _AUTH = "RAY_ADDRESS", "RAY_AUTH_MODE"
 
 
@@ -83,11 +85,19 @@ def _join(ray: Any, environ: Mapping[str, str]) -> None:
     """Connect this process. Raises StartError where there is no cluster, or the token is wrong."""
     address = environ.get(_ADDRESS, "auto")
     try:
+        _require_listener(address)
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
-    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         text = (str(error).strip() or repr(error)).splitlines()[0]
         raise StartError(
             f"Cannot join the Ray cluster at {address}: {text}. Start it "
             "(ray start --head, and ray start --address=HEAD:6379 on the others), set "
             f"{_ADDRESS}=HEAD:6379, and give this command the cluster's token."
         ) from error
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError where nobody listens: Ray would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), _CONNECT_S).close()

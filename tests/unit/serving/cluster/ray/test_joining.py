@@ -1,6 +1,7 @@
 """What cannot work on Ray's hosts is refused before a process starts. Ray is a stand-in."""
 
 import dataclasses
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -16,6 +17,9 @@ from serving.cluster.ray.joining import ray_hosts
 from serving.http.settings import HttpSettings
 
 TOKENS = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "head:6379", "JAX_PLATFORMS": "cpu", "HOME": "/"}
+
+
+ERRORS = SimpleNamespace(RayError=OSError)
 
 
 def options(**cluster):
@@ -41,10 +45,10 @@ def made(monkeypatch):
         calls.groups, calls.passed, calls.needs_tokens = groups, passed, needs_tokens
         return "hosts"
 
-    errors = SimpleNamespace(RayError=OSError)
-    ray = SimpleNamespace(init=init, shutdown=leave, exceptions=errors)
+    ray = SimpleNamespace(init=init, shutdown=leave, exceptions=ERRORS)
     of_hosts = SimpleNamespace(RayHosts=hosts, rooms=lambda: calls.rooms)
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
+    monkeypatch.setattr(joining.socket, "create_connection", lambda *given: socket.socket())
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "serving.cluster.ray.hosts", of_hosts)
     return calls
@@ -72,6 +76,17 @@ def test_a_cluster_that_is_not_there_is_told_with_what_to_do(made):
     message = "Cannot join the Ray cluster at nowhere:1: Failed to connect to Ray cluster. Start it"
     with pytest.raises(StartError, match=message):
         ray_hosts(options(), TOKENS | {"RAY_ADDRESS": "nowhere:1"})
+
+
+def test_where_nobody_listens_ray_is_not_asked(made, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=ERRORS, init=None))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StartError, match=rf"Ray cluster at {address}: .*refused.* Start it"):
+            ray_hosts(options(), TOKENS | {"RAY_ADDRESS": address})
 
 
 @pytest.mark.parametrize(
