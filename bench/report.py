@@ -101,6 +101,7 @@ PLOTS = {
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
+    "functions_simulated": plot_functions,
     "vision_applications_": plot_applications,
 }
 

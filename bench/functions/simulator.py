@@ -31,6 +31,8 @@ class Simulation:
         self._order = itertools.count()
         self._events: list[tuple[float, int, Any, Any]] = []
         self._in_host: set[str] = set()
+        # Seconds of loads that requests waited for, by part: figure 9 of the paper.
+        self.load_s = dict.fromkeys(("libraries", "context", "backbone", "adapter"), 0.0)
 
     def run(self, seconds: float) -> None:
         """Simulate all arrivals until their last token; plans are made for so many seconds."""
@@ -95,16 +97,23 @@ class Simulation:
         ):
             return False
         begin = self.now
+        waits = len(function.queue)
         if "backbone" in parts:
             in_host = f"backbone {model.name}" in self._in_host
             device.backbone_at = begin = begin + times.load_s(model.backbone_gb, in_host)
+            self.load_s["backbone"] += waits * (begin - self.now)
         elif device.backbone_at is not None:
             begin = max(begin, device.backbone_at)
         if "context" in parts:
             warm = f"libraries {function.name}" in self._in_host
-            begin += (times.fork_s if warm else times.libraries_s) + times.context_s
+            libraries_s = times.fork_s if warm else times.libraries_s
+            begin += libraries_s + times.context_s
+            self.load_s["libraries"] += waits * libraries_s
+            self.load_s["context"] += waits * times.context_s
         if "adapter" in parts:
-            begin += times.load_s(times.adapter_gb, f"adapter {function.name}" in self._in_host)
+            took = times.load_s(times.adapter_gb, f"adapter {function.name}" in self._in_host)
+            begin += took
+            self.load_s["adapter"] += waits * took
         function.there |= parts & set(PARTS)
         function.ready_at = begin
         self._push(begin, "loaded", function)

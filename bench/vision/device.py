@@ -22,7 +22,7 @@ from lora_jax.models.qwen3_tower import Qwen3Tower
 from lora_jax.vision import layout
 from lora_jax.vision.processor import preprocess, read_settings
 from serving import Engine, Sampling
-from serving.api.images import EncodeImage, PreparedImage
+from serving.api.images import PreparedImage
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.merged_weights import switched
 
@@ -114,10 +114,10 @@ def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]
         max_rank=1,
     )
     encoder.start(1, 64, jax.devices()[0])
-    work = EncodeImage(image, tuple(range(image.num_tokens)), -1)
+    rows = tuple(range(image.num_tokens))
 
     def run() -> None:
-        encoder.encode(work, None)
+        encoder.encode(image, rows, -1, None)
         encoder.wait()
 
     ms = median_ms(run, 5)

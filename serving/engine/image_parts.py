@@ -64,24 +64,13 @@ def take_tower(
     return ImageParts(tower, settings, rows, num_bytes)
 
 
-def check_pairs(model_config: ModelConfig, has_server: bool, config: EngineConfig) -> EngineConfig:
-    """Return the config, without room for ESFT adapters if the model has a tower.
-
-    Raises ValueError for what such a model does not work together with.
-    """
-    if model_config.vision is None:
-        return config
-    if has_server:
+def check_pairs(model_config: ModelConfig, has_server: bool) -> None:
+    """Raise ValueError for what a model that takes images does not work together with."""
+    if model_config.vision is not None and has_server:
         raise ValueError(
             f"{model_config.model_type} takes images, which a LoRA Server does not serve yet: "
             "start without lora_server."
         )
-    if config.max_esft_adapters:
-        raise ValueError(
-            f"{model_config.model_type} takes images, and ESFT adapters of such models are not "
-            "supported yet: set max_esft_adapters to 0."
-        )
-    return dataclasses.replace(config, max_esft_adapters=0)
 
 
 def make_encoder(

@@ -11,6 +11,7 @@ from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 
 
 class ServerResidency(LoraResidency):
@@ -20,7 +21,9 @@ class ServerResidency(LoraResidency):
     fail.
     """
 
-    def __init__(self, loader: AdapterLoader, server: InstanceSide, copier: Copier | None = None):
+    def __init__(
+        self, loader: AdapterLoader, server: InstanceSide | TenantSide, copier: Copier | None = None
+    ):
         super().__init__(loader, copier, server.keep)
         self.server = server
         self._dispatched = 0

@@ -41,6 +41,12 @@ class ServerAccess:
     local_slots: int = 0  # adapters whose experts the instance can take over when it is lost
     overlap: bool = True  # exchanges behind the base's computation
     prefetch: bool = True  # an adapter is asked for when its request is queued
+    holds_all = False  # of an adapter: attention, router and head may stay on the instance
+    read_adapter = None  # adapters are read from their files
+
+    def open(self, config: EngineConfig, dtype: str) -> "InstanceSide":
+        """Return an engine's end of the server; see `connect`."""
+        return connect(self, config, dtype)
 
 
 class InstanceSide:

@@ -21,7 +21,7 @@ from lora_jax.typing import Array, Float, Int
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches, ProcessorSettings
 from lora_jax.vision.rope_positions import rope_positions
-from serving.api.images import EncodeImage
+from serving.api.images import PreparedImage
 from serving.api.request import Sequence
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
@@ -90,12 +90,16 @@ class ImageEncoder:
         places[POSITIONS] = rope_positions(self._tower_config, has_sections, grids, length)
         self._set_places(sequence.row, places)
 
-    def encode(self, work: EncodeImage, slots: AdapterSlots | None) -> None:
-        """Have the tower compute an image's rows; returns at once."""
-        needed = layout.tower_patches(self._tower_config, work.image.grid)
+    def encode(
+        self, image: PreparedImage, rows: tuple[int, ...], slot: int, slots: AdapterSlots | None
+    ) -> None:
+        """Have the tower compute an image, with the LoRA of a slot (-1: none); returns at once.
+
+        `rows` are the cache's rows that its output goes to.
+        """
+        needed = layout.tower_patches(self._tower_config, image.grid)
         bucket = next(bucket for bucket in self.buckets if bucket >= needed)
-        has_lora = slots is not None and work.slot < slots.num_slots  # ESFT slots come after
-        self._run(work.image.patches, work.rows, work.slot if has_lora else -1, bucket, slots)
+        self._run(image.patches, rows, slot, bucket, slots)
 
     def wait(self) -> None:
         """Wait until everything has run."""

@@ -185,7 +185,13 @@ class Embedding(nnx.Module):
         self, x: Float[Array, "rows size"], routing: AdapterRouting
     ) -> Float[Array, "rows vocab"]:
         """Return logits of a tied head, with each row's adapter of lm_head."""
-        y, head = matmul(x, self.weight[...], routing.num_rows), ("lm_head",)
+        head = ("lm_head",)
+        exchange = routing.exchange(head, 0)
+        if exchange is not None:
+            x = exchange.push(x)
+        y = matmul(x, self.weight[...], routing.num_rows)
+        if exchange is not None:
+            return exchange.wait_add((y,), x)[0]
         ys = add_gains(add_lora((y,), x, routing, head, 0), routing, head, 0)
         return gather(ys[0], routing.split)
 

@@ -10,7 +10,7 @@ from support.drivers.vision_driver import IMAGE, QWEN_TEXT, Tower
 
 from lora_jax.vision.processor import ProcessorSettings, preprocess
 from lora_jax.vision.rope_positions import rope_positions
-from serving.api.images import EncodeImage, PreparedImage, PromptImage
+from serving.api.images import PreparedImage, PromptImage
 from serving.api.request import Request, Sequence
 from serving.api.sampling import Sampling
 from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageEncoder
@@ -47,7 +47,7 @@ def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made
     image = prepared(24, 40)
     where = tuple(range(38, 38 - image.num_tokens, -1))
     before = np.asarray(encoder.operands.rows)
-    encoder.encode(EncodeImage(image, where, -1), None)
+    encoder.encode(image, where, -1, None)
     after = np.asarray(encoder.operands.rows)
     np.testing.assert_array_equal(after[list(where)], oracle(image.patches))
     others = [row for row in range(NUM_ROWS) if row not in where]
