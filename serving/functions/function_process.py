@@ -206,7 +206,8 @@ class _Calls:
             registry.load(name, call["folder"], replace=True, pinned=True, confined=False)
             return
         report = report_of(call["report"])
-        tenants.sit(name, report, Seat(*call["fds"], call["epoch"]))
+        channel, bell, life = call["fds"]
+        tenants.sit(name, report, Seat(channel, bell, life, call["epoch"]))
         digest = digest_of(name, report.digest)
         registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
 

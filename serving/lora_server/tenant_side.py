@@ -26,7 +26,7 @@ from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, LayerExchange, RemoteTable
 from serving.lora_server.tenant_adapter import layout_of
 from serving.lora_server.tenant_layout import TenantLayout
-from serving.lora_server.transport.base import PushRows, Status
+from serving.lora_server.transport.base import AbstractClient, PushRows, Status
 from serving.lora_server.transport.tenants import Seat, TenantClient
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ class TenantStep:
     has_local = False
 
     def __init__(self, layout: TenantLayout, client: TenantClient, table: RemoteTable):
-        self._layout, self.client, self._table = layout, client, table
+        self._layout, self._table = layout, table
+        self.client: AbstractClient = client
         self.statuses: list[jax.Array] = []
 
     def has(self, module: str, layer: int) -> bool:
