@@ -291,6 +291,14 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):
         agent.function(MODEL / "adapters" / "summary", name="law")
     with pytest.raises(ValueError, match=r"nowhere: there is no config\.json"):
         Agent("/nowhere")
+    for fields, words in (
+        ({"isolation": "full"}, "one of none, server, process"),
+        ({"max_tenants": 4}, "a size of isolation 'server' or 'none'"),
+        ({"isolation": "server", "ttft_slo_s": 1.0}, "batches them all"),
+        ({"verify_s": 0.0}, "verify_s must be in"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Agent(MODEL, **fields)
     assert agent.functions["law"].generate("a", SAMPLING)
 
 
