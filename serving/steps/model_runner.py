@@ -115,7 +115,7 @@ class ModelRunner:
             where = (self._step.sharding, split)
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._place, self._encoder = place, encoder
+        self._place, self.encoder = place, encoder
         self.merged, self._mixture, self._bringing = merged, mixture, bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
@@ -146,8 +146,8 @@ class ModelRunner:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
-        if self._encoder is not None:
-            self._encoder.warm_up(self._plain_slots)
+        if self.encoder is not None:
+            self.encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
         self._step.set_pages(self._tables)
@@ -282,12 +282,12 @@ class ModelRunner:
         made = self._inputs.make(plan, program, in_parts=in_parts)
         self._tell(made)
         self._write(made)
-        if self._encoder is not None:
+        if self.encoder is not None:
             for sequence in plan.admitted:
-                self._encoder.admit(sequence)
+                self.encoder.admit(sequence)
             for work in plan.encodes:
                 slot = lora_slot(work.slot, self._num_lora, self._num_esft)
-                self._encoder.encode(work.image, work.rows, slot, self._plain_slots)
+                self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return made.table
@@ -317,8 +317,8 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         jax.block_until_ready((self._cache, self._state))
-        if self._encoder is not None:
-            self._encoder.wait()
+        if self.encoder is not None:
+            self.encoder.wait()
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
@@ -366,7 +366,7 @@ class ModelRunner:
         return None if self.slots is None else self.slots.plain
 
     def _operands(self, program: Program) -> Operands:
-        images = None if self._encoder is None else self._encoder.operands
+        images = None if self.encoder is None else self.encoder.operands
         slots = self.slots if program.brings else self._plain_slots
         adapters = (slots, self.reroute_tables, self.remote_table)
         weights = self.merged.operands if program.merged and self.merged is not None else None

@@ -20,6 +20,13 @@ __device__ __forceinline__ void mbar_expect(uint64_t* bar, uint32_t bytes) {
 __device__ __forceinline__ void mbar_arrive(uint64_t* bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_u32(bar)) : "memory");
 }
+// The same of some threads, without a branch.
+__device__ __forceinline__ void mbar_arrive_if(uint64_t* bar, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(smem_u32(bar)),
+      "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void mbar_wait(uint64_t* bar, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
@@ -101,6 +108,13 @@ __device__ __forceinline__ void copies_wait() {
 // Of the first `threads` threads of a CTA, a multiple of 32.
 __device__ __forceinline__ void consumer_barrier(int threads) {
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+// Barriers 2 and up of a CTA, of `threads` threads: some arrive and go on, others wait for all.
+__device__ __forceinline__ void named_barrier_wait(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 // Makes fresh barriers visible to the copy engine; makes what threads wrote visible to it.
 __device__ __forceinline__ void fence_barriers() {

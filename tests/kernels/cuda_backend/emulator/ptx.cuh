@@ -14,6 +14,9 @@ inline void mbar_arrive(uint64_t* bar) {
   if (--b.pending < 0) emu::fail("more arrivals at a barrier than it expects");
   emu::settle(b);
 }
+inline void mbar_arrive_if(uint64_t* bar, bool wanted) {
+  if (wanted) mbar_arrive(bar);
+}
 inline void mbar_expect(uint64_t* bar, uint32_t bytes) {
   emu::barrier(bar).bytes += bytes;
   mbar_arrive(bar);
@@ -69,6 +72,11 @@ inline void copies_arrive(uint64_t* bar) {
   mbar_arrive(bar);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void named_barrier_wait(int barrier, int threads) { emu::meet(emu::machine.current->block->named[barrier], threads); }
+inline void named_barrier_arrive(int barrier, int threads) {
+  emu::Rendezvous& r = emu::machine.current->block->named[barrier];
+  if (++r.arrived == threads) r.arrived = 0, ++r.generation, ++emu::machine.progress;
+}
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
