@@ -7,7 +7,7 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 """
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -165,10 +165,15 @@ class ModelRunner:
             jax.block_until_ready((sampled, status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
-        for p in self.programs:
-            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+        yield from self.lowered(self.programs)
         for p in self.two_part_programs:
             yield from self._step.lower_parts(self._operands(p), table, p.bucket)
+
+    def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
+        """Return steps of one program, ready to compile."""
+        table = self._inputs.empty_table()
+        for p in programs:
+            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
 
     @property
     def programs(self) -> tuple[Program, ...]:
