@@ -42,6 +42,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--position", type=int, default=512, help="of rows that decode")
     parser.add_argument("--prompts", type=int, default=8, help="of a step of prompts; 0: none")
+    parser.add_argument("--profile", action="store_true", help="keep the kernels of the steps")
     parser.add_argument("--exchange", choices=("own", "lax"), default="own")
     parser.add_argument("--lock", type=Path, help="file that parts share which run side by side")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
@@ -60,7 +61,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any
     if args.part == "bits":
         return bits.measure(args.model, args.devices, folder, raw, quiet)
     if args.part == "steps":
-        return steps.measure(raw, devices, args.expert_parallel, sizes, quiet)
+        how = {"profiled": args.profile}
+        return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
     if args.part == "graphs":
         return graphs.measure(raw, devices, args.expert_parallel, sizes)
     return served.measure(raw, devices, folder, quiet)
@@ -91,7 +93,11 @@ def main() -> None:
     result |= {"layers": _shape(args)["num_hidden_layers"], "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    shown = {k: v for k, v in rows.items() if k != "turns_ms"} if isinstance(rows, dict) else rows
+    shown = (
+        {k: v for k, v in rows.items() if k not in ("turns_ms", "kernels")}
+        if isinstance(rows, dict)
+        else rows
+    )
     print(args.part, json.dumps(shown))
 
 

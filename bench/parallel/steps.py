@@ -7,6 +7,7 @@ tokens as on another number of devices.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from bench import decode_step
 from bench.decode_step import ADAPTERS, GREEDY, PAGE_SIZE, RANK, Case
 from bench.parallel.quiet import Quiet
+from bench.step_profile import profile_step
 from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.steps.compiling import compile_all
@@ -28,6 +30,7 @@ from serving.steps.step_programs import Program
 BASE = Case("base", (-1,), GREEDY)
 MIXED = Case(f"{ADAPTERS} adapters", tuple(range(ADAPTERS)), GREEDY)
 CASES = (BASE, MIXED)
+KERNELS = 40  # of a profile
 FEW_TURNS = (5, 8)  # turns, and steps of each: a step of prompts takes long
 
 
@@ -103,8 +106,13 @@ def measure(
     expert_parallel: bool | None,
     sizes: Sizes,
     quiet: Quiet,
+    *,
+    profiled: bool = False,
 ) -> dict[str, Any]:
-    """Return medians and turns of every case over so many devices, in ms, and what was loaded."""
+    """Return medians and turns of every case over so many devices, in ms, and what was loaded.
+
+    With `profiled` also the kernels of each case: launches and us of one step on one device.
+    """
     begun = time.perf_counter()
     split = decode_step.split_for(raw, devices, expert_parallel)
     runners = make_runners(raw, sizes, split)
@@ -116,10 +124,12 @@ def measure(
         turns = {f"decode, {n}": t for n, t in _turns(runners.decode, plans).items()}
         decode_step.start(runners.decode, plans[BASE.name])
         tokens = decode_step.digest(decode_step.sampled(runners.decode, plans[BASE.name]))
+        prompts = {}
         if runners.prompts is not None:
-            plans = {c.name: prompt_plan(c, runners.prompts, vocab, sizes) for c in CASES}
-            found = _turns(runners.prompts, plans, *FEW_TURNS)
+            prompts = {c.name: prompt_plan(c, runners.prompts, vocab, sizes) for c in CASES}
+            found = _turns(runners.prompts, prompts, *FEW_TURNS)
             turns |= {f"prompts, {name}": took for name, took in found.items()}
+        profiles = _profiles(runners, plans, prompts, devices) if profiled else {}
     if split is not None:
         split.check()
     return {
@@ -131,6 +141,7 @@ def measure(
         "rank": RANK,
         "base_tokens": tokens,
         "ms": {name: round(statistics.median(took), 4) for name, took in turns.items()},
+        "kernels": profiles,
         "turns_ms": {name: [round(t, 4) for t in took] for name, took in turns.items()},
         "made_and_compiled_s": round(ready - begun, 1),
         "gib_in_use": [round(used / 2**30, 2) for used in _bytes_in_use(devices)],
@@ -141,6 +152,26 @@ def _turns(runner: ModelRunner, plans: dict[str, StepPlan], *how: int) -> dict[s
     for plan in plans.values():
         decode_step.start(runner, plan)
     return decode_step.take_turns(runner, plans, *how)
+
+
+def _profiles(
+    runners: Runners, decode: dict[str, StepPlan], prompts: dict[str, StepPlan], devices: int
+) -> dict[str, dict[str, list[float]]]:
+    """Return (launches, us) of the kernels that take longest in a step, by case and name."""
+    found = {}
+    for what, runner, plans in (
+        ("decode", runners.decode, decode),
+        ("prompts", runners.prompts, prompts),
+    ):
+        for name, plan in plans.items():
+            decode_step.start(runner, plan)
+            kernels = profile_step(functools.partial(decode_step.sampled, runner, plan))
+            longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS]
+            found[f"{what}, {name}"] = {
+                kernel: [round(number / devices, 2) for number in numbers]
+                for kernel, numbers in longest
+            }
+    return found
 
 
 def _bytes_in_use(devices: int) -> list[int]:
