@@ -158,11 +158,10 @@ def _profiles(
     runners: Runners, decode: dict[str, StepPlan], prompts: dict[str, StepPlan], devices: int
 ) -> dict[str, dict[str, list[float]]]:
     """Return (launches, us) of the kernels that take longest in a step, by case and name."""
-    found = {}
-    for what, runner, plans in (
-        ("decode", runners.decode, decode),
-        ("prompts", runners.prompts, prompts),
-    ):
+    found, both = {}, [("decode", runners.decode, decode)]
+    if runners.prompts is not None:
+        both.append(("prompts", runners.prompts, prompts))
+    for what, runner, plans in both:
         for name, plan in plans.items():
             decode_step.start(runner, plan)
             kernels = profile_step(functools.partial(decode_step.sampled, runner, plan))
