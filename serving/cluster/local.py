@@ -55,7 +55,8 @@ class LocalCluster:
         self.router = Router(cluster.instances, names, merged=merged)
         self.group: ServerGroup | None = None
         try:
-            self.group = None if spec is None else ServerGroup(spec, cluster.instances)
+            first_gpu = cluster.instances * options.engine.tensor_parallel_size
+            self.group = None if spec is None else ServerGroup(spec, first_gpu)
             self._processes = [self._start(number) for number in range(cluster.instances)]
             for process in self._processes:
                 process.wait_ready()

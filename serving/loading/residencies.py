@@ -198,7 +198,7 @@ def make_residencies(
     elif server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:
-        lora = ServerResidency(loader, server, copier)
+        lora = ServerResidency(loader, server, copier, host_form)
     if esft is None:
         return Residencies([lora])
     experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)

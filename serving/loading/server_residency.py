@@ -7,8 +7,9 @@ import numpy as np
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.row_copies import Copier
+from lora_jax.adapters.weights import AdapterWeights
 from serving.loading.adapter_loader import AdapterLoader
-from serving.loading.lora_residency import LoraResidency
+from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
 
@@ -20,8 +21,20 @@ class ServerResidency(LoraResidency):
     fail.
     """
 
-    def __init__(self, loader: AdapterLoader, server: InstanceSide, copier: Copier | None = None):
-        super().__init__(loader, copier, server.keep)
+    def __init__(
+        self,
+        loader: AdapterLoader,
+        server: InstanceSide,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
+    ):
+        """`host_form` makes of what stays here what the host keeps."""
+
+        def keep(weights: AdapterWeights) -> AdapterWeights:
+            kept = server.keep(weights)
+            return kept if host_form is None else host_form(kept)
+
+        super().__init__(loader, copier, keep)
         self.server = server
         self._dispatched = 0
 

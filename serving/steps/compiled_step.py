@@ -280,8 +280,8 @@ def _jit_steps(
     def run_forward(leaves, cache, history, rest, bucket, lora):
         made = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         (slots, reroute_tables, remote_table), table, pages, images, merged = rest
-        remote = None if link is None or not lora else link.start(remote_table)
         over = None if split is None else split.split
+        remote = None if link is None or not lora else link.start(remote_table, over)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
         cache, logits, rows, heads = forward_step(made, cache, history, *batch, merged)
         return cache, logits, (rows, heads), None if remote is None else remote.status()

@@ -110,15 +110,21 @@ class Experts(nnx.Module):
 
         def products(x, *names):
             modules = tuple(f"experts.{name}" for name in names)
-            exchange = server.exchange(
-                modules, self.layer, routing.row_to_slot, map.row_to_expert, routing.num_rows
-            )
+            experts = self._experts_of_model(map, routing.split)
+            rows = routing.row_to_slot, experts, routing.num_rows
+            exchange = server.exchange(modules, self.layer, *rows)
             x = exchange.push(x)
             ys = exchange.wait_add(tuple(self._product(x, name, map, routing) for name in names), x)
             return self._add_local(ys, x, names, map, routing) if server.has_local else ys
 
         inner = self._activation(*products(x, "gate_proj", "up_proj"))
         return products(inner, "down_proj")[0]
+
+    def _experts_of_model(self, map: RowMap, split: Split | None) -> Int[Array, "rows"]:
+        """Return each row's expert by its number in the model."""
+        if split is None:
+            return map.row_to_expert
+        return map.row_to_expert + jax.lax.axis_index(AXIS) * (self.moe.num_experts // split.size)
 
     def _add_local(
         self,
