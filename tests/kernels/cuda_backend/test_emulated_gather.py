@@ -61,7 +61,7 @@ def test_every_device_gets_all_columns_in_every_round(library, devices):
     """Words and plain pieces in turn: a slot is used again two exchanges later."""
     gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
     words, slot = library.most_word_bytes(), library.plain_slot_bytes()
-    largest = 2 * slot + 3 * UNIT  # three pieces
+    largest = 6 * slot + 3 * UNIT  # seven pieces, in four slots
     shapes = [(1, 1), (3, 5), (1, words // UNIT), (2, largest // UNIT // 2), (5, 3), (1, 1), (7, 9)]
     for rows, units in shapes * 2:
         parts = parts_of(rng, devices, rows, units)
