@@ -17,6 +17,7 @@ from bench.esft_plots import plot_esft_speed
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
+from bench.parallel.plots import plot_exchange
 from bench.vision.plots import plot_applications
 
 BARS = {
@@ -101,6 +102,7 @@ PLOTS = {
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
+    "parallel_exchange_": plot_exchange,
     "vision_applications_": plot_applications,
 }
 

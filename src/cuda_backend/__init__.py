@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
-    from cuda_backend.all_gather import all_gather, gather_group
+    from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
     from cuda_backend.keep_likely import keep_likely
@@ -23,9 +23,10 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.rms_norm import rms_norm
 
     linear = (grouped_matmul, lora_gemm)
-    others = (adapter_items, all_gather, gather_group, merge, paged_attention, reroute, row_map)
+    exchanges = (all_gather, all_to_all, gather_group)
+    others = (adapter_items, merge, paged_attention, reroute, row_map)
     by_row = (choose_experts, keep_likely, place_heads, rms_norm)
-    return {op.__name__: op for op in (*linear, *others, *by_row)}
+    return {op.__name__: op for op in (*linear, *exchanges, *others, *by_row)}
 
 
 def transport(device: int = 0) -> "PeerDevice":

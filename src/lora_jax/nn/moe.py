@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.gather import gather, local_index, pick
+from lora_jax.nn.gather import gather, local_index, swap
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
@@ -234,7 +234,8 @@ class MoeBlock(nnx.Module):
         """Return the weighted sum of rows that each device computes for its own experts.
 
         Rows of other devices' experts are in no group here, and have no adapter. Every device then
-        has every row, and sums a token's in the order of top-k, as one device does.
+        has a part of the columns of every row, and sums a token's in the order of top-k, as one
+        device does; the sums are gathered.
         """
         assert routing.split is not None
         owner, local = local_index(ids, self.moe.num_experts // routing.split.size)
@@ -246,7 +247,9 @@ class MoeBlock(nnx.Module):
             here, row_to_slot=jnp.where(position < num_rows, here.row_to_slot, -1)
         )
         out = self.experts(x[map.row_to_token], map, here)
-        return combine(pick(out[map.inverse], owner.reshape(-1), routing.split), weights)
+        everywhere = swap(out[map.inverse], routing.split)
+        mine = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
+        return gather(combine(mine, weights), routing.split)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""

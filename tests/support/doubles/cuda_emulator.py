@@ -28,7 +28,7 @@ REWRITES = (
         r"__shared__ ((?:const |unsigned )*\w+\*?) (\w+)\[([^\]]+)\];",
         r"auto& \2 = emu::static_shared<\1[\3]>(__LINE__);",
     ),
-    (r"(\w+(?:<\w+>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
+    (r"(\w+(?:<\w+(?:, \w+)*>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),

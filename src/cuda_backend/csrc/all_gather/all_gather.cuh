@@ -1,5 +1,6 @@
-// All-gather between the GPUs of one process, by writes into each other's memory: no host, no library,
-// and nothing that a CUDA graph cannot hold. Copies of values only, so no bit depends on the sizes.
+// All-gather and all-to-all between the GPUs of one process, by writes into each other's memory: no host,
+// no library, and nothing that a CUDA graph cannot hold. Copies of values only, so no bit depends on the
+// sizes. In an all-gather a device sends all of x to each peer, in an all-to-all its part of the columns.
 //
 // Every device has a memory that its peers write into, with slots in turn for each of them. A CTA meets
 // only the peers' CTA of its number.
@@ -38,7 +39,7 @@ constexpr int64_t kGatherPeerBytes = 2 * 2 * kWordBytes + kPlainSlots * kPlainBy
 constexpr int64_t gather_bytes(int devices) { return kGatherHeadBytes + devices * kGatherPeerBytes; }
 
 struct GatherArgs {
-  const uint4* x;  // [rows, local] in units of 16 bytes
+  const uint4* x;  // [rows, local] in units of 16 bytes; of an all-to-all [rows, devices * local]
   uint4* y;        // [rows, devices * local]
   int64_t rows, local;
   int devices, me;
@@ -56,6 +57,12 @@ struct GatherArgs {
   }
   __device__ uint4* slot(int turn, int from, int64_t offset) const {
     return reinterpret_cast<uint4*>(memory[turn] + kGatherHeadBytes + from * kGatherPeerBytes + offset);
+  }
+  template <bool PARTS>
+  __device__ uint4 get(int to, int64_t unit) const {
+    if (!PARTS) return x[unit];
+    const int64_t row = unit / local;
+    return x[(row * devices + to) * local + unit - row * local];
   }
   __device__ void put(int from, int64_t unit, uint4 v) const {
     const int64_t row = unit / local;
@@ -99,20 +106,21 @@ __device__ __forceinline__ uint4 take_unit(const uint4* from, uint32_t number, i
   }
 }
 
-template <int N>
+template <int N, bool PARTS>
 __global__ void __launch_bounds__(kGatherThreads, 1) gather_words_kernel(const __grid_constant__ GatherArgs args) {
   GatherHead* head = args.head(0);
   const uint32_t number = head->sequence[blockIdx.x] + 1;
   const GatherShare share(0, args.rows * args.local);
   for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) {
-    const uint4 v = args.x[i];
+    uint4 v = args.get<PARTS>(args.me, i);
+    args.put(args.me, i, v);
 #pragma unroll
     for (int p = 1; p < N; ++p) {
+      if (PARTS) v = args.get<PARTS>((args.me + p) % N, i);
       uint4* to = args.words(p, args.me, number) + 2 * i;
       send_word(to, v.x, v.y, number);
       send_word(to + 1, v.z, v.w, number);
     }
-    args.put(args.me, i, v);
   }
   GatherClock clock(args);
   for (int p = 1; p < N; ++p) {
@@ -127,14 +135,17 @@ __global__ void __launch_bounds__(kGatherThreads, 1) gather_words_kernel(const _
 }
 
 // Writes a piece, units [first, last) of x, to all peers and to the result, and says that it is there.
-template <int N>
+template <int N, bool PARTS>
 __device__ void send_piece(const GatherArgs& args, uint64_t piece, int64_t first, int64_t last) {
   const GatherShare share(first, last);
   for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) {
-    const uint4 v = args.x[i];
-#pragma unroll
-    for (int p = 1; p < N; ++p) args.plain(p, args.me, piece)[i - first] = v;
+    uint4 v = args.get<PARTS>(args.me, i);
     args.put(args.me, i, v);
+#pragma unroll
+    for (int p = 1; p < N; ++p) {
+      if (PARTS) v = args.get<PARTS>((args.me + p) % N, i);
+      args.plain(p, args.me, piece)[i - first] = v;
+    }
   }
   __syncthreads();
   if (threadIdx.x) return;
@@ -162,35 +173,41 @@ __device__ void take_piece(const GatherArgs& args, GatherClock& clock, uint64_t 
 }
 
 // Plain pieces of at most kPlainBytes: each leaves before the one ahead of it is taken.
-template <int N>
+template <int N, bool PARTS>
 __global__ void __launch_bounds__(kGatherThreads, 1) gather_plain_kernel(const __grid_constant__ GatherArgs args) {
   GatherHead* head = args.head(0);
   const int64_t units = args.rows * args.local, most = kPlainBytes / 16, count = (units + most - 1) / most;
   const uint64_t before = head->pieces[blockIdx.x];
   GatherClock clock(args);
   for (int64_t k = 0; k <= count; ++k) {
-    if (k < count) send_piece<N>(args, before + k + 1, k * most, min((k + 1) * most, units));
+    if (k < count) send_piece<N, PARTS>(args, before + k + 1, k * most, min((k + 1) * most, units));
     if (k > 0) take_piece<N>(args, clock, before + k, (k - 1) * most, min(k * most, units));
   }
   __syncthreads();
   if (threadIdx.x == 0) head->pieces[blockIdx.x] = before + count;
 }
 
-template <int N>
+template <int N, bool PARTS>
 inline cudaError_t launch_gather_of(const GatherArgs& args, cudaStream_t stream) {
   if (args.rows * args.local * 16 <= kWordBytes) {
-    gather_words_kernel<N><<<kGatherCtas, kGatherThreads, 0, stream>>>(args);
+    gather_words_kernel<N, PARTS><<<kGatherCtas, kGatherThreads, 0, stream>>>(args);
   } else {
-    gather_plain_kernel<N><<<kPlainCtas, kGatherThreads, 0, stream>>>(args);
+    gather_plain_kernel<N, PARTS><<<kPlainCtas, kGatherThreads, 0, stream>>>(args);
   }
   return cudaGetLastError();
 }
 // Modules load at a kernel's first launch and may wait for the device: not beside a waiting peer.
 template <int N>
 inline cudaError_t load_gather_of() {
-  cudaFuncAttributes attributes;
-  const cudaError_t e = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(gather_words_kernel<N>));
-  return e != cudaSuccess ? e : cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(gather_plain_kernel<N>));
+  const void* kernels[] = {reinterpret_cast<const void*>(gather_words_kernel<N, false>),
+                           reinterpret_cast<const void*>(gather_plain_kernel<N, false>),
+                           reinterpret_cast<const void*>(gather_words_kernel<N, true>),
+                           reinterpret_cast<const void*>(gather_plain_kernel<N, true>)};
+  for (const void* kernel : kernels) {
+    cudaFuncAttributes attributes;
+    if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 // Calls what `with` makes of the number of devices, a constant.
 template <class With>
@@ -206,8 +223,11 @@ inline cudaError_t for_devices(int devices, const With& with) {
     default: return cudaErrorInvalidValue;
   }
 }
-inline cudaError_t launch_gather(const GatherArgs& args, cudaStream_t stream) {
-  return for_devices(args.devices, [&](auto n) { return launch_gather_of<decltype(n)::value>(args, stream); });
+inline cudaError_t launch_gather(const GatherArgs& args, bool parts, cudaStream_t stream) {
+  return for_devices(args.devices, [&](auto n) {
+    constexpr int N = decltype(n)::value;
+    return parts ? launch_gather_of<N, true>(args, stream) : launch_gather_of<N, false>(args, stream);
+  });
 }
 inline cudaError_t load_gather(int devices) {
   return for_devices(devices, [&](auto n) { return load_gather_of<decltype(n)::value>(); });
