@@ -102,7 +102,6 @@ REFUSED = {
     ("adapters in 8 bits", "LoRA Server"): "in the dtype of the model",
     ("speculation", "several devices"): "is for a model on one device",
     ("speculation", "LoRA Server"): "compute all of an adapter",
-    ("several devices", "LoRA Server"): "instances of one device each",
     ("several devices", "shared backbone"): "tensor_parallel_size 2",
     ("LoRA Server", "shared backbone"): "lora_server",
 }
