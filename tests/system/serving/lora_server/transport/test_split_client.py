@@ -33,9 +33,9 @@ def split_client(transport, terms, folder, devices):
             stack.enter_context(serving(server, compute))
         clients = [open_client(transport, terms, servers, folder) for _ in range(devices)]
         client = SplitClient(clients)
+        stack.callback(client.close)
         client.set_limit(20.0)
         yield client, clients, servers
-        client.close()
 
 
 @pytest.mark.parametrize("transport", ["in_process", "shared_memory"])
@@ -60,7 +60,7 @@ def test_each_device_exchanges_its_own_rows(tmp_path, transport):
             assert not np.asarray(status).any()
             for device, (x, before, rows) in enumerate(batches):
                 wanted = want_ys(terms.shapes, GATE_UP, 1, x, before, rows)
-                assert [bits(y[device]) for y in ys] == [bits(y) for y in wanted]
+                assert [bits(np.asarray(y)[device]) for y in ys] == [bits(y) for y in wanted]
         assert not client.lost()
         stats = client.stats()
         each = [one.stats() for one in clients]
