@@ -18,6 +18,9 @@ UPGRADE ?=
 # The suite starts some sixty processes: they share what one of them has compiled to bytecode.
 TEST_ENV := PYTHONDONTWRITEBYTECODE=
 
+# XLA compiles most of the suite's time. Empty: as in a user's process.
+FAST_COMPILE ?= 1
+
 # A worker takes whole files: their fixtures are made once.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
@@ -54,11 +57,11 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 
 HARDWARE := gpu or multigpu or aot or ascend
 
-test: .venv/.dev .cache/vllm-rs  ## every promise of the CPU by one case, notebooks included
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow or long)" notebooks tests
+test: .venv/.dev .cache/vllm-rs  ## every promise of the CPU by one case, the first notebook too
+	$(TEST_ENV) FAST_COMPILE=$(FAST_COMPILE) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow or long)" notebooks tests
 
 test-quick: .venv/.dev  ## the unit tests, for the loop at the desk
-	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) -m "not ($(HARDWARE) or slow or long)" tests/unit
+	$(TEST_ENV) FAST_COMPILE=$(FAST_COMPILE) $(BIN)/python -m pytest -n 3 $(BY_FILE) -m "not ($(HARDWARE) or slow or long)" tests/unit
 
 test-all: .venv/.dev .cache/vllm-rs  ## every case of every test that needs no accelerator
 	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow)" notebooks tests
@@ -69,7 +72,7 @@ ISA ?= AVX2
 MARCH ?= x86-64-v3
 
 test-avx2:  ## the same suite as if the CPU had no AVX-512: programs of XLA and C++ kernels
-	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=$(ISA)" LORA_JAX_MARCH=$(MARCH) $(MAKE) test
+	XLA_FLAGS="$$XLA_FLAGS --xla_cpu_max_isa=$(ISA)" LORA_JAX_MARCH=$(MARCH) $(MAKE) test FAST_COMPILE=
 
 test-faults: .venv/.dev  ## 20 schedules of kills, stops and full disks on a real cluster
 	$(BIN)/python -m pytest -n 0 tests/system/faults/test_checker.py tests/system/faults/test_schedules.py

@@ -102,6 +102,7 @@ PLOTS = {
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
+    "functions_simulated": plot_functions,
     "parallel_exchange_": plot_exchange,
     "vision_applications_": plot_applications,
 }

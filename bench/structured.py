@@ -3,14 +3,19 @@
 `python -m bench.structured --model small --out DIR` serves one model and takes turns: all rows
 plain, half of them bound by a JSON schema, all of them. A figure is the mean time between two
 tokens of the row that came last, while every row decodes. "masks" is the part of it in which the
-host fills token masks, while the device computes the step's logits. "shipped" is assets/tiny-moe;
-the others have random weights and a vocabulary of Qwen3's size, made up of words, digits, marks and
-pieces of JSON. Rows draw at temperature 1: with random weights a mask is then at its worst, as all
-tokens that fit are about as likely.
+host fills token masks, while the device computes the step's logits; "host" is what the engine's
+thread does in a step, part by part. Processor time is that of the whole process, for a CPU that
+others use too. "shipped" is assets/tiny-moe; the others have random weights and a vocabulary of
+Qwen3's size: that of `--tokens FILE` (.tiktoken or .tiktoken.gz), or one made up of words, digits,
+marks and pieces of JSON. Rows draw at temperature 1: with random weights a mask is then at its
+worst, as all tokens that fit are about as likely.
 """
 
 import argparse
+import base64
 import datetime
+import functools
+import gzip
 import json
 import os
 import platform
@@ -19,7 +24,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +90,14 @@ def words(rng: random.Random) -> Iterator[bytes]:
         yield (" " * (rng.random() < 0.6) + word + rng.choice(ends)).encode()
 
 
-def write_model(folder: Path, shape: LlamaShape) -> None:
+def tokens_of(file: Path) -> Iterator[bytes]:
+    """Yield the tokens of a file of BPE ranks, by rank."""
+    data = file.read_bytes()
+    lines = (gzip.decompress(data) if file.suffix == ".gz" else data).splitlines()
+    yield from (base64.b64decode(line.split()[0]) for line in lines if line.strip())
+
+
+def write_model(folder: Path, shape: LlamaShape, tokens: Iterable[bytes]) -> None:
     """Write the config and tokenizer of a model whose weights are made up."""
     sizes = {
         "hidden_size": shape.hidden_size,
@@ -99,7 +111,7 @@ def write_model(folder: Path, shape: LlamaShape) -> None:
     (folder / "config.json").write_text(json.dumps({**QWEN3, **sizes}))
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     vocabulary: dict[str, int] = {"<|start|>": 0, "<|pad|>": 1, END: 2}
-    for word in words(random.Random(0)):
+    for word in tokens:
         vocabulary.setdefault("".join(letters[byte] for byte in word), len(vocabulary))
         if len(vocabulary) == QWEN3["vocab_size"]:
             break
@@ -109,29 +121,48 @@ def write_model(folder: Path, shape: LlamaShape) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-class Masks:
-    """Time that the engine's thread spends on masks."""
+class Parts:
+    """Seconds of the engine's thread by part of a step, one number a call."""
 
     def __init__(self, engine: Engine):
-        self._fill, self.seconds = engine.grammars.masks.fill, []
-        engine.grammars.masks.fill = self._timed  # type: ignore[method-assign]
+        loop = engine._loop
+        parts = loop._parts
+        self.seconds: dict[str, list[float]] = {}
+        self._time(parts.scheduler, "plan", "complete")
+        self._time(parts.runner, "dispatch", "forward", "sample", "read")
+        self._time(engine.grammars.masks, "fill")
+        self._time(loop, "_hand_out")
 
-    def _timed(self, *args: Any) -> Any:
-        began = time.perf_counter()
-        failed = self._fill(*args)
-        self.seconds.append(time.perf_counter() - began)
-        return failed
+    def start(self) -> None:
+        """Forget what was timed."""
+        for seconds in self.seconds.values():
+            seconds.clear()
+
+    def _time(self, owner: Any, *names: str) -> None:
+        for name in names:
+            seconds = self.seconds[name.lstrip("_")] = []
+            setattr(owner, name, functools.partial(_timed, getattr(owner, name), seconds))
 
 
-def step_ms(engine: Engine, rows: int, bound: int, steps: int, turn: int) -> float:
-    """Return the mean milliseconds from a token of the last row to its next."""
-    ended: list[float] = []
+def _timed(call: Callable, seconds: list[float], *args: Any) -> Any:
+    began = time.perf_counter()
+    result = call(*args)
+    seconds.append(time.perf_counter() - began)
+    return result
+
+
+def step_ms(engine: Engine, rows: int, bound: int, steps: int, turn: int) -> tuple[float, float]:
+    """Return the mean milliseconds from a token of the last row to its next.
+
+    The second number is the processor time of the process meanwhile, also a token.
+    """
+    ended: list[tuple[float, float]] = []
     left = threading.Semaphore(0)
     failed: list[str] = []
 
-    def receive(delta: Any, times: list[float] | None) -> None:
+    def receive(delta: Any, times: list[tuple[float, float]] | None) -> None:
         if times is not None and delta.token_ids:
-            times.append(time.perf_counter())
+            times.append((time.perf_counter(), time.process_time()))
         if delta.error:
             failed.append(delta.error)
         if delta.finish_reason is not None:
@@ -154,35 +185,53 @@ def step_ms(engine: Engine, rows: int, bound: int, steps: int, turn: int) -> flo
     if failed:
         raise RuntimeError(f"{len(failed)} rows failed: {failed[0]}")
     # The first gaps hold what is left of other rows' prompts.
-    return 1e3 * (ended[-1] - ended[2]) / (len(ended) - 3)
+    wall, processor = (
+        (last - first) / (len(ended) - 3) for first, last in zip(ended[2], ended[-1], strict=True)
+    )
+    return 1e3 * wall, 1e3 * processor
 
 
 def measure(engine: Engine, rows: int, steps: int, turns: int) -> list[dict[str, Any]]:
     """Return a row of figures for each share of bound rows."""
-    masks, cases = Masks(engine), {"plain": 0, "half bound": rows // 2, "all bound": rows}
-    found: dict[str, list[float]] = {name: [] for name in cases}
-    filled: dict[str, list[float]] = {name: [] for name in cases}
+    parts, cases = Parts(engine), {"plain": 0, "half bound": rows // 2, "all bound": rows}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    spent: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
     for turn in range(turns + 1):
         for name, bound in cases.items():
-            masks.seconds = []
+            parts.start()
             taken = step_ms(engine, rows, bound, steps, turn)
             if turn:  # the first one compiles the grammar and warms up
                 found[name].append(taken)
-                filled[name] += masks.seconds
-    plain = found["plain"]
-    return [
-        {
-            "rows": rows,
-            "case": name,
-            "step_ms": round(statistics.median(taken), 3),
-            "over_plain": round(
-                statistics.median(a / b for a, b in zip(taken, plain, strict=True)), 3
-            ),
-            "masks_ms": round(1e3 * statistics.mean(filled[name] or [0.0]), 3),
-            "masks_worst_ms": round(1e3 * max(filled[name], default=0.0), 3),
-        }
-        for name, taken in found.items()
-    ]
+                for part, seconds in parts.seconds.items():
+                    spent[name].setdefault(part, []).extend(seconds)
+    return [_row(rows, name, found[name], found["plain"], spent[name]) for name in cases]
+
+
+def _row(
+    rows: int,
+    name: str,
+    taken: list[tuple[float, float]],
+    plain: list[tuple[float, float]],
+    spent: dict[str, list[float]],
+) -> dict[str, Any]:
+    walls, processors = (
+        [(one[place], other[place]) for one, other in zip(taken, plain, strict=True)]
+        for place in (0, 1)
+    )
+    masks = spent["fill"] or [0.0]
+    return {
+        "rows": rows,
+        "case": name,
+        "step_ms": round(statistics.median(one for one, _ in walls), 3),
+        "over_plain": round(statistics.median(one / other for one, other in walls), 3),
+        "processor_ms": round(statistics.median(one for one, _ in processors), 3),
+        "processor_over_plain": round(
+            statistics.median(one / other for one, other in processors), 3
+        ),
+        "masks_ms": round(1e3 * statistics.mean(masks), 3),
+        "masks_worst_ms": round(1e3 * max(masks), 3),
+        "host_ms": {p: round(1e3 * statistics.mean(s), 3) for p, s in spent.items() if s},
+    }
 
 
 def main() -> None:
@@ -191,6 +240,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--tokens", type=Path, help="BPE ranks, for a vocabulary of real tokens")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
@@ -203,7 +253,8 @@ def main() -> None:
             fields["load_format"] = "auto"
         else:
             model = Path(place)
-            write_model(model, SHAPES[args.model])
+            tokens = tokens_of(args.tokens) if args.tokens else words(random.Random(0))
+            write_model(model, SHAPES[args.model], tokens)
         with Engine(str(model), **fields) as engine:
             rows = measure(engine, args.rows, args.steps, args.turns)
             compilations = engine.stats().compilations_after_warmup
@@ -215,6 +266,7 @@ def main() -> None:
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores"
         if on_cpu
         else device.device_kind,
+        "vocabulary": args.tokens.name if args.tokens else "made up",
         "load_average": os.getloadavg()[0],
         "compilations_after_warmup": compilations,
         "rows": rows,

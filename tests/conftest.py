@@ -18,6 +18,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# `make test` compiles for speed of the compiler: a quarter of the time for the same program. Tests
+# marked as_shipped, `make test-all` and `make test-avx2` compile what a user's process does.
+if os.environ.get("FAST_COMPILE"):
+    sys.path.insert(0, str(Path(__file__).parent))
+    from support.processes.compiler import compile_fast
+
+    compile_fast(os.environ)
+
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -44,6 +52,7 @@ _hook = install_import_hook(CHECKED, "beartype.beartype")
 # The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
 LONGEST = (
     "1_quick_start.ipynb",
+    "test_as_shipped.py",
     "test_exactness.py",
     "test_devices.py",
     "test_front_faults.py",
@@ -66,6 +75,7 @@ LONGEST = (
     "test_kernels.py",
     "test_expert_tensors.py",
 )
+FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb", "4_functions.ipynb")
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
 # Cases that differ in one of these are promises of their own.
@@ -76,8 +86,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the long tail, and begin with the longest files."""
     seen: set[tuple] = set()
     for item in items:
-        if _is_further_case(item, seen):
+        if item.path.name in FURTHER_NOTEBOOKS or _is_further_case(item, seen):
             item.add_marker("long")
+    if os.environ.get("FAST_COMPILE"):  # test_as_shipped.py has them
+        items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 

@@ -3,6 +3,9 @@
 `python -m bench.functions --policies --out DIR`: loss and time of pre-loading and offloading.
 `python -m bench.functions --simulate --traces DIR --out DIR`: eight functions over two backbones
 for four hours of the Azure Functions trace; every baseline is a model of its idea.
+`python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
+level, for --tenants adapters at once.
+`python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
@@ -13,41 +16,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import measured, policies
-from bench.functions.device import FunctionState
-from bench.functions.result import figures
-from bench.functions.simulator import Simulation
-from bench.functions.systems import ABLATIONS, SYSTEMS, System
+from bench.functions import device_pages, isolation, measured, policies
+from bench.functions.run import simulate
+from bench.functions.sweeps import sweeps
+from bench.functions.systems import ABLATIONS, SYSTEMS
 from bench.functions.times import Times, read_times
-from bench.functions.traces import CLASSES, MINUTES, WINDOW_MINUTES, WINDOWS, read_classes
-
-SECONDS = 60.0 * WINDOW_MINUTES
-
-
-def simulate(system: System, times: Times, arrivals: list[list[float]]) -> dict[str, Any]:
-    """Return the figures of one system over the arrivals of its functions."""
-    half = -(-len(arrivals) // len(times.models))
-    functions = [
-        FunctionState(f"f{i}", times.models[i // half], moments)
-        for i, moments in enumerate(arrivals)
-    ]
-    if system.one_engine:
-        functions = [
-            FunctionState(
-                m.name, m, sorted(t for f in functions if f.model is m for t in f.arrivals)
-            )
-            for m in times.models
-        ]
-    run = Simulation(system, times, functions)
-    run.run(SECONDS)
-    return figures(run, SECONDS)
+from bench.functions.traces import CLASSES, MINUTES, WINDOWS, read_classes
+from serving.api.functions_config import ISOLATIONS
 
 
 def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of every class of arrivals, and those of the switches under "normal"."""
+    """Return the rows of every class of arrivals, of the switches and sweeps under "normal"."""
     classes = read_classes(traces)
     rows = {name: [simulate(s, times, classes[name]) for s in SYSTEMS] for name in CLASSES}
-    return rows | {"switches": [simulate(s, times, classes["normal"]) for s in ABLATIONS]}
+    rows["switches"] = [simulate(s, times, classes["normal"]) for s in ABLATIONS]
+    return rows | sweeps(traces, times)
 
 
 def main() -> None:
@@ -57,19 +40,29 @@ def main() -> None:
     parser.add_argument("--policies", action="store_true", help="greedy plans against the best")
     parser.add_argument("--simulate", action="store_true", help="functions beside baselines")
     parser.add_argument("--measure", type=Path, metavar="MODEL", help="functions over this model")
-    parser.add_argument("--adapter", type=Path, help="of --measure")
+    parser.add_argument("--isolation", type=Path, metavar="MODEL", help="levels over this model")
+    parser.add_argument("--adapter", type=Path, help="of --measure and --isolation")
+    parser.add_argument("--pages", type=float, nargs="+", metavar="GB", help="sizes to attach to")
+    parser.add_argument("--importers", type=int, default=4, help="of --pages")
+    parser.add_argument("--tenants", type=int, default=8, help="of --isolation")
+    parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="of --isolation")
+    parser.add_argument("--rounds", type=int, default=5, help="of --isolation")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="of --measure")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a round of --measure")
+    parser.add_argument(
+        "--slice-s", type=float, default=60.0, help="run and simulated by --measure"
+    )
     parser.add_argument("--traces", type=Path, help=f"with {WINDOWS} and {MINUTES}")
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
     parser.add_argument("--instances", type=int, default=20, help="of --policies")
     parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    if given.policies + given.simulate + (given.measure is not None) != 1:
-        parser.error("give one of --policies, --simulate and --measure.")
-    if given.measure and given.adapter is None:
-        parser.error("--measure needs --adapter.")
+    named = given.measure, given.isolation, given.pages
+    if given.policies + given.simulate + sum(one is not None for one in named) != 1:
+        parser.error("give one of --policies, --simulate, --measure, --isolation and --pages.")
+    if (given.measure or given.isolation) and given.adapter is None:
+        parser.error("--measure and --isolation need --adapter.")
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
         parser.error(f"--simulate reads {WINDOWS} in --traces.")
     start = time.monotonic()
@@ -78,9 +71,18 @@ def main() -> None:
         kind, result = "policies", policies.measure(given.instances, given.limit_s)
     elif given.measure:
         command, kind = f"--measure {given.measure.name} --seconds {given.seconds:g}", "measured"
-        result = measured.measure(given.measure, given.adapter, given.counts, given.seconds)
+        sizes = given.counts, given.seconds, given.slice_s
+        result = measured.measure(given.measure, given.adapter, *sizes)
+    elif given.isolation:
+        sizes = given.tenants, given.seconds, given.rounds, given.levels
+        command = f"--isolation {given.isolation.name} --tenants {given.tenants}"
+        kind, result = "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
+    elif given.pages:
+        command, kind = f"--pages {' '.join(map(str, given.pages))}", "pages"
+        result = device_pages.measure(given.pages, [given.importers])
     else:
         command, kind = "--simulate", "simulated"
+        command += "" if given.times is None else f" --times {given.times.name}"
         result = tables(given.traces, read_times(given.times))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     told = {"command": f"python -m bench.functions {command}", "date": date, kind: result}

@@ -6,17 +6,21 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.functions import calibration
 from serving import Sampling
 from serving.functions import Agent, Function
 
-_SIZES = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 64}
+_SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 64}
 _PROMPTS = ["The court"] * 8
 _SLO_S = 1.0
 _STARTS = 5
 
 
-def measure(model: Path, adapter: Path, counts: list[int], seconds: float) -> dict[str, Any]:
-    """Return times of starts, and a row per number of functions that work at once."""
+def measure(
+    model: Path, adapter: Path, counts: list[int], seconds: float, slice_s: float
+) -> dict[str, Any]:
+    """Return times of starts, a row per number of functions that work at once, the simulator's
+    times as they are here, and a slice of arrivals run and simulated."""
     with Agent(model, max_lora_rank=16, **_SIZES) as agent:
         starts = _starts(agent.function(adapter, name="start"))
     rows = [
@@ -24,7 +28,8 @@ def measure(model: Path, adapter: Path, counts: list[int], seconds: float) -> di
         for count in counts
         for turns in (True, False)
     ]
-    return {"starts": starts, "rates": rows}
+    calibrated = calibration.measure(model, adapter, _SIZES, slice_s)
+    return {"starts": starts, "rates": rows, **calibrated}
 
 
 def _starts(function: Function) -> dict[str, float]:

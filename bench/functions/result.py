@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from bench.functions.device import Device
+from bench.functions.device import Device, Request
 from bench.functions.simulator import Simulation
 from serving.functions.policies.prices import (
     Usage,
@@ -12,6 +12,8 @@ from serving.functions.policies.prices import (
     dollars,
     share_backbone,
 )
+
+_STEPS = 20  # of a distribution
 
 
 def figures(simulation: Simulation, seconds: float) -> dict[str, Any]:
@@ -28,12 +30,58 @@ def figures(simulation: Simulation, seconds: float) -> dict[str, Any]:
         "mean_ttft_s": statistics.fmean(ttft),
         "p95_ttft_s": sorted(ttft)[int(0.95 * len(ttft))],
         "mean_e2e_s": mean,
+        "mean_tpot_s": statistics.fmean(_per_token(simulation, r) for _, r in slo),
+        "ttft_quantiles_s": _quantiles(ttft),
         "slo_violations": late / len(slo),
         "pre_loading_hits": 1 - sum(f.cold for f in simulation.functions) / len(slo),
         "dollars": cost,
         "dollars_with_idle_backbone": cost + dollars(idle),
+        "dollars_whole_device": dollars(_whole_devices(simulation, seconds)),
         "cost_effectiveness": cost_effectiveness(mean, cost),
+        "seconds_by_part": simulation.load_s | {"waiting and prefill": sum(ttft)},
     }
+
+
+def _per_token(simulation: Simulation, request: Request) -> float:
+    return (request.last - request.first) / (simulation.times.answer_tokens - 1)
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    """Return the values at 0%, 5%, ..., 100%: a plot's cumulative distribution."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return [round(ordered[round(last * step / _STEPS)], 4) for step in range(_STEPS + 1)]
+
+
+def _whole_devices(simulation: Simulation, seconds: float) -> Usage:
+    """Return the usage where whoever has weights on a device pays for all of its memory.
+
+    So platforms bill that give a function a device of its own. A shared backbone's device is
+    likewise billed whole to its functions, active while one of them works, else idle.
+    """
+    total, gb = Usage(), simulation.times.device_gb
+    for device in simulation.devices:
+        spans = [(0.0, seconds)] if simulation.system.always_on else device.backbone_spans
+        for begin, end in spans:
+            busy = [
+                (max(start, begin), min(stop, end))
+                for function in device.functions
+                for start, stop in function.busy
+                if start < end and stop > begin
+            ]
+            active = end - begin if simulation.system.always_on else _covered(busy)
+            idle = end - begin - active
+            total += Usage(gpu_gb_active_s=gb * active, gpu_gb_idle_s=gb * idle)
+    return total
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return how long at least one span lasts."""
+    covered, reached = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return covered
 
 
 def _usage(simulation: Simulation, seconds: float) -> tuple[Usage, Usage]:

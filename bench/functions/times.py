@@ -1,6 +1,7 @@
 """Durations and sizes that the simulator takes as given, in seconds and GB.
 
-They are assumptions for one 48 GB card, not measured by this project. Each says its source: "5"
+The defaults are assumptions for one 48 GB card, not measured by this project; `bench.functions
+--measure` writes those of this machine. Each says its source: "5"
 is a section of ServerlessLoRA (arXiv 2505.14468), "own" was chosen so that a cold start has the
 order of its figure 1. `--times FILE` replaces any of them.
 """
@@ -8,6 +9,7 @@ order of its figure 1. `--times FILE` replaces any of them.
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from serving.functions.policies.batching import PrefillTime
 
@@ -57,9 +59,22 @@ def read_times(path: Path | None) -> Times:
     if path is None:
         return Times()
     given = json.loads(path.read_text())
-    unknown = given.keys() - {field.name for field in dataclasses.fields(Times)} | {
-        name for name in given if name == "models"
-    }
+    given = given.get("measured", given).get("times", given)  # as `--measure` writes it
+    try:
+        return times_of(given)
+    except ValueError as error:
+        raise ValueError(f"{path.name}: {error}") from None
+
+
+def times_of(given: dict[str, Any]) -> Times:
+    """Return the assumptions with these fields instead. ValueError: an unknown field."""
+    unknown = given.keys() - {field.name for field in dataclasses.fields(Times)}
     if unknown:
-        raise ValueError(f"{path.name}: {', '.join(sorted(unknown))} cannot be set.")
+        raise ValueError(f"{', '.join(sorted(unknown))} cannot be set.")
+    if "models" in given:
+        given = given | {"models": tuple(_model(**fields) for fields in given["models"])}
     return dataclasses.replace(Times(), **given)
+
+
+def _model(prefill: dict[str, float], **fields: Any) -> Model:
+    return Model(prefill=PrefillTime(**prefill), **fields)

@@ -40,6 +40,7 @@ class EngineConfig:
     block_size: int = 16  # tokens in one KV page
     kv_cache_memory_bytes: int | None = None
     kv_cache_dtype: str = "auto"  # of KV pages; "auto": the model's
+    page_pool_bytes: int | None = None  # that KV pages and adapters share; None: a part for each
     kv_offloading_size: float = 0.0  # GiB of host memory for KV pages that leave the device
     gpu_memory_utilization: float = 0.9  # of what JAX may use, for weights, adapters and KV pages
     enable_prefix_caching: bool = True
@@ -76,7 +77,7 @@ class EngineConfig:
     max_total_adapter_bytes: int = 16 << 30  # host memory of all loaded adapters
     max_cpu_loras: int | None = None  # adapters in host memory; None: as many as have room
     max_adapter_loads_per_minute: int = 600
-    adapter_wait_s: float = 60.0  # longest wait of a request for an adapter slot
+    adapter_wait_s: float = 600.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
     specialize_lora: bool = True  # decode steps without an adapter have programs of their own
     # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.
@@ -214,6 +215,7 @@ _OPTIONAL_INT_BOUNDS = (
     ("max_model_len", 1, 1 << 50),
     ("kv_cache_memory_bytes", 1, 1 << 50),
     ("lora_memory_bytes", 1, 1 << 50),
+    ("page_pool_bytes", 1, 1 << 50),
     ("esft_memory_bytes", 1, 1 << 50),
     ("max_esft_adapters", 0, 4096),
     ("max_lora_cls_labels", 0, MAX_LABELS),

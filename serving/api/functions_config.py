@@ -3,6 +3,7 @@
 import dataclasses
 
 _KEEP_ALIVE_S = 300.0
+ISOLATIONS = ("none", "server", "process")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +14,9 @@ class FunctionsConfig:
     functions_keep_alive_s: float = _KEEP_ALIVE_S  # without calls, until a function's process ends
     functions_memory_bytes: int | None = None  # of all functions' processes together
     functions_ttft_slo_s: float | None = None  # to a first token; None: 5 times a measured prefill
+    functions_isolation: str = "process"  # one of ISOLATIONS
+    functions_max_tenants: int | None = None  # of isolation server and none; None: 16
+    functions_verify_s: float | None = None  # between two hashes of the backbone; None: never
 
     def __post_init__(self) -> None:
         if not 0 < self.functions_keep_alive_s <= 1e9:
@@ -25,9 +29,35 @@ class FunctionsConfig:
         slo_s = self.functions_ttft_slo_s
         if slo_s is not None and not 0 < slo_s < 1e6:
             raise ValueError(f"functions_ttft_slo_s must be in (0, 1e6), got {slo_s}.")
-        limits = self.functions_keep_alive_s, memory, slo_s
-        if self.functions is None and limits != (_KEEP_ALIVE_S, None, None):
+        verify_s = self.functions_verify_s
+        if verify_s is not None and not 0 < verify_s < 1e6:
+            raise ValueError(f"functions_verify_s must be in (0, 1e6), got {verify_s}.")
+        self._check_isolation()
+        given = [
+            f"--{field.name.replace('_', '-')}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        if self.functions is None and given:
             raise ValueError(
-                "--functions-keep-alive-s, --functions-memory-bytes and --functions-ttft-slo-s are "
-                "limits of functions: add --functions with the folder of their adapters."
+                f"{', '.join(given)}: such limits of functions need more: add --functions with the "
+                "folder of their adapters."
+            )
+
+    def _check_isolation(self) -> None:
+        level, most = self.functions_isolation, self.functions_max_tenants
+        if level not in ISOLATIONS:
+            allowed = ", ".join(ISOLATIONS)
+            raise ValueError(f"functions_isolation must be one of {allowed}, got {level!r}.")
+        if most is not None and not 1 <= most <= 256:
+            raise ValueError(f"functions_max_tenants must be in 1..256, got {most}.")
+        if level == "process" and most is not None:
+            raise ValueError(
+                "functions_max_tenants is a size of isolation server or none: leave it out, or set "
+                "--functions-isolation."
+            )
+        if level != "process" and self.functions_ttft_slo_s is not None:
+            raise ValueError(
+                "functions_ttft_slo_s gives functions turns; with functions_isolation "
+                f"{level} one engine batches them all: leave it out."
             )

@@ -13,6 +13,8 @@ ENGINE_HELP = {
     "kv_cache_memory_bytes": "bytes for KV pages",
     "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
     "of the model",
+    "page_pool_bytes": "device memory that KV pages and adapters share, page by page, in place of "
+    "kv_cache_memory_bytes and lora_memory_bytes",
     "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
     "each instance; 0 keeps none",
     "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
@@ -84,6 +86,12 @@ FUNCTIONS_HELP = {
     "functions_ttft_slo_s": "seconds in which functions promise the first token; they then have "
     "the device in turns, those first that have least time left. Without it there are turns on "
     "accelerators only, for 5 times the measured prefill of one request",
+    "functions_isolation": "none = all adapters in one engine, server = each adapter's weights in "
+    "a process of its own and all rows in one batch, process = an engine for each",
+    "functions_max_tenants": "most adapters of one engine at a time, by isolation server or none; "
+    "default: 16",
+    "functions_verify_s": "seconds between two hashes of the shared weights, by a process of its "
+    "own; where bytes have changed they are loaded anew. Default: never",
 }
 CLUSTER_HELP = {
     "instances": "number of LLM instances, each a process with the whole base model",

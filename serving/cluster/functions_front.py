@@ -97,6 +97,9 @@ def _agent(options: Options, names: tuple[str, ...], budgets: str) -> Agent:
         keep_alive_s=options.functions.functions_keep_alive_s,
         memory_bytes=options.functions.functions_memory_bytes,
         ttft_slo_s=options.functions.functions_ttft_slo_s,
+        isolation=options.functions.functions_isolation,
+        verify_s=options.functions.functions_verify_s,
+        max_tenants=options.functions.functions_max_tenants,
         http={"settings": http_fields(http), "budgets_folder": budgets},
         **{"structured_outputs": True} | fields,
     )

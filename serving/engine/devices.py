@@ -14,6 +14,7 @@ from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.lora_server.instance import InstanceSide
 from serving.lora_server.shards import local_catalogue
+from serving.lora_server.tenant_side import TenantSide
 from serving.runtime.gang import Gang
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def local_widths(split: Split | None) -> LocalWidths | None:
 
 
 def held_locally(
-    catalogue: LoraCatalogue, remote: InstanceSide | None, widths: LocalWidths | None
+    catalogue: LoraCatalogue, remote: InstanceSide | TenantSide | None, widths: LocalWidths | None
 ) -> tuple[LoraCatalogue, int]:
     """Return the modules of which slots hold every adapter, and the number held whole.
 

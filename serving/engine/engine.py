@@ -39,13 +39,15 @@ from serving.engine.generate_arguments import (
 )
 from serving.engine.image_inputs import read_prompts
 from serving.engine.images.front import ImageFront
-from serving.engine.loop import AbstractTurns, EngineLoop
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import AbstractTurns
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
 from serving.engine.single_prompt import single_prompt
 from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.lora_server.instance import ServerAccess
+from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.gang import Gang
 
@@ -65,7 +67,7 @@ class Engine:
         model: str | os.PathLike[str],
         adapters: Mapping[str, str | os.PathLike[str]] | None = None,
         *,
-        lora_server: ServerAccess | None = None,
+        lora_server: ServerAccess | TenantAccess | None = None,
         backbone: ImportedArena | None = None,
         turns: AbstractTurns | None = None,
         gang: Gang | None = None,

@@ -44,6 +44,18 @@ class Gauges:
         for kind, size in (stats.adapter_bytes or {"lora": 0}).items():
             kinds.add_metric([kind], size)
         yield kinds
+        pool = stats.pool
+        free = pool.total_bytes - pool.kv_bytes - pool.adapter_bytes
+        shares = GaugeMetricFamily(
+            "lora_jax:page_pool_bytes", "The page pool, by who has it.", labels=["owner"]
+        )
+        for owner, size in {
+            "kv": pool.kv_bytes,
+            "adapters": pool.adapter_bytes,
+            "free": free,
+        }.items():
+            shares.add_metric([owner], size)
+        yield shares
 
     def _plain(self, stats: EngineStats) -> Iterable[Metric]:
         for name, text, value in (
@@ -89,6 +101,11 @@ class Gauges:
             ),
         ):
             yield GaugeMetricFamily(f"lora_jax:{name}", text, value=value)
+        yield CounterMetricFamily(
+            "lora_jax:page_pool_evictions",
+            "Adapters and KV extents given up.",
+            value=stats.pool.given,
+        )
         yield CounterMetricFamily(
             "lora_jax:adapter_swaps", "Adapters written to a slot.", value=stats.adapter_swaps
         )

@@ -2,12 +2,15 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -15,6 +18,7 @@ from lora_jax.nn.vision import AbstractTower
 from lora_jax.vision.processor import ProcessorSettings, read_settings
 from serving.api.config import EngineConfig
 from serving.engine.images.front import ImageFront
+from serving.steps.device_stopwatch import DeviceStopwatch
 from serving.steps.image_encoder import ImageEncoder
 from serving.text.tokenizer import Tokenizer
 
@@ -64,24 +68,13 @@ def take_tower(
     return ImageParts(tower, settings, rows, num_bytes)
 
 
-def check_pairs(model_config: ModelConfig, has_server: bool, config: EngineConfig) -> EngineConfig:
-    """Return the config, without room for ESFT adapters if the model has a tower.
-
-    Raises ValueError for what such a model does not work together with.
-    """
-    if model_config.vision is None:
-        return config
-    if has_server:
+def check_pairs(model_config: ModelConfig, has_server: bool) -> None:
+    """Raise ValueError for what a model that takes images does not work together with."""
+    if model_config.vision is not None and has_server:
         raise ValueError(
             f"{model_config.model_type} takes images, which a LoRA Server does not serve yet: "
             "start without lora_server."
         )
-    if config.max_esft_adapters:
-        raise ValueError(
-            f"{model_config.model_type} takes images, and ESFT adapters of such models are not "
-            "supported yet: set max_esft_adapters to 0."
-        )
-    return dataclasses.replace(config, max_esft_adapters=0)
 
 
 def make_encoder(
@@ -124,3 +117,31 @@ def make_front(
         max_images=config.max_images,
         max_image_tokens=min(parts.num_rows, max_model_len),
     )
+
+
+class TowerCollector:
+    """Images that the tower has computed, and its seconds on the device."""
+
+    def __init__(self, stopwatch: DeviceStopwatch):
+        self._stopwatch = stopwatch
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the series are made anew each time."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families."""
+        counts = {
+            "lora_jax:tower_images": ("Images that the tower has computed.", self._stopwatch.count),
+            "lora_jax:tower_seconds": ("The tower's time on the device.", self._stopwatch.seconds),
+        }
+        for name, (text, value) in counts.items():
+            family = CounterMetricFamily(name, text)
+            family.add_metric([], value)
+            yield family
+
+
+def watch_tower(registry: CollectorRegistry, encoder: ImageEncoder | None) -> None:
+    """Show the tower in the metrics, where there is one."""
+    if encoder is not None:
+        registry.register(TowerCollector(encoder.stopwatch))

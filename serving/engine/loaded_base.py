@@ -21,9 +21,11 @@ from serving.api.load_format import WeightSource
 from serving.engine.devices import log_devices
 from serving.engine.image_parts import ImageParts
 from serving.engine.model_info import log_quantised
+from serving.engine.page_pool import PagePoolParts
 from serving.engine.sizing import CacheSize
 from serving.loading.esft_parts import EsftParts
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 from serving.steps.merged_weights import MergedWeights
 
 logger = logging.getLogger(__name__)
@@ -40,12 +42,13 @@ class LoadedBase:
     dtype: jnp.dtype
     size: CacheSize
     esft: EsftParts | None
-    remote: InstanceSide | None
+    remote: InstanceSide | TenantSide | None
     split: Split | None
     widths: LocalWidths | None  # of the split
     images: ImageParts | None
     merged: MergedWeights | None
     norms: OutputNorms | None  # where adapters may scale outputs
+    pool: PagePoolParts | None = None
 
 
 def load_model(

@@ -4,29 +4,21 @@ Other threads put requests in with `submit`, which takes the lock and so fails a
 must, and leave aborts for the loop. The device is only ever touched by the loop.
 """
 
-import dataclasses
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
-from lora_jax.adapters.rollout_guard import Outcome
+from lora_jax.adapters.registry import AdapterEntry
 from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
 from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
-from serving.engine.metrics import EngineMetrics
+from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.pacing import Pacer
-from serving.engine.traces import Traces
-from serving.loading.compositions import Compositions
-from serving.loading.residencies import Residencies
-from serving.runtime.compile_counter import CompileCounter
-from serving.scheduling.scheduler import Progress, Scheduler, SchedulerStats
-from serving.steps.model_runner import HeldStep, InFlightStep, ModelRunner
+from serving.scheduling.scheduler import Progress, SchedulerStats
+from serving.steps.model_runner import HeldStep, InFlightStep
 from serving.steps.sampler import INVALID_TOKEN
-from serving.text.structured.grammars import Grammars
 from serving.text.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
@@ -46,43 +38,12 @@ _NONE_LEFT = (
 )
 
 
-class AbstractTurns(Protocol):
-    """Turns on a device that several processes share; the loop's thread uses it."""
+class _Planned(NamedTuple):
+    """A step that has not been sent, and sequences that ended before it."""
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the turn is to be given back as soon as no step runs."""
-        ...
-
-    def take(self, arrivals: Callable[[], SequenceOf[float]], closing: Callable[[], bool]) -> None:
-        """Return when the device is this process's, or the loop is closing."""
-        ...
-
-    def give_back(self) -> None:
-        """Let others have the device."""
-        ...
-
-    def ran(self, num_prompts: int, seconds: float) -> None:
-        """Note a step that had the device to itself, with the ends of so many prompts."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class LoopParts:
-    """Parts that the loop drives."""
-
-    runner: ModelRunner
-    scheduler: Scheduler
-    registry: AdapterRegistry
-    residencies: Residencies
-    metrics: EngineMetrics
-    compilations: CompileCounter
-    grammars: Grammars
-    chunks_per_step: int
-    finished: Callable[[str | None, Outcome], None] = lambda adapter, outcome: None
-    compositions: Compositions | None = None
-    traces: Traces | None = None
-    turns: AbstractTurns | None = None
+    plan: StepPlan | None
+    ended: list[Sequence]
+    expired: list[Sequence]
 
 
 class EngineLoop:
@@ -99,6 +60,9 @@ class EngineLoop:
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
+        self._planned: _Planned | None = None  # made while the step before waits for its masks
+        self._untold: list[Progress] = []  # tokens that are handed out after the next dispatch
+        self._failed: list[tuple[Sequence, str]] = []  # by their grammars
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
@@ -198,49 +162,78 @@ class EngineLoop:
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
         early = self._take_in_drafts()
+        if self._planned is None:
+            self._wait_to_plan()
+        now = time.monotonic()
+        self._heartbeat_s = now
+        planned, self._planned = self._planned or self._plan(now), None
+        step = self._send(planned.plan, now)
+        loaded = self._advance_loads()
+        told = self._tell(planned)
+        finished, self._flying = self._flying, None
+        if finished is None and early is None and step is None and not (told or loaded):
+            self._sleep()
+        progress = early if finished is None else self._take_in(finished)
+        if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
+            step = self._sample(step)
+            if self._planned is not None:  # and soon for the next one
+                self._untold, progress = progress or [], None
+        if progress is not None:
+            self._hand_out(progress)
+        self._flying = step
+        if step is not None and step.plan.is_short:  # its caller waits for it alone
+            self._flying = None
+            self._process_results(step)
+
+    def _wait_to_plan(self) -> None:
+        """Return when the next step is due to be planned."""
         if self._flying is not None:
             wait_s = self._pacer.wait_s(self._flying.plan.num_tokens)
             if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
                 time.sleep(wait_s)
         if self._parts.turns is not None:
             self._take_turn(self._parts.turns)
-        parts, now = self._parts, time.monotonic()
-        self._heartbeat_s = now
+
+    def _plan(self, now: float) -> "_Planned":
+        """Plan the next step, and end what was aborted or has waited too long."""
+        scheduler = self._parts.scheduler
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
             self._follow_registry()
-            ended = [s for request_id in aborts for s in parts.scheduler.abort(request_id)]
-            expired = parts.scheduler.expired(now)
-            plan = parts.scheduler.plan(now)
-        if plan is not None:
-            parts.residencies.prepare(parts.runner, self._num_dispatched)
-        step = None if plan is None else self._dispatch(plan)
-        if step is not None:
-            self._num_dispatched += 1
-            if self._flying is None:
-                self._alone = step, now
-            self._pacer.dispatched(now, follows=self._flying is not None)
-        loaded = self._advance_loads()
-        for sequence in ended:
-            self._live.end(sequence, FinishReason.ABORT)
-        for sequence in expired:
-            message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
-            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
-        finished, self._flying = self._flying, None
-        if finished is None and early is None and step is None and not loaded:
-            self._sleep()
-        progress = early if finished is None else self._take_in(finished)
-        failed: list[tuple[Sequence, str]] = []
-        if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
-            step, failed = self._sample(step)
-        if progress is not None:
-            self._hand_out(progress)
+            ended = [s for request_id in aborts for s in scheduler.abort(request_id)]
+            expired = scheduler.expired(now)
+            return _Planned(scheduler.plan(now), ended, expired)
+
+    def _send(self, plan: StepPlan | None, now: float) -> InFlightStep | HeldStep | None:
+        """Dispatch a step, its forward part where a grammar binds a row."""
+        if plan is None:
+            return None
+        runner = self._parts.runner
+        self._parts.residencies.prepare(runner, self._num_dispatched)
+        step = runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
+        self._num_dispatched += 1
+        if self._flying is None:
+            self._alone = step, now
+        self._pacer.dispatched(now, follows=self._flying is not None)
+        return step
+
+    def _tell(self, planned: "_Planned") -> bool:
+        """Tell callers what was known before the step that has been sent; return if any."""
+        untold, self._untold = self._untold, []
+        if untold:
+            self._hand_out(untold)
+        failed, self._failed = self._failed, []
+        with self._lock:
+            for sequence, _ in failed:
+                self._parts.scheduler.finish(sequence, FinishReason.ERROR)
         for sequence, why in failed:
             self._live.end(sequence, FinishReason.ERROR, why)
-        self._flying = step
-        if step is not None and step.plan.is_short:  # its caller waits for it alone
-            self._flying = None
-            self._process_results(step)
+        for sequence in planned.ended:
+            self._live.end(sequence, FinishReason.ABORT)
+        for sequence in planned.expired:
+            message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
+            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
+        return bool(untold or failed)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
         """Give the device to another process where that is due, and have it for the next step."""
@@ -258,20 +251,17 @@ class EngineLoop:
         with self._lock:
             return self._parts.scheduler.waiting_since()
 
-    def _dispatch(self, plan: StepPlan) -> InFlightStep | HeldStep:
-        """Send a step to the device, or its forward part where a grammar binds a row."""
-        runner = self._parts.runner
-        return runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
-
-    def _sample(self, held: HeldStep) -> tuple[InFlightStep, list[tuple[Sequence, str]]]:
-        """Send the rest of a step, masked by the tokens taken in; return also what failed."""
-        masks = self._parts.runner.new_masks()
-        failed = self._parts.grammars.masks.fill(held.plan, masks.words, masks.is_masked)
-        if failed:
-            with self._lock:
-                for sequence, _ in failed:
-                    self._parts.scheduler.finish(sequence, FinishReason.ERROR)
-        return self._parts.runner.sample(held, masks), failed
+    def _sample(self, held: HeldStep) -> InFlightStep:
+        """Send the rest of a step, masked by the tokens taken in; plan the next one before."""
+        parts = self._parts
+        rows = parts.grammars.masks.rows(held.plan)  # the next plan may take them away
+        # The device is idle from the end of this step to the next one's dispatch.
+        if parts.turns is None and not held.plan.is_short and not self._pacer.waits:
+            planned = self._plan(time.monotonic())
+            self._planned = planned if planned.plan or planned.ended or planned.expired else None
+        masks = parts.runner.new_masks()
+        self._failed = parts.grammars.masks.fill(rows, masks.words, masks.is_masked)
+        return parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""

@@ -46,6 +46,11 @@ class Pacer:
         margin = max(_LEAST_MARGIN_S, _MARGIN * step)
         return max(0.0, self._began + step - max(self._host) - margin - now)
 
+    @property
+    def waits(self) -> bool:
+        """True if plans wait at all now."""
+        return self._is_shared(self._clock())
+
     def dispatched(self, planning_began: float, *, follows: bool) -> None:
         """Note that a step went to the device: after the one that runs, or at once."""
         now = self._clock()

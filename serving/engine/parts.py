@@ -18,10 +18,11 @@ from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
-from serving.engine.image_parts import check_pairs, make_front, take_tower
+from serving.engine.image_parts import check_pairs, make_front, take_tower, watch_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
-from serving.engine.loop import AbstractTurns, EngineLoop, LoopParts
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.memory_budget import make_allocator, size_kv_cache
 from serving.engine.merging import (
     check_merging,
@@ -33,6 +34,7 @@ from serving.engine.merging import (
 from serving.engine.metrics import EngineMetrics
 from serving.engine.model_info import ModelInfo, catalogue_of, model_info
 from serving.engine.over_hosts import check_gang, shared, teller
+from serving.engine.page_pool import check_page_pool, make_page_pool
 from serving.engine.registries import load_adapters, make_registry
 from serving.engine.shared_backbone import check_backbone, source_of
 from serving.engine.stats import EngineStats
@@ -43,7 +45,8 @@ from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
-from serving.lora_server.instance import ServerAccess, check_devices, check_split, connect
+from serving.lora_server.instance import ServerAccess, check_devices, check_split
+from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gang import Gang
@@ -78,24 +81,26 @@ class EngineParts:
 def build_parts(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
-    access: ServerAccess | None = None,
+    access: ServerAccess | TenantAccess | None = None,
     backbone: ImportedArena | None = None,
     turns: AbstractTurns | None = None,
     gang: Gang | None = None,
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
-    With `access` the experts' part of LoRA adapters is on a LoRA Server, with `backbone` the
-    weights are another process's, with `turns` the device is others' too, with `gang` the devices
-    are those of several processes, which all build the same. Raises ValueError for a model
-    or an adapter that cannot be served, and ConnectionError when the server cannot be reached or
-    does not fit.
+    With `access` the experts' part of LoRA adapters is on a LoRA Server, or all of it in tenants'
+    processes; with `backbone` the weights are another process's, with `turns` the device is
+    others' too, with `gang` the devices are those of several processes, which all build the same.
+    Raises ValueError for a model or an adapter that cannot be served, and ConnectionError when the
+    server cannot be reached or does not fit.
     """
     check_devices(access, config)
     check_speculation(config, has_server=access is not None)
     if backbone is not None:
-        config = check_backbone(config, access is not None)
+        config = check_backbone(config, access is not None and not access.holds_all)
     check_storage(config, has_server=access is not None)
+    beside = {"lora_server": access is not None, "several_hosts": gang is not None}
+    check_page_pool(config, shared_backbone=backbone is not None, **beside)
     config = check_gang(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
@@ -108,18 +113,18 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    source = source_of(config, backbone)
+    source = source_of(config, backbone, None if access is None else access.read_adapter)
     model, model_config, dtype = load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
-    config = check_pairs(model_config, access is not None, config)
+    check_pairs(model_config, access is not None)
     check_merging(config, model_config, has_server=access is not None)
     weights = weight_sizes(model)
     with ExitStack() as undo:
         if traces is not None:
             undo.callback(traces.close)
-        remote = None if access is None else connect(access, config, dtype.name)
+        remote = None if access is None else access.open(config, dtype.name)
         if remote is not None:
             undo.callback(remote.close)
         esft = make_esft(config, model, model_config, split)
@@ -138,7 +143,10 @@ def build_parts(
         cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
         room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
-        size = shared(gang, size_kv_cache(config, model, *room))
+        pool = make_page_pool(config, model, *room[:3])
+        if pool is not None:
+            undo.callback(pool.room.close)
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -154,6 +162,7 @@ def build_parts(
             images,
             merged,
             norms,
+            pool,
         )
         parts = _build(config, adapters, base, tokenizer, info, traces, turns, gang)
         undo.pop_all()
@@ -173,9 +182,11 @@ def _build(
     """Return the parts around a model that is loaded."""
     held = held_locally(base.catalogue, base.remote, base.widths)
     local_modules, num_full_adapters = held
-    allocator, spec = make_allocator(
-        config, base.catalogue, local_modules, base.dtype, num_full_adapters
-    )
+    if base.pool is not None:
+        allocator, spec = base.pool.allocator, base.pool.spec
+    else:
+        how_many = base.dtype, num_full_adapters
+        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     residencies = make_residencies(
@@ -186,6 +197,7 @@ def _build(
         host_form=host_form(config, base.catalogue, base.widths, base.norms),
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
+        room=None if base.pool is None else base.pool.room,
     )
     registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
     load_adapters(registry, adapters)
@@ -193,6 +205,7 @@ def _build(
     end_ids = info.end_token_ids
     runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
     watch_merging(metrics.registry, base.merged)
+    watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     registry.set_kept(rollouts.kept)
@@ -200,6 +213,7 @@ def _build(
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
     how = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    how["extents"] = None if base.pool is None else base.pool.extents
     scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
@@ -252,6 +266,7 @@ def engine_stats(
         preemptions=scheduler.num_preemptions,
         image_stats=scheduler.images,
         host_pages=scheduler.host_pages,
+        pool=scheduler.pool,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         adapters_loaded=len(entries),

@@ -16,6 +16,7 @@ from serving.api.load_format import WeightSource
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class Base(Protocol):
     def catalogue(self) -> LoraCatalogue: ...
 
     @property
-    def remote(self) -> InstanceSide | None: ...
+    def remote(self) -> InstanceSide | TenantSide | None: ...
 
 
 def make_registry(

@@ -1,8 +1,10 @@
 """An engine over another process's weights: what it works together with, and its source of them."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
+from lora_jax.adapters.weights import AnyWeights
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.loader import read_config
 from lora_jax.models.shared_weights import load_from_arena
@@ -35,9 +37,18 @@ def check_backbone(config: EngineConfig, has_server: bool) -> EngineConfig:
     return dataclasses.replace(config, max_esft_adapters=0)
 
 
-def source_of(config: EngineConfig, backbone: ImportedArena | None) -> WeightSource:
-    """Return the source of the base model's weights: files, or the backbone's memory."""
+def source_of(
+    config: EngineConfig,
+    backbone: ImportedArena | None,
+    read_adapter: Callable[..., AnyWeights] | None = None,
+) -> WeightSource:
+    """Return the source of the base model's weights: files, or the backbone's memory.
+
+    Adapters are read from their files, or by `read_adapter`.
+    """
     source = weight_source(config.load_format)
+    if read_adapter is not None:
+        source = dataclasses.replace(source, read_adapter=read_adapter)
     if backbone is None:
         return source
     return dataclasses.replace(

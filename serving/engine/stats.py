@@ -6,6 +6,7 @@ from typing import Any
 
 from serving.api.images import ImageStats
 from serving.scheduling.host_pages import HostPageStats
+from serving.scheduling.page_exchange import PoolShares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class EngineStats:
     preemptions: int = 0
     image_stats: ImageStats = dataclasses.field(default_factory=ImageStats)
     host_pages: HostPageStats = dataclasses.field(default_factory=HostPageStats)
+    pool: PoolShares = dataclasses.field(default_factory=PoolShares)
     prompt_tokens: int = 0  # totals since the start
     generation_tokens: int = 0
     adapters_loaded: int = 0

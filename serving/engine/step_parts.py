@@ -54,7 +54,13 @@ def make_runner(
         vocab_size=base.config.vocab_size,
         dtype=kv_dtype(config, base.dtype),
         end_ids=end_ids,
-        slots=init_slots(base.catalogue, spec, lora_dtype(config, base.dtype), base.split),
+        slots=init_slots(
+            base.catalogue,
+            spec,
+            lora_dtype(config, base.dtype),
+            base.split,
+            None if base.pool is None else base.pool.room.rows.arrays,
+        ),
         reroute_tables=None if base.esft is None else base.esft.tables,
         link=link,
         encoder=encoder,
@@ -69,6 +75,7 @@ def make_runner(
         bringing=bringing,
         tell=teller(gang),
         kept=_kept_steps(config, base),
+        pooled=None if base.pool is None else base.pool.room.pages.cache,
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
@@ -82,11 +89,12 @@ def make_runner(
 
 
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
-    """Return the steps that are kept in files: those of functions, which start again and again.
+    """Return where steps are kept in files, which another start reads instead of tracing them.
 
     On a CPU alone: programs of accelerators were not tried.
     """
-    files = step_files() if base.source.is_shared and jax.default_backend() == "cpu" else None
+    alone = base.split is None and base.remote is None
+    files = step_files() if alone and jax.default_backend() == "cpu" else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)
@@ -106,6 +114,8 @@ def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
         max_drafts=config.max_drafts,
         head_width=0 if head is None else head.d_out,
         num_host_pages=size.num_host_pages,
+        pooled=base.pool is not None,
+        page_stride=1 if base.pool is None else base.pool.room.pages.stride,
     )
 
 

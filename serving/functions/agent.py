@@ -7,10 +7,9 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 import atexit
 import contextlib
 import json
+import logging
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -18,22 +17,24 @@ from pathlib import Path
 from typing import Any
 
 from lora_jax.memory.wire import (
-    ShareError,
-    close_all,
-    receive_fds,
-    receive_header,
     send_fds,
     send_header,
 )
+from serving.api.functions_config import ISOLATIONS
+from serving.functions.guard import Guard
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
+from serving.functions.processes import Zygote, expect
+from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
+from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
-_END_S = 10.0  # for a process to leave by itself
 # Sizes of one function, where nothing else is asked for.
 FIELDS = {
     "max_loras": 1,
@@ -55,6 +56,9 @@ class Agent:
         memory_bytes: int | None = None,
         http: dict[str, Any] | None = None,
         ttft_slo_s: float | None = None,
+        isolation: str = "process",
+        max_tenants: int | None = None,
+        verify_s: float | None = None,
         **fields: Any,
     ):
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
@@ -70,6 +74,13 @@ class Agent:
         that have least time left. None: on an accelerator 5 times the measured prefill of one
         request; a CPU's cores are shared without turns.
 
+        By `isolation` "process" each function has an engine of its own. By "server" all are rows of
+        one engine, and each adapter is in a process of its own (`tenants`); by "none" the adapters
+        are in the engine too. `max_tenants` are the most adapters of that engine at a time.
+
+        With `verify_s` a process hashes the backbone at such intervals and when a function dies
+        (`guard`); where bytes have changed it is loaded anew and functions start again over it.
+
         With `keep_alive_s` a function without calls for so long loses its process, unless its next
         call is expected by the rate of the last ones (`policies.predict`); when that call is
         expected, the process is started ahead of it. None: functions stay.
@@ -82,21 +93,47 @@ class Agent:
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
         if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
             raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")
+        if isolation not in ISOLATIONS:
+            allowed = ", ".join(ISOLATIONS)
+            raise ValueError(f"isolation must be one of {allowed}, got {isolation!r}.")
+        if isolation == "process" and max_tenants is not None:
+            raise ValueError(
+                "max_tenants is a size of isolation 'server' and 'none': leave it out."
+            )
+        if verify_s is not None and not 0 < verify_s < 1e6:
+            raise ValueError(f"verify_s must be in (0, 1e6) seconds, got {verify_s}.")
+        self._guard: Guard | None = None
+        self._tenants: Tenants | None = None
+        self._tenant_sizes: dict[str, Any] | None = None
+        if isolation != "process":
+            if ttft_slo_s is not None:
+                raise ValueError(
+                    f"ttft_slo_s gives functions turns; with isolation {isolation!r} one engine "
+                    "batches them all: leave it out."
+                )
+            most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
+            apart = isolation == "server"
+            self._tenant_sizes = DEFAULTS | {"max_tenants": most} if apart else None
+            self._fields = {**self._fields, "max_loras": most}
+            self._tenants = Tenants(self._launch, apart=apart)
+        self._isolation = isolation
         self._http, self._room = http, Room(memory_bytes)
         self._turns: TurnKeeper | None = None
         self._slo_s = ttft_slo_s
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
-        self._lock = threading.Lock()  # the zygote's connection
-        self._zygote, self._control = _spawn("serving.functions.zygote")
+        self._zygote = Zygote()
         self._closing = threading.Event()
-        self._fds: list[int] = []
+        self._published: Published | None = None
         try:
-            self._manifest, self._fds, self._device = self._load_backbone(dtype)
-            if ttft_slo_s is not None or self._device != "cpu":
+            self._published = Published(self.model, dtype)
+            on_device = self._published.device != "cpu"
+            if self._tenants is None and (ttft_slo_s is not None or on_device):
                 self._turns = TurnKeeper()
-            _expect(self._control, "ready")
+            self._zygote.expect_ready()
+            if verify_s is not None:
+                self._guard = Guard(self._launch, verify_s, self._fail_over)
         except BaseException:
             self._zygote.kill()
             self.close()
@@ -115,7 +152,17 @@ class Agent:
     @property
     def backbone_bytes(self) -> int:
         """Bytes of the backbone's memory, once for all functions."""
-        return sum(self._manifest["blocks"])
+        return self._backbone.num_bytes
+
+    @property
+    def _backbone(self) -> Published:
+        assert self._published is not None, "an agent without a backbone"
+        return self._published
+
+    @property
+    def engine(self) -> Running | None:
+        """The process of the engine that all functions share, by isolation "server" or "none"."""
+        return None if self._tenants is None else self._tenants.engine
 
     @property
     def functions(self) -> dict[str, Function]:
@@ -152,70 +199,78 @@ class Agent:
     def close(self) -> None:
         """End all functions, and give the backbone's memory back. A second call does nothing."""
         self._closing.set()
+        if self._guard is not None:
+            self._guard.close()
         for function in self._functions.values():
             function.close()
         self._functions.clear()
-        with self._lock:  # no fork is under way, and none begins
-            self._control.close()
-            _end(self._zygote)
+        if self._tenants is not None:
+            self._tenants.close()
+        self._zygote.close()
         if self._turns is not None:
             self._turns.close()
-        close_all(self._fds)
-        self._fds = []
+        if self._published is not None:
+            self._published.close()
 
-    def _load_backbone(self, dtype: str | None) -> tuple[dict[str, Any], list[int], str]:
-        process, connection = _spawn("serving.functions.backbone")
-        try:
-            with connection:
-                send_header(connection, {"model": self.model, "dtype": dtype})
-                answer = _expect(connection, "manifest")
-                fds = receive_fds(connection, len(answer["manifest"]["blocks"]))
-                send_header(connection, {"received": len(fds)})
-        finally:
-            _end(process)
-        return answer["manifest"], fds, answer["device"]
+    def _fail_over(self, changed: list[str]) -> None:
+        """Load the backbone anew; its functions end and start again over the new pages."""
+        logger.error(
+            "%d arrays of the backbone have changed, %s first: it is loaded anew.",
+            len(changed),
+            changed[0],
+        )
+        self._backbone.renew()
+        if self._tenants is not None and (engine := self._tenants.engine) is not None:
+            engine.close()
+        for function in self.functions.values():
+            if (running := function.running) is not None:
+                running.close()
 
-    def _start(self, name: str, folder: str | None) -> Running:
+    def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
         self._room.make(name, self.functions)
+        if self._guard is not None and name in self._functions:  # it has had a process before
+            self._guard.look()
+        if self._tenants is not None:
+            running = self._tenants.start(name, folder)
+        else:
+            running = Running(*self._launch({"name": name, "adapter": folder}))
+        self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
+        return running
+
+    def _launch(
+        self, order: dict[str, Any], *, backbone: bool = True
+    ) -> tuple[socket.socket, int, dict[str, Any]]:
+        """Fork a process for an order; return its socket, its pid and what it says when ready.
+
+        Without `backbone` it is one of an adapter alone. Raises ValueError with its reason,
+        ConnectionError where it ends.
+        """
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                pid = self._fork(theirs.fileno())
-            order = {"name": name, "adapter": folder, "model": self.model, "fields": self._fields}
-            turns = None if self._turns is None else {"slo_s": self._slo_s}
-            order |= {"manifest": self._manifest, "http": self._http, "turns": turns}
-            order["jail"] = {"memory_bytes": self._room.limit} if self._device == "cpu" else None
-            send_header(ours, order)
-            send_fds(ours, self._fds)
-            if self._turns is not None:
-                with self._turns.open(name) as end:
+                tenants = self._tenant_sizes is not None
+                how: dict[str, Any] = {"device": self._backbone.device, "tenants": tenants}
+                pid = self._zygote.fork(theirs.fileno(), how)
+            order = {"model": self.model, "fields": self._fields, "http": self._http} | order
+            jailed = self._backbone.device == "cpu" and self._isolation != "none"
+            order["jail"] = {"memory_bytes": self._room.limit} if jailed else None
+            takes_turns = self._turns is not None and backbone and not order.get("guard")
+            order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
+            if backbone:
+                self._backbone.send(ours, order | {"tenants": self._tenant_sizes})
+            else:
+                send_header(ours, order)
+            if order["turns"] is not None and self._turns is not None:
+                with self._turns.open(order["name"]) as end:
                     send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
-            ready = _expect(ours, "ready")
+            ready = expect(ours, "ready")
             ours.settimeout(None)
         except BaseException:
             ours.close()
             raise
-        self._room.ready(name, ready["private_bytes"], ready["start_s"])
-        return Running(ours, pid, ready)
-
-    def _fork(self, end: int) -> int:
-        """Return the process id of a new function; a zygote that has gone is replaced."""
-        with self._lock:
-            for attempt in range(2):
-                try:
-                    send_header(self._control, {"fork": True, "device": self._device})
-                    send_fds(self._control, [end])
-                    return receive_header(self._control)["pid"]
-                except OSError:
-                    if attempt or self._closing.is_set():
-                        raise
-                    self._control.close()
-                    _end(self._zygote)
-                    self._zygote, self._control = _spawn("serving.functions.zygote")
-                    _expect(self._control, "ready")
-        raise AssertionError("unreachable")
+        return ours, pid, ready
 
 
 def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: float) -> None:
@@ -263,36 +318,3 @@ def connect(
 def _close_all() -> None:
     for agent in list(_agents):
         agent.close()
-
-
-def _spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
-    """Start a module as a process; return it with our end of its only connection."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        end = theirs.fileno()
-        try:
-            process = subprocess.Popen([sys.executable, "-m", module, str(end)], pass_fds=[end])
-        except BaseException:
-            ours.close()
-            raise
-    return process, ours
-
-
-def _expect(connection: socket.socket, key: str) -> dict[str, Any]:
-    """Return the next message, which has `key`. Raises ValueError with the other side's reason."""
-    try:
-        answer = receive_header(connection)
-    except (ShareError, TimeoutError) as error:
-        raise ConnectionError(f"A process ended before it was ready: {error}.") from error
-    if key not in answer:
-        raise ValueError(answer.get("error", f"unexpected answer {answer}"))
-    return answer
-
-
-def _end(process: subprocess.Popen) -> None:
-    """Wait for a process whose connection is closed; kill it if it does not leave."""
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

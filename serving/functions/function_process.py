@@ -24,10 +24,12 @@ from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_hea
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.engine.engine import Engine
-from serving.functions import jail
+from serving.functions import guard_process, jail, tenant_process
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
+from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
+from serving.lora_server.transport.tenants import Seat
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,12 @@ def main(connection) -> None:
     if order.get("jail") is not None:
         _enter_jail(order)
     _shut_others_out()
+    if order.get("tenant"):
+        tenant_process.run(connection, order, private_bytes)
+        return
+    if order.get("guard"):
+        guard_process.run(connection, order)
+        return
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
     turns = _turns_of(connection, order)
@@ -50,7 +58,9 @@ def main(connection) -> None:
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
         adapters = {} if folder is None else {name: folder}
-        engine = Engine(order["model"], adapters, backbone=arena, turns=turns, **order["fields"])
+        tenants = order.get("tenants") and TenantAccess(**order["tenants"])
+        shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
+        engine = Engine(order["model"], adapters, **shared, **order["fields"])
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
@@ -63,10 +73,12 @@ def main(connection) -> None:
         "start_s": time.monotonic() - start,
         "private_bytes": private_bytes(),
         "max_model_len": engine.model_info.max_model_len,
+        "tenants": tenants and tenants.sizes(engine.config),
     }
     send_header(connection, {"ready": True, **about})
     with engine:
-        _Calls(connection, engine, arena, name if adapters else None, side).answer()
+        adapter = name if adapters else None
+        _Calls(connection, engine, arena, adapter, side, tenants and tenants.side).answer()
 
 
 def _enter_jail(order: dict[str, Any]) -> None:
@@ -113,10 +125,11 @@ class _Calls:
         arena: ImportedArena,
         adapter: str | None,
         http: HttpSide | None,
+        tenants: TenantSide | None = None,
     ):
         self._connection, self._engine, self._arena = connection, engine, arena
-        self._adapter, self._http = adapter, http
-        self._sending = threading.Lock()
+        self._adapter, self._http, self._tenants = adapter, http, tenants
+        self._sending, self._seating = threading.Lock(), threading.Lock()
 
     def answer(self) -> None:
         """Return when the other side has gone."""
@@ -126,6 +139,8 @@ class _Calls:
                 call = receive_header(self._connection)
                 if call["call"] == "http":
                     self._adopt(call["id"])
+                elif call["call"] == "sit":
+                    pool.submit(self._answer, call | {"fds": receive_fds(self._connection, 3)})
                 else:
                     pool.submit(self._answer, call)
         except ShareError:
@@ -157,24 +172,44 @@ class _Calls:
         self._send({"id": call["id"], **value})
 
     def _do(self, call: dict[str, Any]) -> Any:
+        adapter = call.get("adapter", self._adapter)
         if call["call"] == "generate":
             sampling = [sampling_of(fields) for fields in call["sampling"]]
             return [
                 output_fields(output)
-                for output in self._engine.generate(call["prompts"], self._adapter, sampling)
+                for output in self._engine.generate(call["prompts"], adapter, sampling)
             ]
         if call["call"] == "stream":
             (sampling,) = (sampling_of(fields) for fields in call["sampling"])
-            for piece in self._engine.stream(call["prompts"][0], self._adapter, sampling):
+            for piece in self._engine.stream(call["prompts"][0], adapter, sampling):
                 self._send({"id": call["id"], "piece": piece.text})
             return None
         if call["call"] == "changed":
             return self._arena.changed()
         if call["call"] == "memory":
             return backbone_memory()
+        if call["call"] in ("sit", "leave", "load"):
+            with self._seating:
+                return self._take(call)
         if call["call"] == "metrics":
             return "" if self._http is None else self._http.metrics_text()
         raise ValueError(f"There is no call {call['call']!r}.")
+
+    def _take(self, call: dict[str, Any]) -> None:
+        """Take an adapter or its process in, or let one go, unless a newer one has its name."""
+        name, registry, tenants = call["name"], self._engine.registry, self._tenants
+        if call["call"] == "leave":
+            if tenants is None or tenants.leave(name, call["epoch"]):
+                registry.unload(name)
+            return
+        if tenants is None:
+            registry.load(name, call["folder"], replace=True, pinned=True, confined=False)
+            return
+        report = report_of(call["report"])
+        channel, bell, life = call["fds"]
+        tenants.sit(name, report, Seat(channel, bell, life, call["epoch"]))
+        digest = digest_of(name, report.digest)
+        registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
 
     def _send(self, fields: dict[str, Any]) -> None:
         with self._sending:

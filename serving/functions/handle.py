@@ -15,6 +15,7 @@ from serving.api.sampling import Sampling
 from serving.functions.messages import output_of, sampling_fields
 from serving.functions.policies.predict import GAPS
 from serving.functions.running import Running
+from serving.functions.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Function:
     new process. An offloaded function has no process until its next call, or `warm`.
     """
 
-    def __init__(self, name: str, start: Callable[[], Running], *, lazy: bool = False):
+    def __init__(self, name: str, start: Callable[[], Running | Tenant], *, lazy: bool = False):
         """Start the first process; `start` returns one that is ready. Raises what it raises.
 
         A `lazy` function has none before its first call.
@@ -57,7 +58,7 @@ class Function:
         self._created = time.monotonic()
         self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
         self._deaths = 0  # since the last answer
-        self._running: Running | None = None
+        self._running: Running | Tenant | None = None
         self.starts = 0  # processes that got ready
         if not lazy:
             self._adopt(start())
@@ -84,7 +85,7 @@ class Function:
         return {key: self.about[key] for key in ("attach_s", "start_s")}
 
     @property
-    def running(self) -> Running | None:
+    def running(self) -> Running | Tenant | None:
         """The process that is ready now."""
         with self._ready:
             running = self._running
@@ -220,7 +221,7 @@ class Function:
             raise _ERRORS[answer["error"]](answer["text"])
         raise RequestFailed(answer["text"], retryable=answer["retryable"])
 
-    def _current(self) -> Running:
+    def _current(self) -> Running | Tenant:
         with self._ready:
             if self._failed is not None and time.monotonic() >= self._failed_until:
                 self._failed, self._deaths, self._offloaded = None, 0, True
@@ -236,7 +237,7 @@ class Function:
                 raise ConnectionError(f"Function {self.name!r} is closed.")
             raise type(self._failed)(*self._failed.args)
 
-    def _adopt(self, running: Running) -> None:
+    def _adopt(self, running: Running | Tenant) -> None:
         """Take a process that is ready, and watch it."""
         with self._ready:
             closed, self._running = self._closed, running
@@ -248,7 +249,7 @@ class Function:
             target=self._watch, args=(running,), name=f"function-{self.name}", daemon=True
         ).start()
 
-    def _watch(self, running: Running) -> None:
+    def _watch(self, running: Running | Tenant) -> None:
         """Pass answers on until the process ends, then start another one."""
         running.read()
         with self._ready:

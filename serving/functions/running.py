@@ -6,6 +6,7 @@ import queue
 import select
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from lora_jax.memory.wire import receive_header, send_fds, send_header
@@ -20,26 +21,53 @@ class Running:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._owners: dict[int, str] = {}  # of calls that wait, where several share the process
         self.ended = False
 
-    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
+    def send(
+        self, call: dict[str, Any], *, owner: str = "", fds: Sequence[int] = ()
+    ) -> "queue.SimpleQueue[dict[str, Any]] | None":
         """Send a call; return where its answers come, None where the process has ended before.
 
-        A process that ends in the middle answers FunctionDied.
+        A process that ends in the middle answers FunctionDied. `owner` is the function of the call
+        where several share the process; `fds` go with the call and stay the caller's to close.
         """
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
             if self.ended:
                 return None
-            number = next(self._numbers)
-            self._waiting[number] = answers
+            number = self._new_call(answers, owner)
             try:
                 send_header(self._connection, {"id": number, **call})
+                if fds:
+                    send_fds(self._connection, fds)
             except OSError:  # `read` finds its end too, and answers
                 self._shut_down()
         return answers
 
-    def connect(self) -> socket.socket | None:
+    def _new_call(self, answers: "queue.SimpleQueue[dict[str, Any]]", owner: str) -> int:
+        number = next(self._numbers)
+        self._waiting[number] = answers
+        if owner:
+            self._owners[number] = owner
+        return number
+
+    def has_calls(self, owner: str) -> bool:
+        """Whether calls of this owner are under way."""
+        with self._lock:
+            return owner in self._owners.values()
+
+    def fail(self, owner: str) -> None:
+        """Answer this owner's calls with FunctionDied; what the process says of them is dropped."""
+        with self._lock:
+            numbers = [number for number, name in self._owners.items() if name == owner]
+            waiting = [self._waiting.pop(number) for number in numbers]
+            for number in numbers:
+                del self._owners[number]
+        for answers in waiting:
+            answers.put({"error": "FunctionDied"})
+
+    def connect(self, *, owner: str = "") -> socket.socket | None:
         """Return a connection to the process, under way until it is closed; None: not now."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -47,8 +75,7 @@ class Running:
             if self.ended or not self._takes_more():
                 ours.close()
                 return None
-            number = next(self._numbers)
-            self._waiting[number] = queue.SimpleQueue()
+            number = self._new_call(queue.SimpleQueue(), owner)
             try:
                 send_header(self._connection, {"id": number, "call": "http"})
                 send_fds(self._connection, [theirs.fileno()])
@@ -92,6 +119,8 @@ class Running:
                     number = answer["id"]
                     last = "piece" not in answer
                     answers = self._waiting.pop(number, None) if last else self._waiting.get(number)
+                    if last:
+                        self._owners.pop(number, None)
                 if answers is not None:
                     answers.put(answer)
         except OSError:
@@ -99,6 +128,7 @@ class Running:
         with self._lock:
             self.ended, waiting = True, list(self._waiting.values())
             self._waiting.clear()
+            self._owners.clear()
             self._connection.close()
         for answers in waiting:
             answers.put({"error": "FunctionDied"})

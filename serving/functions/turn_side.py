@@ -22,7 +22,7 @@ _FIRST_S = 0.01  # of a prefill before any was measured
 
 
 class TurnSide:
-    """Turns as the engine's thread takes them; see `serving.engine.loop.AbstractTurns`."""
+    """Turns as the engine's thread takes them; see `serving.engine.loop_parts.AbstractTurns`."""
 
     def __init__(self, connection: socket.socket, slo_s: float | None, limit: int):
         """`slo_s` is that of the first token, `limit` the largest batch. Owns the connection."""

@@ -4,6 +4,7 @@ Importing jax and the engine takes seconds, a fork milliseconds. Nothing here ma
 start a thread: what a child inherits has to be as good as new.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import warnings
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
 from lora_jax.ops.cpu.build import available
 from serving.functions import function_process  # brings jax and the engine
+from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
 
 
@@ -31,6 +33,9 @@ def main(control: socket.socket) -> None:
             return
         if order.get("device") == "cpu":
             available()  # a function may run no compiler
+        if order.get("tenants"):
+            with contextlib.suppress(NotImplementedError):  # the function says it
+                prepare()
         pid = os.fork()
         if pid == 0:
             _be_function(control, end)

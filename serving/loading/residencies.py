@@ -20,11 +20,15 @@ from serving.loading.esft_parts import EsftParts
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.local_experts import LocalExperts
 from serving.loading.lora_residency import HostForm, LoraResidency
+from serving.loading.page_room import PageRoom
 from serving.loading.pair_residency import PairResidency
+from serving.loading.pooled_allocator import PooledSlotAllocator
+from serving.loading.pooled_residency import PooledLoraResidency
 from serving.loading.residency import AbstractResidency, DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.loading.stand_in_residency import StandInResidency
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 
 _COPIED_AT_ONCE = 8  # loads: one waits for two steps, however little it copies
 
@@ -174,33 +178,51 @@ class Residencies:
 def make_residencies(
     allocator: SlotAllocator,
     esft: EsftParts | None,
-    server: InstanceSide | None,
+    server: InstanceSide | TenantSide | None,
     *,
     copier: Copier | None = None,
     host_form: HostForm | None = None,
     on_loaded: Callable[[float], None],
     tell: Callable[[RowChunk | SlotEntry], None] = lambda what: None,
+    room: PageRoom | None = None,
 ) -> Residencies:
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
     `esft` is the room for ESFT adapters, `server` the way to a LoRA Server, None where there is
     none. With a `copier` the host copies LoRA rows beside the device's programs; `host_form`
     makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load,
-    `tell` each write of LoRA rows that no copier does, before it is done.
+    `tell` each write of LoRA rows that no copier does, before it is done. With a `room` rank rows
+    lie in a pool of pages.
     """
+    if room is not None:
+        assert isinstance(allocator, PooledSlotAllocator), "a pool has an allocator of its own"
+        loads = AdapterLoader(allocator, room.jobs(allocator), on_loaded=on_loaded)
+        return _beside_experts(
+            PooledLoraResidency(loads, room, host_form), allocator, esft, on_loaded
+        )
     make_job, at_once = functools.partial(LoraLoadJob, tell=tell), 1
     if copier is not None:
         make_job, at_once = functools.partial(LoraCopyJob, copier=copier), _COPIED_AT_ONCE
     loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
-    num_slots = allocator.num_slots
     if server is None:
         lora = LoraResidency(loader, copier, host_form)
-    elif server.num_local:
+    elif isinstance(server, InstanceSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:
         lora = ServerResidency(loader, server, copier, host_form)
+    return _beside_experts(lora, allocator, esft, on_loaded)
+
+
+def _beside_experts(
+    lora: LoraResidency,
+    allocator: SlotAllocator,
+    esft: EsftParts | None,
+    on_loaded: Callable[[float], None],
+) -> Residencies:
+    """Return the residencies of LoRA adapters and, if there are any, of ESFT ones and pairs."""
     if esft is None:
         return Residencies([lora])
+    num_slots = allocator.num_slots
     experts = AdapterLoader(esft.room.allocator, esft.room.job, on_loaded=on_loaded)
     whole = EsftResidency(experts, esft.room, first_slot=num_slots)
     num_all = num_slots + esft.room.allocator.num_slots

@@ -12,6 +12,7 @@ from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
+from serving.lora_server.tenant_side import TenantSide
 
 
 class ServerResidency(LoraResidency):
@@ -24,15 +25,16 @@ class ServerResidency(LoraResidency):
     def __init__(
         self,
         loader: AdapterLoader,
-        server: InstanceSide,
+        server: InstanceSide | TenantSide,
         copier: Copier | None = None,
         host_form: HostForm | None = None,
     ):
-        """`host_form` makes of what stays here what the host keeps."""
+        """`host_form` makes of what stays beside a LoRA Server what the host keeps."""
+        form = host_form if isinstance(server, InstanceSide) else None
 
         def keep(weights: AdapterWeights) -> AdapterWeights:
             kept = server.keep(weights)
-            return kept if host_form is None else host_form(kept)
+            return kept if form is None else form(kept)
 
         super().__init__(loader, copier, keep)
         self.server = server

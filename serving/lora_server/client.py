@@ -6,6 +6,7 @@ deltas are added after it; twice more if attention's adapters are on the server 
 """
 
 import dataclasses
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -104,11 +105,18 @@ class StepExperts:
         return worst_of_devices(worst, self._split)
 
 
+class Step(Protocol):
+    """One traced step: who carries its rows, and the statuses of its exchanges."""
+
+    client: AbstractClient
+    statuses: list[jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerExchange:
     """The `Exchange` of one site of one layer."""
 
-    step: StepExperts
+    step: Step
     site: int
     index: int  # of the layer among those of the layout
     rows: PushRows

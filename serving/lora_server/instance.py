@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -43,6 +44,12 @@ class ServerAccess:
     local_slots: int = 0  # adapters whose experts the instance can take over when it is lost
     overlap: bool = True  # exchanges behind the base's computation
     prefetch: bool = True  # an adapter is asked for when its request is queued
+    holds_all = False  # of an adapter: attention, router and head may stay on the instance
+    read_adapter = None  # adapters are read from their files
+
+    def open(self, config: EngineConfig, dtype: str) -> "InstanceSide":
+        """Return an engine's end of the server; see `connect`."""
+        return connect(self, config, dtype)
 
 
 class InstanceSide:
@@ -184,10 +191,18 @@ class InstanceSide:
                 logger.info("All ranks of the LoRA Server are connected again.")
 
 
-def check_devices(access: ServerAccess | None, config: EngineConfig) -> None:
-    """Raise ValueError for what a LoRA Server beside a model on several devices cannot hold."""
+def check_devices(access: Any, config: EngineConfig) -> None:
+    """Raise ValueError for what a LoRA Server beside a model on several devices cannot hold.
+
+    Where adapters are in tenants' processes there is one device.
+    """
     if access is None or config.tensor_parallel_size == 1:
         return
+    if not isinstance(access, ServerAccess):
+        raise ValueError(
+            "isolation 'server' is for one device: set tensor_parallel_size to 1, not "
+            f"{config.tensor_parallel_size}."
+        )
     refused = {
         "enable_expert_parallel False (a device then has parts of experts)": (
             config.enable_expert_parallel is False
@@ -202,7 +217,7 @@ def check_devices(access: ServerAccess | None, config: EngineConfig) -> None:
         )
 
 
-def check_split(access: ServerAccess | None, split: Split | None) -> None:
+def check_split(access: Any, split: Split | None) -> None:
     """Raise ValueError where a model's experts do not lie whole on its devices."""
     if access is not None and split is not None and split.experts != "ep":
         raise ValueError(

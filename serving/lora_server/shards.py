@@ -6,6 +6,7 @@ for, the rank of a layer's first expert holds that layer's q, k, v and o too. No
 """
 
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 
@@ -101,7 +102,13 @@ def shard_layout(
     return ShardLayout(layout, tuple(config.moe.layers), attention)
 
 
-def local_catalogue(catalogue: LoraCatalogue, layout: ShardLayout) -> LoraCatalogue:
+class Holds(Protocol):
+    """What says of a module of a layer whether a server holds it."""
+
+    def has(self, module: str, layer: int) -> bool: ...
+
+
+def local_catalogue(catalogue: LoraCatalogue, layout: Holds) -> LoraCatalogue:
     """Return the catalogue of what an instance keeps itself."""
     kept = {}
     for name, module in catalogue.modules.items():

@@ -1,13 +1,15 @@
 """Adapter admission: slots of waiting requests, and the bound of their wait. No jax.
 
 Sequences whose adapter is resident pass those that wait for one. A waiter cannot be passed for
-ever: when half of its time is over, one busy adapter is drained for it, that is, gets no more
-sequences with later deadlines until the waiter has its slot.
+ever: after half of its time, at most 30 s, one busy adapter is drained for it, that is, gets no
+more sequences with later deadlines until the waiter has its slot.
 """
 
 from typing import Protocol
 
 from serving.api.request import Sequence
+
+_PATIENCE_S = 30.0  # a waiter is passed by others for so long at most
 
 
 class AdapterResidency(Protocol):
@@ -56,7 +58,7 @@ class AdapterGate:
 
     def __init__(self, residency: AdapterResidency, wait_s: float):
         self._residency = residency
-        self._wait_s = wait_s
+        self._wait_s, self._patience_s = wait_s, min(wait_s / 2, _PATIENCE_S)
         self._since: dict[Sequence, float] = {}  # first miss of each waiting sequence
         self._users: dict[str, int] = {}
         self._missing: set[str] = set()  # asked for in vain in this round
@@ -108,7 +110,7 @@ class AdapterGate:
 
     @property
     def is_starving(self) -> bool:
-        """True if a sequence has waited half of its time for an adapter."""
+        """True if a sequence has waited so long for an adapter that others make room."""
         return self._starving is not None
 
     @property
@@ -146,7 +148,7 @@ class AdapterGate:
 
     def _note_miss(self, sequence: Sequence, now: float) -> None:
         since = self._since.setdefault(sequence, now)
-        if now - since < self._wait_s / 2:
+        if now - since < self._patience_s:
             return
         if self._starving is None or sequence.order < self._starving.order:
             self._starving = sequence

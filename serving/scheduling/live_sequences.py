@@ -6,6 +6,7 @@ given back here, so that queues and books agree after every call.
 
 import collections
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.request import FinishReason, Request, Sequence, SequenceState
@@ -15,6 +16,8 @@ from serving.scheduling.fair_share import FairShares
 from serving.scheduling.integrity import check_queues
 from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.new_sequences import new_sequences
+from serving.scheduling.page_extents import PageExtents
+from serving.scheduling.prefix_cache import PageCache
 from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.slot_claims import SlotClaims
@@ -36,8 +39,11 @@ class LiveSequences:
         seed: int = 0,
         modes: MergeModes | None = None,
         speculation: Speculation | None = None,
+        extents: Callable[[PageCache], PageExtents] | None = None,
     ):
-        """`seed` is where requests without a seed get theirs."""
+        """`seed` is where requests without a seed get theirs. With `extents` KV pages have memory
+        only while they need it.
+        """
         self.limits, self.modes, self._speculation = limits, modes, speculation
         residency = adapters or NoAdapters()
         self._gate = AdapterGate(residency, limits.adapter_wait_s)
@@ -45,7 +51,8 @@ class LiveSequences:
         self._random = random.Random(seed)
         rows, host = limits.num_encoder_rows, limits.num_host_pages
         sizes = limits.num_pages, limits.page_size, rows, host
-        self._pages = SequencePages(*sizes, enable_prefix_caching=limits.enable_prefix_caching)
+        how = {"enable_prefix_caching": limits.enable_prefix_caching, "extents": extents}
+        self._pages = SequencePages(*sizes, **how)
         self._waiting = WaitingLine()
         self._running = RunningLine(limits.max_num_seqs)
         self._fair = FairShares()

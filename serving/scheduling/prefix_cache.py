@@ -9,7 +9,9 @@ import array
 import collections
 import dataclasses
 import hashlib
+import heapq
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from serving.api.images import PromptImage
 
@@ -65,11 +67,28 @@ class PrefixCacheStats:
     hits: int
 
 
+class PageWatch(Protocol):
+    """Somebody who follows what becomes of pages."""
+
+    def taken(self, page: int, *, fresh: bool) -> None:
+        """A page that was free is held; `fresh`: for other contents than it had."""
+        ...
+
+    def matched(self, page: int) -> None:
+        """A prompt begins with what is on the page."""
+        ...
+
+    def freed(self, page: int, *, cached: bool) -> None:
+        """Nobody holds the page any more."""
+        ...
+
+
 class PageCache:
     """Reference-counted pages; a full page nobody holds stays findable until its place is needed.
 
     A page is *held* (references > 0), *cached* (none, but it has a key; least recently used goes
-    first) or *blank*. Shared pages are full, hence never written again.
+    first) or *blank*. Shared pages are full, hence never written again. A page may also be
+    *absent*, that is, have no memory: `bring` and `remove` say which.
     """
 
     def __init__(
@@ -79,6 +98,7 @@ class PageCache:
         *,
         enable_prefix_caching: bool = True,
         on_evict: Callable[[int, bytes], None] = lambda page, key: None,
+        are_absent: bool = False,
     ):
         """`on_evict` hears of a page, and its key, that is about to be another's."""
         if num_pages < 1 or page_size < 1:
@@ -90,7 +110,10 @@ class PageCache:
         self._references = [0] * num_pages
         self._page_to_key: list[bytes | None] = [None] * num_pages
         self._key_to_page: dict[bytes, int] = {}
-        self._blank = collections.deque(range(num_pages))
+        self.watch: PageWatch | None = None
+        self._blank = set[int]() if are_absent else set(range(num_pages))
+        self._lowest = sorted(self._blank)  # a heap; others than blank ones may be in it
+        self._num_absent = num_pages - len(self._blank)
         self._cached: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._queries = self._hits = 0
 
@@ -101,8 +124,27 @@ class PageCache:
 
     @property
     def usage(self) -> float:
-        """Share of the pages that sequences hold, 0 to 1."""
-        return 1.0 - self.num_free / self.num_pages
+        """Share of the pages that sequences hold, 0 to 1; absent ones count as free."""
+        return 1.0 - (self.num_free + self._num_absent) / self.num_pages
+
+    @property
+    def num_blank(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._blank)
+
+    @property
+    def num_absent(self) -> int:
+        """Pages that have no memory."""
+        return self._num_absent
+
+    def is_held(self, page: int) -> bool:
+        """Return whether a sequence holds the page."""
+        return self._references[page] > 0
+
+    @property
+    def oldest_cached(self) -> int | None:
+        """The cached page that goes first; None: there is none."""
+        return next(iter(self._cached), None)
 
     @property
     def stats(self) -> PrefixCacheStats:
@@ -124,7 +166,10 @@ class PageCache:
         for page in pages:
             if not self._references[page]:
                 del self._cached[page]
+                self._tell_taken(page, fresh=False)
             self._references[page] += 1
+            if self.watch is not None:
+                self.watch.matched(page)
         return pages
 
     def allocate(self, count: int) -> list[int] | None:
@@ -141,10 +186,31 @@ class PageCache:
             self._references[page] -= 1
             if self._references[page]:
                 continue
-            if self._page_to_key[page] is None:
-                self._blank.append(page)
-            else:
+            cached = self._page_to_key[page] is not None
+            if cached:
                 self._cached[page] = None
+            else:
+                self._put_blank(page)
+            if self.watch is not None:
+                self.watch.freed(page, cached=cached)
+
+    def bring(self, pages: Iterable[int]) -> None:
+        """Absent pages have memory now, and are blank."""
+        for page in pages:
+            self._put_blank(page)
+            self._num_absent -= 1
+
+    def remove(self, pages: Sequence[int]) -> None:
+        """Have pages that nobody holds be absent; what is cached on them is forgotten."""
+        if any(self._references[page] for page in pages):
+            raise ValueError(f"A page of {pages} is held.")
+        for page in pages:
+            if page in self._blank:
+                self._blank.discard(page)
+            else:
+                del self._cached[page]
+                self._forget(page)
+        self._num_absent += len(pages)
 
     def register(self, page: int, key: bytes) -> None:
         """Make a held, full page findable; of two equal pages the first one stays known."""
@@ -160,7 +226,8 @@ class PageCache:
         free = [*self._blank, *self._cached]
         assert len(set(free)) == len(free), "a page is free twice"
         assert min(self._references) >= 0, "a page was freed twice"
-        assert len(free) == self._references.count(0), "pages are lost"
+        assert len(free) + self._num_absent == self._references.count(0), "pages are lost"
+        assert self._blank <= set(self._lowest), "a blank page is not found"
         assert all(self._references[page] == 0 for page in free), "a free page is held"
         assert all(self._page_to_key[page] is None for page in self._blank), "blank with a key"
         assert all(self._page_to_key[page] for page in self._cached), "cached without a key"
@@ -172,14 +239,31 @@ class PageCache:
             assert counted == want, f"held by sequences {counted}, by the books {want}"
 
     def _take(self) -> int:
+        """Return a page that is held from now on: the lowest blank one, else a cached one."""
         if self._blank:
-            page = self._blank.popleft()
+            page = heapq.heappop(self._lowest)
+            while page not in self._blank:
+                page = heapq.heappop(self._lowest)
+            self._blank.discard(page)
         else:
             page, _ = self._cached.popitem(last=False)
-            key = self._page_to_key[page]
-            assert key is not None
-            del self._key_to_page[key]
-            self._page_to_key[page] = None
-            self._on_evict(page, key)
+            self._forget(page)
         self._references[page] = 1
+        self._tell_taken(page, fresh=True)
         return page
+
+    def _put_blank(self, page: int) -> None:
+        self._blank.add(page)
+        heapq.heappush(self._lowest, page)
+
+    def _forget(self, page: int) -> None:
+        """Let nobody find what is on a page that was cached."""
+        key = self._page_to_key[page]
+        assert key is not None
+        del self._key_to_page[key]
+        self._page_to_key[page] = None
+        self._on_evict(page, key)
+
+    def _tell_taken(self, page: int, *, fresh: bool) -> None:
+        if self.watch is not None:
+            self.watch.taken(page, fresh=fresh)

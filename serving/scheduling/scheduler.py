@@ -54,7 +54,7 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        self._pages.start_step()
+        self._pages.start_step(len(self._running))
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
@@ -74,7 +74,10 @@ class Scheduler(LiveSequences):
             self._speculation.extend(step, self._pages, len(self._running))
         for sequence in step.sequences:
             self._pages.register(sequence)
-        return step.plan(self._pages.take_encodes(), self._pages.take_moves)
+        plan = step.plan(self._pages.take_encodes(), self._pages.take_moves)
+        if plan is not None:
+            self._pages.planned(now)
+        return plan
 
     def complete(
         self, plan: StepPlan, results: SequenceOf[SequenceResult], now: float
@@ -82,6 +85,7 @@ class Scheduler(LiveSequences):
         """Take in what a step gave; returns a Progress of each token. Sequences go on, or end
         at EOS, at a stop token or at their length limit.
         """
+        self._pages.completed(plan.num_tokens, now)
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
         alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]

@@ -1,11 +1,13 @@
 """Pages of sequences, and rows of their images: given for a prompt, found again. No jax."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from serving.api.images import EncodeImage, ImageStats
 from serving.api.request import PageMove, Sequence, SequenceState
 from serving.scheduling.host_pages import HostPages, HostPageStats
+from serving.scheduling.page_exchange import PoolShares
+from serving.scheduling.page_extents import PageExtents
 from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
 from serving.scheduling.sequence_images import SequenceImages
 
@@ -26,11 +28,14 @@ class SequencePages:
         num_host_pages: int = 0,
         *,
         enable_prefix_caching: bool,
+        extents: Callable[[PageCache], PageExtents] | None = None,
     ):
+        """With `extents` pages have memory only while they need it, else always."""
         self._images = SequenceImages(num_encoder_rows)
         self._host = HostPages(num_host_pages)
         how = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
-        self._cache = PageCache(num_pages, page_size, **how)
+        self._cache = PageCache(num_pages, page_size, **how, are_absent=extents is not None)
+        self._extents = None if extents is None else extents(self._cache)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
         self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
@@ -67,9 +72,21 @@ class SequencePages:
         """Forget a sequence that holds no pages."""
         del self._chains[sequence]
 
-    def start_step(self) -> None:
-        """Let go of what no step to come reads."""
+    def start_step(self, num_running: int = 0) -> None:
+        """Let go of what no step to come reads; each running sequence may need one more page."""
         self._images.start_step()
+        if self._extents is not None:
+            self._extents.start_step(num_running)
+
+    def planned(self, now: float) -> None:
+        """Note that a step goes to the device."""
+        if self._extents is not None:
+            self._extents.planned(now)
+
+    def completed(self, num_tokens: int, now: float) -> None:
+        """Note the end of the oldest step in flight, of so many tokens."""
+        if self._extents is not None:
+            self._extents.completed(num_tokens, now)
 
     def take_encodes(self) -> tuple[EncodeImage, ...]:
         """Return what towers compute before the step that is planned, once."""
@@ -78,6 +95,11 @@ class SequencePages:
     def take_moves(self) -> tuple[PageMove, ...]:
         """Return the pages that move between device and host before the step planned, once."""
         return self._host.take_moves()
+
+    @property
+    def pool_shares(self) -> PoolShares:
+        """Who has the page pool now; nothing without one."""
+        return PoolShares() if self._extents is None else self._extents.shares
 
     @property
     def host_stats(self) -> HostPageStats:
@@ -103,7 +125,8 @@ class SequencePages:
             matched = self._cache.match(keys)
         brought = self._host.pin(keys[len(matched) :])
         needed = self.num_pages(total) - len(matched)
-        has_room = needed + reserve <= self._cache.num_free
+        waits = self._extents is not None and self._extents.want(needed + reserve)
+        has_room = needed + reserve <= self._cache.num_free and not waits
         sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
             self._cache.free(matched)
@@ -135,6 +158,8 @@ class SequencePages:
         missing = self.num_pages(sequence.num_computed + count) - len(sequence.pages)
         if missing <= 0:
             return True
+        if self._extents is not None and missing > self._cache.num_blank:
+            self._extents.want(missing)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
@@ -191,6 +216,8 @@ class SequencePages:
     def check_integrity(self, live: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> None:
         """Raise AssertionError when pages and the sequences that are to hold them disagree."""
         self._cache.check_integrity([sequence.pages for sequence in running])
+        if self._extents is not None:
+            self._extents.check_integrity()
         self._images.check_integrity(running)
         self._host.check_integrity()
         assert set(self._chains) == set(live), "a sequence is lost or kept too long"

@@ -7,6 +7,7 @@ from serving.api.images import ImageStats
 from serving.api.request import Sequence
 from serving.scheduling.adapter_gate import AdapterGate
 from serving.scheduling.host_pages import HostPageStats
+from serving.scheduling.page_exchange import PoolShares
 from serving.scheduling.running_line import RunningLine
 from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.waiting_line import WaitingLine
@@ -27,6 +28,7 @@ class SchedulerStats:
     prefix_hits: int  # tokens
     images: ImageStats = dataclasses.field(default_factory=ImageStats)
     host_pages: HostPageStats = dataclasses.field(default_factory=HostPageStats)
+    pool: PoolShares = dataclasses.field(default_factory=PoolShares)
 
 
 def adapter_names(sequences: Iterable[Sequence]) -> tuple[str, ...]:
@@ -56,4 +58,5 @@ def scheduler_stats(
         prefix_hits=prefix.hits,
         images=pages.image_stats,
         host_pages=pages.host_stats,
+        pool=pages.pool_shares,
     )

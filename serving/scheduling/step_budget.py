@@ -18,7 +18,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int = 512
     max_logit_rows: int = 64
     max_queue: int = 1024
-    adapter_wait_s: float = 60.0
+    adapter_wait_s: float = 600.0
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"  # or "sjf"
     num_encoder_rows: int = 0  # of the encoder cache

@@ -26,6 +26,7 @@ from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.image_encoder import ImageOperands
@@ -57,7 +58,7 @@ class MergedOperands(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Inputs of a step beside the model; cache and state are donated to it."""
+    """Inputs of a step beside the model; state is donated to it, and the cache if it is its own."""
 
     cache: PagedKVCache
     state: RowState
@@ -83,7 +84,7 @@ class CompiledStep:
         self,
         model: nnx.Module,
         sizes: StepSizes,
-        link: ServerLink | None,
+        link: ServerLink | TenantLink | None,
         vocab_size: int,
         *,
         in_place: bool,
@@ -97,6 +98,7 @@ class CompiledStep:
         programs outlive the process; not together with `split` or `link`.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
+        self._pooled = sizes.pooled
         sample = batch_sampler.sample if in_place else sampler.sample
         jitted = _jit_steps(model, sizes, link, sample, compiler_options, split)
         steps, self._leaves = jitted
@@ -140,12 +142,16 @@ class CompiledStep:
     def run(
         self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
     ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
-        """Return cache and state (both donated) after the step, its samples and servers' status."""
+        """Return cache and state (both donated) after the step, its samples and servers' status.
+
+        Pages of a pool are not donated, but written where they lie.
+        """
         if self._in_place:
             self._table = _overwrite(self._table, table)
         source = self._table if self._in_place else table
         arguments = self._arguments(operands, source, bucket, lora=lora)
         cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
+        cache = operands.cache if self._pooled else cache
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
             self._status = self._status if status is None else status
@@ -178,6 +184,7 @@ class CompiledStep:
         arguments = self._forward_arguments(operands, source, bucket)
         cache, logits, (rows, heads), status = self._forward(*arguments, bucket=bucket)
         forwarded = Forwarded(logits, rows, heads)
+        cache = operands.cache if self._pooled else cache
         if self._in_place:
             self._forwarded[bucket] = forwarded
             self._status = self._status if status is None else status
@@ -201,10 +208,11 @@ class CompiledStep:
     ) -> tuple[Any, ...]:
         """Return the arguments of a forward part, in the order of `_arguments`."""
         results = self._forwarded.get(bucket)
-        donated, donated_tree = jax.tree.flatten((operands.cache, results, self._status))
+        cache, pooled = self._caches(operands)
+        donated, donated_tree = jax.tree.flatten((cache, results, self._status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        rest = (adapters, table, self._pages, operands.images, slot, operands.state.history)
+        rest = (adapters, table, self._pages, operands.images, slot, pooled, operands.state.history)
         rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
 
@@ -223,11 +231,17 @@ class CompiledStep:
         """Return the step's arguments: leaves of the model, of what is donated, of the rest."""
         results = self._results_of(bucket) if self._in_place else None
         status = self._status if lora else None
-        donated, donated_tree = jax.tree.flatten((operands.cache, operands.state, results, status))
+        cache, pooled = self._caches(operands)
+        donated, donated_tree = jax.tree.flatten((cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        rest, rest_tree = jax.tree.flatten((adapters, table, self._pages, operands.images, slot))
+        rest = (adapters, table, self._pages, operands.images, slot, pooled)
+        rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
+
+    def _caches(self, operands: Operands) -> tuple[PagedKVCache | None, PagedKVCache | None]:
+        """Return the cache as what is donated, and as what is not."""
+        return (None, operands.cache) if self._pooled else (operands.cache, None)
 
     def _weights(self, operands: Operands) -> tuple[tuple[jax.Array, ...], Int[Array, ""] | None]:
         """Return the model's leaves, and the slot of the adapter that is merged into them."""
@@ -263,7 +277,7 @@ def _no_heads(sizes: StepSizes) -> Float[Array, "seqs width"] | None:
 def _jit_steps(
     model: nnx.Module,
     sizes: StepSizes,
-    link: ServerLink | None,
+    link: ServerLink | TenantLink | None,
     sample: Sample,
     options: dict[str, str] | None,
     split: StepSplit | None,
@@ -279,11 +293,13 @@ def _jit_steps(
 
     def run_forward(leaves, cache, history, rest, bucket, lora):
         made = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        (slots, reroute_tables, remote_table), table, pages, images, merged = rest
+        (slots, reroute_tables, remote_table), table, pages, images, merged, pooled = rest
+        cache = pooled if cache is None else cache
         over = None if split is None else split.split
         remote = None if link is None or not lora else link.start(remote_table, over)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
         cache, logits, rows, heads = forward_step(made, cache, history, *batch, merged)
+        cache = cache if pooled is None else None
         return cache, logits, (rows, heads), None if remote is None else remote.status()
 
     @functools.partial(

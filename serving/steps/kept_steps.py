@@ -54,7 +54,8 @@ class KeptJit:
     def __init__(self, jitted: Any, files: ProgramFiles, programs: ProgramFiles, identity: str):
         self._jitted, self._identity = jitted, identity
         self._files, self._programs = files, programs
-        self._made: dict[tuple[Any, ...], KeptProgram] = {}
+        # By static arguments, then by what the others look like.
+        self._made: dict[tuple[Any, ...], dict[tuple[Any, ...], KeptProgram]] = {}
 
     def lower(self, *arguments: Any, **static: Any) -> "KeptProgram":
         """Return the program for these arguments; its `compile` reads it where it is kept."""
@@ -65,13 +66,23 @@ class KeptJit:
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
         lower = functools.partial(self._jitted.lower, *arguments, **static)
-        self._made[called] = made = KeptProgram(lower, self._files, self._programs, key)
+        made = KeptProgram(lower, self._files, self._programs, key)
+        self._made.setdefault(called, {})[_shapes(given)] = made
         return made
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         *given, trees = arguments
-        made = self._made.get((trees, *static.values()))
+        programs = self._made.get((trees, *static.values()), {})
+        if len(programs) == 1:
+            (made,) = programs.values()
+        else:
+            made = programs.get(_shapes(given))
         return self._jitted(*arguments, **static) if made is None else made.compiled(*given)
+
+
+def _shapes(given: list[Any]) -> tuple[Any, ...]:
+    """Return the shapes of the last argument: weights, which come before, are always the same."""
+    return tuple(a.shape for a in jax.tree.leaves(given[-1]))
 
 
 class KeptProgram:
@@ -116,14 +127,30 @@ class KeptProgram:
             return None
 
     def _compile(self) -> Compiled:
-        with self._programs.unread():
-            compiled = (self._lowered or self._lower()).compile()
+        """Return the program, kept unless jax had it for another step of the same program.
+
+        What jax has read cannot be kept. Engines that differ in nothing that matters share it, so
+        it is compiled anew only where the same step is asked for again: a server starts again.
+        """
+        lowered, again = self._lowered or self._lower(), f"{self._key}-again"
+        if self._files.get(again) is None:
+            with self._programs.watched() as found:
+                compiled = lowered.compile()
+            if found():
+                self._files.put(again, b"")
+                return compiled
+        else:
+            with self._programs.unread():
+                compiled = lowered.compile()
+        self._keep(compiled)
+        return compiled
+
+    def _keep(self, compiled: Compiled) -> None:
         try:
             made = serialize_executable.serialize(compiled)
             self._files.put(self._key, pickle.dumps((dispatch.table(), made)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
-        return compiled
 
 
 def _unpacked(kept: bytes) -> tuple[Any, ...] | None:

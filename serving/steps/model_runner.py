@@ -18,12 +18,13 @@ from jax.stages import Lowered
 
 from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
 from lora_jax.adapters.slots import AdapterSlots, warm_up
-from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
+from lora_jax.kv_cache import KVShape, PagedKVCache, init_cache, pages_sharding
 from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
 from serving.steps.compiling import compile_all, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
@@ -35,7 +36,7 @@ from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
-from serving.steps.step_programs import Program, lora_slots, token_buckets
+from serving.steps.step_programs import Program, lora_slot, lora_slots, token_buckets
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -62,7 +63,7 @@ class ModelRunner:
         end_ids: tuple[int, ...] = (),
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
-        link: ServerLink | None = None,
+        link: ServerLink | TenantLink | None = None,
         specialize_lora: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,
@@ -72,19 +73,20 @@ class ModelRunner:
         bringing: Set[int] = frozenset(),
         tell: Callable[[Any], None] = lambda command: None,
         kept: KeptSteps | None = None,
+        pooled: PagedKVCache | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
-        rows may be masked. With `split` the model and `slots`
-        lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
-        images, on one device. With `merged` steps may take those weights, with `mixture` steps
-        whose rows have other adapters too. `bringing` are the slots whose adapters have more than
-        LoRA; the caller changes it. `tell` is given every StepInput and SampleInput before it is
-        done, for the runners of other processes to `follow`. `kept` are compiled
-        steps of earlier processes.
+        rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
+        of all heads. `encoder` is that of a model that takes images, on one device. With `merged`
+        steps may take those weights, with `mixture` steps whose rows have other adapters too.
+        `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
+        is given every StepInput and SampleInput before it is done, for the runners of other
+        processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
+        a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -106,19 +108,19 @@ class ModelRunner:
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
         place = functools.partial(put, sharding=self._step.sharding)
-        cache = init_cache(kv_shape, sizes.num_pages, sizes.page_size, dtype, split)
-        self._cache = cache if split is not None else place(cache)
+        self._pooled = pooled is not None
+        self._cache = pooled or _own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:
             where = (self._step.sharding, split)
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._place, self._encoder = place, encoder
+        self._place, self.encoder = place, encoder
         self.merged, self._mixture, self._bringing = merged, mixture, bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
-        self.slots = slots if slots is None or split is not None else place(slots)
+        self.slots = slots if slots is None or split is not None or self._pooled else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )
@@ -138,13 +140,13 @@ class ModelRunner:
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
         if self.slots is not None:
-            self.slots = warm_up(self.slots)
+            self.slots = warm_up(self.slots, rows=not self._pooled)
             if self.remote_table is not None:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
-        if self._encoder is not None:
-            self._encoder.warm_up(self._plain_slots)
+        if self.encoder is not None:
+            self.encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
         self._step.set_pages(self._tables)
@@ -159,9 +161,8 @@ class ModelRunner:
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
-            bucket = program.bucket
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks(), bucket)
+            sampled = self._run_sample(forwarded, self.new_masks(), program.bucket)
             jax.block_until_ready((sampled, status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
@@ -171,9 +172,9 @@ class ModelRunner:
 
     def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
         """Return steps of one program, ready to compile."""
-        table = self._inputs.empty_table()
         for p in programs:
-            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+            arguments = self._operands(p), self._inputs.empty_table(), p.bucket
+            yield self._step.lower(*arguments, lora=p.lora)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -284,11 +285,12 @@ class ModelRunner:
         made = self._inputs.make(plan, program, in_parts=in_parts)
         self._tell(made)
         self._write(made)
-        if self._encoder is not None:
+        if self.encoder is not None:
             for sequence in plan.admitted:
-                self._encoder.admit(sequence)
+                self.encoder.admit(sequence)
             for work in plan.encodes:
-                self._encoder.encode(work, self._plain_slots)
+                slot = lora_slot(work.slot, self._num_lora, self._num_esft)
+                self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return made.table
@@ -318,8 +320,8 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         jax.block_until_ready((self._cache, self._state))
-        if self._encoder is not None:
-            self._encoder.wait()
+        if self.encoder is not None:
+            self.encoder.wait()
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
@@ -339,8 +341,11 @@ class ModelRunner:
         return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
 
     def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
-        num_lora = 0 if self.slots is None else self.slots.num_slots
-        return lora_slots(plan, num_lora, self._num_esft)
+        return lora_slots(plan, self._num_lora, self._num_esft)
+
+    @property
+    def _num_lora(self) -> int:
+        return 0 if self.slots is None else self.slots.num_slots
 
     def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)
@@ -364,7 +369,7 @@ class ModelRunner:
         return None if self.slots is None else self.slots.plain
 
     def _operands(self, program: Program) -> Operands:
-        images = None if self._encoder is None else self._encoder.operands
+        images = None if self.encoder is None else self.encoder.operands
         slots = self.slots if program.brings else self._plain_slots
         adapters = (slots, self.reroute_tables, self.remote_table)
         weights = self.merged.operands if program.merged and self.merged is not None else None
@@ -381,3 +386,15 @@ class ModelRunner:
             f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
             f"{buckets[-1]} and {most} fit."
         )
+
+
+def _own_pages(
+    shape: KVShape,
+    sizes: StepSizes,
+    dtype: jnp.dtype,
+    split: Split | None,
+    place: Callable[[PagedKVCache], PagedKVCache],
+) -> PagedKVCache:
+    """Return pages that are donated to each step."""
+    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
+    return cache if split is not None else place(cache)

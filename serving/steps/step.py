@@ -47,6 +47,8 @@ class StepSizes:
     head_width: int = 0  # of task heads' logits; 0: no trace of heads is in the programs
     max_drafts: int = 0  # of a sequence in one step; 0: no trace of them is in the programs
     num_host_pages: int = 0  # KV pages that host memory has room for
+    pooled: bool = False  # KV pages are a pool's, not the step's own
+    page_stride: int = 1  # of page numbers in block tables: see lora_jax.pooled
 
     @property
     def table_rows(self) -> int:
@@ -107,9 +109,8 @@ def forward_step(
     if merged_slot is not None and lora:
         batch = mixture(batch, merged_slot)
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
-    logits = model.logits(
-        hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot, slots, sizes.max_rank, split
-    )
+    asked = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
+    logits = model.logits(*asked, slots, sizes.max_rank, split, remote)
     if not sizes.head_width:
         return cache, logits, rows, None
     if slots is None:  # then no row has an adapter
@@ -164,7 +165,8 @@ def unpack_batch(
     positions = jnp.where(live, table[START, seq] + offset, 0)
     page = block_tables[seq, positions // sizes.page_size]
     # Dropped writes go to distinct places past the end.
-    padding = sizes.num_pages * sizes.page_size + jnp.arange(bucket, dtype=jnp.int32)
+    past = sizes.num_pages * sizes.page_stride * sizes.page_size
+    padding = past + jnp.arange(bucket, dtype=jnp.int32)
     page_slot = page * sizes.page_size + positions % sizes.page_size
     return ForwardBatch(
         tokens=jnp.where(live, history[seq, positions], 0),

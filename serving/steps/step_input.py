@@ -28,7 +28,7 @@ from serving.steps.token_masks import TokenMasks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NewPages:
-    """Pages that a row's block table has from place `first` on."""
+    """Pages that a row's block table has from place `first` on, times the pages' stride."""
 
     row: int
     first: int
@@ -106,7 +106,8 @@ class StepInputs:
             known = self._num_pages[row]
             if len(pages) != known:
                 self._num_pages[row] = len(pages)
-                yield NewPages(row, known, np.array(pages[known:], np.int32))
+                new = np.array(pages[known:], np.int32) * np.int32(self._sizes.page_stride)
+                yield NewPages(row, known, new)
 
 
 def is_scored(plan: StepPlan) -> bool:

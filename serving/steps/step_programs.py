@@ -31,14 +31,17 @@ class Program(NamedTuple):
 
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:
-    """Yield the LoRA slot of each chunk of a step that has one.
+    """Yield the LoRA slot of each chunk of a step that has one."""
+    slots = (lora_slot(chunk.sequence.slot, num_lora, num_esft) for chunk in plan.chunks)
+    yield from (slot for slot in slots if slot >= 0)
+
+
+def lora_slot(slot: int, num_lora: int, num_esft: int) -> int:
+    """Return the LoRA slot of what a sequence calls its slot, -1 for none.
 
     ESFT slots are numbered after the LoRA slots, then come pairs of both (step.split_slots).
     """
-    pairs = num_lora + num_esft
-    for chunk in plan.chunks:
-        slot = chunk.sequence.slot
-        if 0 <= slot < num_lora:
-            yield slot
-        elif slot >= pairs:
-            yield (slot - pairs) % num_lora
+    pair = slot - (num_lora + num_esft)
+    if pair >= 0 and num_lora:
+        return pair % num_lora
+    return slot if slot < num_lora else -1

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuda_backend import ffi
 from cuda_backend.rms_norm import check_norm
+from lora_jax.ops.acting_call import acting_call
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.place_heads import PlaceHeadsArgs
 from lora_jax.typing import Array
@@ -28,13 +29,16 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     for scale in args.scales or ():
         check_norm(scale.dtype, q.shape[2])
     ffi.require()
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_pages, v_pages)]
-    call = jax.ffi.ffi_call("lora_jax_cuda_place_heads", shapes, input_output_aliases={8: 1, 9: 2})
     none = jnp.zeros((0,), q.dtype)
     scales = (none, none) if args.scales is None else args.scales
     pages = args.token_to_page_slot, k_pages, v_pages
-    heads = (q, args.k, args.v)
-    turned, k_pages, v_pages = call(
-        *heads, args.cos, args.sin, *scales, *pages, eps=np.float32(args.eps)
-    )
+    operands = (q, args.k, args.v, args.cos, args.sin, *scales, *pages)
+    how = {"eps": np.float32(args.eps)}
+    if args.in_place:
+        out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+        call = acting_call("lora_jax_cuda_place_heads_in_place", out)
+        return call(*operands, **how), k_pages, v_pages
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_pages, v_pages)]
+    call = jax.ffi.ffi_call("lora_jax_cuda_place_heads", shapes, input_output_aliases={8: 1, 9: 2})
+    turned, k_pages, v_pages = call(*operands, **how)
     return turned, k_pages, v_pages

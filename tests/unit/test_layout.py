@@ -10,9 +10,14 @@ import pytest
 from support.processes.server_process import ROOT
 
 # Nothing to run in them: names of types, and a dataclass that every model test fills.
-WITHOUT_TEST = {"src/lora_jax/typing.py", "src/lora_jax/batch.py"}
+WITHOUT_TEST = {
+    "src/lora_jax/typing.py",
+    "src/lora_jax/batch.py",
+    "serving/engine/loop_parts.py",
+}
 # Tests of what only shows when the rooms work together.
 WITHOUT_MODULE = {
+    "test_as_shipped.py",  # of the compiler
     "test_layout.py",
     "placement/test_algorithm_1.py",  # an oracle
     "test_requirements.py",
@@ -27,6 +32,7 @@ WITHOUT_MODULE = {
     "serving/test_brought_adapters.py",
     "serving/test_composition_serving.py",
     "serving/test_esft_serving.py",
+    "serving/test_esft_with_images.py",
     "serving/test_merged_serving.py",
     "serving/test_speculation.py",
     "serving/test_schema_corpus.py",

@@ -18,7 +18,7 @@ _POINTER = ctypes.c_void_p
 _CALLS = {  # name -> result, arguments; see csrc/handlers.cc
     "seal": (None, _POINTER),
     "read": (_I32, _POINTER, _POINTER),
-    "client_new": (_I64, _POINTER, _I64, _I32),
+    "client_new": (_I64, _POINTER, _I64, _I32, _I32),
     "client_group": (_I64, _POINTER, _I64),
     "client_attach": (_I32, _I64, _I64, _I32, _I32, _U64),
     "client_detach": (None, _I64, _I64, _U64),
@@ -32,6 +32,7 @@ _CALLS = {  # name -> result, arguments; see csrc/handlers.cc
     "server_detach": (None, _I64, _I64),
     "server_receive": (_I64, _I64, _U64, _POINTER),
     "server_answer": (_I32, _I64, _I64, _POINTER, _POINTER),
+    "server_tenant": (_I64, _I64, _POINTER, _POINTER),
     "server_abort": (None, _I64),
     "server_dropped": (_U64, _I64),
     "server_free": (None, _I64),

@@ -51,7 +51,7 @@ class SlotClient(AbstractClientBase[Joined]):
         """
         super().__init__(shapes, connectors)
         self._calls = calls()
-        self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull))
+        self._number = self._calls.client_new(numbers(shapes), self.servers, int(pull), 0)
         self._join_all()
 
     def push(
@@ -188,6 +188,11 @@ class SlotServer(AbstractServerBase[_Seat]):
         self._bell = shared_memory(PAGE)
         self._number = self._calls.server_new(numbers(shapes), self._bell)
         self._header = ctypes.create_string_buffer(HEADER_BYTES)
+
+    @property
+    def number(self) -> int:
+        """Number by which the C++ code knows the server."""
+        return self._number
 
     def join(self, last_epoch: int) -> tuple[int, Joined]:
         """Make room for a client; return its number and what to give it, for it to close.

@@ -7,7 +7,7 @@ keeps its place, and a step whose results are void changes nothing.
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,10 @@ class GrammarState:
     num_seen: int = 0  # output tokens that the matcher has consumed
 
 
+# Sequences, each with its row in the step.
+type BoundRows = SequenceOf[tuple[Sequence, int]]
+
+
 def is_bound(plan: StepPlan) -> bool:
     """Return whether a token that the step draws is bound by a grammar."""
     return any(c.samples and c.sequence.request.grammar is not None for c in plan.chunks)
@@ -41,35 +45,41 @@ class RowMasks:
         self._end_ids = tuple(end_ids)
         self._executor: LLExecutor | None = None
 
-    def fill(self, plan: StepPlan, words: Any, is_masked: Any) -> list[tuple[Sequence, str]]:
-        """Write the masks of the plan's bound rows, numpy int32 [seqs, words] and int32 [seqs].
+    @staticmethod
+    def rows(plan: StepPlan) -> BoundRows:
+        """Return the plan's rows that take a mask, asked while the sequences still have them."""
+        return [(c.sequence, c.sequence.row) for c in plan.chunks if _takes_mask(c)]
+
+    def fill(
+        self, rows: BoundRows, words: np.ndarray, is_masked: np.ndarray
+    ) -> list[tuple[Sequence, str]]:
+        """Write the masks of bound rows, int32 [seqs, words] and int32 [seqs].
 
         Returns sequences that cannot go on, with the reason; their rows are not masked.
         """
-        chunks = [chunk for chunk in plan.chunks if _takes_mask(chunk)]
-        failed = [(s, why) for s in (c.sequence for c in chunks) if (why := _catch_up(s))]
+        failed = [(sequence, why) for sequence, _ in rows if (why := _catch_up(sequence))]
         lost = {id(sequence) for sequence, _ in failed}
-        bound = [c.sequence for c in chunks if id(c.sequence) not in lost]
+        bound = [(sequence, row) for sequence, row in rows if id(sequence) not in lost]
         self._compute(bound, words)
-        for sequence in bound:
-            matcher, row = sequence.grammar_state.matcher, words[sequence.row]
-            if matcher.is_error() or not row.any():
+        for sequence, row in bound:
+            matcher, mask = sequence.grammar_state.matcher, words[row]
+            if matcher.is_error() or not mask.any():
                 why = matcher.get_error() or "no token fits."
                 failed.append((sequence, _TOO_HARD.format(why=why.splitlines()[0])))
                 continue
-            self._hold_back(sequence, row)
-            is_masked[sequence.row] = 1
+            self._hold_back(sequence, mask)
+            is_masked[row] = 1
         return failed
 
-    def _compute(self, sequences: SequenceOf[Sequence], words: np.ndarray) -> None:
+    def _compute(self, rows: BoundRows, words: np.ndarray) -> None:
         row_bytes = words.shape[1] * words.itemsize
-        if len(sequences) < _FEW:
-            for sequence in sequences:
-                row = words[sequence.row]
-                sequence.grammar_state.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row_bytes)
+        if len(rows) < _FEW:
+            for sequence, row in rows:
+                address = words[row].ctypes.data
+                sequence.grammar_state.matcher.unsafe_compute_mask_ptr(address, row_bytes)
             return
         executor = self._executor = self._executor or _new_executor()
-        matchers = [(s.grammar_state.matcher, s.row) for s in sequences]
+        matchers = [(sequence.grammar_state.matcher, row) for sequence, row in rows]
         address = words.ctypes.data
         executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
 

@@ -1,5 +1,6 @@
 """Folders of adapters: paths of clients confined to a root, weights checked, entries. No jax."""
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,8 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
 from lora_jax.adapters.registry_errors import AdapterRejected
 from lora_jax.adapters.weights import AnyWeights
+
+logger = logging.getLogger(__name__)
 
 
 class AdapterFolders:
@@ -69,9 +72,9 @@ class AdapterFolders:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise AdapterRejected(f"Adapter {name!r}: {error.strerror}.") from None
+            raise _rejected(name, folder, f"{error.strerror}.") from None
         except ValueError as error:
-            raise AdapterRejected(f"Adapter {name!r}: {error}") from None
+            raise _rejected(name, folder, str(error)) from None
         return weights
 
     def entry(
@@ -102,3 +105,10 @@ class AdapterFolders:
         if not confined or self._root is None:
             return real.name
         return real.relative_to(os.path.realpath(self._root)).as_posix()
+
+
+def _rejected(name: str, folder: Path, why: str) -> AdapterRejected:
+    """Return the error of a folder that is not acceptable; the log has where it is."""
+    # The reason may quote names of the file: they shall not make lines of their own.
+    logger.warning("Adapter %s (%r) was not loaded: %s", name, str(folder), " ".join(why.split()))
+    return AdapterRejected(f"Adapter {name!r}: {why}")

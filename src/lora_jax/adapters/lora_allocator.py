@@ -44,10 +44,10 @@ class LoraPlacement:
     cleared_slots: tuple[int, ...] = ()
 
 
-_Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
+Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
 
 
-class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
+class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
     """Host bookkeeping of LoRA slots and rank rows; one thread (the engine's) uses it."""
 
     def __init__(
@@ -130,23 +130,28 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, _Rows]):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        slots = [placed.slot for placed in self._placed.values()]
+        held = self._held()
+        slots = [placed.slot for placed in held]
         assert sorted(slots + self._free_slots) == list(range(self.num_slots)), "slots overlap"
         assert self._cleared_slots <= set(self._free_slots), "a slot in use would be zeroed"
         for width, pool in self._pools.items():
-            held = [r[1:] for p in self._placed.values() for r in p.room if r[0] == width]
+            taken = [r[1:] for p in held for r in p.room if r[0] == width]
             end = 0
-            for start, length in sorted([*held, *pool.ranges]):
+            for start, length in sorted([*taken, *pool.ranges]):
                 assert start == end, f"rows {end}..{start} of width {width} overlap or are lost"
                 end = start + length
             assert end == pool.total, f"rows after {end} of width {width} are lost"
+
+    def _held(self) -> list[Placed[Rows]]:
+        """Return who has a slot and rows."""
+        return list(self._placed.values())
 
     def _take(self, width: int, length: int) -> int:
         start = self._pools[width].take(length)
         assert start is not None, "the trial allocation found room that is not there"
         return start
 
-    def _take_back(self, placed: Placed[_Rows]) -> None:
+    def _take_back(self, placed: Placed[Rows]) -> None:
         for width, start, length in placed.room:
             self._pools[width].give(start, length)
         self._return_slot(placed.slot)

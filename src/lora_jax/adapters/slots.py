@@ -138,30 +138,37 @@ def size_slots(
 
 
 def init_slots(
-    catalogue: LoraCatalogue, spec: SlotsSpec, dtype: jnp.dtype, split: Split | None = None
+    catalogue: LoraCatalogue,
+    spec: SlotsSpec,
+    dtype: jnp.dtype,
+    split: Split | None = None,
+    rows: dict[str, Array] | None = None,
 ) -> AdapterSlots:
     """Return empty slots: no adapter anywhere. With int8 rows are in 8 bits.
 
-    With a split, spec and catalogue are a device's.
+    With a split, spec and catalogue are a device's. `rows` are pools that exist already.
     """
     tokens = most_tokens(catalogue)
     brings = tokens or catalogue.most_saved or any(map(is_gain, catalogue.modules))
     ids = jnp.full((len(PARTS), spec.num_slots, tokens), -1, jnp.int32) if brings else None
     shape = (len(catalogue.modules), catalogue.num_layers, spec.num_slots)
-    parts, rows, whole = (1, None, None) if split is None else (split.size, split.rows, split.whole)
+    parts, by_rows, whole = (1, None, None)
+    if split is not None:
+        parts, by_rows, whole = split.size, split.rows, split.whole
 
     def make() -> AdapterSlots:
         return AdapterSlots(
             pools={
-                str(w): jnp.zeros((parts * n, stored_width(w, dtype)), dtype, device=rows)
-                for w, n in sorted(spec.rows.items())
+                str(w): jnp.zeros((parts * n, stored_width(w, dtype)), dtype, device=by_rows)
+                for w, n in sorted(spec.rows.items() if rows is None else ())
             },
             entries=jnp.zeros((*shape, 5), jnp.int32, device=whole),
             scaling=jnp.zeros(shape, jnp.float32, device=whole),
             token_ids=ids,
         )
 
-    return make() if split is not None else jax.jit(make)()  # one program in place of many
+    made = make() if split is not None else jax.jit(make)()  # one program in place of many
+    return made if rows is None else dataclasses.replace(made, pools=rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -224,10 +231,14 @@ def chunk_rows(width: int, itemsize: int) -> int:
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (width * itemsize)))
 
 
-def warm_up(slots: AdapterSlots) -> AdapterSlots:
-    """Return `slots` unchanged (donated) after compiling every write that loading will make."""
-    pools = {key: written(pool, *empty_chunk(pool)) for key, pool in slots.pools.items()}
-    slots, _ = fenced(dataclasses.replace(slots, pools=pools))
+def warm_up(slots: AdapterSlots, *, rows: bool = True) -> AdapterSlots:
+    """Return `slots` unchanged (donated) after compiling every write that loading will make.
+
+    Without `rows` no program writes any.
+    """
+    if rows:
+        pools = {key: written(pool, *empty_chunk(pool)) for key, pool in slots.pools.items()}
+        slots, _ = fenced(dataclasses.replace(slots, pools=pools))
     return set_slot(slots, slots.num_slots)  # out of range: written nowhere
 
 

@@ -6,6 +6,7 @@ Greedy-Dual-Size-Frequency caching policy", HP Labs 1998.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 # Counts are halved after so many uses, that popularity may drift: for each known digest, at least.
 _HALVE_EACH, _HALVE_LEAST = 16, 1000
@@ -31,8 +32,10 @@ class _Uses:
 class UseLedger:
     """Uses by digest, and the level; the caller holds a lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: Callable[[int], float] = read_seconds):
+        """`seconds` says what it takes to bring so many bytes back."""
         self.level = 0.0
+        self._seconds = seconds
         self._uses: dict[str, _Uses] = {}
         self._read: set[str] = set()  # since somebody asked
         self._number = 0
@@ -70,7 +73,7 @@ class UseLedger:
     def value(self, digest: str, num_bytes: int) -> float:
         """Return what the weights are worth in memory; the least valuable go first."""
         uses = self._uses.get(digest, _Uses())
-        return uses.level + uses.count * read_seconds(num_bytes) / max(num_bytes, 1)
+        return uses.level + uses.count * self._seconds(num_bytes) / max(num_bytes, 1)
 
     def last_use(self, digest: str) -> int:
         """Return a number that grows with every use; 0: never used."""

@@ -125,6 +125,16 @@ class PagePool:
             self._peak = max(self._peak, self._in_use)
             return blocks
 
+    @property
+    def num_pages(self) -> int:
+        """The most pages that there may be."""
+        return self._budget
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `acquire` could give now, as far as the budget goes."""
+        return self._budget - self._in_use
+
     def retain(self, block: Block) -> None:
         """Add a reference to a block in use."""
         with self._lock:

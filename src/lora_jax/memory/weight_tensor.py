@@ -103,6 +103,12 @@ class WeightTensor:
                 self.pool.retain(block)
             return dict(sorted(used.items())), tuple(sorted(self._mapped))
 
+    def num_missing(self, indices: range) -> int:
+        """Return how many pages `map` of consecutive experts would take."""
+        with self._lock:
+            self._check(indices)
+            return sum(len(run) for run in self._missing(indices))
+
     def map(self, indices: range) -> None:
         """Give consecutive experts memory, whose contents are undefined until written.
 
@@ -175,7 +181,12 @@ class WeightTensor:
     def check_integrity(self) -> None:
         """Assert that pages, their users and the mapped experts agree."""
         with self._lock:
-            users = self._users_among(sorted(self._mapped))
+            users = Counter[_Placed]()
+            for _, run in itertools.groupby(
+                enumerate(sorted(self._mapped)), lambda at: at[1] - at[0]
+            ):
+                numbers = [number for _, number in run]
+                users.update(self._users_among(range(numbers[0], numbers[-1] + 1)))
             placed = set(self._placed.values())
             assert {p for p in placed if not p.users} == self._stuck, "a page without users"
             assert users == Counter({p: p.users for p in placed if p.users}), (
@@ -210,13 +221,17 @@ class WeightTensor:
         if missing := set(indices) - self._mapped:
             raise MappingError(f"experts {sorted(missing)} are not mapped")
 
-    def _users_among(self, indices: Iterable[int]) -> Counter[_Placed]:
+    def _users_among(self, indices: range) -> Counter[_Placed]:
         """Return the blocks under some experts, and on each how many of those experts lie."""
-        return Counter(
-            placed
-            for index in indices
-            for placed in dict.fromkeys(self._placed[n] for n in self._numbers(index, index + 1))
-        )
+        size, users = self.pool.page_bytes, Counter[_Placed]()
+        number, end = self._numbers(indices.start, indices.stop).start, indices.stop
+        while number * size < end * self.expert_bytes:
+            placed = self._placed[number]
+            first = max(indices.start, placed.start * size // self.expert_bytes)
+            last = min(end, -(-placed.numbers.stop * size // self.expert_bytes))
+            users[placed] = last - first
+            number = placed.numbers.stop
+        return users
 
     def _numbers(self, start: int, stop: int) -> range:
         """Return the pages on which experts start .. stop - 1 lie."""

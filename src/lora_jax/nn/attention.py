@@ -1,5 +1,7 @@
 """Grouped-query attention over the pages of every token's own sequence."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -92,5 +94,6 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             scales, eps = (self.q_norm.weight[...], self.k_norm.weight[...]), self.q_norm.eps
         pages = cache.k, cache.v, batch.token_to_page_slot
-        q, k, v = place_heads(PlaceHeadsArgs(q, k, v, *angles, scales, *pages, eps))
-        return q, LayerCache(k, v)
+        args = PlaceHeadsArgs(q, k, v, *angles, scales, *pages, eps, cache.in_place)
+        q, k, v = place_heads(args)
+        return q, dataclasses.replace(cache, k=k, v=v)

@@ -173,10 +173,11 @@ class AbstractCausalLM(nnx.Module):
         adapters: AdapterSlots | None,
         max_rank: int,
         split: Split | None = None,
+        remote: RemoteExperts | None = None,
     ) -> Float[Array, "rows vocab"]:
         """Return float32 logits of the first num_rows hidden states; other rows are 0."""
-        names = self.module_names
-        routing = AdapterRouting(num_rows, row_to_slot, adapters, names, max_rank, split=split)
+        shared = adapters, self.module_names, max_rank
+        routing = AdapterRouting(num_rows, row_to_slot, *shared, split=split, remote=remote)
         head = self.embed.attend if self.lm_head is None else self.lm_head
         logits = head(hidden, routing).astype(jnp.float32)
         vocab = self.config.vocab_size

@@ -17,7 +17,7 @@ from lora_jax.nn.layers import RMSNorm, make_linear, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import grouped_matmul
 from lora_jax.ops.paged_attention import paged_attention
-from lora_jax.ops.pages import write
+from lora_jax.ops.pages import write, write_in_place
 from lora_jax.ops.reroute import RowMap, row_map
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Float, Int
@@ -110,9 +110,7 @@ class LatentAttention(nnx.Module):
         q_rope = rotate(q_rope, *angles, interleaved=True)
         q = jnp.concatenate([self.absorb_k(q_nope, by_head, sorted_routing), q_rope], axis=-1)
         latent = self._latent(x, angles, routing)
-        # XLA crashes over an array of no values that goes through a shard_map as it is.
-        no_v = cache.v if routing.split is None else jnp.zeros_like(cache.v)
-        cache = LayerCache(k=write(cache.k, latent, batch.token_to_page_slot), v=no_v)
+        q, cache = self._placed(q, latent, batch, cache, routing)
         attended = paged_attention(
             q,
             cache.k,
@@ -126,6 +124,22 @@ class LatentAttention(nnx.Module):
         )
         out = self.absorb_v(attended, by_head, sorted_routing)
         return self.o_proj(out.reshape(x.shape[0], -1), routing), cache
+
+    def _placed(
+        self,
+        q: Float[Array, "tokens heads width"],
+        latent: Float[Array, "tokens 1 width"],
+        batch: ForwardBatch,
+        cache: LayerCache,
+        routing: AdapterRouting,
+    ) -> tuple[Float[Array, "tokens heads width"], LayerCache]:
+        """Return q as attention wants it, and the cache with this step's latents in it."""
+        places = batch.token_to_page_slot
+        if cache.in_place:
+            return write_in_place(q, cache.k, latent, None, None, places), cache
+        # XLA crashes over an array of no values that goes through a shard_map as it is.
+        no_v = cache.v if routing.split is None else jnp.zeros_like(cache.v)
+        return q, LayerCache(k=write(cache.k, latent, places), v=no_v)
 
     def _query(
         self, x: Float[Array, "tokens hidden"], routing: AdapterRouting

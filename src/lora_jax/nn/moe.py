@@ -35,12 +35,22 @@ class Router(nnx.Module):
         self, x: Float[Array, "tokens hidden"], routing: AdapterRouting
     ) -> Float[Array, "tokens experts"]:
         bias = None if self.bias is None else self.bias[...]
+        name = ("router",)
+        exchange = routing.exchange(name, self.layer)
+        if exchange is not None:
+            x = exchange.push(x)
         logits = matmul(x.astype(jnp.float32), self.weight[...], routing.num_rows, bias)
+
+        def added(y: Float[Array, "tokens experts"]) -> Float[Array, "tokens experts"]:
+            if exchange is not None:
+                return exchange.wait_add((y,), x)[0]
+            return add_lora((y,), x, routing, name, self.layer)[0]
+
         if x.dtype == jnp.float32:
-            return add_lora((logits,), x, routing, ("router",), self.layer)[0]
+            return added(logits)
         # The slots hold rank rows in the model's dtype: only the adapter's share is rounded to it.
         nothing = jnp.zeros(logits.shape, x.dtype)
-        (delta,) = add_lora((nothing,), x, routing, ("router",), self.layer)
+        delta = added(nothing)
         return logits if delta is nothing else logits + delta.astype(jnp.float32)
 
 

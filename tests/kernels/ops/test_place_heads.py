@@ -1,5 +1,8 @@
 """Heads are normed, turned and written to their pages; padding is dropped."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +38,18 @@ def test_portable_is_the_meaning(dtype, normed):
     ):
         wide = (np.asarray(a, np.float32) for a in (mine, its))
         np.testing.assert_allclose(*wide, **TOLERANCE[dtype])
+
+
+def test_in_place_is_the_portable_way_on_pages_of_others():
+    args = some_heads("bfloat16", True)
+    want = [np.asarray(a, np.float32) for a in jax.jit(place_heads)(args)]
+    args = dataclasses.replace(args, in_place=True)
+    q, *pages = place_heads(args)
+    assert pages[0] is args.k_pages
+    for mine, its in zip((q, *pages), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), its)
+    with pytest.raises(NotImplementedError, match="writes none in place"):
+        place_heads(args, implementation="xla")
 
 
 def test_heads_are_turned_as_the_models_turn_them():

@@ -16,7 +16,13 @@ from support.cases import lora_server_cases, tiny_esft
 from support.cases.brought_cases import write_dora, write_own_rows
 from support.cases.engine_cases import settle
 from support.cases.head_cases import write_head
-from support.cases.tiny_vision import HOLDER, picture, write_qwen3_vl, write_vision_adapter
+from support.cases.tiny_vision import (
+    HOLDER,
+    picture,
+    write_qwen3_vl,
+    write_vision_adapter,
+    write_vision_esft,
+)
 
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.memory.host import HostMemory
@@ -36,6 +42,7 @@ SIZES = {
 }
 WIDTH = 64  # of hidden states and experts: whole groups of quantised weights
 VISION = "tiny"  # the base that the files of write_vision_adapter name
+VISION_MOE = "mixture"
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
@@ -68,13 +75,16 @@ FEATURES = {
         {"kv_offloading_size": 0.001, "max_num_seqs": 1, "max_model_len": 24},
         keeps_bits=True,
     ),
+    "page pool": Feature(
+        {"page_pool_bytes": 800 << 10, "kv_cache_memory_bytes": None, "block_size": 8},
+        keeps_bits=True,
+    ),
     "several devices": Feature({"tensor_parallel_size": 2}, keeps_bits=True),
     "LoRA Server": Feature(),
     "shared backbone": Feature(keeps_bits=True),
 }
 # Pairs that an engine refuses at its start, with words of its message.
 REFUSED = {
-    ("ESFT", "images"): "ESFT adapters of such models are not supported",
     ("ESFT", "quantised base"): "max_esft_adapters",
     ("ESFT", "shared backbone"): "max_esft_adapters 1",
     ("task heads", "LoRA Server"): "Task heads are not served beside a LoRA Server",
@@ -102,6 +112,12 @@ REFUSED = {
     ("adapters in 8 bits", "LoRA Server"): "in the dtype of the model",
     ("speculation", "several devices"): "is for a model on one device",
     ("speculation", "LoRA Server"): "compute all of an adapter",
+    ("KV pages on the host", "page pool"): "page_pool_bytes does not go with kv_offloading_size",
+    ("merged modes", "page pool"): "page_pool_bytes does not go with lora_merge",
+    ("merged primary", "page pool"): "page_pool_bytes does not go with merge_adapter",
+    ("page pool", "several devices"): "page_pool_bytes does not go with tensor_parallel_size",
+    ("page pool", "LoRA Server"): "page_pool_bytes does not go with lora server",
+    ("page pool", "shared backbone"): "page_pool_bytes does not go with shared backbone",
     ("several devices", "shared backbone"): "tensor_parallel_size 2",
     ("LoRA Server", "shared backbone"): "lora_server",
 }
@@ -114,21 +130,22 @@ class Models:
 
     def __init__(self, root: Path):
         self.root = root
-        self._answers: dict[frozenset[str], dict[str, Any]] = {}
+        self._answers: dict[tuple[frozenset[str], str], dict[str, Any]] = {}
 
-    def folder(self, features: frozenset[str]) -> tuple[Path, dict[str, Path]]:
-        """Return the model for `features`, and its LoRA adapters."""
-        kind = VISION if "images" in features else "text"
+    def folder(self, features: frozenset[str], kind: str) -> tuple[Path, dict[str, Path]]:
+        """Return the model of a kind for `features`, and its LoRA adapters."""
         base = self.root / kind
         adapters = {name: self.root / f"{kind}-{name}" for name in ("one", "two")}
-        if not base.exists() and kind == VISION:
-            write_qwen3_vl(base)
+        if not base.exists() and kind != "text":
+            write_qwen3_vl(base, moe=kind == VISION_MOE)
             for seed, path in enumerate(adapters.values()):
                 write_vision_adapter(path, seed, tower=False, rank=2)
+            if kind == VISION_MOE:
+                write_vision_esft(self.root / f"{kind}-esft", {0: (1, 3), 2: (0,)}, 7)
         elif not base.exists():
             size = {"hidden": WIDTH, "width": WIDTH}
             tiny_esft.write_moe(base, "qwen3_moe", **size)
-            tiny_esft.write_esft_adapter(self.root / "esft", base, {0: (1, 3), 2: (0,)}, 7)
+            tiny_esft.write_esft_adapter(self.root / "text-esft", base, {0: (1, 3), 2: (0,)}, 7)
             tiny_esft.write_lora_adapter(adapters["two"], "qwen3_moe", 2, 1, **size)
             write_dense_adapter(adapters["one"])
         if "quantised base" in features:
@@ -139,11 +156,15 @@ class Models:
         return base, adapters
 
     @contextlib.contextmanager
-    def engine(self, features: frozenset[str]) -> Iterator[Engine]:
-        """Start an engine with `features`. Raises ValueError when a pair of them is refused."""
-        folder, adapters = self.folder(features)
-        if {"ESFT", "images"} & features == {"ESFT"}:
-            adapters = adapters | {"esft": self.root / "esft"}
+    def engine(self, features: frozenset[str], kind: str | None = None) -> Iterator[Engine]:
+        """Start an engine with `features`, over the model of a pair's `kind` where one is named.
+
+        Raises ValueError when a pair of them is refused.
+        """
+        kind = kind or kind_of(features)
+        folder, adapters = self.folder(features, kind)
+        if "ESFT" in features:
+            adapters = adapters | {"esft": self.root / f"{kind}-esft"}
         if "task heads" in features:
             adapters = adapters | {"head": self._head(adapters["one"])}
         if "DoRA and biases" in features:
@@ -195,11 +216,15 @@ class Models:
                 write_own_rows(folder, *size, saved=name == "saved")
         return made
 
-    def answers(self, *names: str) -> dict[str, Any]:
-        """Return what an engine with these features answers, by the kind of request."""
-        features = frozenset(names)
-        if features not in self._answers:
-            with self.engine(features) as engine:
+    def answers(self, *names: str, pair: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return what an engine with these features answers, by the kind of request.
+
+        It has the model that an engine with the features of `pair` has.
+        """
+        features, kind = frozenset(names), kind_of(frozenset(pair or names))
+        key = features, kind
+        if key not in self._answers:
+            with self.engine(features, kind) as engine:
                 asked = requests(engine, features)
                 alone = {kind: _answer(engine, [one])[0] for kind, one in asked.items()}
                 together = _answer(engine, list(asked.values()))
@@ -214,8 +239,15 @@ class Models:
                     heads = {}
             assert dict(zip(asked, together, strict=True)) == alone
             alone |= heads
-            self._answers[features] = alone
-        return self._answers[features]
+            self._answers[key] = alone
+        return self._answers[key]
+
+
+def kind_of(features: frozenset[str]) -> str:
+    """Return the kind of model that engines with these features have."""
+    if "images" not in features:
+        return "text"
+    return VISION_MOE if "ESFT" in features else VISION
 
 
 def write_dense_adapter(folder: Path) -> None:

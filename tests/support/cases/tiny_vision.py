@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,21 @@ QWEN3_TOWER: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1],
     "initializer_range": 0.3,
 }
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MOE |= {"mlp_only_layers": [1]}
 PROCESSOR = {"min_pixels": 64, "max_pixels": 4096}  # 1 to 64 tokens of 8 x 8 pixels
 
 
-def make_qwen3_vl() -> Any:
-    """Return transformers' Qwen3-VL with random weights."""
+def make_qwen3_vl(*, moe: bool = False) -> Any:
+    """Return transformers' Qwen3-VL, or Qwen3-VL-MoE, with random weights."""
     import transformers
     from support.contracts.model_contract import shaken
 
     rope = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
-    config = transformers.Qwen3VLConfig(
-        text_config={**TEXT, "rope_parameters": {**rope, "mrope_interleaved": True}},
+    kind = "Qwen3VLMoe" if moe else "Qwen3VL"
+    text = {**TEXT, "rope_parameters": {**rope, "mrope_interleaved": True}}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text | MOE if moe else text,
         vision_config=QWEN3_TOWER,
         image_token_id=IMAGE_ID,
         vision_start_token_id=TOKENS.index(START),
@@ -62,14 +67,15 @@ def make_qwen3_vl() -> Any:
         video_token_id=263,
     )
     transformers.set_seed(0)
-    return shaken(transformers.Qwen3VLForConditionalGeneration(config)).eval()
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")
+    return shaken(model(config)).eval()
 
 
-def write_qwen3_vl(folder: Path) -> Any:
+def write_qwen3_vl(folder: Path, *, moe: bool = False) -> Any:
     """Write the checkpoint with tokenizer and processor; return transformers' model."""
     from support.drivers.model_driver import save_oracle
 
-    oracle = make_qwen3_vl()
+    oracle = make_qwen3_vl(moe=moe)
     save_oracle(oracle, folder)
     write_tokenizer(folder, TOKENS, TEMPLATE)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
@@ -119,3 +125,28 @@ def write_vision_adapter(folder: Path, seed: int, *, tower: bool, rank: int = 4)
         "inference_mode": True,
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def write_vision_esft(
+    folder: Path, experts: Mapping[int, Sequence[int]], seed: int
+) -> dict[tuple[int, int], list[np.ndarray]]:
+    """Write an ESFT adapter of Qwen3-VL-MoE; return gate, up and down by (layer, expert)."""
+    rng, hidden = np.random.default_rng(seed), TEXT["hidden_size"]
+    width, tensors, made = MOE["moe_intermediate_size"], {}, {}
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden)}
+    shapes["down_proj"] = (hidden, width)
+    for layer, ids in experts.items():
+        for expert in ids:
+            at = f"model.language_model.layers.{layer}.mlp.experts.{expert}"
+            new = {name: _random(rng, shape) for name, shape in shapes.items()}
+            tensors |= {f"{at}.{name}.weight": matrix for name, matrix in new.items()}
+            made[layer, expert] = list(new.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "experts.safetensors", metadata={"format": "pt"})
+    config = {"experts": {str(layer): list(ids) for layer, ids in experts.items()}}
+    (folder / "expert_cfg.json").write_text(json.dumps(config))
+    return made
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    return (2 * rng.standard_normal(shape) * shape[1] ** -0.5).astype("f4")

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support.processes.compiler import as_shipped
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -24,17 +26,22 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serve(*args: str, log: Path) -> Iterator[str]:
-    """Start `python -m serving.launch ARGS`, wait until it is healthy, yield its base URL."""
-    with serve_process(*args, log=log) as (_, port):
+def serve(*args: str, log: Path, shipped: bool = False) -> Iterator[str]:
+    """Start `python -m serving.launch ARGS`, wait until it is healthy, yield its base URL.
+
+    A `shipped` one compiles as a user's does, also where the tests compile fast.
+    """
+    with serve_process(*args, log=log, shipped=shipped) as (_, port):
         yield f"http://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
-def serve_process(*args: str, log: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def serve_process(
+    *args: str, log: Path, shipped: bool = False
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """As `serve`, but yield the process and its port."""
     port = free_port()
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    env = (as_shipped(os.environ) if shipped else os.environ) | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "serving.launch", *args, "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)

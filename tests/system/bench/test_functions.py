@@ -6,11 +6,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from support.processes.server_process import ROOT
 
-from bench.functions import measured
-from bench.functions.__main__ import simulate
+from bench.functions import calibration, device_pages, isolation, measured, sweeps
 from bench.functions.exact import best_value
 from bench.functions.policies import instance
+from bench.functions.run import simulate
 from bench.functions.systems import ABLATIONS, SYSTEMS, System
 from bench.functions.times import Times, read_times
 from bench.functions.traces import spread, thinned
@@ -101,6 +102,64 @@ def test_the_greedy_plan_is_within_its_bar_of_the_best():
     value = value_of(plan(*case), *case)
     assert value <= bound + 1e-6
     assert value >= (1 - 0.016) * best
+
+
+def test_measured_times_are_what_the_simulator_reads(tmp_path):
+    line = {"base_s": 0.25, "slope_s": 0.125}
+    model = {"name": "tiny", "backbone_gb": 0.5, "prefill": line, "slo_s": 1.0}
+    model |= {"decode_step_s": 0.01, "kv_gb": 0.01, "largest_batch": 4}
+    file = tmp_path / "functions_measured.json"
+    file.write_text(json.dumps({"measured": {"times": {"models": [model], "answer_tokens": 11}}}))
+    times = read_times(file)
+    assert (times.models[0].prefill.seconds(3), times.answer_tokens) == (0.5, 11)
+    row = simulate(System("x", always_on=True), times, [[1.0]])
+    assert row["mean_e2e_s"] == pytest.approx(0.25 + 10 * 0.01)
+    assert row["mean_tpot_s"] == pytest.approx(0.01)
+
+
+def test_a_device_that_is_billed_whole_costs_its_memory_for_all_the_time():
+    row = simulate(System("x", always_on=True), Times(), [[5.0], []])
+    assert row["dollars_whole_device"] == pytest.approx(2 * 48 * 14400 * 1.5 * 0.00002)
+
+
+def test_batches_of_one_backbone_are_as_large_as_memory_and_slo_allow():
+    shared, private = sweeps.peak_batches(Times())
+    model = Times().models[0]
+    assert shared["peak_batch"] == min(int((48 - 13.5 - 4 * 0.573) / model.kv_gb), 4 * 67)
+    assert shared["peak_batch"] > private["peak_batch"]
+
+
+def test_calls_of_a_slice_are_made_at_their_times():
+    class Streaming:
+        def __init__(self):
+            self.calls = []
+
+        def stream(self, prompt, sampling):
+            self.calls.append(time.perf_counter())
+            yield from "ab"
+
+    functions, start = [Streaming(), Streaming()], time.perf_counter()
+    found = calibration._run(functions, [[0.0, 0.05], [0.1]])
+    assert [len(function.calls) for function in functions] == [2, 1]
+    assert functions[1].calls[0] >= start + 0.2
+    assert 0 <= found["mean_ttft_s"] <= found["mean_e2e_s"]
+
+
+@pytest.mark.long
+def test_pages_are_attached_by_others_and_outlive_their_owner():
+    """As on a device, over host memory here; what writes do there, only a device can say."""
+    row, last = device_pages.measure([0.01, 0.01], [2])
+    assert row["reads_right"]
+    assert row["orphan_reads_right"]
+    assert len(row["attach_s"]) == 2
+    assert last["write_copy"].startswith("refused: NotImplementedError: host memory")
+
+
+def test_copies_of_an_adapter_differ_by_their_digest(tmp_path):
+    folders = isolation.copies(ROOT / "assets" / "tiny-moe" / "adapters" / "law", tmp_path, 3)
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    assert len({config["lora_alpha"] for config in configs}) == 3
+    assert all((folder / "adapter_model.safetensors").is_file() for folder in folders)
 
 
 class Answering:

@@ -2,19 +2,24 @@
 
 from support.processes.server_process import ROOT, post, serve
 
+GOLDEN = ROOT / "tests" / "golden" / "stories260k_greedy.txt"
+# Two programs of steps: a prompt comes by the larger one, further tokens by the smaller.
+TWO_PROGRAMS = ["--max-num-seqs", "8", "--max-num-batched-tokens", "32", "--no-structured-outputs"]
 
-def test_greedy_text_from_an_empty_prompt_is_the_published_one(tmp_path):
-    golden = (ROOT / "tests" / "golden" / "stories260k_greedy.txt").read_text().strip()
-    one_program = [
-        "--max-num-seqs",
-        "8",
-        "--max-num-batched-tokens",
-        "8",
-        "--no-structured-outputs",
-    ]
-    model = str(ROOT / "assets" / "stories260k")
-    with serve(model, *one_program, log=tmp_path / "log.txt") as url:
-        body = {"model": "stories260k", "prompt": "", "max_tokens": 256, "temperature": 0}
-        text = post(f"{url}/v1/completions", body)["choices"][0]["text"].strip()
+
+def test_greedy_text_is_the_published_one_from_nothing_and_from_its_own_start(tmp_path):
+    """Compiled as for a user: the programs that read prompts and tokens agree."""
+    golden = GOLDEN.read_text().strip()
     assert len(golden) > 500
-    assert text.startswith(golden)
+    model = str(ROOT / "assets" / "stories260k")
+    with serve(model, *TWO_PROGRAMS, log=tmp_path / "log.txt", shipped=True) as url:
+
+        def completed(**fields) -> dict:
+            body = {"model": "stories260k", "temperature": 0, "return_token_ids": True}
+            return post(f"{url}/v1/completions", body | fields)["choices"][0]
+
+        whole = completed(prompt="", max_tokens=256)
+        assert whole["text"].strip().startswith(golden)
+        ids = whole["prompt_token_ids"] + whole["token_ids"]
+        rest = completed(prompt=ids[:90], max_tokens=60)
+        assert rest["token_ids"] == ids[90:150]

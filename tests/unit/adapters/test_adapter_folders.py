@@ -72,6 +72,16 @@ def test_only_safetensors(root):
         read(folders(root), "sql")
 
 
+def test_a_refusal_is_one_line_of_the_log_with_its_place(root, caplog):
+    def check(weights):
+        raise ValueError("too\nbig")
+
+    with pytest.raises(AdapterRejected):
+        read(folders(root, check=check), "sql")
+    (line,) = [r.getMessage() for r in caplog.records if r.name.endswith("adapter_folders")]
+    assert line == f"Adapter a ({str(root / 'sql')!r}) was not loaded: too big"
+
+
 def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
     def fail(path):
         raise PermissionError(13, "Permission denied", str(path))

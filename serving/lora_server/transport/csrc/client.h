@@ -70,8 +70,10 @@ struct Rows {
 
 class Client {
  public:
-  Client(const int64_t* numbers, int64_t servers, bool fetch)
-      : shapes(numbers), fetch_(fetch), links_(servers) {}
+  // With `each`, servers are tenants who do not know each other: what one answered counts whatever
+  // the others did.
+  Client(const int64_t* numbers, int64_t servers, bool fetch, bool each)
+      : shapes(numbers), fetch_(fetch), each_(each), links_(servers) {}
 
   const Shapes shapes;
   Counts counts;
@@ -119,7 +121,8 @@ class Client {
     return "";
   }
 
-  // Adds to every y what its server answered, if all did; `status` has one entry per server.
+  // Adds to every y what its server answered, if all did or each counts alone; `status` has one
+  // entry per server.
   std::string wait_add(int64_t site, const Rows& rows, const std::vector<char*>& ys, bool wide_y,
                        int32_t* status) {
     std::vector<std::vector<int32_t>> lists;
@@ -135,9 +138,9 @@ class Client {
       all = all && status[server] == kArrived, any = true;
     }
     if (any) count_wait(now() - start, all);
-    if (!all) return "";
+    if (!all && !each_) return "";
     for (int64_t server = 0; server < servers(); ++server)
-      if (links[server]) add(*links[server], site, lists[server], ys, wide_y);
+      if (links[server] && status[server] == kArrived) add(*links[server], site, lists[server], ys, wide_y);
     return "";
   }
 
@@ -254,7 +257,7 @@ class Client {
     }
   }
 
-  const bool fetch_;
+  const bool fetch_, each_;
   std::vector<char> fetched_;
   std::mutex mutex_;  // links_, fetched_, and one push at a time
   std::vector<std::shared_ptr<Link>> links_;

@@ -5,6 +5,7 @@
 #include "client.h"
 #include "relay.h"
 #include "server.h"
+#include "tenant.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -137,8 +138,9 @@ int32_t lora_jax_transport_read(const char* data, Header* header) {
   return read_header(data, header);
 }
 
-int64_t lora_jax_transport_client_new(const int64_t* numbers, int64_t num_servers, int32_t fetch) {
-  return clients.add(std::make_shared<Client>(numbers, num_servers, fetch != 0));
+int64_t lora_jax_transport_client_new(const int64_t* numbers, int64_t num_servers, int32_t fetch,
+                                      int32_t each) {
+  return clients.add(std::make_shared<Client>(numbers, num_servers, fetch != 0, each != 0));
 }
 int64_t lora_jax_transport_client_group(const int64_t* numbers, int64_t count) {
   return clients.add_group(numbers, count);
@@ -220,6 +222,12 @@ void lora_jax_transport_server_free(int64_t number) {
     server->abort();
     servers.remove(number);
   }
+}
+
+// Returns when the server is aborted, with the number of messages that were answered.
+int64_t lora_jax_transport_server_tenant(int64_t number, const TenantMap* maps, void* rows) {
+  auto server = servers.find(number);
+  return server ? Tenant(server, maps, reinterpret_cast<LoraRows>(rows)).run() : 0;
 }
 
 // Counters by their addresses, for relays that are not written here.

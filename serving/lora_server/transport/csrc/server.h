@@ -33,6 +33,7 @@ class Server {
     std::lock_guard<std::mutex> hold(mutex_);
     seats_.erase(client);
   }
+  bool aborted() const { return abort_; }
   void abort() {
     abort_ = true;
     bell().value.fetch_add(1);
@@ -40,16 +41,20 @@ class Server {
   }
 
   // The number of the client whose message `header` describes, or -1 when time is up or aborted.
-  int64_t receive(uint64_t limit_nanos, Header* header) {
+  int64_t receive(uint64_t limit_nanos, Header* header, Patience patience = {}) {
     int64_t found = -1;
     auto ready = [&] { return (found = scan(header)) >= 0; };
     auto stop = [&] { return abort_.load(); };
     if (stop()) return -1;
-    wait_until(bell(), now() + limit_nanos, ready, stop);
+    wait_until(bell(), now() + limit_nanos, ready, stop, patience);
     return found;
   }
 
-  // False if the client is gone or has another epoch. `results` has a pointer for each output.
+  // The client's slots; nothing where it has gone.
+  std::shared_ptr<Seat> seat(int64_t client) { return find(client); }
+
+  // False if the client is gone or has another epoch. `results` has a pointer for each output; null
+  // means that they are in the slot already.
   bool answer(int64_t client, Header header, const char* const* results) {
     std::shared_ptr<Seat> seat = find(client);
     if (!seat || seat->epoch != header.epoch) return false;
@@ -57,7 +62,7 @@ class Server {
     header.num_bytes = 0;
     if (header.kind == kResponse) {
       const Site& site = shapes.sites[header.site];
-      for (size_t k = 0; k < site.d_outs.size(); ++k)
+      for (size_t k = 0; results && k < site.d_outs.size(); ++k)
         std::memcpy(slot + site.offsets[k], results[k],
                     size_t(header.rows * site.d_outs[k] * shapes.delta_itemsize));
       header.num_bytes = shapes.response_bytes(header.site, header.rows);

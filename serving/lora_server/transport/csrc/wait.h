@@ -16,6 +16,12 @@ namespace transport {
 constexpr uint64_t kSpinNanos = 2'000, kYieldNanos = 1'000'000;
 constexpr long kSleepNanos = 1'000'000;
 
+// How long a side yields before it sleeps, and for how long at a time.
+struct Patience {
+  uint64_t yield_nanos = kYieldNanos;
+  long sleep_nanos = kSleepNanos;
+};
+
 inline uint64_t now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -37,8 +43,8 @@ inline void wake(Counter& counter) {
     syscall(SYS_futex, &counter.value, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0);
 }
 
-inline void sleep_while(Counter& counter, uint64_t seen) {
-  timespec limit{0, kSleepNanos};
+inline void sleep_while(Counter& counter, uint64_t seen, long nanos) {
+  timespec limit{0, nanos};
   counter.sleepers.fetch_add(1);
   if (counter.value.load() == seen)
     syscall(SYS_futex, &counter.value, FUTEX_WAIT, uint32_t(seen), &limit, nullptr, 0);
@@ -46,9 +52,10 @@ inline void sleep_while(Counter& counter, uint64_t seen) {
 }
 
 // Calls ready() until it is true (returns true), or stop() is, or it is `deadline`. Spins 2 us,
-// yields up to 1 ms, then sleeps on `counter` at most 1 ms at a time.
+// yields, then sleeps on `counter`.
 template <class Ready, class Stop>
-bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const Stop& stop) {
+bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const Stop& stop,
+                Patience patience = {}) {
   uint64_t start = 0;
   for (unsigned polls = 1;; ++polls) {
     uint64_t seen = counter.value.load();
@@ -60,8 +67,8 @@ bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const S
     uint64_t time = now();
     if (stop() || time >= deadline) return false;
     if (start == 0) start = time;
-    if (time - start > kYieldNanos) {
-      sleep_while(counter, seen);
+    if (time - start >= patience.yield_nanos) {
+      sleep_while(counter, seen, patience.sleep_nanos);
     } else if (time - start > kSpinNanos) {
       sched_yield();
     }

@@ -1,5 +1,6 @@
 """The C++ kernels: compiled beforehand or at first use, kept in the user's cache, given to XLA."""
 
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -30,6 +31,7 @@ TARGETS = (
     "lora_jax_attention_bfloat16",
     "lora_jax_attention_8_bits_float32",
     "lora_jax_attention_8_bits_bfloat16",
+    "lora_jax_write_pages",
     "lora_jax_row_map",
     "lora_jax_reroute",
 )
@@ -48,6 +50,18 @@ def available() -> bool:
     Failure is logged once as a warning; the ops then run as portable JAX.
     """
     return library().load_or_warn(dispatch.cache_folder(), log)
+
+
+@functools.cache
+def rows_address() -> int:
+    """Return the address of lora_jax_lora_rows (handlers.cc), for callers without XLA.
+
+    Raises native.BuildError where the kernels cannot be built.
+    """
+    path = library().build(dispatch.cache_folder())
+    found = ctypes.cast(ctypes.CDLL(str(path)).lora_jax_lora_rows, ctypes.c_void_p).value
+    assert found is not None, "a function at no address"
+    return found
 
 
 def require() -> None:

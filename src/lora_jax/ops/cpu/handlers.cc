@@ -111,6 +111,34 @@ ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::Buffer<dtype> q, ffi::Buffer
       "paged_attention: a token's sequence or position lies outside the block tables");
 }
 
+// Rows of `to`, which is written though XLA takes it for an argument that nobody changes; nothing to
+// do where there are none.
+ffi::Error WriteRows(const ffi::AnyBuffer& to, const ffi::AnyBuffer& rows, S32& places) {
+  if (!rows.size_bytes()) return ffi::Error::Success();
+  auto d = to.dimensions();
+  int64_t tokens = places.dimensions()[0], bytes = int64_t(rows.size_bytes()) / tokens;
+  if (d.size() != 4 || d[2] * d[3] * int64_t(ffi::ByteWidth(to.element_type())) != bytes)
+    return ffi::Error::InvalidArgument("write_pages: rows and pages differ");
+  char* base = static_cast<char*>(const_cast<void*>(static_cast<const void*>(to.untyped_data())));
+  const char* from = static_cast<const char*>(rows.untyped_data());
+  for (int64_t t = 0; t < tokens; ++t) {
+    int64_t place = places.typed_data()[t];
+    if (place >= 0 && place < d[0] * d[1]) std::memcpy(base + place * bytes, from + t * bytes, bytes);
+  }
+  return ffi::Error::Success();
+}
+
+// The pages are written in place; q goes through, so that whoever takes it runs after the writes.
+ffi::Error WritePagesCall(ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer k,
+                          ffi::AnyBuffer v_pages, ffi::AnyBuffer v, S32 places,
+                          ffi::Result<ffi::AnyBuffer> out) {
+  if (auto error = WriteRows(k_pages, k, places); error.failure()) return error;
+  if (auto error = WriteRows(v_pages, v, places); error.failure()) return error;
+  if (out->untyped_data() != q.untyped_data())
+    std::memcpy(out->untyped_data(), q.untyped_data(), q.size_bytes());
+  return ffi::Error::Success();
+}
+
 ffi::Error RowMapCall(S32 ids, S32 num_tokens, ffi::Result<S32> order, ffi::Result<S32> inverse,
                       ffi::Result<S32> group_sizes) {
   int64_t k = ids.dimensions()[1];
@@ -220,9 +248,41 @@ LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32, float, ffi::F32
 LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
 LORA_JAX_ATTENTION(lora_jax_attention_8_bits_float32, DotF32, ffi::F32, uint8_t, ffi::U8);
 LORA_JAX_ATTENTION(lora_jax_attention_8_bits_bfloat16, DotBF16, ffi::BF16, uint8_t, ffi::U8);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_write_pages, lora_jax::WritePagesCall,
+                              ffi::Ffi::Bind()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32>()
+                                  .Ret<ffi::AnyBuffer>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_row_map, lora_jax::RowMapCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_reroute, lora_jax::RerouteCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
+
+// Called without XLA, by processes that hold one adapter: the same rows as LoraCall, of one slot and
+// on this thread. `y` [rows, d_out] is zero. False if the entry points outside its matrices.
+extern "C" int32_t lora_jax_lora_rows(int32_t is_bfloat16, const void* x, const void* a,
+                                      const void* b, const int32_t* entry, float scaling,
+                                      const int32_t* slots, const int32_t* experts, float* y,
+                                      const int64_t* sizes) {
+  using namespace lora_jax;
+  const auto run = [&](auto dot) {
+    using D = decltype(dot);
+    using T = typename D::T;
+    Lora<T, float> g{static_cast<const T*>(x), static_cast<const T*>(a), static_cast<const T*>(b),
+                     entry, slots, experts, &scaling, y, sizes[0], sizes[1], sizes[2], sizes[3],
+                     sizes[4], 1, entry[2]};
+    std::vector<int32_t> rows = adapter_rows(g);
+    std::vector<LoraItem> items;
+    double micros;
+    if (!lora_items(g, rows, &items, &micros)) return 0;
+    for (const LoraItem& item : items) run_lora_item<D>(g, item);
+    return 1;
+  };
+  return is_bfloat16 ? run(DotBF16{}) : run(DotF32{});
+}

@@ -13,7 +13,8 @@ class PlaceHeadsArgs:
     """New heads of a flat list of tokens, their angles, and the pages that k and v go to.
 
     `scales` are the weights of the norms that each head of q and of k goes through first, if any.
-    Tokens whose page slot is out of range are dropped. Pages may be in 8 bits (ops.kv_rows).
+    Tokens whose page slot is out of range are dropped. Pages may be in 8 bits (ops.kv_rows). With
+    `in_place` the pages are written where they lie, though the program does not own them.
     """
 
     q: Float[Array, "tokens q_heads head_dim"]
@@ -26,3 +27,4 @@ class PlaceHeadsArgs:
     v_pages: Num[Array, "pages page_size kv_heads items"]
     token_to_page_slot: Int[Array, "tokens"]
     eps: float = dataclasses.field(default=0.0, metadata={"static": True})  # of the norms
+    in_place: bool = dataclasses.field(default=False, metadata={"static": True})

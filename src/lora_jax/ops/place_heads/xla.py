@@ -11,9 +11,15 @@ from lora_jax.typing import Array
 
 def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     """Same result as the reference."""
+    q, k = turned(args)
+    places = args.token_to_page_slot
+    return q, write(args.k_pages, k, places), write(args.v_pages, args.v, places)
+
+
+def turned(args: PlaceHeadsArgs) -> tuple[Array, Array]:
+    """Return q and k after their norms, if there are any, and their rotation."""
     q, k = args.q, args.k
     if args.scales is not None:
         q, k = rms_norm(q, args.scales[0], args.eps), rms_norm(k, args.scales[1], args.eps)
     q, k = (rotate(jnp.asarray(a), args.cos, args.sin) for a in (q, k))
-    places = args.token_to_page_slot
-    return q, write(args.k_pages, k, places), write(args.v_pages, args.v, places)
+    return q, k

@@ -70,7 +70,8 @@ def waited(condition, seconds: float = 240):
 
 
 @pytest.mark.long
-def test_functions_answer_as_one_engine_does_to_zero_and_back(tmp_path):
+@pytest.mark.parametrize("isolation", ["process", "server"])
+def test_functions_answer_as_one_engine_does_to_zero_and_back(tmp_path, isolation):
     """Also after kill -9 of a function, and beside an adapter of another base."""
     folder = tmp_path / "adapters"
     folder.mkdir()
@@ -86,6 +87,7 @@ def test_functions_answer_as_one_engine_does_to_zero_and_back(tmp_path):
         outputs = {n: engine.generate(PROMPT, n, sampling)[0].outputs[0] for n in adapters}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
     flags += ["--no-structured-outputs", "--functions-keep-alive-s", "0.5"]
+    flags += ["--functions-isolation", isolation]
     log = tmp_path / "log"
     args = str(MODEL), "--functions", str(folder), *flags
     with serve_process(*args, log=log) as (process, port):

@@ -24,7 +24,7 @@ def test_a_pair_answers_each_request_as_alone(models: Models, pair):
     for name in pair:
         if FEATURES[name].keeps_bits:
             (other,) = set(pair) - {name}
-            without = models.answers(other)
+            without = models.answers(other, pair=pair)
             common = found.keys() & without.keys()
             assert common
             assert {kind: found[kind] for kind in common} == {k: without[k] for k in common}

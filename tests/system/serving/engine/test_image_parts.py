@@ -60,16 +60,12 @@ def test_without_images_no_tower_stays(tmp_path):
         take_tower(config(tmp_path, mm_processor_kwargs={"max_pixels": 9}), model, plain, FLOAT)
 
 
-def test_pairs_that_do_not_work_are_refused_by_name(tmp_path):
+def test_a_lora_server_is_refused_by_name():
     _, made = random_model(RAW)
     with pytest.raises(ValueError, match="LoRA Server"):
-        check_pairs(made, True, config(tmp_path))
-    with pytest.raises(ValueError, match="ESFT"):
-        check_pairs(made, False, config(tmp_path, max_esft_adapters=2))
-    assert check_pairs(made, False, config(tmp_path)).max_esft_adapters == 0
-    plain: ModelConfig = dataclasses.replace(made, vision=None)
-    both = config(tmp_path, max_esft_adapters=2)
-    assert check_pairs(plain, True, both) is both
+        check_pairs(made, True)
+    check_pairs(made, False)
+    check_pairs(dataclasses.replace(made, vision=None), True)
 
 
 def lowered(model, made: ModelConfig) -> str:

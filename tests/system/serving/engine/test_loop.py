@@ -19,7 +19,8 @@ from serving.api.request import (
 from serving.api.sampling import Sampling
 from serving.engine import loop as engine_loop
 from serving.engine.live_request import LiveRequest
-from serving.engine.loop import EngineLoop, LoopParts
+from serving.engine.loop import EngineLoop
+from serving.engine.loop_parts import LoopParts
 from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits

@@ -2,7 +2,11 @@
 
 from types import SimpleNamespace
 
-from serving.steps.step_programs import Program, lora_slots
+import jax.numpy as jnp
+import numpy as np
+
+from serving.steps.step import _split
+from serving.steps.step_programs import Program, lora_slot, lora_slots
 
 
 def test_slots_of_pairs_are_lora_slots_too():
@@ -11,6 +15,14 @@ def test_slots_of_pairs_are_lora_slots_too():
     # 3 LoRA slots, 2 ESFT slots (3 and 4), then 5 + 3 * esft + lora.
     assert list(lora_slots(plan, 3, 2)) == [2, 0, 1]
     assert list(lora_slots(SimpleNamespace(chunks=chunks[:3]), 4, 0)) == [2, 3]
+
+
+def test_a_slot_s_lora_is_the_step_s():
+    """What a tower takes from a slot is what the step takes from it (step.split_slots)."""
+    for num_lora, num_esft in ((3, 2), (1, 4), (4, 0), (0, 3)):
+        every = np.arange(-1, num_lora + num_esft + num_lora * num_esft, dtype=np.int32)
+        want, _ = _split(jnp.asarray(every), num_lora, num_esft)
+        assert [lora_slot(int(slot), num_lora, num_esft) for slot in every] == want.tolist()
 
 
 def test_a_program_is_with_lora_and_on_plain_weights():

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from support.processes.server_process import ROOT
@@ -21,6 +22,7 @@ from serving.functions.room import Room
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
 SIZES |= {"structured_outputs": False, "max_esft_adapters": 0, "max_lora_rank": 16}
+TENANTS = {key: value for key, value in SIZES.items() if key != "max_loras"}
 SAMPLING = Sampling(temperature=0, max_tokens=12, logprobs=1)
 PROMPTS = ["The court", "原告"]
 
@@ -91,6 +93,67 @@ def test_a_killed_function_comes_back_and_harms_no_other(agent, coupled):
     assert law.changed() == []
 
 
+@pytest.fixture(scope="module")
+def apart():
+    """Functions of isolation "server": one engine, and a process per adapter."""
+    with Agent(MODEL, isolation="server", max_tenants=2, verify_s=1e5, **TENANTS) as made:
+        for name in ("law", "summary"):
+            made.function(MODEL / "adapters" / name)
+        yield made
+
+
+def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart, coupled):
+    functions = apart.functions
+    with ThreadPoolExecutor() as pool:  # rows of both in one batch
+        names = ["law", "summary"] * 3
+        answer = lambda name: answers(functions[name].generate(PROMPTS, SAMPLING))  # noqa: E731
+        assert list(pool.map(answer, names)) == [coupled[name] for name in names]
+    pids = {functions[name].pid for name in coupled} | {apart.engine.pid}
+    assert len(pids) == 3
+    with pytest.raises(ValueError, match="All 2 seats of this backbone"):
+        apart.function(MODEL / "adapters" / "translation")
+
+
+def test_an_adapters_matrices_are_in_its_process_alone(apart):
+    """Its file's own bytes are mapped or read by nobody else: the engine's jail has no such file"""
+    for pid in (apart.engine.pid, apart.functions["summary"].pid):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert "adapters/law" not in maps
+    engine = Path(f"/proc/{apart.engine.pid}/maps").read_text()
+    law = Path(f"/proc/{apart.functions['law'].pid}/maps").read_text()
+    assert "lora_jax_pages" in engine
+    assert "lora_jax_pages" not in law  # and it has no backbone
+
+
+def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
+    law, summary = apart.functions["law"], apart.functions["summary"]
+    killed, other, engine = law.pid, summary.pid, apart.engine.pid
+    streamed = summary.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGSTOP)
+    hanging = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    with pytest.raises(FunctionDied, match="'law' ended during the call"):
+        list(hanging)
+    assert "".join(streamed) == coupled["summary"][0][2]
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+    assert (summary.pid, apart.engine.pid, law.pid != killed) == (other, engine, True)
+    assert law.offload()
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+
+
+def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(apart, coupled):
+    guard, law = apart._guard, apart.functions["law"]
+    assert guard.wait_checked(1, 60)
+    killed, pid, seen = guard.pid, law.pid, guard.checks + guard.starts
+    streamed = law.stream("The court", SAMPLING)
+    os.kill(killed, signal.SIGKILL)
+    assert "".join(streamed) == coupled["law"][0][2]
+    guard.look()
+    assert guard.wait_checked(seen + 1, 60)  # it begins with the digests of all arrays
+    assert (guard.pid != killed, law.pid) == (True, pid)
+    assert (law.changed(), law.pid) == ([], pid)
+
+
 class Watched:
     """A function as the keep-alive thread sees it."""
 
@@ -135,8 +198,8 @@ def test_an_offloaded_function_answers_again(agent, coupled):
 
 @pytest.mark.long
 def test_a_killed_zygote_is_replaced(agent):
-    agent._zygote.kill()
-    agent._zygote.wait()
+    os.kill(agent._zygote.pid, signal.SIGKILL)
+    agent._zygote._process.wait()
     base = agent.function(name="alone")
     assert base.generate("The", SAMPLING)[0].adapter is None
     base.close()

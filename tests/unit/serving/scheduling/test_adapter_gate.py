@@ -93,6 +93,16 @@ def test_hits_pass_until_half_of_the_wait_is_over_then_the_least_used_adapter_is
     assert late == [False, True, False]
 
 
+def test_a_long_wait_is_passed_for_30_s_only():
+    fixture = Gate(600.0)
+    fixture.round(0.0, make(0, "a"), make(2, "b"))
+    waiter = make(10, "c")
+    assert fixture.round(0.0, waiter, make(11, "a"), make(12, "b")) == [False, True, True]
+    assert fixture.round(29.0, waiter, make(13, "a"), make(14, "b")) == [False, True, True]
+    assert False in fixture.round(30.0, waiter, make(15, "a"), make(16, "b"))[1:]
+    assert fixture.gate.expired(599.0) == []
+
+
 def test_draining_ends_with_the_waiter_and_spares_earlier_deadlines():
     fixture = Gate()
     holder = make(1, "b")

@@ -58,6 +58,19 @@ def test_a_second_process_runs_the_same_step_without_tracing_it(kept):
     assert not run(kept, "other sizes", traced=traced)[1]
 
 
+def test_programs_that_differ_in_shapes_alone_are_told_apart(kept):
+    donated, rest, trees = arguments()
+    longer = [jnp.arange(12.0).reshape(4, 3), rest[1]]
+    for was_kept in (False, True):
+        step = kept.keep("step", jitted(traced := []))
+        for given in (rest, longer):
+            program = step.lower(donated, given, trees, bucket=8)
+            assert program.is_kept is was_kept
+            program.compile()
+        shapes = [step(*arguments()[:1], g, trees, bucket=8)[1].shape for g in (longer, rest)]
+        assert (shapes, len(traced)) == ([(4, 2), (2, 2)], 0 if was_kept else 2)
+
+
 def test_a_step_of_other_arguments_is_traced(kept):
     step = kept.keep("step", jitted(traced := []))
     step.lower(*arguments(), bucket=8).compile()

@@ -161,6 +161,16 @@ NEAR = (
     "names, 16 MiB",
     "tokens, wrong",
     "messages",
+    "ids",
+    "stop",
+    "logit_bias",
+    "adapters",
+    "parts, wrong",
+    "parts of items",
+    "prompt",
+    "tokens",
+    "body, one byte more",
+    "prompt, wrong, 16 MB",
 )
 
 
@@ -186,6 +196,7 @@ def test_no_body_keeps_others_waiting(app, path, field, status, make):
     check(app, path, status, make())
 
 
+@pytest.mark.long
 def test_a_list_of_errors_as_large_as_a_raised_limit(engine):
     """100 MB by flag: values are still counted before they are read."""
     app = create_app(engine, HttpSettings(max_body_bytes=100 << 20))
@@ -193,13 +204,15 @@ def test_a_list_of_errors_as_large_as_a_raised_limit(engine):
 
 
 TEMPLATES = [
-    "{{ ('a b ' * 900000) | wordcount }}",
+    pytest.param("{{ ('a b ' * 900000) | wordcount }}", marks=pytest.mark.long, id="words"),
     pytest.param(  # test_template_filters.py has it by itself
         "{% set l = range(90000) | list %}{% for i in l %}{% if l | sort %}{% endif %}{% endfor %}",
         marks=pytest.mark.long,
         id="sort",
     ),
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    pytest.param(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", id="loops"
+    ),
 ]
 
 
@@ -266,11 +279,13 @@ def large_file_without_tensors(folder: Path) -> None:
     sparse(folder, b"{}", 3 << 30)
 
 
-FOLDERS = [slow_patterns, many_choices, many_patterns, many_values]
-FOLDERS += [large_header, large_file, large_file_without_tensors]
+FOLDERS = [slow_patterns, many_values, large_header]
+NEAR_FOLDERS = [many_choices, many_patterns, large_file, large_file_without_tensors]
 
 
-@pytest.mark.parametrize("write", FOLDERS)
+@pytest.mark.parametrize(
+    "write", [*FOLDERS, *(pytest.param(f, marks=pytest.mark.long) for f in NEAR_FOLDERS)]
+)
 def test_no_adapter_folder_keeps_others_waiting(tmp_path, write):
     """A cold load that anybody may ask for by the folder's name."""
     names = ("x0", "x1", "x2")

@@ -46,7 +46,8 @@ def plan_of(*sequences, samples=True):
 def fill(plan, seqs=8):
     words = np.full((seqs, WORDS), -1, np.int32)
     masked = np.zeros(seqs, np.int32)
-    failed = RowMasks(ENDS).fill(plan, words, masked)
+    masks = RowMasks(ENDS)
+    failed = masks.fill(masks.rows(plan), words, masked)
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits], masked.tolist(), failed
 

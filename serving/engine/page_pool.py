@@ -1,0 +1,208 @@
+"""One pool of pages for KV, rank rows and their adapters: its sizes, and its parts of an engine."""
+
+import dataclasses
+import logging
+import math
+
+import jax
+import jax.numpy as jnp
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, saved_rows
+from lora_jax.config import ModelConfig
+from lora_jax.kv_cache import KVShape
+from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.pool import PagePool
+from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.ops.cpu import build
+from lora_jax.pooled import PooledPages, PooledRows
+from lora_jax.rank_rows import rows_nbytes
+from serving.api.config import EngineConfig
+from serving.engine.sizing import CacheSize
+from serving.engine.storage import kv_dtype, lora_dtype
+from serving.loading.page_room import PageRoom
+from serving.loading.pooled_allocator import PooledSlotAllocator
+from serving.scheduling.page_exchange import PageExchange
+from serving.scheduling.page_extents import PageExtents
+from serving.scheduling.prefix_cache import PageCache
+
+logger = logging.getLogger(__name__)
+
+LARGEST_PAGE = 2 << 20
+_PAGES = 1024  # at least, of a pool whose memory has smaller ones
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSizes:
+    """Pages of a pool, and what of them each side may have; KV pages are of page_size tokens."""
+
+    page_bytes: int
+    pages: int
+    extent: int  # KV pages that come and go together
+    extent_pages: int  # of the pool
+    kv_pages: int  # that could ever be; a multiple of `extent`
+    least_kv: int  # that always have memory
+    max_model_len: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagePoolParts:
+    """The pool of an engine, and who shares it."""
+
+    sizes: PoolSizes
+    room: PageRoom
+    exchange: PageExchange
+    allocator: PooledSlotAllocator
+    spec: SlotsSpec
+    size: CacheSize
+
+    def extents(self, cache: PageCache) -> PageExtents:
+        """Return the KV side of the exchange over a cache whose pages are all absent."""
+        sizes = self.sizes
+        how = {"extent": sizes.extent, "extent_pages": sizes.extent_pages, "least": sizes.least_kv}
+        made = PageExtents(cache, self.exchange, self.room, **how)
+        self.room.mapped_pages = lambda: made.mapped
+        return made
+
+
+def check_page_pool(config: EngineConfig, **others: bool) -> None:
+    """Raise ValueError for what a page pool does not go with; `others` are beside the config."""
+    if config.page_pool_bytes is None:
+        return
+    refused = {
+        f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes is not None,
+        "lora_memory_bytes": config.lora_memory_bytes is not None,
+        "kv_offloading_size": bool(config.kv_offloading_size),
+        f"lora_merge {config.lora_merge}": config.lora_merge != "off",
+        "merge_adapter": config.merge_adapter is not None,
+        **{name.replace("_", " "): is_set for name, is_set in others.items()},
+    }
+    if found := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"page_pool_bytes does not go with {', '.join(found)}: KV pages and adapters share "
+            "its bytes on one device. Leave one of them out."
+        )
+    if jax.default_backend() != "cpu":
+        raise ValueError(
+            f"page_pool_bytes is for CPUs; on {jax.default_backend()} it was not run yet. Set "
+            "kv_cache_memory_bytes and lora_memory_bytes."
+        )
+    if not build.available():
+        raise ValueError(
+            "page_pool_bytes needs the C++ kernels, which write KV in place: install g++ or "
+            "clang++, or leave it out."
+        )
+
+
+def make_page_pool(
+    config: EngineConfig,
+    model: AbstractCausalLM,
+    model_config: ModelConfig,
+    catalogue: LoraCatalogue,
+    dtype: jnp.dtype,
+) -> PagePoolParts | None:
+    """Return the pool that the config asks for, with addresses for all that could lie in it.
+
+    Raises ValueError when it has no room for the longest sequence and an adapter of max_lora_rank.
+    """
+    if config.page_pool_bytes is None:
+        return None
+    memory = for_platform(jax.default_backend())
+    shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
+    one = rows_per_adapter(catalogue, config.max_lora_rank)
+    one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
+    sides = kv_sides(shape, config.block_size, kv_dtype(config, dtype))
+    sizes = pool_sizes(
+        config,
+        sides,
+        rows_by_bytes(one, of_rows.itemsize),
+        model_config.max_positions,
+        memory.granularity,
+    )
+    pool = PagePool(
+        memory, page_bytes=sizes.page_bytes, budget_bytes=sizes.pages * sizes.page_bytes
+    )
+    most = sizes.pages - -(-sizes.least_kv // sizes.extent) * sizes.extent_pages
+    rows = {
+        width: min(
+            config.max_loras * count,
+            most * sizes.page_bytes // rows_nbytes({width: 1}, of_rows.itemsize),
+        )
+        for width, count in one.items()
+    }
+    pages = PooledPages(pool, shape, sizes.kv_pages, config.block_size, kv_dtype(config, dtype))
+    room = PageRoom(pool, pages, PooledRows(pool, rows, of_rows))
+    exchange = PageExchange(pool)
+    allocator = PooledSlotAllocator(
+        catalogue, config.max_loras, rows, of_rows.itemsize, room, exchange, most
+    )
+    logger.info(
+        "Page pool: %d pages of %d kB for KV and adapters; KV from %d to %d pages of %d tokens, "
+        "in extents of %d.",
+        sizes.pages,
+        sizes.page_bytes >> 10,
+        sizes.least_kv,
+        sizes.kv_pages,
+        config.block_size,
+        sizes.extent,
+    )
+    size = CacheSize(sizes.kv_pages, config.block_size, sizes.max_model_len)
+    return PagePoolParts(sizes, room, exchange, allocator, SlotsSpec(config.max_loras, rows), size)
+
+
+def kv_sides(shape: KVShape, page_size: int, dtype: jnp.dtype) -> tuple[int, ...]:
+    """Return the bytes of K and of V of a KV page of all layers; MLA has no V."""
+    sides = (
+        dataclasses.replace(shape, v_dim=0),
+        dataclasses.replace(shape, k_dim=0),
+    )
+    found = (side.bytes_per_token(dtype) * page_size for side in sides)
+    return tuple(num_bytes for num_bytes in found if num_bytes)
+
+
+def rows_by_bytes(rows: dict[int, int], itemsize: int) -> tuple[int, ...]:
+    """Return the bytes of an adapter's rows of each width."""
+    return tuple(rows_nbytes({width: count}, itemsize) for width, count in rows.items() if count)
+
+
+def pool_sizes(
+    config: EngineConfig,
+    kv_sides: tuple[int, ...],
+    adapter_sides: tuple[int, ...],
+    model_positions: int,
+    granularity: int,
+) -> PoolSizes:
+    """Return the sizes of a pool of page_pool_bytes.
+
+    `kv_sides` are the bytes of K and V of a KV page, `adapter_sides` those of an adapter's rows by
+    width: KV never takes what one adapter needs, nor adapters what the longest sequence does. A
+    max_model_len that was not asked for is at most half of the pool. Raises ValueError.
+    """
+    budget = config.page_pool_bytes
+    assert budget is not None
+    page = granularity
+    while 2 * page <= min(LARGEST_PAGE, budget // _PAGES):
+        page *= 2
+    pages = budget // page
+    extent = math.lcm(*(page // math.gcd(page, side) for side in kv_sides))
+    extent_pages = sum(extent * side for side in kv_sides) // page
+    adapter = sum(-(-side // page) + 1 for side in adapter_sides)
+    wanted = config.max_model_len or model_positions
+    if wanted > model_positions:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+        )
+    most = max(0, pages - adapter) // extent_pages * extent  # KV pages
+    longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)
+    if longest < (config.max_model_len or 1):
+        need = -(-max(1, -(-wanted // config.block_size)) // extent) * extent_pages + adapter
+        raise ValueError(
+            f"page_pool_bytes {budget} has room for {pages} pages of {page} bytes. A sequence of "
+            f"{wanted} tokens and an adapter of rank {config.max_lora_rank} take {need}: raise it "
+            "or lower max_model_len or max_lora_rank."
+        )
+    least = -(-longest // config.block_size)
+    useful = config.max_num_seqs * least
+    kv_pages = min(most, -(-useful // extent) * extent)
+    return PoolSizes(page, pages, extent, extent_pages, kv_pages, least, longest)

@@ -1,0 +1,111 @@
+"""Watch over a backbone, by a process that is replaced when it ends. No jax.
+
+Pages stay as long as the agent holds their descriptors, so the guard's end stops no function: a
+backup maps the same pages and must find the same digests. Bytes that have changed are reported.
+"""
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from serving.functions.running import Running
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0  # from a failed start to the next
+_LONGEST_CHECK_S = 600.0
+
+Launch = Callable[..., tuple[socket.socket, int, dict[str, Any]]]
+
+
+class Guard:
+    """One guard at a time, on a thread of its own; any thread may call."""
+
+    def __init__(self, launch: Launch, verify_s: float, changed: Callable[[list[str]], None]):
+        """Check every `verify_s` seconds and whenever `look` is called.
+
+        `changed` gets the names of arrays whose bytes are not the published ones, on the guard's
+        thread; it returns when others are in their place.
+        """
+        self._launch, self._verify_s, self._changed = launch, verify_s, changed
+        self._running: Running | None = None
+        self._look, self._closing = threading.Event(), threading.Event()
+        self._checked = threading.Condition()
+        self.checks = 0  # that found the published bytes
+        self.starts = 0  # processes that found the published bytes when they began
+        self._thread = threading.Thread(target=self._run, name="guard", daemon=True)
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard that is ready now."""
+        running = self._running
+        return None if running is None or running.ended else running.pid
+
+    def look(self) -> None:
+        """Have the bytes checked soon."""
+        self._look.set()
+
+    def wait_checked(self, count: int, timeout_s: float) -> bool:
+        """Return whether `checks` and `starts` together reach the count within the time."""
+        with self._checked:
+            return self._checked.wait_for(lambda: self.checks + self.starts >= count, timeout_s)
+
+    def close(self) -> None:
+        """End the guard."""
+        self._closing.set()
+        self._look.set()
+        if (running := self._running) is not None:
+            running.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._guard()
+            except (OSError, ValueError) as error:
+                if not self._closing.is_set():
+                    logger.error("The backbone's guard does not start: %s", error)
+                    self._closing.wait(_AGAIN_S)
+
+    def _guard(self) -> None:
+        """Start a process and check by it until it ends."""
+        connection, pid, ready = self._launch({"name": "guard", "guard": True, "adapter": None})
+        self._running = running = Running(connection, pid, ready)
+        reading = threading.Thread(target=running.read, name="guard-answers", daemon=True)
+        reading.start()
+        found = ready["changed"]
+        if not found:
+            self.starts += 1
+            self._count(0)
+        while not (found or self._closing.is_set() or running.ended):
+            self._look.wait(self._verify_s)
+            self._look.clear()
+            answers = running.send({"call": "check"})
+            answer = {} if answers is None else _answer(answers)
+            if "value" not in answer:
+                break
+            found = answer["value"]
+            self._count(not found)
+        ended = running.ended
+        running.close()
+        reading.join()
+        if found and not self._closing.is_set():
+            self._changed(found)
+        elif ended and not self._closing.is_set():
+            logger.warning("The backbone's guard has ended; a backup takes its place.")
+
+    def _count(self, more: int) -> None:
+        with self._checked:
+            self.checks += more
+            self._checked.notify_all()
+
+
+def _answer(answers: "queue.SimpleQueue[dict[str, Any]]") -> dict[str, Any]:
+    with contextlib.suppress(queue.Empty):
+        return answers.get(timeout=_LONGEST_CHECK_S)
+    return {}

@@ -1,0 +1,95 @@
+"""Processes of an agent: modules that it starts, and the zygote, which it forks. No jax."""
+
+import socket
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from lora_jax.memory.wire import ShareError, receive_header, send_fds, send_header
+
+_END_S = 10.0  # for a process to leave by itself
+
+
+class Zygote:
+    """The process that functions are forked from; one that has gone is replaced."""
+
+    def __init__(self):
+        """Begin to start it; `expect_ready` waits until it has imported everything."""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process, self._control = spawn("serving.functions.zygote")
+
+    @property
+    def pid(self) -> int:
+        """Process id of the zygote."""
+        return self._process.pid
+
+    def expect_ready(self) -> None:
+        """Wait until it can fork. Raises ConnectionError where it has ended."""
+        with self._lock:
+            expect(self._control, "ready")
+
+    def fork(self, end: int, order: dict[str, Any]) -> int:
+        """Return the process id of a new function, whose connection is the descriptor `end`.
+
+        Raises OSError where neither this zygote nor a new one forks.
+        """
+        with self._lock:
+            for attempt in range(2):
+                try:
+                    send_header(self._control, {"fork": True, **order})
+                    send_fds(self._control, [end])
+                    return receive_header(self._control)["pid"]
+                except OSError:
+                    if attempt or self._closed:
+                        raise
+                    self._control.close()
+                    end_process(self._process)
+                    self._process, self._control = spawn("serving.functions.zygote")
+                    expect(self._control, "ready")
+        raise AssertionError("unreachable")
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it; a fork under way is waited for, and none begins."""
+        self._closed = True
+        with self._lock:
+            self._control.close()
+            end_process(self._process)
+
+
+def spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
+    """Start a module as a process; return it with our end of its only connection."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        end = theirs.fileno()
+        try:
+            process = subprocess.Popen([sys.executable, "-m", module, str(end)], pass_fds=[end])
+        except BaseException:
+            ours.close()
+            raise
+    return process, ours
+
+
+def expect(connection: socket.socket, key: str) -> dict[str, Any]:
+    """Return the next message, which has `key`. Raises ValueError with the other side's reason."""
+    try:
+        answer = receive_header(connection)
+    except (ShareError, TimeoutError, ConnectionResetError) as error:
+        raise ConnectionError(f"A process ended before it was ready: {error}.") from error
+    if key not in answer:
+        raise ValueError(answer.get("error", f"unexpected answer {answer}"))
+    return answer
+
+
+def end_process(process: subprocess.Popen) -> None:
+    """Wait for a process whose connection is closed; kill it if it does not leave."""
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

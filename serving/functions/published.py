@@ -1,0 +1,89 @@
+"""A backbone's pages as their agent has them: manifest and descriptors, no mapping. No jax.
+
+The process that loads them ends when it has handed them over. One that ends before is replaced by a
+backup, once. The memory stays as long as the descriptors are open here.
+"""
+
+import logging
+import socket
+import threading
+from typing import Any
+
+from lora_jax.memory.wire import close_all, receive_fds, send_fds, send_header
+from serving.functions.processes import end_process, expect, spawn
+
+logger = logging.getLogger(__name__)
+
+_LOADS = 2
+
+
+class Published:
+    """One backbone; any thread may call."""
+
+    def __init__(self, model: str, dtype: str | None):
+        """Load the model in a process. Raises ValueError for one that cannot be shared,
+        ConnectionError where the backup's process ends too.
+        """
+        self._model, self._dtype = model, dtype
+        self._lock = threading.Lock()  # manifest and descriptors, while they are sent
+        self._manifest, self._fds, self.device = self._load()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pages, once for all who map them."""
+        return sum(self._manifest["blocks"])
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """Name, shape, dtype, place and SHA-256 of every array."""
+        return self._manifest["leaves"]
+
+    def send(self, connection: socket.socket, order: dict[str, Any]) -> None:
+        """Send an order with the manifest in it, and the descriptors behind it."""
+        with self._lock:
+            send_header(connection, {**order, "manifest": self._manifest})
+            send_fds(connection, self._fds)
+
+    def renew(self) -> None:
+        """Load the backbone into new pages, which are sent from now on.
+
+        Those who map the old ones keep them. Raises ValueError where the model's folder is not
+        what it was, and what the first load raises; then the old pages stay.
+        """
+        manifest, fds, _ = self._load()
+        if manifest["leaves"] != self.leaves:
+            close_all(fds)
+            raise ValueError(
+                f"The files of {self._model} are not those that were loaded before: start anew."
+            )
+        with self._lock:
+            old, self._fds, self._manifest = self._fds, fds, manifest
+        close_all(old)
+
+    def close(self) -> None:
+        """Close the descriptors. A second call does nothing."""
+        with self._lock:
+            fds, self._fds = self._fds, []
+        close_all(fds)
+
+    def _load(self) -> tuple[dict[str, Any], list[int], str]:
+        for attempt in range(_LOADS):
+            try:
+                return self._load_once()
+            except ConnectionError as error:
+                if attempt + 1 == _LOADS:
+                    raise
+                logger.warning("The backbone's process has ended; a backup loads it: %s", error)
+        raise AssertionError("unreachable")
+
+    def _load_once(self) -> tuple[dict[str, Any], list[int], str]:
+        process, connection = spawn("serving.functions.backbone")
+        try:
+            with connection:
+                send_header(connection, {"model": self._model, "dtype": self._dtype})
+                answer = expect(connection, "manifest")
+                fds = receive_fds(connection, len(answer["manifest"]["blocks"]))
+                send_header(connection, {"received": len(fds)})
+        finally:
+            end_process(process)
+        return answer["manifest"], fds, answer["device"]

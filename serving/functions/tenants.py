@@ -1,0 +1,210 @@
+"""Isolation levels `server` and `none`: one engine for all functions of a backbone. No jax.
+
+The engine has the backbone, the KV pages and the programs. With `server` each adapter is in a
+process of its own, a tenant, which has nothing else; descriptors of its channel pass through the
+agent once and are closed. With `none` the engine reads the adapters.
+"""
+
+import contextlib
+import itertools
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lora_jax.memory.wire import close_all, receive_fds
+from serving.functions.running import Running
+
+logger = logging.getLogger(__name__)
+
+DEFAULTS = {"max_tenants": 16, "wait_s": 2.0}
+_SIT_S = 60.0  # for the engine to take a tenant in
+
+Launch = Callable[..., tuple[socket.socket, int, dict[str, Any]]]
+
+
+class Tenants:
+    """The engine and its tenants, as an agent starts them; any thread may call."""
+
+    def __init__(self, launch: Launch, *, apart: bool):
+        """`launch(order, backbone=...)` starts a process and returns its socket, pid and report.
+
+        `apart`: each adapter is in a process of its own.
+        """
+        self._launch, self._apart = launch, apart
+        self._lock = threading.Lock()
+        self._engine: Running | None = None
+        self._tenants: set[Tenant] = set()
+        self._epochs = itertools.count(1)  # of seats, in all engines' lives
+        self._closed = False
+
+    @property
+    def engine(self) -> Running | None:
+        """The engine's process that is ready now."""
+        engine = self._engine
+        return None if engine is None or engine.ended else engine
+
+    def start(self, name: str, folder: str | None) -> "Tenant":
+        """Return the process of an adapter, taken in by the engine; of the base the engine alone.
+
+        Raises ValueError for an adapter that cannot be served, ConnectionError where one of the
+        processes ends.
+        """
+        engine = self._running_engine()
+        if folder is None:
+            return self._keep(Tenant(engine, name, None, None, engine.pid, dict(engine.about)))
+        epoch = next(self._epochs)
+        if not self._apart:
+            call = {"call": "load", "name": name, "folder": folder}
+            _taken_in(name, engine.send(call))
+            about = dict(engine.about) | {"epoch": epoch}
+            return self._keep(Tenant(engine, name, name, None, engine.pid, about))
+        order = {"name": name, "adapter": folder, "last_epoch": epoch, **engine.about["tenants"]}
+        connection, pid, ready = self._launch({"tenant": True, **order}, backbone=False)
+        try:
+            fds = receive_fds(connection, 3)
+            try:
+                call = {"call": "sit", "name": name, "report": ready["report"]}
+                answers = engine.send({**call, "epoch": ready["epoch"]}, fds=fds)
+            finally:
+                close_all(fds)
+            _taken_in(name, answers)
+        except BaseException:
+            connection.close()
+            raise
+        about = {"max_model_len": engine.about["max_model_len"], "attach_s": 0.0, **ready}
+        return self._keep(Tenant(engine, name, name, connection, pid, about))
+
+    def close(self) -> None:
+        """End the engine; tenants end with it."""
+        with self._lock:
+            self._closed, engine = True, self._engine
+        if engine is not None:
+            engine.close()
+
+    def _running_engine(self) -> Running:
+        with self._lock:
+            if self._engine is None or self._engine.ended:
+                if self._closed:
+                    raise ConnectionError("The agent is closed.")
+                connection, pid, about = self._launch({"name": "engine", "adapter": None})
+                self._engine = engine = Running(connection, pid, about)
+                threading.Thread(
+                    target=self._watch, args=(engine,), name="engine", daemon=True
+                ).start()
+            return self._engine
+
+    def _keep(self, tenant: "Tenant") -> "Tenant":
+        with self._lock:
+            self._tenants = {t for t in self._tenants if not t.ended} | {tenant}
+            gone = tenant.engine.ended
+        tenant.on_rest(self._rest)
+        if gone:
+            tenant.close()
+        return tenant
+
+    def _rest(self) -> None:
+        """End the engine where no function is left that has let nothing go: scale to zero."""
+        with self._lock:
+            engine, left = self._engine, any(not tenant.ended for tenant in self._tenants)
+            if engine is not None and not left:
+                engine.end_if_idle()
+
+    def _watch(self, engine: Running) -> None:
+        """Pass answers on; with the engine its tenants end."""
+        engine.read()
+        with self._lock:
+            own = [tenant for tenant in self._tenants if tenant.engine is engine]
+            self._tenants -= {*own}
+        for tenant in own:
+            tenant.close()
+
+
+class Tenant:
+    """One function's process as its `Function` sees it: see `running.Running`."""
+
+    def __init__(
+        self,
+        engine: Running,
+        name: str,
+        adapter: str | None,
+        connection: socket.socket | None,
+        pid: int,
+        about: dict[str, Any],
+    ):
+        """`connection` is the process's own, None for what is in the engine."""
+        self._rest: Callable[[], None] = lambda: None
+        self.engine, self.name, self.pid, self.about = engine, name, pid, about
+        self._adapter, self._connection = adapter, connection
+        self._ending = threading.Event()
+        self.ended = False
+
+    def on_rest(self, rest: Callable[[], None]) -> None:
+        """Have `rest` called when this function has let its process go."""
+        self._rest = rest
+
+    def send(self, call: dict[str, Any]) -> "queue.SimpleQueue[dict[str, Any]] | None":
+        """Send a call; return where its answers come, None where the process has ended before."""
+        if self.ended:
+            return None
+        answers = self.engine.send({**call, "adapter": self._adapter}, owner=self.name)
+        if self.ended:  # meanwhile: `read` may not have seen this call
+            self.engine.fail(self.name)
+        return answers
+
+    def connect(self) -> socket.socket | None:
+        """Return a connection to the engine's routes, under way until it is closed."""
+        return None if self.ended else self.engine.connect(owner=self.name)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call of this function is under way."""
+        return not self.engine.has_calls(self.name)
+
+    def end_if_idle(self) -> bool:
+        """Let the process end unless calls are under way; return whether it does."""
+        if self.ended or not self.is_idle:
+            return False
+        self.close()
+        self._rest()
+        return True
+
+    def read(self) -> None:
+        """Return when the process has ended; calls under way get an answer that says so."""
+        if self._connection is None:
+            self._ending.wait()
+        else:
+            with contextlib.suppress(OSError):
+                while self._connection.recv(64):
+                    pass  # it says nothing any more
+        self.ended = True
+        self.engine.fail(self.name)
+        if self._connection is not None:
+            self._connection.close()
+        if self._adapter is not None:
+            epoch = self.about["epoch"]
+            self.engine.send({"call": "leave", "name": self.name, "epoch": epoch})
+
+    def close(self) -> None:
+        """Let both sides read the connection's end."""
+        self.ended = True
+        self._ending.set()
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _taken_in(name: str, answers: "queue.SimpleQueue[dict[str, Any]] | None") -> None:
+    """Return when the engine has taken a tenant in. Raises as `Tenants.start`."""
+    if answers is None:
+        raise ConnectionError("The engine of the backbone ended while a function started.")
+    try:
+        answer = answers.get(timeout=_SIT_S)
+    except queue.Empty:
+        raise ConnectionError(f"The engine did not take {name!r} in within {_SIT_S} s.") from None
+    if answer.get("error") == "FunctionDied":
+        raise ConnectionError("The engine of the backbone ended while a function started.")
+    if "error" in answer:
+        raise ValueError(f"Function {name!r} cannot start: {answer['text']}")

@@ -1,0 +1,200 @@
+"""LoRA slots and rank rows whose memory comes from a pool of pages that KV shares. No jax.
+
+See `allocator` for the life of an adapter. Memory is not written in the order of steps: what leaves
+is free again only when `reclaim` says that no step can read it, as with experts (esft_allocator).
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lora_jax.adapters.allocator import Placed, ResidencyStats
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.lora_allocator import LoraPlacement, Rows, SlotAllocator
+from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.rank_rows import rows_nbytes
+from serving.scheduling.page_exchange import Offer, PageExchange
+
+
+class RowMemory(Protocol):
+    """Memory below rank rows, in pages of the pool."""
+
+    def num_missing(self, rows: Rows) -> int:
+        """Return how many pages `map_rows` would take."""
+        ...
+
+    def most_pages(self, rows: dict[int, int]) -> int:
+        """Return the most pages that so many rows of each width take, wherever they lie."""
+        ...
+
+    def map_rows(self, rows: Rows) -> bool:
+        """Give rows memory: all of them, or False and none."""
+        ...
+
+    def leave_rows(self, placed: Placed[Rows], *, mapped: bool) -> None:
+        """Take an adapter's memory when no step in flight reads it; then `reclaim` follows."""
+        ...
+
+
+class PooledSlotAllocator(SlotAllocator):
+    """Slots and rank rows, and the adapters' side of a page exchange; the engine's thread."""
+
+    def __init__(
+        self,
+        catalogue: LoraCatalogue,
+        num_slots: int,
+        rows: dict[int, int],
+        itemsize: int,
+        memory: RowMemory,
+        exchange: PageExchange,
+        most_pages: int,
+    ):
+        """`rows` have addresses; `most_pages` of the pool may be adapters' at a time."""
+        super().__init__(catalogue, num_slots, rows, itemsize)
+        self._memory, self._exchange, self._most_pages = memory, exchange, most_pages
+        self._leaving: list[Placed[Rows]] = []
+        self._unmapped: set[str] = set()  # placed, but the system had no page for them
+        exchange.join(self)
+
+    def check_fits(self, weights: AdapterWeights) -> None:
+        super().check_fits(weights)
+        need = self._memory.most_pages(weights.rows_by_width())
+        if need > self._most_pages:
+            raise ValueError(
+                f"The adapter takes up to {need} pages of the pool; {self._most_pages} may be "
+                "adapters', the rest is for the longest sequence (page_pool_bytes, max_model_len)."
+            )
+
+    def can_place(self, weights: AdapterWeights) -> bool:
+        if weights.digest in self._placed or not self._free_slots:
+            return False
+        missing = self._missing(weights)
+        return missing is not None and missing <= self._exchange.pool.num_available
+
+    def make_room(self, weights: AdapterWeights) -> bool:
+        """Return whether the adapter can be placed now; if not, have others leave for its sake."""
+        if self.can_place(weights) or weights.digest in self._placed:
+            return weights.digest not in self._placed
+        if not self._free_slots:
+            if not self._leaving and (offer := self.offer()) is not None:
+                self._exchange.take(offer)
+            return False
+        missing = self._missing(weights)
+        if missing is not None:
+            self._exchange.claim(missing, self, own=True)
+        return False
+
+    def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
+        placement = super().place(weights, pinned=pinned)
+        if not self._memory.map_rows(self._placed[weights.digest].room):
+            self._unmapped.add(weights.digest)
+        return placement
+
+    def has_memory(self, digest: str) -> bool:
+        """Return whether a placed adapter's rows may be written."""
+        return digest not in self._unmapped
+
+    def acquire(self, digest: str) -> int:
+        slot = super().acquire(digest)
+        self._exchange.uses.used(digest)
+        return slot
+
+    def loaded(self, num_bytes: int, seconds: float) -> None:
+        """Note how long a load took, from its first write on."""
+        self._exchange.loaded(num_bytes, seconds)
+
+    def reclaim(self, placed: Placed[Rows]) -> None:
+        """Make slot and rows of an adapter that has left free: no step can read them."""
+        self._leaving.remove(placed)
+        super()._take_back(placed)
+
+    @property
+    def is_short(self) -> bool:
+        """True if a claim of pages was not met since the last step was planned."""
+        return self._exchange.is_short
+
+    @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    @property
+    def pages_leaving(self) -> int:
+        """About how many pages of the pool are on their way to be free."""
+        return sum(self._num_pages(placed) for placed in self._leaving)
+
+    def offer(self) -> Offer | None:
+        """Return the idle adapter that is worth least."""
+        digest = next(iter(self._idle()), None)
+        if digest is None:
+            return None
+        placed = self._placed[digest]
+        value = self._exchange.uses.value(digest, self._num_bytes(placed))
+        return Offer(value, self._num_pages(placed), lambda: self._free(digest))
+
+    def stats(self) -> ResidencyStats:
+        found = super().stats()
+        used = sum(self._num_bytes(placed) for placed in self._held())
+        return ResidencyStats(
+            slots_used=len(self._placed) + len(self._leaving),
+            slots_total=self.num_slots,
+            bytes_used=used,
+            bytes_total=self._most_pages * self._exchange.pool.page_bytes,
+            rows_used=found.rows_used,
+            rows_total=found.rows_total,
+        )
+
+    @property
+    def mapped(self) -> list[tuple[int, int, int]]:
+        """Rows that have memory, those of adapters that are leaving too."""
+        resident = (p for digest, p in self._placed.items() if digest not in self._unmapped)
+        return [row for placed in (*resident, *self._leaving) for row in placed.room]
+
+    def _held(self) -> list[Placed[Rows]]:
+        return [*self._placed.values(), *self._leaving]
+
+    def _idle(self) -> list[str]:
+        """Return who may be evicted, the least valuable first, of equal ones the oldest."""
+        uses = self._exchange.uses
+        return sorted(
+            super()._idle(), key=lambda d: uses.value(d, self._num_bytes(self._placed[d]))
+        )
+
+    def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
+        """Nobody goes at once for another's sake: see `make_room`."""
+        return () if self.can_place(weights) else None
+
+    def _free(self, digest: str) -> None:
+        placed = self._placed.pop(digest)
+        if placed.retired:
+            self._exchange.uses.forget(digest)
+        mapped = digest not in self._unmapped
+        self._unmapped.discard(digest)
+        self._leaving.append(placed)
+        self._memory.leave_rows(placed, mapped=mapped)
+
+    def _missing(self, weights: AdapterWeights) -> int | None:
+        """Return the pages that the adapter would take where it would lie; None: no rows."""
+        if any(width not in self._pools for width in weights.rows_by_width()):
+            return None
+        taken: list[tuple[int, int, int]] = []
+        for width, length in weights.demand:
+            start = self._pools[width].take(length)
+            if start is None:
+                break
+            taken.append((width, start, length))
+        missing = self._memory.num_missing(tuple(taken))
+        for width, start, length in taken:
+            self._pools[width].give(start, length)
+        return missing if len(taken) == len(weights.demand) else None
+
+    def _num_bytes(self, placed: Placed[Rows]) -> int:
+        return rows_nbytes(_by_width(placed.room), self._itemsize)
+
+    def _num_pages(self, placed: Placed[Rows]) -> int:
+        return max(1, self._num_bytes(placed) // self._exchange.pool.page_bytes)
+
+
+def _by_width(rows: Sequence[tuple[int, int, int]]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for width, _, length in rows:
+        counts[width] = counts.get(width, 0) + length
+    return counts

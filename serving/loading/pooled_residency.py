@@ -1,0 +1,35 @@
+"""LoRA adapters whose rank rows lie in a pool of pages that KV shares."""
+
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.lora_residency import HostForm, LoraResidency
+from serving.loading.page_room import PageRoom
+from serving.loading.residency import DeviceTables, Failures
+
+
+class PooledLoraResidency(LoraResidency):
+    """LoRA adapters of an engine with a page pool; it frees what KV leaves there, too."""
+
+    def __init__(self, loader: AdapterLoader, room: PageRoom, host_form: HostForm | None = None):
+        super().__init__(loader, None, host_form)
+        self._room = room
+
+    def advance(
+        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+    ) -> Failures:
+        if self._room.collect(dispatched, read) and not self._room.is_short:
+            self._loader.look_again()
+        return super().advance(device, max_chunks, dispatched, read)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._room.is_busy or super().is_busy
+
+    def rest(self) -> None:
+        self._room.rest()
+
+    def close(self) -> None:
+        self._room.close()
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self._room.check_integrity()

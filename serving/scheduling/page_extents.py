@@ -1,0 +1,210 @@
+"""KV pages that have memory: they come and go in extents of some consecutive pages. No jax."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
+from serving.scheduling.prefix_cache import PageCache
+
+
+class ExtentMemory(Protocol):
+    """Memory below KV pages."""
+
+    def map_pages(self, pages: range) -> bool:
+        """Give pages memory: all of them, or False and none."""
+        ...
+
+    def leave_pages(self, pages: range, then: Callable[[], None]) -> None:
+        """Take their memory when no step in flight reads them, and call `then`."""
+        ...
+
+
+class PageExtents:
+    """The KV side of an exchange: extents of a page cache. The engine's thread uses it."""
+
+    def __init__(
+        self,
+        cache: PageCache,
+        exchange: PageExchange,
+        memory: ExtentMemory,
+        *,
+        extent: int,
+        extent_pages: int,
+        least: int,
+    ):
+        """An extent is `extent` KV pages, which take `extent_pages` of the pool. All pages of the
+        cache are absent; at least `least` of them have memory from now on, which is what the
+        longest sequence takes.
+
+        Raises ValueError when the pool has no room for them.
+        """
+        self._cache, self._exchange, self._memory = cache, exchange, memory
+        self._size, self._extent_pages = extent, extent_pages
+        self._least = -(-least // extent)
+        count = cache.num_pages // extent
+        self._absent = set(range(count))  # extents; the rest are present or leaving
+        self._leaving: set[int] = set()
+        self._idle: set[int] = set()  # present ones of which no page is held
+        self._held = [0] * count  # pages of each
+        self._worth = [0.0] * count  # of what is cached on them
+        self._uses = [0] * cache.num_pages
+        self._values: dict[int, float] = {}  # of cached pages
+        cache.watch = self
+        exchange.join(self)
+        while self.num_present < self._least:
+            if not self._add():
+                raise ValueError(
+                    f"The page pool has no room for {least} KV pages, those of the longest "
+                    "sequence: raise page_pool_bytes or lower max_model_len."
+                )
+
+    @property
+    def num_present(self) -> int:
+        """Extents that have memory and keep it."""
+        return len(self._held) - len(self._absent) - len(self._leaving)
+
+    @property
+    def shares(self) -> PoolShares:
+        """Who has the pool now."""
+        extents = len(self._held) - len(self._absent)
+        return self._exchange.shares(extents * self._extent_pages)
+
+    # The scheduler's side.
+
+    def start_step(self, reserve: int) -> None:
+        """See to it that so many pages are blank, so that sequences that run may grow."""
+        self._exchange.is_short = False
+        self.want(reserve)
+
+    def want(self, count: int) -> bool:
+        """Have so many pages be blank: at once as far as the pool has room, else soon.
+
+        Returns whether to wait for them: something leaves for their sake that is worth less than
+        what is cached. Without that, cached pages are as good as blank ones.
+        """
+        missing = count - self._cache.num_blank
+        while missing > 0 and self._add():
+            missing -= self._size
+        if missing <= 0 or not self._absent:
+            return False
+        pages = -(-missing // self._size) * self._extent_pages
+        oldest = self._cache.oldest_cached
+        if oldest is not None and count <= self._cache.num_free:
+            offer = self._exchange.least(self)
+            if offer is None or offer.value >= self._values[oldest]:
+                return False
+            pages = min(pages, self._extent_pages)
+        self._exchange.claim(pages, self, own=False)
+        return self._exchange.pages_leaving > self.pages_leaving
+
+    def planned(self, now: float) -> None:
+        """Note that a step goes to the device."""
+        self._exchange.planned(now)
+
+    def completed(self, num_tokens: int, now: float) -> None:
+        """Note the end of the oldest step in flight, of so many tokens."""
+        self._exchange.completed(num_tokens, now)
+
+    # The cache's side.
+
+    def taken(self, page: int, *, fresh: bool) -> None:
+        """A page that was free is held; `fresh`: for other contents than it had."""
+        extent = page // self._size
+        self._idle.discard(extent)
+        self._held[extent] += 1
+        value = self._lose(page)
+        if fresh:
+            self._uses[page] = 1
+            self._exchange.raise_level(value)
+
+    def matched(self, page: int) -> None:
+        """A prompt begins with what is on the page."""
+        self._uses[page] += 1
+
+    def freed(self, page: int, *, cached: bool) -> None:
+        """Nobody holds the page any more."""
+        extent = page // self._size
+        self._held[extent] -= 1
+        if cached:
+            self._values[page] = self._value(page)
+            self._worth[extent] += self._values[page]
+        if not self._held[extent]:
+            self._idle.add(extent)
+
+    # The exchange's side.
+
+    @property
+    def pages_leaving(self) -> int:
+        """Pages of the pool that were given up and are not free yet."""
+        return len(self._leaving) * self._extent_pages
+
+    def offer(self) -> Offer | None:
+        """Return the extent that is worth least of those that no sequence has a page of."""
+        if self.num_present <= self._least or not self._idle:
+            return None
+        extent = min(self._idle, key=lambda e: (self._worth[e], -e))
+        value = self._worth[extent] / self._size
+        return Offer(value, self._extent_pages, lambda: self._give(extent))
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the books contradict the cache."""
+        absent = self._absent | self._leaving
+        assert not self._absent & self._leaving, "an extent has left twice"
+        assert not self._idle & absent, "an extent without memory is idle"
+        for extent in range(len(self._held)):
+            pages = self._pages(extent)
+            held = sum(self._cache.is_held(page) for page in pages)
+            assert self._held[extent] == held, f"extent {extent}: {held} pages are held"
+            assert (extent in self._idle) == (not held and extent not in absent)
+            worth = sum(self._values.get(page, 0.0) for page in pages)
+            assert abs(worth - self._worth[extent]) < 1e-6 * max(1.0, worth), "worth"
+        present = [p for e in range(len(self._held)) if e not in absent for p in self._pages(e)]
+        assert self._cache.num_absent == self._cache.num_pages - len(present), "absent pages"
+
+    @property
+    def mapped(self) -> list[int]:
+        """Pages that have memory, those that are leaving too."""
+        extents = (e for e in range(len(self._held)) if e not in self._absent)
+        return [page for extent in extents for page in self._pages(extent)]
+
+    def _pages(self, extent: int) -> range:
+        return range(extent * self._size, (extent + 1) * self._size)
+
+    def _value(self, page: int) -> float:
+        """Return what a page's contents are worth by byte."""
+        num_bytes = self._extent_pages * self._exchange.pool.page_bytes / self._size
+        seconds = self._exchange.compute_s(self._cache.page_size)
+        return self._exchange.level + self._uses[page] * seconds / num_bytes
+
+    def _lose(self, page: int) -> float:
+        """Forget a page's value, and return it; 0: it was not cached."""
+        value = self._values.pop(page, 0.0)
+        extent = page // self._size
+        self._worth[extent] -= value
+        return value
+
+    def _add(self) -> bool:
+        """Give the lowest absent extent memory; False: there is none, or no room."""
+        if not self._absent or self._exchange.pool.num_available < self._extent_pages:
+            return False
+        extent = min(self._absent)
+        if not self._memory.map_pages(self._pages(extent)):
+            return False
+        self._absent.discard(extent)
+        self._idle.add(extent)
+        self._worth[extent] = 0.0
+        self._cache.bring(self._pages(extent))
+        return True
+
+    def _give(self, extent: int) -> None:
+        pages = self._pages(extent)
+        self._cache.remove(pages)
+        for page in pages:
+            self._lose(page)
+        self._idle.discard(extent)
+        self._leaving.add(extent)
+        self._memory.leave_pages(pages, lambda: self._gone(extent))
+
+    def _gone(self, extent: int) -> None:
+        self._leaving.discard(extent)
+        self._absent.add(extent)

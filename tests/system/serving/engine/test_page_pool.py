@@ -1,0 +1,111 @@
+"""KV and adapters over one budget of pages: its sizes, what it refuses, an engine that shifts."""
+
+import dataclasses
+
+import pytest
+from support.cases import engine_cases
+from support.cases.engine_cases import GREEDY, SHAPES, answer, prompts_of, settle
+
+from serving import Engine
+from serving.api.config import EngineConfig
+from serving.engine.page_pool import check_page_pool, pool_sizes
+
+KIB = 1 << 10
+
+
+def config(**fields) -> EngineConfig:
+    return EngineConfig("m", **{"page_pool_bytes": 512 * KIB, "block_size": 4, **fields})
+
+
+def sizes(**fields):
+    """A KV page has K and V of 2 KiB, an adapter rows of two widths."""
+    return pool_sizes(config(**fields), (2 * KIB, 2 * KIB), (9 * KIB, 3 * KIB), 100, 4 * KIB)
+
+
+def test_a_pool_has_room_for_the_longest_sequence_and_one_adapter():
+    found = sizes(max_model_len=64, max_num_seqs=8)
+    assert (found.page_bytes, found.pages) == (4 * KIB, 128)
+    assert (found.extent, found.extent_pages) == (2, 2)
+    assert found.least_kv == 16  # pages of 4 tokens
+    # An adapter may lie across borders: 9 KiB on 4 pages, 3 on 2; the rest may be KV's.
+    assert found.kv_pages == 122
+    assert sizes(max_model_len=64, max_num_seqs=2).kv_pages == 32  # more, nobody could fill
+
+
+def test_a_length_that_was_not_asked_for_is_at_most_half_of_the_pool():
+    assert sizes().max_model_len == 100
+    assert sizes(page_pool_bytes=128 * KIB).max_model_len == 52
+
+
+def test_a_pool_too_small_is_refused_with_what_it_needs():
+    with pytest.raises(ValueError, match="A sequence of 100 tokens and an adapter of rank 64 take"):
+        sizes(page_pool_bytes=100 * KIB, max_model_len=100)
+    with pytest.raises(ValueError, match="max_model_len is 101, but the model has 100 positions"):
+        sizes(max_model_len=101)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes"),
+        ({"lora_memory_bytes": 1}, "lora_memory_bytes"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
+        ({"lora_merge": "exact"}, "lora_merge exact"),
+        ({"merge_adapter": "a"}, "merge_adapter"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_by_name(fields, word):
+    with pytest.raises(ValueError, match=f"page_pool_bytes does not go with {word}"):
+        check_page_pool(config(**fields))
+    check_page_pool(dataclasses.replace(config(**fields), page_pool_bytes=None))
+
+
+def test_neighbours_are_refused_by_name():
+    check_page_pool(config(), lora_server=False)
+    with pytest.raises(ValueError, match="does not go with lora server"):
+        check_page_pool(config(), lora_server=True)
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory):
+    """Two engines of the same bytes: in one pool, and today's."""
+    folder = tmp_path_factory.mktemp("pool")
+    static = engine_cases.make_engine(folder, SHAPES["llama"])
+    adapters = {f"a{n}": str(folder / f"a{n}") for n in range(8)}
+    pool = Engine(
+        str(folder / "model"),
+        adapters=adapters,
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        block_size=4,
+        page_pool_bytes=160 * KIB,
+        max_loras=16,
+        max_lora_rank=8,
+        structured_outputs=False,
+    )
+    with static, pool:
+        yield static, pool
+
+
+def test_memory_moves_both_ways_and_no_answer_changes(engines):
+    static, pool = engines
+    most = {"adapters": 0, "kv": 0}
+    for seed, phase in enumerate(("adapters", "kv", "adapters", "both")):
+        high, names = (12, range(8)) if phase == "adapters" else (80, range(3))
+        prompts = prompts_of(24, seed=seed, low=3, high=high)
+        users = [None if n % 5 == 4 else f"a{names[n % len(names)]}" for n in range(24)]
+        wanted = [answer(o) for o in static.generate(prompts, users, [GREEDY] * 24)]
+        found = [answer(o) for o in pool.generate(prompts, users, [GREEDY] * 24)]
+        assert found == wanted
+        shares = pool.stats().pool
+        most["adapters"] = max(most["adapters"], shares.adapter_bytes)
+        most["kv"] = max(most["kv"], shares.kv_bytes)
+    settle(pool)
+    shares = pool.stats().pool
+    assert shares.given > 20
+    assert most["kv"] > 24 * KIB, "KV never had more than the longest sequence's pages"
+    assert most["adapters"] > shares.total_bytes // 2
+    assert pool.stats().compilations_after_warmup == 0

@@ -1,0 +1,124 @@
+"""Rank rows over a pool: what fits, what leaves, and when its place is free again."""
+
+import numpy as np
+import pytest
+from support.cases import adapter_cases
+from support.drivers.pool_driver import PAGE, WIDE, Entry
+
+from lora_jax.adapters.slots import SlotsSpec, init_slots, rows_per_adapter
+from lora_jax.kv_cache import KVShape
+from lora_jax.memory.host import HostMemory
+from lora_jax.memory.pool import PagePool
+from lora_jax.memory.virtual import OutOfPages
+from lora_jax.pooled import PooledPages, PooledRows
+from serving.loading.page_room import PageRoom
+from serving.loading.pooled_allocator import PooledSlotAllocator
+from serving.scheduling.page_exchange import PageExchange
+
+FLOAT = np.dtype(np.float32)
+CATALOGUE = adapter_cases.llama(**WIDE)
+ONE, TWO, BIG = (
+    adapter_cases.weights(CATALOGUE, rank, seed=rank, digest=name)
+    for name, rank in (("one", 4), ("two", 5), ("big", 16))
+)
+
+
+def make(pages: int, slots: int = 3, most: int | None = None):
+    pool = PagePool(HostMemory(), page_bytes=PAGE, budget_bytes=pages * PAGE)
+    rows = {w: pages * PAGE // (4 * w) for w in rows_per_adapter(CATALOGUE, 8)}
+    kv = PooledPages(pool, KVShape(2, 1, 64, 64), 8, 4, FLOAT)
+    room = PageRoom(pool, kv, PooledRows(pool, rows, FLOAT))
+    exchange = PageExchange(pool)
+    limit = pages if most is None else most
+    allocator = PooledSlotAllocator(CATALOGUE, slots, rows, 4, room, exchange, limit)
+    return room, allocator, room.jobs(allocator)
+
+
+def test_an_adapter_beyond_its_part_of_the_pool_is_refused_by_name():
+    _, allocator, _ = make(40, most=6)
+    with pytest.raises(ValueError, match="pages of the pool; 6 may be adapters'"):
+        allocator.check_fits(BIG)
+
+
+def test_what_leaves_is_free_when_its_steps_have_been_read():
+    room, allocator, _ = make(13, slots=3)
+    allocator.place(ONE)
+    allocator.finish_loading("one")
+    assert not allocator.can_place(TWO)
+    assert not allocator.make_room(TWO)
+    assert allocator.num_leaving == 1
+    assert allocator.pages_leaving >= 1
+    allocator.check_integrity()
+    assert room.collect(dispatched=3, read=2) == 0  # a step in flight may read the rows
+    assert not allocator.make_room(TWO)
+    assert room.collect(dispatched=4, read=3) == 1
+    assert allocator.make_room(TWO)
+    assert allocator.place(TWO).cleared_slots == ()
+    room.check_integrity()
+
+
+def test_an_adapter_without_a_slot_has_the_least_valuable_leave():
+    room, allocator, _ = make(60, slots=2)
+    for weights in (ONE, TWO):
+        allocator.place(weights)
+        allocator.finish_loading(weights.digest)
+    for digest in ("one", "one", "two"):
+        allocator.acquire(digest)
+        allocator.release(digest)
+    assert allocator.resident() == ("one", "two")
+    assert not allocator.make_room(BIG)
+    assert allocator.resident() == ("one",), "the oldest, but used more"
+    room.collect(1, 1)
+    assert allocator.make_room(BIG)
+
+
+def test_users_pins_and_loads_stay():
+    _, allocator, _ = make(60)
+    allocator.place(ONE)
+    assert allocator.offer() is None
+    allocator.finish_loading("one")
+    allocator.acquire("one")
+    assert allocator.offer() is None
+    allocator.release("one")
+    allocator.pin("one", True)
+    assert allocator.offer() is None
+    allocator.pin("one", False)
+    offer = allocator.offer()
+    assert offer is not None
+    assert offer.num_pages * PAGE <= ONE.report.weight_bytes < (offer.num_pages + 1) * PAGE
+
+
+def test_a_load_writes_rows_and_then_the_table():
+    room, allocator, make_job = make(60)
+    spec = SlotsSpec(3, {64: 1, 48: 1})
+    slots = init_slots(CATALOGUE, spec, FLOAT, rows=room.rows.arrays)
+    job = make_job(allocator.place(ONE), slots)
+    assert job.remaining == 2
+    slots = job.advance(slots, 1)
+    assert job.done
+    assert int(np.asarray(slots.entries)[:, :, 0, 2].max()) == 4
+    (width, start, count), matrix = allocator._placed["one"].room[0], next(ONE.matrices())
+    found = np.asarray(slots.pools[str(width)])[start : start + count]
+    np.testing.assert_array_equal(found, matrix.reshape(count, -1))
+    assert allocator.stats().bytes_used == ONE.report.weight_bytes
+
+
+def test_a_device_without_memory_fails_the_load_and_loses_nothing(monkeypatch):
+    room, allocator, make_job = make(60)
+
+    def refuse(rows):
+        raise OutOfPages("full")
+
+    monkeypatch.setattr(room.rows, "map", refuse)
+    job = make_job(allocator.place(ONE), None)
+    with pytest.raises(RuntimeError, match="no memory for its rows"):
+        job.advance(None, 1)
+    allocator.abandon_loading("one")
+    room.collect(1, 1)
+    allocator.check_integrity()
+    room.check_integrity()
+    monkeypatch.undo()
+    assert allocator.make_room(ONE)
+    allocator.place(ONE)
+    assert allocator.has_memory("one")
+    assert Entry("a", ONE).digest == "one"

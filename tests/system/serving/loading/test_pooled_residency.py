@@ -1,0 +1,25 @@
+"""The residency over a pool frees what has left, and looks again who may come."""
+
+from support.drivers.pool_driver import Entry, PoolDriver
+from support.drivers.scheduler_driver import limits
+
+
+def test_what_left_makes_room_for_a_named_adapter():
+    driver = PoolDriver(limits(num_pages=40), pages=48)
+    entries = [Entry(name, driver.weights[name]) for name in "bdfh"]
+    driver.residency.reconcile(entries)
+    for _ in range(8):
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    there = driver.allocator.resident()
+    assert 0 < len(there) < 4, "not all of them fit"
+    driver.residency.reconcile([one for one in entries if one.digest != there[0]])
+    assert driver.residency.is_busy
+    for _ in range(8):
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    assert not driver.residency.is_busy
+    assert there[0] not in driver.allocator.resident()
+    assert driver.allocator.resident()
+    driver.residency.check_integrity()
+    driver.residency.rest()
+    driver.residency.close()
+    assert driver.pool.stats().created == 0

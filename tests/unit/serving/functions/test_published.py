@@ -1,0 +1,91 @@
+"""Pages of a backbone in the agent's hands: a backup loads them, and only equal ones take over."""
+
+import os
+import socket
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lora_jax.memory.wire import receive_fds, receive_header, send_fds, send_header
+from serving.functions import published
+from serving.functions.published import Published
+
+LEAVES = {"embedding": [[4], "float32", 0, "00"]}
+
+
+class Loads:
+    """Stands for `processes.spawn`: threads that load, or end before, in the order given."""
+
+    def __init__(self, *leaves):
+        self.left, self.threads = list(leaves), []
+
+    def spawn(self, module):
+        assert module == "serving.functions.backbone"
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=self.load, args=(theirs, self.left.pop(0)))
+        thread.start()
+        self.threads.append(thread)
+        return SimpleNamespace(wait=lambda seconds: thread.join(60)), ours
+
+    def load(self, connection, leaves):
+        with connection:
+            order = receive_header(connection)
+            if leaves is None:  # as a process that is killed
+                return
+            if isinstance(leaves, str):
+                send_header(connection, {"error": leaves})
+                return
+            memory = os.memfd_create("pages")
+            manifest = {"blocks": [4096], "leaves": leaves, "model": order["model"]}
+            send_header(connection, {"manifest": manifest, "device": "cpu"})
+            send_fds(connection, [memory])
+            os.close(memory)
+            receive_header(connection)
+
+
+def loads(monkeypatch, *leaves) -> Published:
+    monkeypatch.setattr(published, "spawn", Loads(*leaves).spawn)
+    return Published("/model", None)
+
+
+def sent(pages) -> tuple[dict, int]:
+    """Return the order that a function gets, and the inode of its page."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pages.send(ours, {"name": "law"})
+        order = receive_header(theirs)
+        (fd,) = receive_fds(theirs, 1)
+        inode = os.fstat(fd).st_ino
+        os.close(fd)
+        return order, inode
+
+
+def test_a_backup_loads_what_the_first_process_did_not(monkeypatch):
+    pages = loads(monkeypatch, None, LEAVES)
+    order, _ = sent(pages)
+    assert (order["name"], order["manifest"]["leaves"]) == ("law", LEAVES)
+    assert (pages.num_bytes, pages.device) == (4096, "cpu")
+    pages.close()
+    pages.close()
+
+
+@pytest.mark.parametrize(
+    ("leaves", "error", "words"),
+    [((None, None), ConnectionError, "ended before"), (("no folder",), ValueError, "no folder")],
+)
+def test_two_deaths_and_a_model_that_cannot_be_shared_are_errors(monkeypatch, leaves, error, words):
+    with pytest.raises(error, match=words):
+        loads(monkeypatch, *leaves)
+
+
+def test_equal_pages_take_over_and_others_are_refused(monkeypatch):
+    pages = loads(monkeypatch, LEAVES, LEAVES, {"embedding": [[4], "float32", 0, "11"]})
+    _, first = sent(pages)
+    pages.renew()
+    _, second = sent(pages)
+    assert first != second
+    with pytest.raises(ValueError, match="not those that were loaded before"):
+        pages.renew()
+    assert sent(pages)[1] == second
+    pages.close()

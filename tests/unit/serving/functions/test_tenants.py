@@ -1,0 +1,137 @@
+"""Tenants as their agent sees them: deaths apart, the engine's end, and what does not start."""
+
+import os
+import queue
+import socket
+import threading
+
+import pytest
+
+from lora_jax.memory.wire import receive_fds, receive_header, send_fds, send_header
+from serving.functions.tenants import Tenants
+
+ABOUT = {"max_model_len": 64, "tenants": {"max_rank": 8}, "start_s": 0.0, "private_bytes": 1}
+
+
+class Processes:
+    """Answers the orders of `Tenants` with threads in place of processes."""
+
+    def __init__(self):
+        self.orders, self.calls = [], queue.SimpleQueue()
+        self.ends: dict[str, socket.socket] = {}  # the last of each name
+        self.all: list[socket.socket] = []
+        self.refuses = False
+
+    def launch(self, order, *, backbone=True):
+        self.orders.append((order, backbone))
+        ours, theirs = socket.socketpair()
+        self.ends[order["name"]] = theirs
+        self.all.append(theirs)
+        if order.get("tenant"):
+            memory = os.memfd_create("channel")
+            send_fds(theirs, [memory] * 3)
+            os.close(memory)
+            about = {"report": {}, "epoch": order["last_epoch"], **ABOUT}
+            return ours, 100 + len(self.orders), about
+        threading.Thread(target=self.answer, args=(theirs,), daemon=True).start()
+        return ours, 1, dict(ABOUT)
+
+    def answer(self, connection):
+        """The engine: takes tenants in, and never answers what is called "hang"."""
+        try:
+            while True:
+                call = receive_header(connection)
+                self.calls.put(call)
+                if call["call"] == "sit":
+                    for fd in receive_fds(connection, 3):
+                        os.close(fd)
+                answer = {"id": call["id"], "value": call.get("adapter")}
+                if call["call"] == "sit" and self.refuses:
+                    answer = {"id": call["id"], "error": "ValueError", "text": "no seat"}
+                if call["call"] != "hang":
+                    send_header(connection, answer)
+        except OSError:
+            return
+
+
+@pytest.fixture
+def processes():
+    made = Processes()
+    yield made
+    for end in made.all:
+        end.close()
+
+
+@pytest.fixture
+def tenants(processes):
+    made = Tenants(processes.launch, apart=True)
+    yield made
+    made.close()
+
+
+def read(tenant):
+    thread = threading.Thread(target=tenant.read, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_functions_share_one_engine_and_say_their_adapter(processes, tenants):
+    law, base = tenants.start("law", "/adapters/law"), tenants.start("base", None)
+    assert [backbone for _, backbone in processes.orders] == [True, False]
+    assert law.send({"call": "generate"}).get(timeout=20)["value"] == "law"
+    assert base.send({"call": "generate"}).get(timeout=20)["value"] is None
+    assert (law.is_idle, base.is_idle) == (True, True)
+    assert law.pid != base.pid == tenants.engine.pid
+    law.close()
+    read(law).join(20)
+    base.close()
+    read(base).join(20)
+
+
+def test_a_tenants_death_answers_its_own_calls_alone(processes, tenants):
+    law, summary = tenants.start("law", "/a/law"), tenants.start("summary", "/a/summary")
+    reading = read(law)
+    hanging, other = law.send({"call": "hang"}), summary.send({"call": "hang"})
+    assert not law.is_idle
+    assert not law.end_if_idle()
+    processes.ends["law"].close()
+    assert hanging.get(timeout=20)["error"] == "FunctionDied"
+    reading.join(20)
+    assert law.send({"call": "generate"}) is None
+    assert (other.empty(), summary.is_idle) == (True, False)
+    said = [processes.calls.get(timeout=20) for _ in range(5)]
+    assert [call["call"] for call in said] == ["sit", "sit", "hang", "hang", "leave"]
+    assert said[-1]["epoch"] == law.about["epoch"] < summary.about["epoch"]
+    summary.close()
+    read(summary).join(20)
+
+
+def test_with_the_engine_all_end_and_the_next_start_makes_a_new_one(processes, tenants):
+    law = tenants.start("law", "/a/law")
+    reading, hanging = read(law), law.send({"call": "hang"})
+    processes.ends["engine"].shutdown(socket.SHUT_RDWR)
+    assert hanging.get(timeout=20)["error"] == "FunctionDied"
+    reading.join(20)
+    assert law.ended
+    again = tenants.start("law", "/a/law")
+    names = [order["name"] for order, _ in processes.orders]
+    assert names == ["engine", "law", "engine", "law"]
+    again.close()
+    read(again).join(20)
+
+
+def test_a_tenant_that_the_engine_refuses_does_not_start(processes, tenants):
+    processes.refuses = True
+    with pytest.raises(ValueError, match="'law' cannot start: no seat"):
+        tenants.start("law", "/a/law")
+    tenants.close()
+
+
+def test_without_isolation_the_engine_reads_the_adapter(processes):
+    tenants = Tenants(processes.launch, apart=False)
+    law = tenants.start("law", "/a/law")
+    assert processes.calls.get(timeout=20)["folder"] == "/a/law"
+    assert law.pid == tenants.engine.pid
+    law.close()
+    read(law).join(20)
+    tenants.close()

@@ -1,0 +1,164 @@
+"""Tenants behind their channels: deltas as numpy has them, and each tenant's failure its own."""
+
+import os
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from serving.lora_server.transport.base import PushRows, Status, TransportError
+from serving.lora_server.transport.shapes import Shapes, Site
+from serving.lora_server.transport.tenants import MAP, Seat, TenantClient, TenantServer
+
+SHAPES = Shapes(2, 8, "float32", "float32", (Site("qk", 16, (16, 32)), Site("down", 32, (16,))))
+RANK = 4
+
+
+@pytest.fixture
+def tenant():
+    """Makes tenants, which end with the test."""
+    made = []
+
+    def make(*given: int) -> SimpleNamespace:
+        made.append(make_tenant(*given))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.stop()
+        for thread in one.threads:
+            thread.join(20)
+        one.server.close()
+
+
+def make_tenant(seed: int, experts: int = 1) -> SimpleNamespace:
+    """A tenant's server, and its matrices by [layer, output]: random ones of rank 4."""
+    rng, maps, weights = np.random.default_rng(seed), np.zeros((2, 3), MAP), {}
+    widths = [(16, 16), (16, 32), (32, 16)]
+    for layer in range(2):
+        for output, (d_in, d_out) in enumerate(widths):
+            if (layer, output) == (1, 1):
+                continue  # nothing there
+            a = rng.standard_normal((experts, RANK, d_in), np.float32)
+            b = rng.standard_normal((experts, RANK, d_out), np.float32)
+            weights[layer, output] = a, b
+            stride = RANK if experts > 1 else 0
+            rows = (experts * RANK,) * 2
+            maps[layer, output] = (a.ctypes.data, b.ctypes.data, *rows, RANK, stride, stride, 0.5)
+    return SimpleNamespace(server=TenantServer(SHAPES, maps, weights), weights=weights, threads=[])
+
+
+@pytest.fixture
+def client():
+    made = TenantClient(SHAPES, 3)
+    made.set_limit(20.0)
+    yield made
+    made.close()
+
+
+def sit(client: TenantClient, number: int, one: SimpleNamespace, *, runs: bool = True):
+    gone = threading.Event()
+    client.sit(number, one.server.join(client.last_epoch(number)), gone.set)
+    if runs:
+        one.threads.append(threading.Thread(target=one.server.run, daemon=True))
+        one.threads[0].start()
+    return gone
+
+
+def exchange(client, x, seats, experts=None, site=0, layer=0):
+    """Return what came back for rows of x, from zeros, and the statuses."""
+    seats = jnp.asarray(seats, jnp.int32)
+    experts = jnp.zeros_like(seats) if experts is None else jnp.asarray(experts, jnp.int32)
+
+    @jax.jit
+    def run(x, seats, experts):
+        rows = PushRows(jnp.int32(x.shape[0]), jnp.int32(0), seats, seats, experts)
+        x = client.push(x, site, layer, rows)
+        ys = [jnp.zeros((x.shape[0], width)) for width in SHAPES.sites[site].d_outs]
+        return client.wait_add(ys, x, site, rows)
+
+    ys, status = run(x, seats, experts)
+    return [np.asarray(y) for y in ys], list(map(int, status))
+
+
+def want(one, x, layer, output, expert=0):
+    if (layer, output) not in one.weights:
+        return np.float32(0)
+    a, b = one.weights[layer, output]
+    return 0.5 * (a[expert] @ x) @ b[expert]
+
+
+def test_each_row_gets_its_own_tenants_delta(client, tenant):
+    first, second = tenant(1), tenant(2)
+    sit(client, 0, first)
+    sit(client, 2, second)
+    x = np.random.default_rng(0).standard_normal((5, 16), np.float32)
+    owners = [2, 0, -1, 0, 2]
+    for layer in range(2):
+        ys, status = exchange(client, x, owners, layer=layer)
+        assert status == [Status.ARRIVED] * 3
+        for row, owner in enumerate(owners):
+            for output, y in enumerate(ys):
+                whose = (first, None, second)[owner]
+                expected = 0 if owner < 0 else want(whose, x[row], layer, output)
+                np.testing.assert_allclose(y[row], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_experts_get_their_experts_delta_and_others_are_refused(client, tenant):
+    one = tenant(3, 3)
+    sit(client, 1, one)
+    x = np.random.default_rng(1).standard_normal((3, 32), np.float32)
+    (y,), _ = exchange(client, x, [1, 1, 1], [2, 0, 1], site=1)
+    for row, expert in enumerate((2, 0, 1)):
+        np.testing.assert_allclose(y[row], want(one, x[row], 0, 2, expert), rtol=1e-5, atol=1e-5)
+    (y,), status = exchange(client, x, [1, 1, 1], [2, 0, 3], site=1)
+    assert status[1] == Status.REFUSED
+    assert not y.any()
+
+
+def test_a_tenant_that_does_not_answer_costs_others_no_bit_and_is_lost(client, tenant):
+    good, hung = tenant(4), tenant(5)
+    sit(client, 0, good)
+    sit(client, 1, hung, runs=False)
+    x = np.random.default_rng(2).standard_normal((2, 16), np.float32)
+    alone, _ = exchange(client, x, [0, -1])
+    client.set_limit(0.05)
+    ys, status = exchange(client, x, [0, 1])
+    assert status == [Status.ARRIVED, Status.TIMED_OUT, Status.ARRIVED]
+    client.set_limit(20.0)
+    np.testing.assert_array_equal(ys[0][0], alone[0][0])
+    assert not ys[0][1].any()
+    assert client.lost() == (1, 2)
+    assert exchange(client, x, [0, 1])[1][1] == Status.ABORTED  # at once, and not waited for
+
+
+def test_a_tenants_end_is_noticed_and_its_seat_takes_a_newer_one_only(client, tenant):
+    first = tenant(6)
+    gone = sit(client, 0, first)
+    old = client.last_epoch(0)
+    first.server.stop()
+    first.threads.pop().join(20)
+    first.server.close()
+    assert gone.wait(20)
+    assert client.is_lost(0)
+    copy = tenant(7)
+    stale = copy.server.join(-1)
+    replayed = Seat(stale.channel, stale.bell, stale.life, old)
+    with pytest.raises(TransportError, match="a copy of an old one"):
+        client.sit(0, replayed, lambda: None)
+    again = tenant(6)
+    sit(client, 0, again)
+    assert not client.is_lost(0)
+
+
+def test_memory_that_is_not_as_agreed_is_refused(client, tenant):
+    one = tenant(8)
+    seat = one.server.join(0)
+    os.close(seat.channel)
+    wrong = os.memfd_create("wrong")
+    with pytest.raises(TransportError, match="seals"):
+        client.sit(0, Seat(wrong, seat.bell, seat.life, seat.epoch), lambda: None)
+    assert client.is_lost(0)

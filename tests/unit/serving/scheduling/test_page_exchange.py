@@ -1,0 +1,79 @@
+"""What is worth least goes first, whichever side it is of."""
+
+from types import SimpleNamespace
+
+from serving.scheduling.page_exchange import Offer, PageExchange
+
+
+class Side:
+    """Things of a value and a number of pages; what was given leaves."""
+
+    def __init__(self, *things: tuple[float, int]):
+        self.things, self.pages_leaving, self.gone = sorted(things), 0, []
+
+    def offer(self):
+        if not self.things:
+            return None
+        value, pages = self.things[0]
+        return Offer(value, pages, self.give)
+
+    def give(self):
+        self.gone.append(self.things.pop(0))
+        self.pages_leaving += self.gone[-1][1]
+
+
+def exchange(available: int, *sides: Side) -> PageExchange:
+    made = PageExchange(SimpleNamespace(page_bytes=4096, num_pages=20, num_available=available))
+    for side in sides:
+        made.join(side)
+    return made
+
+
+def test_pages_that_are_free_are_claimed_at_once():
+    side = Side((1.0, 4))
+    assert exchange(4, side).claim(4, side, own=True)
+    assert not side.gone
+
+
+def test_the_least_valuable_of_both_sides_leaves_and_the_claim_waits():
+    kv, adapters = Side((1.0, 2), (5.0, 2)), Side((2.0, 3), (4.0, 3))
+    made = exchange(1, kv, adapters)
+    assert not made.claim(5, adapters, own=True)
+    assert (kv.gone, adapters.gone) == ([(1.0, 2)], [(2.0, 3)])
+    assert made.level == 2.0, "what stays is worth more than what went"
+    assert made.num_given == 2
+    assert not made.claim(5, adapters, own=True), "what is leaving already is enough"
+    assert made.num_given == 2
+
+
+def test_a_side_need_not_give_up_its_own():
+    kv, adapters = Side((1.0, 2)), Side((9.0, 3))
+    made = exchange(0, kv, adapters)
+    assert not made.claim(2, kv, own=False)
+    assert (kv.gone, adapters.gone) == ([], [(9.0, 3)])
+
+
+def test_nothing_to_give_up_is_no_error():
+    side = Side()
+    assert not exchange(0, side).claim(3, side, own=True)
+
+
+def test_seconds_follow_what_was_measured():
+    made = exchange(0)
+    before = made.compute_s(1000), made.load_s(1 << 20)
+    for number in range(80):
+        made.planned(number * 1.0)
+        made.completed(100, number + 0.5)  # 200 tokens a second
+        made.loaded(1 << 20, 0.01)
+    assert before[0] < 1.0 < 4.9 < made.compute_s(1000) < 5.2
+    assert before[1] < 0.001 < 0.009 < made.load_s(1 << 20) < 0.011
+    made.planned(100.0)
+    made.planned(100.1)
+    made.completed(4, 101.0)  # no prompt
+    made.completed(500, 103.5)  # began when the one before had ended
+    assert 4.9 < made.compute_s(1000) < 5.2
+
+
+def test_shares_add_up():
+    found = exchange(5).shares(kv_pages=8)
+    assert (found.total_bytes, found.kv_bytes, found.adapter_bytes) == (20 << 12, 8 << 12, 7 << 12)

@@ -1,0 +1,158 @@
+"""Extents of KV pages come and go with the books of the page cache."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from serving.scheduling.page_exchange import Offer, PageExchange
+from serving.scheduling.page_extents import PageExtents
+from serving.scheduling.prefix_cache import PageCache, PrefixChain
+
+EXTENT, PAGES = 4, 2  # KV pages, and the pool's below them
+
+
+class Memory:
+    """A pool, and pages that leave when they are told to."""
+
+    def __init__(self, pages: int):
+        self.page_bytes, self.num_pages, self.num_available, self.left = 4096, pages, pages, []
+
+    def map_pages(self, pages):
+        self.num_available -= PAGES
+        return True
+
+    def leave_pages(self, pages, then):
+        self.left.append(then)
+
+    def settle(self):
+        for then in self.left:
+            self.num_available += PAGES
+            then()
+        self.left = []
+
+
+def make(pool: int = 10, cache_pages: int = 24, least: int = 6):
+    memory = Memory(pool)
+    exchange = PageExchange(memory)
+    cache = PageCache(cache_pages, 4, are_absent=True)
+    how = {"extent": EXTENT, "extent_pages": PAGES, "least": least}
+    extents = PageExtents(cache, exchange, memory, **how)
+    return memory, exchange, cache, extents
+
+
+def cached(cache: PageCache, token: int, count: int) -> list[bytes]:
+    """Fill and free so many pages that can be found."""
+    keys = PrefixChain("", "", 4).keys([token] * 4 * count, count)
+    pages = cache.allocate(count)
+    for page, key in zip(pages, keys, strict=True):
+        cache.register(page, key)
+    cache.free(pages)
+    return keys
+
+
+def test_the_longest_sequence_always_has_its_pages():
+    memory, _, cache, extents = make()
+    assert (extents.num_present, cache.num_free, memory.num_available) == (2, 8, 6)
+    assert extents.offer() is None
+    with pytest.raises(ValueError, match="no room for 24 KV pages, those of the longest"):
+        make(least=24)
+
+
+def test_pages_come_when_they_are_wanted_as_far_as_there_is_room():
+    memory, _, cache, extents = make(pool=6)
+    assert not extents.want(9)
+    assert (cache.num_free, memory.num_available) == (12, 0)
+    assert not extents.want(13), "nobody has anything to give up"
+    assert cache.num_free == 12
+    extents.check_integrity()
+
+
+def test_idle_extents_leave_lowest_value_first_and_may_come_back():
+    memory, exchange, cache, extents = make(least=2)
+    extents.want(12)
+    cached(cache, 1, 4)  # extent 0
+    held = cache.allocate(1)  # extent 1
+    offer = extents.offer()
+    assert offer is not None
+    assert (offer.value, offer.num_pages) == (0.0, PAGES)  # extent 2, blank
+    exchange.take(offer)
+    assert (extents.pages_leaving, cache.num_free, cache.num_absent) == (PAGES, 7, 16)
+    offer = extents.offer()
+    assert offer is not None
+    assert offer.value > 0
+    exchange.take(offer)
+    assert cache.match(PrefixChain("", "", 4).keys([1] * 16, 4)) == []
+    assert extents.offer() is None, "the last one has a page that is held"
+    memory.settle()
+    extents.want(12)
+    assert extents.num_present == 4
+    cache.free(held)
+    extents.check_integrity()
+
+
+def test_what_is_used_often_is_worth_more():
+    _, _, cache, extents = make(least=2)
+    extents.want(12)
+    first, second = cached(cache, 1, 4), cached(cache, 2, 4)
+    for _ in range(3):
+        cache.free(cache.match(first))
+    cache.free(cache.match(second))
+    cached(cache, 3, 4)  # nothing is blank any more
+    offer = extents.offer()
+    assert offer is not None
+    offer.give()
+    assert cache.match(first)
+    assert cache.match(second)
+
+
+def test_an_adapter_that_is_worth_less_than_any_cached_page_is_waited_for():
+    memory, exchange, cache, extents = make(pool=4, least=2)
+    extents.want(8)
+    cached(cache, 1, 8)
+    side = SimpleNamespace(pages_leaving=0)
+
+    def leave():
+        side.pages_leaving += 2
+
+    side.offer = lambda: Offer(value, 2, leave)
+    exchange.join(side)
+    value = 1e9
+    assert not extents.want(2), "a cached page is worth less"
+    assert (side.pages_leaving, exchange.is_short) == (0, False)
+    value = 0.0
+    assert extents.want(2)
+    assert extents.want(2)
+    assert side.pages_leaving == 2, "once is enough"
+    assert exchange.is_short
+    extents.start_step(0)
+    assert not exchange.is_short
+    assert extents.want(9), "more than there is: whatever it is worth"
+    assert memory.num_available == 0
+
+
+def test_random_walk():
+    rng = random.Random(0)
+    memory, exchange, cache, extents = make(pool=12, least=6)
+    held: list[list[int]] = []
+    for number in range(600):
+        match rng.randrange(5):
+            case 0:
+                if (pages := cache.allocate(rng.randrange(1, 4))) is not None:
+                    for page in pages:
+                        cache.register(page, b"%d" % (number * 10 + page))
+                    held.append(pages)
+                else:
+                    extents.want(12)
+            case 1 if held:
+                cache.free(held.pop(rng.randrange(len(held))))
+            case 2:
+                extents.start_step(rng.randrange(4))
+            case 3 if rng.random() < 0.5 and (offer := extents.offer()) is not None:
+                exchange.take(offer)
+            case 4:
+                memory.settle()
+        cache.check_integrity(held)
+        extents.check_integrity()
+        assert extents.num_present >= 2
+    assert exchange.num_given > 2
