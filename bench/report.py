@@ -14,6 +14,7 @@ from bench.ablation.plots import plot_ablation
 from bench.adapter_eviction import plot_adapter_eviction
 from bench.end_to_end.plots import plot_end_to_end
 from bench.esft_plots import plot_esft_speed
+from bench.functions.plots import plot_functions
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server

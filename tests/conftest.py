@@ -1,9 +1,11 @@
 """One set-up for every test: 4 fake CPU devices, strict dtypes and ranks, shapes checked."""
 
+import gc
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What one process of the suite has compiled, the others load: workers, servers, ranks. jax's key
@@ -26,12 +28,18 @@ if os.environ.get("FAST_COMPILE"):
 
     compile_fast(os.environ)
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for the shared modules beside this file
+
+# A time is no promise of these tests, and machines are busy.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Of this process alone: servers and ranks of tests have one, and share their programs.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -76,6 +84,16 @@ LONGEST = (
     "test_expert_tensors.py",
 )
 FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb", "4_functions.ipynb")
+# Files that share what one worker makes once: a server of the shipped model, an engine.
+TOGETHER = (
+    ("tests/system/clients/",),
+    (
+        "tests/system/serving/http/",
+        "tests/system/serving/engine/test_engine_answers.py",
+        "tests/system/serving/engine/test_async_engine.py",
+        "tests/system/serving/test_speculation.py",
+    ),
+)
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
 # Cases that differ in one of these are promises of their own.
@@ -92,6 +110,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported and collected out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Deal out files, and those of TOGETHER to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+    return Scheduling(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import jax
 
+from lora_jax.adapters import vocabulary
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
@@ -52,6 +53,7 @@ from serving.runtime.device_copier import device_copier
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
+from serving.text.adapter_tokenizers import AdapterTokenizers
 from serving.text.structured.grammars import Grammars
 from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
@@ -64,6 +66,7 @@ class EngineParts:
     """Parts of an engine."""
 
     tokenizer: Tokenizer
+    tokenizers: AdapterTokenizers
     registry: AdapterRegistry
     rollouts: Rollouts
     compositions: Compositions
@@ -199,7 +202,9 @@ def _build(
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
     )
-    registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
+    tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
+    on_read = metrics.tiers.read, tokenizers.fitted
+    registry, compositions = make_registry(config, base, residencies, *on_read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
@@ -208,6 +213,8 @@ def _build(
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
+    if vocabulary.brings_tokens(base.catalogue):
+        tokenizers.ask(rollouts.entry_for)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
@@ -238,7 +245,7 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info, front, grammars
-    kept = tokenizer, registry, rollouts, compositions, residencies
+    kept = tokenizer, tokenizers, registry, rollouts, compositions, residencies
     return EngineParts(*kept, *told, gang, primary)
 
 

@@ -154,6 +154,14 @@ class TenantSide:
         self.link.client.rise(number)
         return True
 
+    def lost_epoch(self, name: str) -> int | None:
+        """Return the epoch of an adapter's process that does not answer any more; None: it does."""
+        with self._lock:
+            report, epoch = self._reports.get(name), self._epochs.get(name)
+            seat = None if report is None else self._seats.get(report.digest)
+        lost = seat is not None and self.link.client.is_lost(seat)
+        return epoch if lost else None
+
     def read(self, folder: Path, *_: Any, **__: Any) -> AdapterWeights:
         """Return an adapter as an engine without its weights knows it: by its report."""
         with self._lock:

@@ -160,9 +160,8 @@ def fault_round(group, engines, coupled, monkeypatch, hurt):
     return seconds
 
 
-@pytest.mark.parametrize(
-    "turn", [0, *(pytest.param(turn, marks=pytest.mark.long) for turn in (1, 2))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("turn", range(3))
 def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypatch):
     victim = group.processes[turn % 2].pid
     fault_round(group, engines, coupled, monkeypatch, lambda: os.kill(victim, signal.SIGKILL))
