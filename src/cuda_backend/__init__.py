@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 
 def kernels() -> dict[str, Callable]:
-    """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
+    """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
+
+    `load_kernels` is no op: it gives the kernels to XLA, and returns whether they are there.
+    """
+    from cuda_backend import ffi
     from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
@@ -30,7 +34,8 @@ def kernels() -> dict[str, Callable]:
     merges = (merge, merge_apart)
     others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
-    return {op.__name__: op for op in (*linear, *exchanges, *attention, *merges, *others, *by_row)}
+    ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
+    return {**{op.__name__: op for op in ops}, "load_kernels": ffi.available}
 
 
 def transport(device: int = 0) -> "PeerDevice":
