@@ -32,6 +32,7 @@ from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
 TOP, OTHERS = "a0", ("a1", "a2", "a3", "a4", "a5")
 SKEWS = (0.5, 0.7, 0.9, 0.95)
 RANK, ROWS, ANSWER = 64, 16, 24
+CHOOSING = 480  # requests in which our policy has chosen, with room to spare
 
 
 class Fixed:
@@ -129,7 +130,7 @@ def modes(root: Path, requests: int, turns: int, skews: Sequence[float]) -> list
                 "auto": Contestant(MergePolicy(mixture=True)),
             }
             names, order = names_of(skew, requests), list(policies.values())
-            for _ in range(3):  # until it has chosen
+            for _ in range(-(-CHOOSING // requests)):
                 policies["auto"].take_turn(engine, names, timed=False)
             for _ in range(turns):
                 for policy in order:

@@ -28,18 +28,12 @@ if os.environ.get("FAST_COMPILE"):
 
     compile_fast(os.environ)
 
-import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
-from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))  # for the shared modules beside this file
-
-# A time is no promise of these tests, and machines are busy.
-hypothesis.settings.register_profile("suite", deadline=None)
-hypothesis.settings.load_profile("suite")
 
 # Of this process alone: servers and ranks of tests have one, and share their programs.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -119,10 +113,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal out files, and those of TOGETHER to one worker."""
     if config.getvalue("dist") != "loadfile":
         return None
+    from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
@@ -162,7 +157,16 @@ def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests read what the compiler dumps, let it compile: jax's key leaves dumping out."""
+    """Set what plugins and the compiler of tests need.
+
+    A case's time is no promise, and machines are busy. Where tests read what the compiler dumps,
+    let it compile: jax's key leaves dumping out.
+    """
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("suite", deadline=None)
+        settings.load_profile("suite")
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)
 

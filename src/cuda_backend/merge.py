@@ -53,7 +53,8 @@ def merge_apart(
     max_rank: int,
 ) -> tuple[Float[Array, "d_out d_in"], ...]:
     """Return `merge` of each map in arrays of their own, in few launches; same bits."""
-    check_support(maps[0].dtype, *maps[0].shape, max_rank)
+    d_out, d_in = maps[0].shape
+    check_support(maps[0].dtype, d_out, d_in, max_rank)
     ffi.require()
     outs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in maps]
     call = jax.ffi.ffi_call("lora_jax_cuda_merge_apart", outs)

@@ -57,7 +57,7 @@ class Fusion[Weights]:
 def shuffled(datasets: Sequence[str], seed: int) -> tuple[str, ...]:
     """Return the sets in an order that the seed gives."""
     order = np.random.default_rng(seed).permutation(len(datasets))
-    return tuple(datasets[n] for n in order)
+    return tuple(datasets[int(n)] for n in order)
 
 
 def fuse[Weights](
