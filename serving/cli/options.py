@@ -50,12 +50,6 @@ class Options:
             raise ValueError(
                 f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
             )
-        if self.cluster.lora_server and self.engine.tensor_parallel_size > 1:
-            raise ValueError(
-                "--lora-server serves instances of one device each: leave "
-                f"--tensor-parallel-size {self.engine.tensor_parallel_size} out, or keep the "
-                "adapters on the instances."
-            )
         if self.cluster.lora_server and self.engine.speculation is not None:
             raise ValueError(
                 "--lora-server serves instances that draw one token at a time: leave "

@@ -44,8 +44,9 @@ class TenantLink:
     def __init__(self, layout: TenantLayout, client: TenantClient):
         self.layout, self.client = layout, client
 
-    def start(self, table: RemoteTable) -> "TenantStep":
+    def start(self, table: RemoteTable, split: None = None) -> "TenantStep":
         """Return what the layers of one step push to; only while that step is traced."""
+        assert split is None, "tenants beside several devices"
         return TenantStep(self.layout, self.client, table)
 
 
