@@ -128,22 +128,12 @@ class KeptProgram:
             return None
 
     def _compile(self) -> Compiled:
-        """Return the program, kept unless jax had it for another step of the same program.
-
-        What jax has read cannot be kept. Engines that differ in nothing that matters share it, so
-        it is compiled anew only where the same step is asked for again: a server starts again.
-        """
-        lowered, again = self._lowered or self._lower(), f"{self._key}-again"
-        if self._files.get(again) is None:
-            with self._programs.watched() as found:
-                compiled = lowered.compile()
-            if found():
-                self._files.put(again, b"")
-                return compiled
-        else:
-            with self._programs.unread():
-                compiled = lowered.compile()
-        self._keep(compiled)
+        """Return the program, kept unless jax had it: what jax has read cannot be written again."""
+        lowered = self._lowered or self._lower()
+        with self._programs.watched() as found:
+            compiled = lowered.compile()
+        if not found():
+            self._keep(compiled)
         return compiled
 
     def _keep(self, compiled: Compiled) -> None:

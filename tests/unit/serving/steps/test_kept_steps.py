@@ -114,7 +114,7 @@ def test_a_step_whose_kernels_are_not_there_is_traced(kept, monkeypatch):
         assert traced == ([] if there else [8])
 
 
-def test_what_jax_had_is_kept_at_the_second_start(kept, monkeypatch):
+def test_what_jax_had_is_not_kept(kept, monkeypatch):
     """A program of another engine is read from jax's cache, which cannot be written again."""
     found = iter((True, False))
     monkeypatch.setattr(ProgramFiles, "watched", lambda self: nullcontext(lambda: next(found)))
