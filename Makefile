@@ -86,12 +86,9 @@ test-clients: .venv/.dev .cache/clients  ## LangChain, LiteLLM and instructor ag
 	$(BIN)/python -m pytest -n 0 tests/system/clients/test_other_clients.py
 
 # Packages of an extra in a folder: litellm needs another openai than the other tests.
-CLIENTS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"], sep="\n")
-
-.cache/clients: pyproject.toml | .venv/bin/python
+.cache/clients: requirements/clients.txt | .venv/bin/python
 	@rm -rf $@ && mkdir -p .cache
-	$(BIN)/python -c '$(CLIENTS)' > .cache/clients.txt
-	$(PIP) install --target $@ --requirement .cache/clients.txt
+	$(PIP) install --require-hashes --no-deps --only-binary :all: --target $@ --requirement $<
 	@touch $@
 
 test-gpu: .venv/.dev  ## on a machine with an NVIDIA GPU
@@ -143,8 +140,10 @@ notebooks: .venv/.dev
 lock: $(TOOLS)/.installed  ## pin every package that is installed, with hashes: requirements/*.txt
 	$(LOCK) pyproject.toml --output-file requirements/serve.txt
 	$(LOCK) pyproject.toml --extra dev --output-file requirements/dev.txt
+	$(LOCK) pyproject.toml --extra otel --constraint requirements/serve.txt --output-file requirements/otel.txt
 	$(LOCK) --group build --output-file requirements/build.txt
 	$(LOCK) --group supply-chain --output-file requirements/supply-chain.txt
+	$(LOCK) --group clients --output-file requirements/clients.txt
 	$(LOCK) --group vllm-rs --no-deps --output-file requirements/vllm-rs.txt
 
 sbom: $(TOOLS)/.installed  ## write dist/sbom.json: what `make serve` installs, as CycloneDX

@@ -68,7 +68,8 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
     tokens for every rank and popularity.
     """
     with plt.rc_context(STYLE):
-        _plot_points(result, path)
+        if rows := overview([row for row in result["rows"] if section(row) == SECTIONS[0]]):
+            _plot_points(result, rows, path)
         grid = [row for row in result["rows"] if row["part"] == "grid"]
         everywhere = [row for row in result["rows"] if row["part"] == "popularities"]
         if everywhere:
@@ -78,9 +79,8 @@ def plot_kernels(result: dict[str, Any], path: Path) -> None:
             _plot_tokens(result, grid, path.with_stem(path.stem + "_tokens"))
 
 
-def _plot_points(result: dict[str, Any], path: Path) -> None:
+def _plot_points(result: dict[str, Any], rows: list[dict], path: Path) -> None:
     """Draw the time of at most twelve points, ours and the best peer's, over the limit."""
-    rows = overview([row for row in result["rows"] if section(row) == SECTIONS[0]])
     fig, ax = plt.subplots(figsize=(7.4, 0.36 * len(rows) + 1.2))
     for i, row in enumerate(rows):
         for at, key, color, label in (

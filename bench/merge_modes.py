@@ -7,10 +7,12 @@ policy, for several shares of the top adapter; the rest asks for five others and
 rest to another engine. `--costs` prints what serving.scheduling.merge_policy.StepCosts says.
 
 A figure is output tokens per second of processor time, so that other programs of the machine change
-little. Prompts are 4 tokens and answers 24, greedy; the policies take turns.
+little. Prompts are 4 tokens and answers 24, greedy; the policies take turns, request for request.
 """
 
 import argparse
+import collections
+import dataclasses
 import datetime
 import json
 import os
@@ -19,8 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
 TOP, OTHERS = "a0", ("a1", "a2", "a3", "a4", "a5")
 SKEWS = (0.5, 0.7, 0.9, 0.95)
 RANK, ROWS, ANSWER = 64, 16, 24
+CHOOSING = 480  # requests in which our policy has chosen, with room to spare
 
 
 class Fixed:
@@ -87,35 +89,68 @@ def median_rate(run: Callable[[], float], count: int, turns: int) -> float:
     return statistics.median(count * ANSWER / run() for _ in range(turns))
 
 
+@dataclasses.dataclass
+class Contestant:
+    """A policy that takes turns with others: what it has chosen, and what its turns took."""
+
+    policy: Any
+    target: MergeTarget = dataclasses.field(default_factory=MergeTarget)
+    rates: list[float] = dataclasses.field(default_factory=list)
+    steps: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+
+    def take_turn(self, engine: Engine, names: Sequence[str | None], *, timed: bool) -> None:
+        """Answer a request of each name; a few before them bring the weights of this policy."""
+        parts = engine._parts.loop._parts  # policies are no option of the engine
+        modes, merged = parts.scheduler.modes, parts.runner.merged
+        assert modes is not None
+        assert merged is not None
+        modes.policy = self.policy
+        modes.reset(self.target)
+        seconds(engine, names[:ROWS])
+        before = dict(merged.steps)
+        rate = len(names) * ANSWER / seconds(engine, names)
+        self.target = modes.target
+        if timed:
+            self.rates.append(rate)
+            self.steps.update({mode: n - before[mode] for mode, n in merged.steps.items()})
+
+
 def modes(root: Path, requests: int, turns: int, skews: Sequence[float]) -> list[dict]:
-    """Return a row for each skew: the rate under each policy, and how steps ran under ours."""
+    """Return a row for each skew: the rate under each policy, and how steps ran under ours.
+
+    In a turn every policy answers the same requests, each time in another order.
+    """
     rows = []
     with engine_of(root, lora_merge="auto") as engine:
-        parts = engine._parts.loop._parts  # policies are no option of the engine
-        made, merged = parts.scheduler.modes, parts.runner.merged
-        assert made is not None
-        assert merged is not None
         top = engine.registry.get(TOP).digest
         for skew in skews:
             policies = {
-                "unmerged": Fixed(PLAIN),
-                "merged": Fixed(top),
-                "auto": MergePolicy(mixture=True),
+                "unmerged": Contestant(Fixed(PLAIN)),
+                "merged": Contestant(Fixed(top)),
+                "auto": Contestant(MergePolicy(mixture=True)),
             }
-            names, rates = names_of(skew, requests), {}
-            for name, policy in policies.items():
-                made.policy = policy
-                made.reset()
-                for _ in range(3 if name == "auto" else 1):  # until it has chosen
-                    seconds(engine, names)
-                before = dict(merged.steps)
-                rates[name] = median_rate(partial(seconds, engine, names), requests, turns)
-            steps = {mode: count - before[mode] for mode, count in merged.steps.items()}
-            better = max(rates["unmerged"], rates["merged"])
-            row = {"skew": skew, **{name: round(rate, 1) for name, rate in rates.items()}}
-            rows.append(row | {"over_better": round(rates["auto"] / better, 3), "steps": steps})
+            names, order = names_of(skew, requests), list(policies.values())
+            for _ in range(-(-CHOOSING // requests)):
+                policies["auto"].take_turn(engine, names, timed=False)
+            for _ in range(turns):
+                for policy in order:
+                    policy.take_turn(engine, names, timed=True)
+                order = [*order[1:], order[0]]
+            rows.append({"skew": skew} | compared(policies))
             print(rows[-1], flush=True)
     return rows
+
+
+def compared(policies: Mapping[str, Contestant]) -> dict[str, Any]:
+    """Return median rates; `over_better` is the median over turns of ours by the better other's."""
+    rates = {name: statistics.median(one.rates) for name, one in policies.items()}
+    better = max(("unmerged", "merged"), key=rates.__getitem__)
+    pairs = zip(policies["auto"].rates, policies[better].rates, strict=True)
+    ratios = sorted(ours / other for ours, other in pairs)
+    found: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
+    found |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
+    found |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
+    return found | {"steps": dict(policies["auto"].steps)}
 
 
 def primary(root: Path, requests: int, turns: int) -> list[dict]:
@@ -165,7 +200,7 @@ def main() -> None:
     kinds.add_argument("--primary", action="store_true", help="the 90/10 mix over two engines")
     kinds.add_argument("--costs", action="store_true", help="times of single steps")
     parser.add_argument("--requests", type=int, default=160)
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:

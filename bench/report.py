@@ -14,9 +14,11 @@ from bench.ablation.plots import plot_ablation
 from bench.adapter_eviction import plot_adapter_eviction
 from bench.end_to_end.plots import plot_end_to_end
 from bench.esft_plots import plot_esft_speed
+from bench.functions.plots import plot_functions
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
+from bench.parallel.plots import plot_exchange
 from bench.vision.plots import plot_applications
 
 BARS = {
@@ -102,6 +104,7 @@ PLOTS = {
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
     "functions_simulated": plot_functions,
+    "parallel_exchange_": plot_exchange,
     "vision_applications_": plot_applications,
 }
 

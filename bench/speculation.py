@@ -1,7 +1,8 @@
 """Rate of answers with speculation by n-grams, beside that without: edits, and free text.
 
 `python -m bench.speculation --out DIR`: two engines on a CPU, with and without, take turns; a ratio
-is the median of the turns' ratios. "edit": a Llama-shaped model of 110 million parameters, whose
+is the median of the turns' ratios. The processor's ratio is of tokens per second of processor time,
+for a machine that others use too. "edit": a Llama-shaped model of 110 million parameters, whose
 answer repeats its prompt but for one token in 20 (its layers are computed and add nothing). "free":
 the shipped model and its adapters, greedy and drawn, whose answers repeat themselves now and then.
 The answers of both engines are compared bit for bit.
@@ -96,33 +97,38 @@ def compare(
 
 def _compare(plain: Engine, speculating: Engine, work: Work, turns: int) -> dict[str, Any]:
     engines = {"plain": plain, "speculating": speculating}
-    rates: dict[str, list[float]] = {name: [] for name in engines}
+    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     answers = {name: _run(engine, work)[1] for name, engine in engines.items()}
     before = _accepted(speculating)
-    for _ in range(turns):
-        for name, engine in engines.items():
+    for turn in range(turns):
+        for name, engine in sorted(engines.items(), reverse=bool(turn % 2)):
             rate, ids = _run(engine, work)
             rates[name].append(rate)
             if ids != answers["plain"]:
                 raise AssertionError(f"{work.name}: other tokens than without speculation.")
-    pairs = zip(rates["speculating"], rates["plain"], strict=True)
+    pairs = list(zip(rates["speculating"], rates["plain"], strict=True))
+    over_plain, of_processor = (
+        round(statistics.median(ours[i] / theirs[i] for ours, theirs in pairs), 2) for i in (0, 1)
+    )
     tokens = turns * sum(len(ids) for ids in answers["plain"])
     return {
         "work": work.name,
-        "plain_tokens_per_s": round(statistics.median(rates["plain"]), 1),
-        "tokens_per_s": round(statistics.median(rates["speculating"]), 1),
-        "over_plain": round(statistics.median(ours / theirs for ours, theirs in pairs), 2),
+        "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates["plain"]), 1),
+        "tokens_per_s": round(statistics.median(rate for rate, _ in rates["speculating"]), 1),
+        "over_plain": over_plain,
+        "processor_over_plain": of_processor,
         "tokens_from_drafts": round((_accepted(speculating) - before) / tokens, 2),
     }
 
 
-def _run(engine: Engine, work: Work) -> tuple[float, list[tuple[int, ...]]]:
-    """Return tokens per second of all requests, and their tokens."""
-    began = time.monotonic()
+def _run(engine: Engine, work: Work) -> tuple[tuple[float, float], list[tuple[int, ...]]]:
+    """Return tokens per second, and per second of processor time, of all requests; their tokens."""
+    began, processor = time.monotonic(), time.process_time()
     outputs = engine.generate(work.prompts, work.adapters, work.sampling)
-    seconds = time.monotonic() - began
+    seconds, processor = time.monotonic() - began, time.process_time() - processor
     ids = [output.outputs[0].token_ids for output in outputs]
-    return sum(map(len, ids)) / seconds, ids
+    count = sum(map(len, ids))
+    return (count / seconds, count / processor), ids
 
 
 def _accepted(engine: Engine) -> float:

@@ -1,9 +1,11 @@
 """One set-up for every test: 4 fake CPU devices, strict dtypes and ranks, shapes checked."""
 
+import gc
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What one process of the suite has compiled, the others load: workers, servers, ranks. jax's key
@@ -18,9 +20,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# `make test` compiles for speed of the compiler: a quarter of the time for the same program. What a
-# user's process compiles is the matter of `make test-all`, `make test-avx2` and, of one server, of
-# test_golden_text.py.
+# `make test` compiles for speed of the compiler: a quarter of the time for the same program. Tests
+# marked as_shipped, `make test-all` and `make test-avx2` compile what a user's process does.
 if os.environ.get("FAST_COMPILE"):
     sys.path.insert(0, str(Path(__file__).parent))
     from support.processes.compiler import compile_fast
@@ -53,6 +54,7 @@ _hook = install_import_hook(CHECKED, "beartype.beartype")
 # The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
 LONGEST = (
     "1_quick_start.ipynb",
+    "test_as_shipped.py",
     "test_exactness.py",
     "test_devices.py",
     "test_front_faults.py",
@@ -76,6 +78,16 @@ LONGEST = (
     "test_expert_tensors.py",
 )
 FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb", "4_functions.ipynb")
+# Files that share what one worker makes once: a server of the shipped model, an engine.
+TOGETHER = (
+    ("tests/system/clients/",),
+    (
+        "tests/system/serving/http/",
+        "tests/system/serving/engine/test_engine_answers.py",
+        "tests/system/serving/engine/test_async_engine.py",
+        "tests/system/serving/test_speculation.py",
+    ),
+)
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
 # Cases that differ in one of these are promises of their own.
@@ -88,8 +100,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in FURTHER_NOTEBOOKS or _is_further_case(item, seen):
             item.add_marker("long")
+    if os.environ.get("FAST_COMPILE"):  # test_as_shipped.py has them
+        items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what was imported and collected out of each later collection of garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Deal out files, and those of TOGETHER to one worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((group[0] for group in TOGETHER if file.startswith(group)), file)
+
+    return Scheduling(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -122,7 +157,16 @@ def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests read what the compiler dumps, let it compile: jax's key leaves dumping out."""
+    """Set what plugins and the compiler of tests need.
+
+    A case's time is no promise, and machines are busy. Where tests read what the compiler dumps,
+    let it compile: jax's key leaves dumping out.
+    """
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings
+
+        settings.register_profile("suite", deadline=None)
+        settings.load_profile("suite")
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)
 

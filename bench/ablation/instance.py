@@ -21,6 +21,7 @@ from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.transport.base import AbstractClient
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.selection import RankPlace
 from serving.runtime.gpu_assignment import use_gpu
 
 _ABORT = "abort"
@@ -64,10 +65,10 @@ class Instance:
         theirs.close()
         their_leases.close()
 
-    def join(self, paths: Sequence[str], coordinator: Coordinator) -> None:
+    def join(self, ranks: Sequence[RankPlace], coordinator: Coordinator) -> None:
         """Tell it where the ranks of its LoRA Server listen, for which its start waits."""
         serve_leases(coordinator, self._name, self._leases)
-        self._connection.send(tuple(paths))
+        self._connection.send(tuple(ranks))
 
     def wait_ready(self, on_told: Callable[[Told], None]) -> None:
         """Return when jobs may come, of which `on_told` is told on a thread.
@@ -128,9 +129,9 @@ def _access(
 ) -> ServerAccess:
     """Return the way to a server that starts meanwhile: it is waited for when it is needed."""
 
-    def connect(terms: Terms) -> AbstractClient:
-        there = dataclasses.replace(place, paths=connection.recv())
-        return server_access(there, caller, name).connect(terms)
+    def connect(terms: Terms, device: int) -> AbstractClient:
+        there = dataclasses.replace(place, ranks=connection.recv())
+        return server_access(there, caller, name).connect(terms, device)
 
     caller, name = Caller(leases), _name(setup, os.getpid())
     return dataclasses.replace(server_access(place, caller, name), connect=connect)

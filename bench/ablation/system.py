@@ -151,7 +151,7 @@ class System:
             self._group = ServerGroup(place.spec, number)
             self._closing.callback(self._group.close)
             for instance in self._instances:
-                instance.join(self._group.paths, self._group.coordinator)
+                instance.join(self._group.places, self._group.coordinator)
 
     def _send(self, number: int, job: Job) -> None:
         home = self._instances[self._home[job.adapter]]

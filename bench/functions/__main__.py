@@ -5,6 +5,7 @@
 for four hours of the Azure Functions trace; every baseline is a model of its idea.
 `python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
 level, for --tenants adapters at once.
+`python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
@@ -15,12 +16,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import isolation, measured, policies
+from bench.functions import device_pages, isolation, measured, policies
 from bench.functions.run import simulate
 from bench.functions.sweeps import sweeps
 from bench.functions.systems import ABLATIONS, SYSTEMS
 from bench.functions.times import Times, read_times
 from bench.functions.traces import CLASSES, MINUTES, WINDOWS, read_classes
+from serving.api.functions_config import ISOLATIONS
 
 
 def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
@@ -40,7 +42,10 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, metavar="MODEL", help="functions over this model")
     parser.add_argument("--isolation", type=Path, metavar="MODEL", help="levels over this model")
     parser.add_argument("--adapter", type=Path, help="of --measure and --isolation")
+    parser.add_argument("--pages", type=float, nargs="+", metavar="GB", help="sizes to attach to")
+    parser.add_argument("--importers", type=int, default=4, help="of --pages")
     parser.add_argument("--tenants", type=int, default=8, help="of --isolation")
+    parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="of --isolation")
     parser.add_argument("--rounds", type=int, default=5, help="of --isolation")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="of --measure")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a round of --measure")
@@ -53,9 +58,9 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    modes = given.policies, given.simulate, given.measure is not None, given.isolation is not None
-    if sum(modes) != 1:
-        parser.error("give one of --policies, --simulate, --measure and --isolation.")
+    named = given.measure, given.isolation, given.pages
+    if given.policies + given.simulate + sum(one is not None for one in named) != 1:
+        parser.error("give one of --policies, --simulate, --measure, --isolation and --pages.")
     if (given.measure or given.isolation) and given.adapter is None:
         parser.error("--measure and --isolation need --adapter.")
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
@@ -69,9 +74,12 @@ def main() -> None:
         sizes = given.counts, given.seconds, given.slice_s
         result = measured.measure(given.measure, given.adapter, *sizes)
     elif given.isolation:
-        sizes = given.tenants, given.seconds, given.rounds
+        sizes = given.tenants, given.seconds, given.rounds, given.levels
         command = f"--isolation {given.isolation.name} --tenants {given.tenants}"
         kind, result = "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
+    elif given.pages:
+        command, kind = f"--pages {' '.join(map(str, given.pages))}", "pages"
+        result = device_pages.measure(given.pages, [given.importers])
     else:
         command, kind = "--simulate", "simulated"
         command += "" if given.times is None else f" --times {given.times.name}"

@@ -42,8 +42,10 @@ class Worker:
 
 
 def measure(sizes_gb: list[float], counts: list[int]) -> list[dict[str, Any]]:
-    """Return a row per size: attach times of importers, bytes of each beside its context, and for
-    the last size what writes do and whether pages outlive their owner."""
+    """Return a row per size: attach times of importers, and bytes of each beside its context.
+
+    For the last size also what writes do, for the others whether pages outlive their owner.
+    """
     rows = []
     for number, size in enumerate(sizes_gb):
         owner = Worker("owner")
@@ -61,7 +63,9 @@ def measure(sizes_gb: list[float], counts: list[int]) -> list[dict[str, Any]]:
             "process_bytes": [b.used - a.used for a, b in itertools.pairwise(importers)],
         }
         if number + 1 == len(sizes_gb):
-            row |= _writes(importers, owner) | _orphans(importers, owner, made["manifest"], fds)
+            row |= _writes(importers, owner)
+        else:
+            row |= _orphans(importers, owner, made["manifest"], fds)
         for one in (*importers, owner):
             one.kill()
         close_all(fds)

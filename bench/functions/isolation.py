@@ -11,6 +11,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,21 @@ _TOKENS = 64
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-def measure(model: Path, adapter: Path, tenants: int, seconds: float, rounds: int) -> list[dict]:
-    """Return a row per level: rates of all tenants together, start of one, memory of one."""
+def measure(
+    model: Path,
+    adapter: Path,
+    tenants: int,
+    seconds: float,
+    rounds: int,
+    levels: Sequence[str] = ISOLATIONS,
+) -> list[dict[str, Any]]:
+    """Return a row per level, the first of which is "none": rates of all tenants together, start of
+    one, memory of all."""
     sizes = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_lora_rank": 16}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         folders = copies(adapter, Path(folder), tenants)
         agents: dict[str, Agent] = {}
-        for level in ISOLATIONS:
+        for level in levels:
             engines = tenants if level == "process" else 1
             most = {} if level == "process" else {"max_tenants": tenants}
             own = {"max_num_seqs": _ROWS * tenants // engines, "isolation": level, **most}

@@ -10,7 +10,7 @@ from bench.functions import calibration
 from serving import Sampling
 from serving.functions import Agent, Function
 
-_SIZES = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 64}
+_SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 64}
 _PROMPTS = ["The court"] * 8
 _SLO_S = 1.0
 _STARTS = 5

@@ -10,6 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 CLASSES = ("predictable", "normal", "bursty")
 COLOURS = ("#1f77b4", "#d95f02", "#e6ab02", "#9a9a9a", "#7570b3")
@@ -47,7 +48,7 @@ def plot_functions(result: dict[str, Any], path: Path) -> None:
         axes[2, 2].plot(quantiles, shares, color=COLOURS[at], lw=1)
     axes[2, 2].set_xscale("log")
     _say(axes[2, 2], 'figure 15: TTFT, "normal"', "s", "share of requests")
-    handles = [plt.Line2D([], [], color=c, marker="o", ls="") for c in COLOURS]
+    handles = [Line2D([], [], color=c, marker="o", ls="") for c in COLOURS]
     fig.legend(handles, names, loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     fig.suptitle(f"Simulated, {result['date']}: {result['command']}", fontsize=9)
     fig.savefig(path, dpi=110)

@@ -31,6 +31,14 @@ class Simulation:
         self._order = itertools.count()
         self._events: list[tuple[float, int, Any, Any]] = []
         self._in_host: set[str] = set()
+        self._known = {  # artifacts by a device's first function
+            device.functions[0].name: [
+                *(a for f in device.functions for a in self._artifacts(f)),
+                self._backbone(device.model, device.functions),
+            ]
+            for device in self.devices
+        }
+        self._planned: dict[str, tuple[Any, list[preload.Load]]] = {}
         # Seconds of loads that requests waited for, by part: figure 9 of the paper.
         self.load_s = dict.fromkeys(("libraries", "context", "backbone", "adapter"), 0.0)
 
@@ -203,12 +211,15 @@ class Simulation:
 
     def _wanted(self, device: Device) -> set[str]:
         """Return names of what should be on the device; note what should be in host memory."""
-        artifacts = [a for f in device.functions for a in self._artifacts(f)]
-        artifacts.append(self._backbone(device.model, device.functions))
-        room = self.times.device_gb - device.running_gb()
-        host = self.times.host_gb / len(self.devices)
-        places = [Place("host", int(host * _GB), False), Place("device", int(room * _GB), True)]
-        loads = preload.plan(artifacts, self._values(device), places)
+        artifacts = self._known[device.functions[0].name]
+        values, room = self._values(device), int(_GB * (self.times.device_gb - device.running_gb()))
+        asked = tuple(values.items()), room
+        if self._planned.get(device.functions[0].name, ((), []))[0] != asked:
+            host = self.times.host_gb / len(self.devices)
+            places = [Place("host", int(host * _GB), False), Place("device", room, True)]
+            made = preload.plan(artifacts, values, places)
+            self._planned[device.functions[0].name] = asked, made
+        loads = self._planned[device.functions[0].name][1]  # the same where nothing has changed
         self._in_host -= {artifact.name for artifact in artifacts}
         self._in_host |= {load.artifact for load in loads if load.place == "host"}
         return {load.artifact for load in loads if load.place == "device"}

@@ -25,7 +25,10 @@ from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import copy_bandwidth, dense_rate
 from cuda_backend import ffi
 
-PARTS = ("lora", "moe", "grouped", "merge", "attention", "sorting", "grid", "popularities")
+PARTS = (
+    *("lora", "moe", "grouped", "merge", "attention", "eight_bits", "sorting", "grid"),
+    "popularities",
+)
 
 
 def show(row: dict) -> str:

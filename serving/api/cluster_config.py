@@ -3,13 +3,14 @@
 import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
-TRANSPORTS = ("auto", "nixl")  # serving.lora_server.transport.selection
+TRANSPORTS = ("auto", "tcp", "nixl")  # serving.lora_server.transport.selection
+BACKENDS = ("mp", "ray", "uni")  # uni is mp, as far as this server is concerned
 PLACES = ("local", "remote")
 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """Roles of one host; a contradiction is a ValueError naming the flags."""
+    """Roles of one host or several; a contradiction is a ValueError naming the flags."""
 
     instances: int = 1  # LLM instances
     lora_server: int = 0  # ranks of the LoRA Server; 0: every instance has its own adapters
@@ -17,9 +18,10 @@ class ClusterConfig:
     lora_server_adapters: int | None = None  # held at a time; None: max_loras of each instance
     lora_server_memory_bytes: int | None = None  # of each rank for them; None: as many as they take
     lora_server_wait_s: float = 0.5  # bound of one exchange of a layer
-    lora_server_transport: str = "auto"  # of the rows: by the device, or "nixl"
+    lora_server_transport: str = "auto"  # of the rows: by the device; over TCP between hosts
     lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
+    distributed_executor_backend: str = "mp"  # what starts processes: this command, or Ray
     nnodes: int = 1  # hosts of the instance, each with an equal part of its devices
     node_rank: int = 0  # of this host; 0 answers requests
     master_addr: str = "127.0.0.1"  # of rank 0, for the other nodes
@@ -53,9 +55,10 @@ class ClusterConfig:
             )
         if self.lora_server_transport == "nvshmem":
             raise ValueError(
-                "NVSHMEM is for GPUs of several hosts, and this command starts the roles of one, "
-                "whose GPUs need --lora-server-transport auto; between hosts, start Engine in "
-                "Python with a client of serving.lora_server.transport.symmetric."
+                "The processes of an NVSHMEM group are fixed when it starts and none comes back, "
+                "but this command starts lost roles anew: GPUs of one host need "
+                "--lora-server-transport auto; between hosts, start Engine in Python with a client "
+                "of serving.lora_server.transport.symmetric."
             )
         for name, allowed in CHOICES:
             if (value := getattr(self, name)) not in allowed:
@@ -89,12 +92,15 @@ class ClusterConfig:
             )
         if not 1 <= self.master_port <= 65535:
             raise ValueError(f"master_port must be in [1, 65535], got {self.master_port}.")
+        if self.uses_ray:
+            self._check_ray()
+            return
         if self.nnodes == 1:
             return
         if self.instances > 1 or self.lora_server:
             raise ValueError(
                 f"--nnodes {self.nnodes} is one instance over several hosts: leave --instances and "
-                "--lora-server out."
+                "--lora-server out, or let Ray place them (--distributed-executor-backend ray)."
             )
         if self.nodes_secret_file is None:
             raise ValueError(
@@ -102,13 +108,39 @@ class ClusterConfig:
                 "knows the secret runs code on them. openssl rand -hex 32 makes one."
             )
 
+    def _check_ray(self) -> None:
+        """Raise ValueError for what Ray does by itself, or does not go with it."""
+        placed = {
+            "--node-rank": self.node_rank != 0,
+            "--master-addr": self.master_addr != ClusterConfig.master_addr,
+            "--master-port": self.master_port != ClusterConfig.master_port,
+            "--nodes-secret-file": self.nodes_secret_file is not None,
+        }
+        if given := [flag for flag, is_given in placed.items() if is_given]:
+            raise ValueError(
+                f"--distributed-executor-backend ray places and joins processes by itself: leave "
+                f"{', '.join(given)} out, and give this command on one host only."
+            )
+        if self.nnodes > 1 and self.lora_server:
+            raise ValueError(
+                f"--lora-server serves instances of one host each: leave --nnodes {self.nnodes} "
+                "out."
+            )
+
+    @property
+    def uses_ray(self) -> bool:
+        """True if Ray places the processes."""
+        return self.distributed_executor_backend == "ray"
+
     @property
     def is_single(self) -> bool:
         """True if one process does it all."""
-        return self.instances == 1 and self.lora_server == 0 and self.nnodes == 1
+        one = self.instances == 1 and self.lora_server == 0 and self.nnodes == 1
+        return one and not self.uses_ray
 
 
 CHOICES = (
+    ("distributed_executor_backend", BACKENDS),
     ("lora_kernel", LORA_KERNELS),
     ("lora_server_transport", TRANSPORTS),
     ("lora_attention", PLACES),

@@ -101,8 +101,10 @@ CLUSTER_HELP = {
     "lora_server_memory_bytes": "device memory of each rank for adapters, in bytes; default: "
     "lora_server_adapters of max_lora_rank",
     "lora_server_wait_s": "longest wait of a layer for the LoRA Server, in seconds",
-    "lora_server_transport": "transport of rows: auto (by the device's memory), or nixl (over UCX, "
-    "needs lora-jax[nixl])",
+    "lora_server_transport": "transport of rows: auto (by the device's memory; between hosts tcp), "
+    "tcp, or nixl (over UCX, needs lora-jax[nixl])",
+    "distributed_executor_backend": "what starts the processes: mp, on this host, or ray, on the "
+    "hosts of a Ray cluster (needs lora-jax[cluster])",
     "lora_attention": "adapters' attention: local = on the instances, remote = on the LoRA Server"
     " too",
     "local_expert_slots": "most adapters that an instance computes itself while the LoRA Server "

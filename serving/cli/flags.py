@@ -234,6 +234,10 @@ def _add_cluster_flags(group) -> None:
     """One flag per field of ClusterConfig, with the field's own type."""
     for field in dataclasses.fields(ClusterConfig):
         _add_field(group, field, CLUSTER_HELP)
+    text = "vLLM's name of --instances"
+    group.add_argument(
+        "--data-parallel-size", dest="instances", type=whole_number, metavar="N", help=text
+    )
 
 
 def _add_function_flags(group) -> None:

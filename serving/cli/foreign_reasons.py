@@ -43,8 +43,6 @@ ALWAYS_SO = {
     "--chat-template-content-format auto string": "parts of a message are joined to one text "
     "before the template reads them",
     "--config-format auto hf": "a model's folder is as Hugging Face has it",
-    "--distributed-executor-backend uni mp": "processes are started by --instances and "
-    "--lora-server",
     "--fingerprint-mode none": "system_fingerprint is null but for versions of adapters",
     "--prefix-caching-hash-algo sha256": "pages are found by SHA-256",
     "--logprobs-mode raw_logprobs": "log-probabilities are those of the model, before temperature "
@@ -57,7 +55,7 @@ ALWAYS_SO = {
 # vLLM's own default: neither asks for anything.
 REFUSED = {
     "one process serves on the devices of --tensor-parallel-size; --instances starts several": (
-        "--headless --pipeline-parallel-size --data-parallel-size "
+        "--headless --pipeline-parallel-size "
         "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local "
         "--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
         "--data-parallel-hybrid-lb --data-parallel-external-lb --dp-sync-interval "

@@ -17,6 +17,7 @@ from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
 from serving.engine import logs
+from serving.http.access.front_only import FrontOnly
 from serving.http.access.local_names import LocalNames
 from serving.http.requests.bounds import Bounds
 from serving.http.wire.connections import ConnectionLimits, fitting
@@ -196,7 +197,7 @@ def front_server(
     """
     drain = Drain(app)
     limits = ConnectionLimits(most=options.max_connections)
-    if sock.family == socket.AF_UNIX:  # the router has limits of its own, and waits for its clients
+    if _is_inside(options, sock):  # the router has limits of its own, and waits for its clients
         limits = dataclasses.replace(limits, most=limits.most + _PROBES, stuck_s=4 * limits.stuck_s)
     limits = fitting(limits, descriptors)
     guard = guarded(drain, options, sock)
@@ -248,8 +249,15 @@ def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:
     """Return the application behind the edge, with local names only where it has no other guard."""
     app = at_the_edge(app, options.http)
+    if options.http.front_secret is not None:
+        return FrontOnly(app, options.http.front_secret)
     is_open = options.insecure or options.http.has_api_keys or sock.family == socket.AF_UNIX
     return app if is_open else LocalNames(app)
+
+
+def _is_inside(options: Options, sock: socket.socket) -> bool:
+    """Return whether a front of the same cluster is the only client."""
+    return sock.family == socket.AF_UNIX or options.http.front_secret is not None
 
 
 def url_of(options: Options, sock: socket.socket) -> str:
@@ -258,6 +266,7 @@ def url_of(options: Options, sock: socket.socket) -> str:
     if isinstance(address, str):
         return f"unix://{address}"
     scheme = "https" if "ssl_certfile" in options.uvicorn else "http"
-    shown = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    host = address[0] if options.http.front_secret is not None else options.host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     shown = f"[{shown}]" if ":" in shown else shown
     return f"{scheme}://{shown}:{address[1]}"

@@ -32,6 +32,7 @@ from serving.http.errors import CatchAll
 from serving.http.requests.body import OneLength
 from serving.http.requests.model_names import folder_adapters
 from serving.lora_server.spec import ServerSpec, design
+from serving.runtime.role_host import AbstractRoleHosts, OneHost
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,14 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         journal = journal_of(options)
         if journal is not None:
             stack.enter_context(only_server(journal))
+        options, hosts = _hosts_of(options)
+        stack.callback(hosts.close)
         try:
             # What the front does itself.
             http = dataclasses.replace(options.http, cors=None, root_path="", is_behind_front=True)
             http = dataclasses.replace(http, num_instances=options.cluster.instances)
             inner = dataclasses.replace(options, http=http, uds=None, uvicorn={}, access_log=False)
-            cluster = LocalCluster(inner, spec)
+            cluster = LocalCluster(inner, spec, hosts)
         except (ConnectionError, RuntimeError) as error:
             raise StartError(str(error)) from error
         stack.callback(cluster.close)
@@ -81,6 +84,15 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         server = front_server(app, options, sock, ready, 2, end_s, ending)
         run_server(server, sock)
         cluster.close(end_s)
+
+
+def _hosts_of(options: Options) -> tuple[Options, AbstractRoleHosts]:
+    """Return the hosts of all roles, and the options as they are on them. Raises StartError."""
+    if not options.cluster.uses_ray:
+        return options, OneHost()
+    from serving.cluster.ray.joining import ray_hosts  # here: others have no ray
+
+    return ray_hosts(options)
 
 
 def front_app(cluster: LocalCluster, options: Options, keys: KeyRing, audit: AuditLog) -> ASGIApp:

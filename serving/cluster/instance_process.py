@@ -1,38 +1,45 @@
 """One LLM instance as a process of its own, and the handle of who started it."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
-import multiprocessing
+import multiprocessing.connection
 import os
+import secrets
 import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 from serving.cli.options import Options
 from serving.cli.serve import Started, StartError, serve
-from serving.cluster.node import gang_of
+from serving.cluster.addresses import Address, FarAddress, headers_of, new_socket
+from serving.cluster.node import NodeProcess, gang_of
 from serving.cluster.server_place import ServerPlace, server_access
 from serving.engine import logs
+from serving.http.wire.uvicorn_server import bind
 from serving.lora_server.calls import Caller
 from serving.runtime import journal
 from serving.runtime.child_process import AbstractChild, Pulse
+from serving.runtime.gang_stream import GangPlace
 from serving.runtime.gpu_assignment import use_gpu
+from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
 
 _START_S = 600.0  # to load a model and compile, on a slow machine
 _END_S = 45.0  # uvicorn lets running requests end
+_FOLLOWER_S = 1.0  # for a process of another host, when rank 0 has ended
 _REPLAY_S = 300.0  # to load all adapters of the journal
 BUDGETS = "budgets"  # of keys, beside the sockets
 _READY = b"ready "
 _REPLAY = b"replay"
-_ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n\r\n"
+_ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n"
 
 
 class InstanceProcess(AbstractChild):
@@ -45,34 +52,51 @@ class InstanceProcess(AbstractChild):
         path: str,
         place: ServerPlace | None,
         serve_leases: Callable[[str, Connection], object],
+        hosts: Sequence[AbstractRoleHost] = (THIS_HOST,),
     ):
-        """Start the process, which will listen at the Unix socket `path`.
+        """Start the process, which will listen at the Unix socket `path`, or on another host.
 
-        `serve_leases` is given the instance's name and this side of its connection for leases.
+        On several hosts it has a process on each, the first of them for rank 0. `serve_leases` is
+        given the instance's name and this side of its connection for leases. Raises ConnectionError
+        when a host is not there.
         """
-        context = multiprocessing.get_context("spawn")
-        self._life, life = context.Pipe()
-        leases, theirs = context.Pipe() if place is not None else (None, None)
-        self.number, self.path = number, path
+        host, *others = hosts
+        self._life, life = host.pipe()
+        leases, theirs = host.pipe() if place is not None else (None, None)
+        self.number, self.path = number, _address_on(host, path)
         self._talking = threading.Lock()
         self.body_bytes = 0  # largest body; known when it is ready
-        process = context.Process(
-            target=instance_main,
-            args=(life, theirs, options, number, path, place),
-            name=f"instance-{number}",
-            daemon=True,
-        )
-        super().__init__(process, _END_S)
+        name = f"instance-{number} {secrets.token_hex(4)}"
+        gang, self._followers = _places_on(hosts), []
+        if isinstance(self.path, FarAddress):
+            http = dataclasses.replace(options.http, front_secret=self.path.secret)
+            options = dataclasses.replace(options, http=http)
+        devices = options.engine.tensor_parallel_size // len(hosts)
+        first_gpu = 0 if host.has_own_gpus else number * devices
+        seat = InstanceSeat(name, number, self.path, first_gpu, gang[0] if gang else None)
+        args = life, theirs, options, seat, place
+        super().__init__(host.process(instance_main, args, f"instance-{number}"), _END_S)
         life.close()
         if leases is not None and theirs is not None:
             theirs.close()
-            serve_leases(f"instance-{number} of process {self.pid}", leases)
+            serve_leases(name, leases)
+        try:
+            for one, where in zip(others, gang[1:], strict=True):
+                self._followers.append(NodeProcess(options, where, one))
+        except BaseException:
+            self.kill()
+            self.stop()
+            raise
 
     def wait_ready(self) -> None:
         """Return when the instance answers. Raises ConnectionError if it ended instead."""
+        watched = [self._life, *(follower.sentinel for follower in self._followers)]
         try:
-            if self._life.poll(_START_S):
-                self.body_bytes = int(self._life.recv_bytes().removeprefix(_READY))
+            if self._life in multiprocessing.connection.wait(watched, _START_S):
+                said = self._life.recv_bytes().removeprefix(_READY).split()
+                self.body_bytes = int(said[0])
+                if isinstance(self.path, FarAddress):
+                    self.path = dataclasses.replace(self.path, port=int(said[1]))
                 self.is_ready = True
                 return
         except (EOFError, OSError, ValueError):
@@ -95,52 +119,95 @@ class InstanceProcess(AbstractChild):
 
     def pulse(self, limit_s: float) -> Pulse:
         """See AbstractChild: the answer to GET /ready."""
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+        sock, where = new_socket(self.path)
+        with contextlib.suppress(OSError), sock:
             sock.settimeout(limit_s)
-            sock.connect(self.path)
-            sock.sendall(_ARE_YOU_READY)
+            sock.connect(where)
+            heads = [b"%s: %s\r\n" % header for header in headers_of(self.path)]
+            sock.sendall(b"".join([_ARE_YOU_READY, *heads, b"\r\n"]))
             answer = sock.recv(64)
             if answer:
                 return Pulse.UP if answer.startswith(b"HTTP/1.1 200 ") else Pulse.UNWELL
         return Pulse.SILENT
+
+    def kill(self) -> None:
+        """See AbstractChild; on all of its hosts."""
+        super().kill()
+        for follower in self._followers:
+            follower.kill()
+
+    def stop(self, end_s: float | None = None) -> None:
+        """See AbstractChild: rank 0 tells the others; they do not outlive it."""
+        super().stop(end_s)
+        for follower in self._followers:
+            follower.stop(_FOLLOWER_S)
 
     def hang_up(self) -> None:
         """Close the connection that keeps the process, which then finishes what it does."""
         self._life.close()
 
 
+def _address_on(host: AbstractRoleHost, path: Address) -> Address:
+    """Return the address of a new process: another host's has a secret of its own."""
+    if host.address is None:
+        return path
+    return FarAddress(host.address, 0, secrets.token_hex(32))
+
+
+def _places_on(hosts: Sequence[AbstractRoleHost]) -> list[GangPlace]:
+    """Return the places of an instance's processes in a new gang; none for a single one."""
+    if len(hosts) == 1:
+        return []
+    assert hosts[0].address is not None, "several hosts without addresses"
+    where, secret = (hosts[0].address, hosts[0].free_port()), secrets.token_bytes(32)
+    return [GangPlace(rank, len(hosts), where, secret) for rank in range(len(hosts))]
+
+
+@dataclasses.dataclass(frozen=True)
+class InstanceSeat:
+    """What an instance's process is told of itself."""
+
+    name: str
+    number: int
+    address: Address  # where it is to listen
+    first_gpu: int
+    gang: GangPlace | None  # of an instance over several hosts that others placed
+
+
 def instance_main(
     life: Connection,
     leases: Connection | None,
     options: Options,
-    number: int,
-    path: str,
+    seat: InstanceSeat,
     place: ServerPlace | None,
 ) -> None:
     """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
     devices = options.engine.tensor_parallel_size // options.cluster.nnodes
-    use_gpu(number * devices, devices)
+    use_gpu(seat.first_gpu, devices)
     try:
         with ExitStack() as stack:
             orphaned = threading.Event()
-            sock = stack.enter_context(_listening(path, orphaned))
+            sock = stack.enter_context(_listening(seat.address, orphaned))
             access = None
             if place is not None and leases is not None:
                 caller = Caller(leases)
                 stack.callback(caller.close)
-                access = server_access(place, caller, f"instance-{number} of process {os.getpid()}")
-            announce = functools.partial(_announce, life, orphaned=orphaned)
-            serve(options, sock, access, gang_of(options), announce=announce)
+                access = server_access(place, caller, seat.name)
+            announce = functools.partial(_announce, life, sock, orphaned=orphaned)
+            serve(options, sock, access, gang_of(options, seat.gang), announce=announce)
     except StartError as error:
-        logger.error("Instance %d: %s", number, error)
+        logger.error("Instance %d: %s", seat.number, error)
         raise SystemExit(1) from None
 
 
-def _announce(life: Connection, started: Started, orphaned: threading.Event) -> None:
+def _announce(
+    life: Connection, sock: socket.socket, started: Started, orphaned: threading.Event
+) -> None:
     """Say that the instance answers, repeat the journal on demand, end with whoever started it."""
-    life.send_bytes(_READY + b"%d" % started.body_bytes)
+    port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
+    life.send_bytes(_READY + b"%d %d" % (started.body_bytes, port))
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -152,8 +219,17 @@ def _announce(life: Connection, started: Started, orphaned: threading.Event) -> 
     threading.Thread(target=watch, name="life", daemon=True).start()
 
 
+def _listening(
+    address: Address, orphaned: threading.Event
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """Return a context with a bound socket: a free port of this host, or a Unix socket."""
+    if isinstance(address, str):
+        return _listening_at(address, orphaned)
+    return bind(address.host, address.port)
+
+
 @contextlib.contextmanager
-def _listening(path: str, orphaned: threading.Event):
+def _listening_at(path: str, orphaned: threading.Event) -> Iterator[socket.socket]:
     """Yield a Unix socket at `path` that only this user can reach.
 
     Who started us removes the folder; orphaned instances do, the last one.

@@ -3,21 +3,23 @@
 import contextlib
 import functools
 import logging
-import multiprocessing
 import os
 import signal
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.engine import logs
+from serving.runtime.about import about_of
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang import EXIT_LOST, Gang
 from serving.runtime.gang_stream import GangPlace
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.keeper import Keeper, end_keepers
+from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
 
@@ -26,35 +28,45 @@ _END_S = 5.0
 _PING = b"there?"
 
 
-def gang_of(options: Options) -> Gang | None:
+def gang_of(options: Options, place: GangPlace | None = None) -> Gang | None:
     """Meet the other hosts' processes; None for an instance of one host.
 
-    Raises StartError when they do not fit together.
+    `place` is this process's, by default as the flags say. Raises StartError when they do not fit
+    together.
     """
     cluster = options.cluster
     if cluster.nnodes == 1:
         return None
-    from serving.engine.over_hosts import about_of  # here: it needs jax
-
     try:
-        secret = Path(cluster.nodes_secret_file or "").read_bytes().strip()
-        address = (cluster.master_addr, cluster.master_port)
-        place = GangPlace(cluster.node_rank, cluster.nnodes, address, secret)
-        return Gang(place, about_of(options.engine))
+        return Gang(place or _place_of(cluster), about_of(options.engine))
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot serve on {cluster.nnodes} nodes: {error}") from error
+
+
+def _place_of(cluster: ClusterConfig) -> GangPlace:
+    secret = Path(cluster.nodes_secret_file or "").read_bytes().strip()
+    address = (cluster.master_addr, cluster.master_port)
+    return GangPlace(cluster.node_rank, cluster.nnodes, address, secret)
 
 
 class NodeProcess(AbstractChild):
     """A process that follows rank 0; `stop` or the end of this process ends it."""
 
-    def __init__(self, options: Options):
-        """Start the process. Raises ConnectionError when it does not come up."""
-        context = multiprocessing.get_context("spawn")
-        self._life, life = context.Pipe()
-        process = context.Process(target=node_main, args=(life, options), daemon=True)
+    def __init__(
+        self,
+        options: Options,
+        place: GangPlace | None = None,
+        host: AbstractRoleHost = THIS_HOST,
+    ):
+        """Start the process, on `host`; `place` is as of gang_of."""
+        self._life, life = host.pipe()
+        rank = options.cluster.node_rank if place is None else place.rank
+        process = host.process(node_main, (life, options, place), f"node-{rank}")
         super().__init__(process, _END_S)
         life.close()
+
+    def wait_up(self) -> None:
+        """Return when the process answers, or has not for some time."""
         self.is_ready = self.pulse(_START_S) is Pulse.UP
 
     def pulse(self, limit_s: float) -> Pulse:
@@ -72,8 +84,9 @@ class NodeProcess(AbstractChild):
         self._life.close()
 
 
-def node_main(life: Connection, options: Options) -> None:
+def node_main(life: Connection, options: Options, place: GangPlace | None = None) -> None:
     """Follow rank 0 until it ends, or the other side of `life` has gone; status 1: cannot start."""
+    rank = options.cluster.node_rank if place is None else place.rank
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(options.log_level)
     threading.Thread(target=_answer, args=(life,), name="life", daemon=True).start()
@@ -82,11 +95,11 @@ def node_main(life: Connection, options: Options) -> None:
     devices = options.engine.tensor_parallel_size // options.cluster.nnodes
     try:
         use_gpu(0, devices)
-        gang = gang_of(options)
+        gang = gang_of(options, place)
         assert gang is not None, "a node of an instance of one host"
         follow(options.engine, gang)
     except (StartError, ValueError, OSError, NotImplementedError) as error:
-        logger.error("Node %d: %s", options.cluster.node_rank, error)
+        logger.error("Node %d: %s", rank, error)
         os._exit(1)
     os._exit(0)
 
@@ -106,6 +119,7 @@ class Node:
         self._closing = threading.Event()
         self._status: int | None = None
         self._process = NodeProcess(options)
+        self._process.wait_up()
         self._keeper = Keeper(
             f"node {options.cluster.node_rank}",
             functools.partial(getattr, self, "_process"),
@@ -137,6 +151,7 @@ class Node:
             return
         logger.warning("The process of this node has ended; starting it anew.")
         self._process = NodeProcess(self._options)
+        self._process.wait_up()
 
 
 def serve_node(options: Options) -> None:

@@ -22,6 +22,7 @@ from serving.cluster.abstract_front import (
     BodyLimits,
 )
 from serving.cluster.adapter_changes import AdapterChanges
+from serving.cluster.addresses import Address
 from serving.cluster.metrics import merge, role_lines
 from serving.cluster.peek import peek
 from serving.cluster.relay import relay, send_whole, while_there
@@ -58,7 +59,7 @@ class Proxy(AbstractFront):
 
     def __init__(
         self,
-        paths: Sequence[str],
+        paths: Sequence[Address],
         router: Router,
         base_names: Sequence[str],
         limits: BodyLimits | None = None,
@@ -66,12 +67,14 @@ class Proxy(AbstractFront):
         changes: AdapterChanges | None = None,
         own_metrics: Callable[[], str] = str,
     ):
-        """`base_names` are those of the base model; every other one is an adapter's.
+        """`paths` are the instances' addresses; the caller may change one of another host.
+
+        `base_names` are those of the base model; every other one is an adapter's.
 
         `own_metrics` is a Prometheus text of the front, which has the label engine="front".
         """
         super().__init__(limits)
-        self._paths, self._router = list(paths), router
+        self._paths, self._router = paths, router
         self._base_names = frozenset(base_names)
         self._roles = roles or self._instances_up
         self._changes = changes or AdapterChanges(None, lambda: ())

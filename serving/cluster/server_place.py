@@ -16,14 +16,15 @@ from serving.lora_server.spec import ServerSpec, design
 from serving.lora_server.transport import selection
 from serving.lora_server.transport.base import AbstractClient
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.selection import RankPlace
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlace:
-    """Addresses of the LoRA Server's ranks, and the options of its use."""
+    """Places of the LoRA Server's ranks, and the options of its use."""
 
     spec: ServerSpec
-    paths: tuple[str, ...]
+    ranks: tuple[RankPlace, ...]
     cluster: ClusterConfig
 
 
@@ -56,13 +57,19 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         byte_budget=cluster.lora_server_memory_bytes,
         host_bytes=engine.max_total_adapter_bytes,
         layerwise=cluster.layerwise_loading,
-        transport=cluster.lora_server_transport,
+        transport=_transport(cluster),
         attention=cluster.lora_attention == "remote",
         load_format=engine.load_format,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)
     return spec
+
+
+def _transport(cluster: ClusterConfig) -> str:
+    """Return the transport that both sides take: between hosts there is a default of its own."""
+    chosen = cluster.lora_server_transport
+    return selection.TCP if cluster.uses_ray and chosen == selection.AUTO else chosen
 
 
 def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
@@ -75,9 +82,10 @@ def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
 def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
     """Return how the instance of this name reaches the server at a place; leases by `caller`."""
 
-    def connect(terms: Terms) -> AbstractClient:
+    def connect(terms: Terms, device: int) -> AbstractClient:
         transport, separate = place.spec.transport, place.cluster.lora_separate_stream
-        return selection.open_client(place.paths, terms, transport, separate_stream=separate)
+        how = {"separate_stream": separate, "device": device}
+        return selection.open_client_at(place.ranks, terms, transport, **how)
 
     return ServerAccess(
         place.spec,

@@ -1,4 +1,4 @@
-"""One HTTP exchange with an instance over its Unix socket, streamed. No jax.
+"""One HTTP exchange with an instance over its Unix socket or port, streamed. No jax.
 
 The answer is read while the request is still being sent: an instance that refuses a large body
 answers early and closes, and its answer counts, not the broken pipe.
@@ -10,6 +10,8 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 
 import h11
+
+from serving.cluster.addresses import HEADER, Address, headers_of, new_socket
 
 Headers = Sequence[tuple[bytes, bytes]]
 _HOP_BY_HOP = {
@@ -24,6 +26,7 @@ _HOP_BY_HOP = {
     b"content-length",
     b"host",
     b"expect",
+    HEADER,
 }
 _READ = 1 << 16
 _CONNECT_S = 2.0
@@ -45,7 +48,8 @@ class UpstreamSlow(ConnectionError):
 class Upstream:
     """A request that is being sent, and its answer."""
 
-    def __init__(self, sock: socket.socket):
+    def __init__(self, sock: socket.socket, own_headers: Headers = ()):
+        self._own_headers = own_headers
         self._sock, self._loop = sock, asyncio.get_running_loop()
         self._http = h11.Connection(h11.CLIENT)
         self._sending: asyncio.Task[None] | None = None
@@ -76,6 +80,7 @@ class Upstream:
 
     def _send(self, method: str, target: bytes, headers: Headers, body: bytes) -> None:
         kept = [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]
+        kept += self._own_headers
         length = str(len(body)).encode()
         kept += [(b"host", b"instance"), (b"connection", b"close"), (b"content-length", length)]
         head = self._http.send(h11.Request(method=method, target=target, headers=kept)) or b""
@@ -116,13 +121,19 @@ class Upstream:
 
 
 async def send(
-    path: str, method: str, target: bytes, headers: Headers, body: bytes, head_s: float = HEAD_S
+    address: Address,
+    method: str,
+    target: bytes,
+    headers: Headers,
+    body: bytes,
+    head_s: float = HEAD_S,
 ) -> Upstream:
-    """Send a request to the instance at the socket `path`; return when the answer's head is here.
+    """Send a request to the instance at the address; return when the answer's head is here.
 
     Raises UpstreamDown, UpstreamBroken or UpstreamSlow.
     """
-    return await send_over(await _connect(path), method, target, headers, body, head_s)
+    sock, own = await _connect(address), headers_of(address)
+    return await send_over(sock, method, target, headers, body, head_s, own_headers=own)
 
 
 async def send_over(
@@ -132,10 +143,15 @@ async def send_over(
     headers: Headers,
     body: bytes,
     head_s: float = HEAD_S,
+    *,
+    own_headers: Headers = (),
 ) -> Upstream:
-    """Send a request over a connection, which it closes in the end; see `send`."""
+    """Send a request over a connection, which it closes in the end; see `send`.
+
+    `own_headers` are the front's own, for the instance.
+    """
     sock.setblocking(False)
-    upstream = Upstream(sock)
+    upstream = Upstream(sock, own_headers)
     try:
         upstream._send(method, target, headers, body)
         async with asyncio.timeout(head_s):
@@ -149,12 +165,12 @@ async def send_over(
     return upstream
 
 
-async def _connect(path: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+async def _connect(address: Address) -> socket.socket:
+    sock, where = new_socket(address)
     try:
         sock.setblocking(False)
         async with asyncio.timeout(_CONNECT_S):
-            await asyncio.get_running_loop().sock_connect(sock, path)
+            await asyncio.get_running_loop().sock_connect(sock, where)
     except OSError as error:  # TimeoutError is one
         sock.close()
         raise UpstreamDown(f"The instance cannot be reached: {error}") from error

@@ -20,12 +20,12 @@ class Admission:
     """Checks requests and hands them to the engine's loop; any thread may call it."""
 
     def __init__(self, parts: EngineParts, max_logprobs: int):
-        self._loop, self._tokenizer, self._images = parts.loop, parts.tokenizer, parts.images
+        self._loop, self._tokenizers, self._images = parts.loop, parts.tokenizers, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
         self._primary = parts.primary
         self._grammars = parts.grammars
-        self._bad_words = BadWords(self._tokenizer, self._vocab_size)
+        self._bad_words = BadWords(self._vocab_size)
 
     def check(
         self,
@@ -68,12 +68,14 @@ class Admission:
             if request.grammar is None and request.sampling.structured_outputs is not None:
                 grammar = self._grammars.of(request.sampling)
                 request = dataclasses.replace(request, grammar=grammar)
+            tokenizer = self._tokenizers.of(entry)
             if words := request.sampling.bad_words:
-                request = dataclasses.replace(request, bad_words=self._bad_words.of(words))
+                tokens = self._bad_words.of(tokenizer, words)
+                request = dataclasses.replace(request, bad_words=tokens)
             self._loop.submit(
                 request,
                 entry,
-                lambda sequences: LiveRequest(request, sequences, self._tokenizer, self._metrics),
+                lambda sequences: LiveRequest(request, sequences, tokenizer, self._metrics),
             )
             if request.tier:
                 self._metrics.tiers.queued(request.tier)

@@ -6,6 +6,7 @@ async with AsyncEngine(Engine("path/to/model", adapters={"sql": "path/to/adapter
 """
 
 import asyncio
+import functools
 import os
 import secrets
 from collections.abc import AsyncGenerator, Mapping
@@ -18,7 +19,7 @@ from serving.engine.adapter_info import AdapterInfo
 from serving.engine.batch import shown_name
 from serving.engine.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
 from serving.engine.engine import Engine, Piece
-from serving.engine.generate_arguments import Prompt
+from serving.engine.generate_arguments import Prompt, adapter_and_sampling
 from serving.engine.single_prompt import SinglePrompt, single_prompt
 from serving.runtime.mailbox import Mailbox
 
@@ -119,8 +120,11 @@ class AsyncEngine:
         """
         engine = self.engine
         of_chats = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
+        named, _ = adapter_and_sampling(options.get("adapter"), sampling, *vllm)
+        own = functools.partial(engine.tokenizer_of, session=options.get("session"))
         (prompt,) = await asyncio.to_thread(
-            chat_prompts, engine.tokenizer, engine.images, messages, **of_chats
+            chat_prompts, own, engine.images, messages, named, **of_chats
         )
         outputs = self.generate(prompt, sampling, request_id, **options)
         try:
@@ -181,7 +185,8 @@ class _Answer:
     def _submit(self, prompt: Prompt, session: str | None, given: dict[str, Any]) -> SinglePrompt:
         engine, put = self._engine, self._mailbox.put
         default = engine.default_sampling()
-        read = single_prompt(engine.tokenizer, engine.images, default, prompt, **given)
+        own = functools.partial(engine.tokenizer_of, session=session)
+        read = single_prompt(own, engine.images, default, prompt, **given)
 
         def on_output(delta: OutputDelta) -> None:
             put(self._loop, self._queue, delta)

@@ -1,9 +1,9 @@
 """Conversations of Python callers as prompts: rendered, with the images of their parts. No jax."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serving.engine.generate_arguments import Prompt
+from serving.engine.generate_arguments import Adapter, Adapters, Prompt, broadcast
 from serving.engine.images.front import TEXT_ONLY, ImageFront
 from serving.text.tokenizer import Tokenizer
 
@@ -13,15 +13,16 @@ CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_templat
 
 
 def chat_prompts(
-    tokenizer: Tokenizer,
+    tokenizer_of: Callable[[Adapter], Tokenizer],
     front: ImageFront | None,
     messages: Messages,
+    adapter: Adapters = None,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[Prompt]:
-    """Return the prompt of each conversation, for `Engine.generate`.
+    """Return the prompt of each conversation, for `Engine.generate`, by its adapter's tokenizer.
 
     `front` is None where the model takes text only. Raises ValueError for messages that the
     template refuses, text that spells the image placeholder, and parts that are not understood.
@@ -31,7 +32,9 @@ def chat_prompts(
         raise ValueError("messages must not be empty.")
     conversations = [listed] if isinstance(listed[0], Mapping) else listed
     prompts: list[Prompt] = []
-    for conversation in conversations:
+    names = broadcast("adapter", adapter, len(conversations), (str, Mapping, type(None)))
+    for name, conversation in zip(names, conversations, strict=True):
+        tokenizer = tokenizer_of(name)
         images: list[Any] = []
         plain = [_plain(n, message, images, front) for n, message in enumerate(conversation)]
         text = tokenizer.apply_chat_template(

@@ -88,7 +88,7 @@ class Engine:
         )
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
-        self.tokenizer = self._parts.tokenizer
+        self.tokenizer, self.tokenizer_of = self._parts.tokenizer, self._parts.tokenizers.of
         self.registry = self._parts.registry
         self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
         self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
@@ -138,8 +138,7 @@ class Engine:
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         sampling = self.default_sampling() if sampling is None else sampling
-        submit = functools.partial(self.submit, session=session)
-        return self._answers(submit, prompts, images, adapter, sampling, use_tqdm)
+        return self._answers(prompts, images, adapter, sampling, use_tqdm, session)
 
     def classify(
         self,
@@ -157,25 +156,28 @@ class Engine:
         Raises what `generate` raises, and ValueError for what has no task head.
         """
         adapter, _ = adapter_and_sampling(adapter, None, None, lora_request)
-        submit = functools.partial(self.submit, session=session, by_head=True)
-        outputs = self._answers(submit, prompts, images, adapter, HEAD_SAMPLING, use_tqdm)
+        given = prompts, images, adapter, HEAD_SAMPLING, use_tqdm, session
+        outputs = self._answers(*given, by_head=True)
         return [classified(output) for output in outputs]
 
     def _answers(
         self,
-        submit: Callable[..., str],
         prompts: Prompt | Sequence[Prompt],
         images: Any,
         adapter: Adapters,
         sampling: Samplings,
         use_tqdm: bool,
+        session: str | None,
+        by_head: bool = False,
     ) -> list[RequestOutput]:
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
-        ids, placed = read_prompts(self.tokenizer, self.images, given)
+        names = broadcast("adapter", adapter, len(given), (str, Mapping, type(None)))
+        own = [self.tokenizer_of(name, session) for name in names]
+        ids, placed = read_prompts(own, self.images, given)
         batch = Batch(
-            submit,
+            functools.partial(self.submit, session=session, by_head=by_head),
             ids,
-            broadcast("adapter", adapter, len(given), (str, Mapping, type(None))),
+            names,
             broadcast("sampling", sampling, len(given), (Sampling,)),
             texts=[prompt.text for prompt in given],
             images=placed,
@@ -201,7 +203,10 @@ class Engine:
         add_generation_prompt, and `generate`'s. Raises what `generate` raises.
         """
         chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
-        prompts = chat_prompts(self.tokenizer, self.images, messages, **chat_options)
+        vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
+        named, _ = adapter_and_sampling(adapter, sampling, *vllm)
+        own = functools.partial(self.tokenizer_of, session=options.get("session"))
+        prompts = chat_prompts(own, self.images, messages, named, **chat_options)
         return self.generate(prompts, adapter, sampling, **options)
 
     def default_sampling(self) -> Sampling:
@@ -222,9 +227,8 @@ class Engine:
         The request is handed in before this returns; giving up the iteration aborts it.
         """
         default = self.default_sampling()
-        read = single_prompt(
-            self.tokenizer, self.images, default, prompt, adapter, sampling, images
-        )
+        own = functools.partial(self.tokenizer_of, session=session)
+        read = single_prompt(own, self.images, default, prompt, adapter, sampling, images)
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         how = {"on_output": deltas.put, "images": read.images, "session": session}
         request_id = self.submit(read.ids, read.adapter, read.sampling, **how)

@@ -13,14 +13,15 @@ from serving.text.tokenizer import Tokenizer
 
 
 def read_prompts(
-    tokenizer: Tokenizer, front: ImageFront | None, prompts: Sequence[GivenPrompt]
+    tokenizers: Sequence[Tokenizer], front: ImageFront | None, prompts: Sequence[GivenPrompt]
 ) -> tuple[list[list[int]], list[PlacedImages]]:
     """Return token ids of each prompt, and its images where they stand in them.
 
-    `front` is None where the model takes text only. ValueError for images that do not fit.
+    Each prompt has its tokenizer. `front` is None where the model takes text only. ValueError for
+    images that do not fit.
     """
     ids, placed = [], []
-    for prompt in prompts:
+    for tokenizer, prompt in zip(tokenizers, prompts, strict=True):
         prompt_ids = tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
         prepared: list[PreparedImage] = []
         starts: list[int] = []

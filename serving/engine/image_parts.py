@@ -2,12 +2,15 @@
 
 import dataclasses
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -15,6 +18,7 @@ from lora_jax.nn.vision import AbstractTower
 from lora_jax.vision.processor import ProcessorSettings, read_settings
 from serving.api.config import EngineConfig
 from serving.engine.images.front import ImageFront
+from serving.steps.device_stopwatch import DeviceStopwatch
 from serving.steps.image_encoder import ImageEncoder
 from serving.text.tokenizer import Tokenizer
 
@@ -113,3 +117,31 @@ def make_front(
         max_images=config.max_images,
         max_image_tokens=min(parts.num_rows, max_model_len),
     )
+
+
+class TowerCollector:
+    """Images that the tower has computed, and its seconds on the device."""
+
+    def __init__(self, stopwatch: DeviceStopwatch):
+        self._stopwatch = stopwatch
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the series are made anew each time."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the families."""
+        counts = {
+            "lora_jax:tower_images": ("Images that the tower has computed.", self._stopwatch.count),
+            "lora_jax:tower_seconds": ("The tower's time on the device.", self._stopwatch.seconds),
+        }
+        for name, (text, value) in counts.items():
+            family = CounterMetricFamily(name, text)
+            family.add_metric([], value)
+            yield family
+
+
+def watch_tower(registry: CollectorRegistry, encoder: ImageEncoder | None) -> None:
+    """Show the tower in the metrics, where there is one."""
+    if encoder is not None:
+        registry.register(TowerCollector(encoder.stopwatch))

@@ -5,32 +5,11 @@ its runner does, in the same order, and read no clock, no adapter and no request
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from serving.api.config import EngineConfig
 from serving.runtime.gang import Gang
-
-# Fields that may differ: places of a host's own files, and what rank 0 alone reads.
-_OWN = ("model", "lora_dir", "chat_template", "generation_config", "otlp_traces_endpoint")
-
-
-def about_of(config: EngineConfig) -> dict[str, Any]:
-    """Return what must be equal in all processes, by the name that a refusal gives it.
-
-    Of the model's files these are config.json, and names and sizes of the weights.
-    """
-    folder = Path(config.model)
-    files = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
-    digest = hashlib.sha256((folder / "config.json").read_bytes() + repr(files).encode())
-    about = {f"version of {name}": version(name) for name in ("lora-jax", "jax", "jaxlib")}
-    about["the model (config.json, sizes of its weights)"] = digest.hexdigest()[:16]
-    fields = dataclasses.asdict(config)
-    flags = {f"--{name.replace('_', '-')}": fields[name] for name in fields if name not in _OWN}
-    return about | {flag: repr(value) for flag, value in flags.items()}
 
 
 def check_gang(config: EngineConfig, gang: Gang | None) -> EngineConfig:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import jax
 
+from lora_jax.adapters import vocabulary
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.weight_sizes import weight_sizes
@@ -18,7 +19,7 @@ from serving.engine.brought_parts import take_brought
 from serving.engine.devices import held_locally, local_widths, split_of
 from serving.engine.draft_metrics import check_speculation, make_speculation
 from serving.engine.head_parts import head_labels, take_heads
-from serving.engine.image_parts import check_pairs, make_front, take_tower
+from serving.engine.image_parts import check_pairs, make_front, take_tower, watch_tower
 from serving.engine.images.front import ImageFront
 from serving.engine.loaded_base import LoadedBase, load_model
 from serving.engine.loop import EngineLoop
@@ -45,13 +46,14 @@ from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
-from serving.lora_server.instance import ServerAccess
+from serving.lora_server.instance import ServerAccess, check_devices, check_split
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
+from serving.text.adapter_tokenizers import AdapterTokenizers
 from serving.text.structured.grammars import Grammars
 from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
@@ -64,6 +66,7 @@ class EngineParts:
     """Parts of an engine."""
 
     tokenizer: Tokenizer
+    tokenizers: AdapterTokenizers
     registry: AdapterRegistry
     rollouts: Rollouts
     compositions: Compositions
@@ -94,11 +97,7 @@ def build_parts(
     Raises ValueError for a model or an adapter that cannot be served, and ConnectionError when the
     server cannot be reached or does not fit.
     """
-    if access is not None and config.tensor_parallel_size > 1:
-        raise ValueError(
-            "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
-            f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
-        )
+    check_devices(access, config)
     check_speculation(config, has_server=access is not None)
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
@@ -112,6 +111,7 @@ def build_parts(
     )
     keep_programs()
     split = split_of(config, gang)
+    check_split(access, split)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
@@ -202,14 +202,19 @@ def _build(
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
     )
-    registry, compositions = make_registry(config, base, residencies, metrics.tiers.read)
+    tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
+    on_read = metrics.tiers.read, tokenizers.fitted
+    registry, compositions = make_registry(config, base, residencies, *on_read)
     load_adapters(registry, adapters)
     primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
     runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
     watch_merging(metrics.registry, base.merged)
+    watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
+    if vocabulary.brings_tokens(base.catalogue):
+        tokenizers.ask(rollouts.entry_for)
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
@@ -240,7 +245,7 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     told = metrics, compilations, loop, info, front, grammars
-    kept = tokenizer, registry, rollouts, compositions, residencies
+    kept = tokenizer, tokenizers, registry, rollouts, compositions, residencies
     return EngineParts(*kept, *told, gang, primary)
 
 

@@ -44,10 +44,11 @@ def make_registry(
     base: Base,
     residencies: Residencies,
     on_read: Callable[[float], None] = lambda seconds: None,
+    fitted: Callable[[AnyWeights], AnyWeights] = lambda weights: weights,
 ) -> tuple[AdapterRegistry, Compositions]:
     """Return the adapters by name and the sums of them; the residencies check and keep them.
 
-    `on_read` is told how many seconds each read from the disk took.
+    `on_read` is told how many seconds each read from the disk took; `fitted` may refuse weights.
     """
 
     def read(*given: Any, **more: Any) -> AnyWeights:
@@ -77,7 +78,7 @@ def make_registry(
         lora_dir=config.lora_dir,
         limits=limits,
         check=residencies.check_fits,
-        keep=residencies.keep,
+        keep=lambda weights: residencies.keep(fitted(weights)),
         read=read,
     )
     compositions = Compositions(

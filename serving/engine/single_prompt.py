@@ -1,7 +1,7 @@
 """One prompt of a Python caller, ready to be handed to an engine: tokens, images, how. No jax."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from serving.api.images import PlacedImages
@@ -31,7 +31,7 @@ class SinglePrompt:
 
 
 def single_prompt(
-    tokenizer: Tokenizer,
+    tokenizer_of: Callable[[Adapter], Tokenizer],
     front: ImageFront | None,
     default: Sampling,
     prompt: Prompt,
@@ -42,12 +42,13 @@ def single_prompt(
 ) -> SinglePrompt:
     """Return the prompt of a call, in any of the forms that `Engine.generate` takes.
 
-    `default` is the sampling where none is given, `vllm` has `sampling_params` and `lora_request`.
-    Raises TypeError or ValueError for arguments that are not understood.
+    `tokenizer_of` gives an adapter's, `default` is the sampling where none is given, `vllm` has
+    `sampling_params` and `lora_request`. Raises TypeError or ValueError for arguments that are not
+    understood.
     """
     name, wanted = adapter_and_sampling(adapter, sampling, **vllm)
     (name,) = broadcast("adapter", name, 1, (str, Mapping, type(None)))
     (wanted,) = broadcast("sampling", default if wanted is None else wanted, 1, (Sampling,))
     (given,) = with_images([given_prompt(prompt)], images)
-    (ids,), (placed,) = read_prompts(tokenizer, front, [given])
+    (ids,), (placed,) = read_prompts([tokenizer_of(name)], front, [given])
     return SinglePrompt(given.text, ids, placed, name, wanted)

@@ -89,11 +89,11 @@ def make_runner(
 
 
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
-    """Return the steps that are kept in files: those of functions, which start again and again.
+    """Return where steps are kept in files, which another start reads instead of tracing them.
 
     On a CPU alone: programs of accelerators were not tried.
     """
-    alone = base.source.is_shared and base.remote is None
+    alone = base.split is None and base.remote is None
     files = step_files() if alone and jax.default_backend() == "cpu" else None
     if files is None:
         return None

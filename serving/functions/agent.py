@@ -249,8 +249,8 @@ class Agent:
         ours, theirs = socket.socketpair()
         try:
             with theirs:
-                how = {"device": self._backbone.device}
-                how["tenants"] = self._tenant_sizes is not None
+                tenants = self._tenant_sizes is not None
+                how: dict[str, Any] = {"device": self._backbone.device, "tenants": tenants}
                 pid = self._zygote.fork(theirs.fileno(), how)
             order = {"model": self.model, "fields": self._fields, "http": self._http} | order
             jailed = self._backbone.device == "cpu" and self._isolation != "none"

@@ -169,7 +169,16 @@ class _Calls:
                 "text": str(error),
                 "retryable": getattr(error, "retryable", False),
             }
+            value |= self._blame(call, value["retryable"])
         self._send({"id": call["id"], **value})
+
+    def _blame(self, call: dict[str, Any], retryable: bool) -> dict[str, Any]:
+        """Return what makes of a failure the end of the adapter's process, if that is why."""
+        name = call.get("adapter")
+        if self._tenants is None or not retryable or not isinstance(name, str):
+            return {}
+        epoch = self._tenants.lost_epoch(name)
+        return {} if epoch is None else {"error": "FunctionDied", "tenant": name, "epoch": epoch}
 
     def _do(self, call: dict[str, Any]) -> Any:
         adapter = call.get("adapter", self._adapter)
@@ -206,7 +215,8 @@ class _Calls:
             registry.load(name, call["folder"], replace=True, pinned=True, confined=False)
             return
         report = report_of(call["report"])
-        tenants.sit(name, report, Seat(*call["fds"], call["epoch"]))
+        channel, bell, life = call["fds"]
+        tenants.sit(name, report, Seat(channel, bell, life, call["epoch"]))
         digest = digest_of(name, report.digest)
         registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
 

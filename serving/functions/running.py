@@ -6,7 +6,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lora_jax.memory.wire import receive_header, send_fds, send_header
@@ -23,6 +23,8 @@ class Running:
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._owners: dict[int, str] = {}  # of calls that wait, where several share the process
         self.ended = False
+        # Called with the name and epoch of an adapter's process that no longer answers.
+        self.on_lost: Callable[[str, int], None] = lambda name, epoch: None
 
     def send(
         self, call: dict[str, Any], *, owner: str = "", fds: Sequence[int] = ()
@@ -115,6 +117,8 @@ class Running:
         try:
             while True:
                 answer = receive_header(self._connection)
+                if "tenant" in answer:
+                    self.on_lost(answer["tenant"], answer["epoch"])
                 with self._lock:
                     number = answer["id"]
                     last = "piece" not in answer

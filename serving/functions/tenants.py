@@ -8,7 +8,9 @@ agent once and are closed. With `none` the engine reads the adapters.
 import contextlib
 import itertools
 import logging
+import os
 import queue
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -91,6 +93,7 @@ class Tenants:
                     raise ConnectionError("The agent is closed.")
                 connection, pid, about = self._launch({"name": "engine", "adapter": None})
                 self._engine = engine = Running(connection, pid, about)
+                engine.on_lost = self._lose
                 threading.Thread(
                     target=self._watch, args=(engine,), name="engine", daemon=True
                 ).start()
@@ -104,6 +107,13 @@ class Tenants:
         if gone:
             tenant.close()
         return tenant
+
+    def _lose(self, name: str, epoch: int) -> None:
+        """End a tenant's process that does not answer the engine: it hangs, or is dead already."""
+        with self._lock:
+            lost = [t for t in self._tenants if (t.name, t.about.get("epoch")) == (name, epoch)]
+        for tenant in lost:
+            tenant.kill()
 
     def _rest(self) -> None:
         """End the engine where no function is left that has let nothing go: scale to zero."""
@@ -140,6 +150,16 @@ class Tenant:
         self._adapter, self._connection = adapter, connection
         self._ending = threading.Event()
         self.ended = False
+        self._process: int | None = None  # a descriptor of it: process ids are used again
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                self._process = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """End the process at once, also one that hangs."""
+        with contextlib.suppress(OSError):
+            if self._process is not None:
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def on_rest(self, rest: Callable[[], None]) -> None:
         """Have `rest` called when this function has let its process go."""
@@ -181,6 +201,9 @@ class Tenant:
                     pass  # it says nothing any more
         self.ended = True
         self.engine.fail(self.name)
+        if self._process is not None:
+            os.close(self._process)
+            self._process = None
         if self._connection is not None:
             self._connection.close()
         if self._adapter is not None:

@@ -49,6 +49,8 @@ class AbstractEngine(Protocol):
     grammars: Grammars
     images: Any  # an ImageFront, None where the model takes text only
 
+    def tokenizer_of(self, adapter: AdapterEntry | None) -> Any: ...
+
     def submit(
         self,
         prompt_ids: list[int],

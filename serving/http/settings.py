@@ -86,6 +86,7 @@ class HttpSettings:
     access_log: bool = False  # a line per request, with key id and adapter
     num_instances: int = 1  # that share the host memory of each key
     budgets_folder: str | None = None  # where they share its tokens a minute
+    front_secret: str | None = dataclasses.field(default=None, repr=False)  # of a front elsewhere
     is_behind_front: bool = False  # a front checks the keys and writes refusals and rotations
     enable_runtime_lora: bool = False  # load and unload adapters over HTTP
     demo: bool = False  # the page at /

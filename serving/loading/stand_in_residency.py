@@ -24,7 +24,7 @@ class StandInResidency(ServerResidency):
     ):
         """`local` brings whole adapters into slots of the same `loader`."""
         super().__init__(loader, server, copier)
-        self._local = local
+        self._local, self._server = local, server
 
     def acquire(self, digest: str) -> int | None:
         if not self._stands_in(digest):
@@ -32,7 +32,7 @@ class StandInResidency(ServerResidency):
         # Sequences of one adapter are in one slot: others are about to leave theirs.
         slot = None if self._loader.users(digest) else self._local.acquire(digest)
         if slot is not None:
-            self.server.bind_local(slot)
+            self._server.bind_local(slot)
         return slot
 
     def release(self, digest: str) -> None:

@@ -1,19 +1,23 @@
-"""All ranks of a LoRA Server on one host: started, watched, started anew when one dies."""
+"""All ranks of a LoRA Server: started, watched, started anew when one dies."""
 
 import functools
 import logging
+import secrets
 import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.rank_process import RankProcess
 from serving.lora_server.spec import ServerSpec
+from serving.lora_server.transport.selection import TCP, RankPlace
 from serving.runtime.child_process import AbstractChild
 from serving.runtime.keeper import Keeper, end_keepers
+from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts, OneHost
 
 logger = logging.getLogger(__name__)
 
@@ -23,21 +27,30 @@ _RESTART_S = 1.0  # between two starts of the same rank
 class ServerGroup:
     """A LoRA Server of `spec.ranks` processes with its coordinator."""
 
-    def __init__(self, spec: ServerSpec, first_gpu: int = 0):
+    def __init__(
+        self,
+        spec: ServerSpec,
+        first_gpu: int = 0,
+        hosts: AbstractRoleHosts | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ):
         """Start all ranks, on GPUs from `first_gpu` on, and wait until instances may connect.
 
-        Raises ConnectionError when one of them ends instead; its own log says why.
+        `moved` is called when a rank that was started anew has another address. Raises
+        ConnectionError when one of them ends instead; its own log says why.
         """
-        self.spec, self._first_gpu = spec, first_gpu
+        self.spec, self._first_gpu, self._moved = spec, first_gpu, moved
+        self._hosts = hosts or OneHost()
         self._folder = Path(tempfile.mkdtemp(prefix="lora-server-"))
-        self.paths = [str(self._folder / f"rank-{rank}") for rank in range(spec.ranks)]
+        self._secret = secrets.token_bytes(32)
+        self._addresses: dict[int, tuple[str, int]] = {}  # over TCP, once they are known
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes = [self._start(rank) for rank in range(spec.ranks)]
         self.coordinator = Coordinator([p.control for p in self._processes], spec.num_adapters)
         try:
             with ThreadPoolExecutor(spec.ranks) as pool:
-                list(pool.map(_open, self._processes))
+                list(pool.map(self._open, self._processes))
         except BaseException:
             self._end()
             raise
@@ -45,6 +58,11 @@ class ServerGroup:
             Keeper(f"rank {rank}", functools.partial(self._rank, rank), self._rescue, self._closing)
             for rank in range(spec.ranks)
         ]
+
+    @property
+    def places(self) -> tuple[RankPlace, ...]:
+        """Where instances find the ranks now."""
+        return tuple(process.place for process in self.processes)
 
     @property
     def processes(self) -> list[RankProcess]:
@@ -63,7 +81,23 @@ class ServerGroup:
         return [keeper.is_up for keeper in self._keepers]
 
     def _start(self, rank: int) -> RankProcess:
-        return RankProcess(self.spec, rank, self.paths[rank], self._first_gpu + rank)
+        host = self._hosts.server_rank(rank)
+        return RankProcess(self.spec, rank, self._place(rank, host), self._first_gpu + rank, host)
+
+    def _place(self, rank: int, host: AbstractRoleHost) -> RankPlace:
+        """Return where a new process of the rank is to listen: where the last one did."""
+        if host.address is None and self.spec.transport != TCP:
+            return RankPlace(str(self._folder / f"rank-{rank}"))
+        address, port = self._addresses.get(rank, ("", 0))
+        name = host.address or "127.0.0.1"
+        return RankPlace((name, port if name == address else 0), self._secret)
+
+    def _open(self, process: RankProcess) -> None:
+        """Let instances in once the rank is ready."""
+        process.wait_ready()
+        process.open()
+        if isinstance(process.place.address, tuple):
+            self._addresses[process.rank] = process.place.address
 
     def _end(self, end_s: float | None = None) -> None:
         stops = [threading.Thread(target=p.stop, args=(end_s,)) for p in self.processes]
@@ -87,7 +121,12 @@ class ServerGroup:
         logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
         self.coordinator.lose(rank)
         dead.stop()
-        process = self._start(rank)
+        try:
+            process = self._start(rank)
+        except ConnectionError as error:
+            logger.error("Rank %d of the LoRA Server has no host: %s", rank, error)
+            self._closing.wait(_RESTART_S)
+            return
         with self._lock:
             self._processes[rank] = process
         if self._closing.is_set():
@@ -95,15 +134,14 @@ class ServerGroup:
         try:
             process.wait_ready()
             self.coordinator.restore(rank, process.control)
-            process.open()
+            before = self._addresses.get(rank)
+            self._open(process)
         except (ConnectionError, ValueError, RuntimeError) as error:
             logger.error("Rank %d of the LoRA Server could not be restarted: %s", rank, error)
             process.kill()
             self._closing.wait(_RESTART_S)
             return
+        if self._addresses.get(rank) != before:
+            logger.warning("Rank %d has another address; instances start anew.", rank)
+            self._moved()
         logger.info("Rank %d was restarted in %.1f s.", rank, time.monotonic() - begun)
-
-
-def _open(process: RankProcess) -> None:
-    process.wait_ready()
-    process.open()

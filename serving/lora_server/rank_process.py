@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,12 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.lora_server.transport import selection
+from serving.lora_server.transport.selection import Door, RankPlace
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
+from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +34,25 @@ _END_S = 10.0
 class RankProcess(AbstractChild):
     """A running rank; `stop` or the end of this process ends it."""
 
-    def __init__(self, spec: ServerSpec, rank: int, socket_path: str, gpu: int = 0):
-        """Start the process, on this GPU of the host if there are any.
+    def __init__(
+        self,
+        spec: ServerSpec,
+        rank: int,
+        place: RankPlace,
+        gpu: int = 0,
+        host: AbstractRoleHost = THIS_HOST,
+    ):
+        """Start the process on `host`, on this GPU of it if there are any.
 
-        `wait_ready` returns when it can take adapters.
+        `wait_ready` returns when it can take adapters. Raises ConnectionError when the host is not
+        there.
         """
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._pulse, pulse = context.Pipe()
+        ours, theirs = host.pipe()
+        self._pulse, pulse = host.pipe()
         self._asked = 0
-        process = context.Process(
-            target=rank_main,
-            args=(theirs, pulse, spec, rank, socket_path, gpu),
-            name=f"lora-server-{rank}",
-            daemon=True,
-        )
-        super().__init__(process, _END_S)
+        self.place = place
+        args = theirs, pulse, spec, rank, place, 0 if host.has_own_gpus else gpu
+        super().__init__(host.process(rank_main, args, f"lora-server-{rank}"), _END_S)
         theirs.close()
         pulse.close()
         self.rank = rank
@@ -61,12 +65,14 @@ class RankProcess(AbstractChild):
         self.is_ready = True
 
     def open(self) -> None:
-        """Let instances connect to the rank. Raises ConnectionError if it cannot."""
-        self._begin("open")
+        """Let instances connect to the rank at `place`. Raises ConnectionError if it cannot."""
+        port = self._begin("open")
+        if isinstance(self.place.address, tuple):
+            self.place = dataclasses.replace(self.place, address=(self.place.address[0], port))
 
-    def _begin(self, call: str) -> None:
+    def _begin(self, call: str) -> Any:
         try:
-            self._caller.call(call)
+            return self._caller.call(call)
         except ConnectionError:
             message = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
             raise ConnectionError(message) from None
@@ -98,7 +104,7 @@ def rank_main(
     pulse: Connection,
     spec: ServerSpec,
     rank: int,
-    socket_path: str,
+    place: RankPlace,
     gpu: int,
 ) -> None:
     """Be rank `rank` until the connection's other side has gone; status 1: it cannot start."""
@@ -108,7 +114,8 @@ def rank_main(
     try:
         use_gpu(gpu)
         keep_programs()
-        server = _make_server(spec, rank, socket_path)
+        door = Door(design(spec).terms, rank, spec.transport, place)
+        server = _make_server(spec, rank, door)
     except (ValueError, NotImplementedError, OSError) as error:  # what the user can change
         logger.error("Rank %d of the LoRA Server cannot start: %s", rank, error)
         raise SystemExit(1) from None
@@ -118,14 +125,15 @@ def rank_main(
         "ready": lambda: None,
         "load": server.load,
         "unload": server.unload,
-        "open": server.open,
+        "open": lambda: server.open() or door.port,
         "stats": lambda: dataclasses.asdict(server.stats()),
     }
     answer_calls(connection, functions)
     server.stop()
     loop.join()
-    with contextlib.suppress(OSError):  # others are still in it, or it has gone
-        os.rmdir(os.path.dirname(socket_path))
+    if isinstance(place.address, str):
+        with contextlib.suppress(OSError):  # others are still in it, or it has gone
+            os.rmdir(os.path.dirname(place.address))
 
 
 def _echo(pulse: Connection) -> None:
@@ -160,7 +168,7 @@ def _require_memory(server_design: ServerDesign, rank: int) -> None:
         )
 
 
-def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
+def _make_server(spec: ServerSpec, rank: int, door: Door) -> RankServer:
     """Return the rank's server, compiled."""
     server_design = design(spec)
     _require_memory(server_design, rank)
@@ -177,7 +185,7 @@ def _make_server(spec: ServerSpec, rank: int, socket_path: str) -> RankServer:
         held,
         server_design.layout,
         server_design.catalogue,
-        lambda: selection.open_server(socket_path, server_design.terms, rank, spec.transport),
+        door.open,
         AdapterReadLimits(max_rank=spec.max_rank),
         spec.host_bytes,
         load_format=spec.load_format,

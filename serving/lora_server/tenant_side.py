@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport
@@ -26,7 +27,7 @@ from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, LayerExchange, RemoteTable
 from serving.lora_server.tenant_adapter import layout_of
 from serving.lora_server.tenant_layout import TenantLayout
-from serving.lora_server.transport.base import PushRows, Status
+from serving.lora_server.transport.base import AbstractClient, PushRows, Status
 from serving.lora_server.transport.tenants import Seat, TenantClient
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,9 @@ class TenantLink:
     def __init__(self, layout: TenantLayout, client: TenantClient):
         self.layout, self.client = layout, client
 
-    def start(self, table: RemoteTable) -> "TenantStep":
+    def start(self, table: RemoteTable, split: None = None) -> "TenantStep":
         """Return what the layers of one step push to; only while that step is traced."""
+        assert split is None, "tenants beside several devices"
         return TenantStep(self.layout, self.client, table)
 
 
@@ -55,7 +57,8 @@ class TenantStep:
     has_local = False
 
     def __init__(self, layout: TenantLayout, client: TenantClient, table: RemoteTable):
-        self._layout, self.client, self._table = layout, client, table
+        self._layout, self._table = layout, table
+        self.client: AbstractClient = client
         self.statuses: list[jax.Array] = []
 
     def has(self, module: str, layer: int) -> bool:
@@ -151,6 +154,14 @@ class TenantSide:
             self._free_seats()
         self.link.client.rise(number)
         return True
+
+    def lost_epoch(self, name: str) -> int | None:
+        """Return the epoch of an adapter's process that does not answer any more; None: it does."""
+        with self._lock:
+            report, epoch = self._reports.get(name), self._epochs.get(name)
+            seat = None if report is None else self._seats.get(report.digest)
+        lost = seat is not None and self.link.client.is_lost(seat)
+        return epoch if lost else None
 
     def read(self, folder: Path, *_: Any, **__: Any) -> AdapterWeights:
         """Return an adapter as an engine without its weights knows it: by its report."""
@@ -312,6 +323,7 @@ def report_of(fields: dict[str, Any]) -> AdapterReport:
     kind = AdapterKind(fields["kind"])
     changed = {"kind": kind, "modules": modules, "brings": (), "experts": {}}
     changed["warnings"] = tuple(fields["warnings"])
+    changed["added_tokens"] = tuple(AddedToken(**token) for token in fields["added_tokens"])
     return AdapterReport(**fields | changed)
 
 

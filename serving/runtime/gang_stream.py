@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from serving.runtime.about import difference
+
 logger = logging.getLogger(__name__)
 
 MIN_SECRET = 16  # bytes
@@ -202,7 +204,7 @@ def _welcome(
         raise ConnectionError("a wrong secret")
     hello = json.loads(text)
     rank = hello["rank"]
-    why = _difference(about, hello["about"])
+    why = difference(about, hello["about"], "on rank 0")
     if rank in found or not 0 < rank < place.size:
         why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
     answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})
@@ -229,11 +231,3 @@ def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any
 
 def _proof(place: GangPlace, nonce: bytes, text: bytes) -> bytes:
     return hmac.digest(place.secret, nonce + hashlib.sha256(text).digest(), "sha256")
-
-
-def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """Return what differs between rank 0 and another, None for nothing."""
-    for name in sorted(set(ours) | set(theirs)):
-        if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} on rank 0"
-    return None

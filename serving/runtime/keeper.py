@@ -10,7 +10,6 @@ import multiprocessing.connection
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 
 from serving.runtime.child_process import AbstractChild, Pulse
 
@@ -76,7 +75,7 @@ class Keeper:
         if pulse is Pulse.UP or has_ended(child, 0):
             return
         silent, unwell = now - self._heard_s, now - self._well_s
-        if pulse is Pulse.SILENT and silent < _BUSY_S and is_at_work(child.pid):
+        if pulse is Pulse.SILENT and silent < _BUSY_S and child.is_at_work():
             logger.warning("%s has been silent for %.1f s and computes.", self._name, silent)
             return
         if pulse is Pulse.SILENT or unwell > _UNWELL_S:
@@ -106,14 +105,3 @@ def has_ended(child: AbstractChild, wait_s: float) -> bool:
         return bool(multiprocessing.connection.wait([child.sentinel], wait_s))
     except ValueError:  # its handle is closed
         return True
-
-
-def is_at_work(pid: int, looks: int = 5) -> bool:
-    """Return whether a thread of the process runs, wants to run, or waits for a disk."""
-    for _ in range(looks):
-        for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
-            with contextlib.suppress(OSError):
-                if stat.read_text().rpartition(")")[2].split()[0] in ("R", "D"):
-                    return True
-        time.sleep(0.05)
-    return False

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lora_jax import own_files
@@ -37,6 +37,12 @@ class ProgramFiles:
         finally:
             self._reading.off = False
 
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Callable[[], bool]]:
+        """Yield a function that says whether this thread has found a program meanwhile."""
+        self._reading.found = False
+        yield lambda: self._reading.found
+
     def get(self, key: str) -> bytes | None:
         """Return a program, or None where there is none or its file is damaged."""
         if getattr(self._reading, "off", False):
@@ -52,6 +58,7 @@ class ProgramFiles:
             path.unlink(missing_ok=True)
             return None
         _touch(path)
+        self._reading.found = True
         return program
 
     def put(self, key: str, value: bytes) -> None:

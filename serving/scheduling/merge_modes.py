@@ -14,6 +14,8 @@ from typing import Protocol
 from serving.api.request import Merged, Sequence, StepPlan
 from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget, due
 
+_ANEW = MergeTarget()
+
 
 class MergeResidency(Protocol):
     """The LoRA adapters on the device, as `loading.lora_residency` has them. Keys are digests."""
@@ -49,9 +51,14 @@ class MergeModes:
         self._step = PLAIN  # weights of the step that is planned
         self._left_out_s: dict[str, float] = {}  # since when, by weights
 
-    def reset(self) -> None:
-        """Begin anew with plain weights; sequences that run keep theirs."""
-        self._target = MergeTarget()
+    @property
+    def target(self) -> MergeTarget:
+        """What the policy has chosen for sequences that begin."""
+        return self._target
+
+    def reset(self, target: MergeTarget = _ANEW) -> None:
+        """Begin anew from a target, by default plain weights; sequences that run keep theirs."""
+        self._target = target
 
     def begin(
         self,

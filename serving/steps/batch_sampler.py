@@ -104,17 +104,25 @@ def _edited(
     positions: Int[Array, "rows"],
     seqs: Int[Array, "rows"],
 ) -> Int[Array, "rows"]:
-    edited = jax.vmap(_edit)(logits, positions, rows_of(state, seqs))
-    return _kept(state, edited, positions, seqs)
+    rows = rows_of(state, seqs)
+    written = jnp.any((rows.edits | rows.is_limited | rows.has_bad_words) != 0)
+    # Each of them copies all logits, penalties do not.
+    edited = lax.cond(written, jax.vmap(_edit), lambda *given: given[0], logits, positions, rows)
+    return _kept(state, jax.vmap(_penalise)(edited, positions, rows), positions, seqs)
 
 
 def _edit(
     logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
 ) -> Float[Array, "vocab"]:
-    """Return the logits of a row with its edits, limits and penalties."""
+    """Return the logits of a row with its edits, limits and bad words."""
     logits = jnp.where(row.edits != 0, apply_edits(logits, position, row), logits)
     logits = jnp.where(row.is_limited != 0, keep_allowed(logits, position, row), logits)
-    logits = jnp.where(row.has_bad_words != 0, drop_bad_words(logits, position, row), logits)
+    return jnp.where(row.has_bad_words != 0, drop_bad_words(logits, position, row), logits)
+
+
+def _penalise(
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+) -> Float[Array, "vocab"]:
     return jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
 
 

@@ -23,6 +23,7 @@ from lora_jax.vision.processor import Patches, ProcessorSettings
 from lora_jax.vision.rope_positions import rope_positions
 from serving.api.images import PreparedImage
 from serving.api.request import Sequence
+from serving.steps.device_stopwatch import DeviceStopwatch
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
@@ -58,6 +59,7 @@ class ImageEncoder:
         most = _most_patches(settings, config, max_image_tokens)
         self.buckets = layout.buckets(config.tower, most)
         self._encode = _jit_encode(graphdef, treedef, module_names, max_rank)
+        self.stopwatch = DeviceStopwatch()  # of the tower
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
         """Make the cache and the table on the device."""
@@ -99,7 +101,7 @@ class ImageEncoder:
         """
         needed = layout.tower_patches(self._tower_config, image.grid)
         bucket = next(bucket for bucket in self.buckets if bucket >= needed)
-        self._run(image.patches, rows, slot, bucket, slots)
+        self.stopwatch.add(*self._run(image.patches, rows, slot, bucket, slots))
 
     def wait(self) -> None:
         """Wait until everything has run."""
@@ -116,17 +118,20 @@ class ImageEncoder:
         slot: int,
         bucket: int,
         slots: AdapterSlots | None,
-    ) -> None:
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return what is there before the tower begins, and what is there when it ends."""
+        before = _mark(self.operands.places)
         arrays = layout.arrange(self._tower_config, image, bucket)
         # Rows of padding go to distinct places past the end and are dropped.
         targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
         targets[: len(rows)] = rows
         adapters, tree = jax.tree.flatten(slots)
         inputs = {**vars(arrays), "values": self._values}
-        done = self._encode(
+        done, after = self._encode(
             self._leaves, self.operands.rows, inputs, adapters, np.int32(slot), targets, tree
         )
         self.operands = self.operands._replace(rows=done)
+        return before, after
 
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
@@ -146,9 +151,17 @@ def _jit_encode(graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: i
         row_to_slot = jnp.full((inputs["patches"].shape[0],), slot, jnp.int32)
         routing = AdapterRouting(inputs["num_patches"], row_to_slot, slots, names, max_rank)
         rows = tower(TowerInputs(**inputs), routing.with_items())
-        return cache.at[targets].set(rows.astype(cache.dtype), mode="drop", unique_indices=True)
+        rows = rows.astype(cache.dtype)
+        done = cache.at[targets].set(rows, mode="drop", unique_indices=True)
+        return done, rows[0, 0, 0]
 
     return encode
+
+
+@jax.jit
+def _mark(places: Int[Array, "seqs 4 max_len"]) -> Int[Array, ""]:
+    """Return a number that a device has when all before it is done."""
+    return places[0, 0, 0]
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -19,7 +19,7 @@ from lora_jax.adapters.slots import A_OFFSET, B_OFFSET, RANK, AdapterSlots
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import Linear
-from lora_jax.ops.merge import merge
+from lora_jax.ops.merge import merge, merge_apart
 from lora_jax.typing import Array, Float, Int
 from serving.api.request import Merged, StepPlan
 from serving.steps.compiled_step import MergedOperands
@@ -181,12 +181,16 @@ def switched(
     `sites` are the maps' places in the slots' table: module and layer.
     """
     del shadow  # its memory is what is wanted
-    done = []
-    for w, (module, layer) in zip(plain, sites, strict=True):
-        entry, (d_out, d_in) = slots.entries[module, layer, slot], w.shape
-        site = jnp.stack([entry[A_OFFSET], entry[B_OFFSET], entry[RANK]])[None]
-        pools = slots.pools[str(d_in)], slots.pools[str(d_out)]
-        scaling = slots.scaling[module, layer, slot][None]
-        merged = merge(w[None], *pools, site, scaling, max_rank=max_rank, in_place=False)
-        done.append(merged[0])
-    return tuple(done)
+    done: dict[int, Array] = {}
+    shapes = [w.shape for w in plain]
+    for shape in dict.fromkeys(shapes):
+        own = [n for n, other in enumerate(shapes) if other == shape]
+        at = np.array([sites[n] for n in own], np.int32)
+        entries = slots.entries[at[:, 0], at[:, 1], slot]  # [maps, 5]
+        scaling = slots.scaling[at[:, 0], at[:, 1], slot]
+        site = jnp.stack([entries[:, n] for n in (A_OFFSET, B_OFFSET, RANK)], axis=1)
+        pools = slots.pools[str(shape[1])], slots.pools[str(shape[0])]
+        maps = tuple(plain[n] for n in own)
+        merged = merge_apart(maps, *pools, site, scaling, max_rank=max_rank)
+        done |= dict(zip(own, merged, strict=True))
+    return tuple(done[n] for n in range(len(plain)))

@@ -7,7 +7,7 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 """
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -80,13 +80,13 @@ class ModelRunner:
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
-        rows may be masked. With `split` the model and `slots`
-        lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
-        images, on one device. With `merged` steps may take those weights, with `mixture` steps
-        whose rows have other adapters too. `bringing` are the slots whose adapters have more than
-        LoRA; the caller changes it. `tell` is given every StepInput and SampleInput before it is
-        done, for the runners of other processes to `follow`. `kept` are compiled
-        steps of earlier processes. `pooled` are KV pages of a pool, whose rows `slots` then has.
+        rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
+        of all heads. `encoder` is that of a model that takes images, on one device. With `merged`
+        steps may take those weights, with `mixture` steps whose rows have other adapters too.
+        `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
+        is given every StepInput and SampleInput before it is done, for the runners of other
+        processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
+        a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -115,13 +115,12 @@ class ModelRunner:
             where = (self._step.sharding, split)
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._place, self._encoder = place, encoder
+        self._place, self.encoder = place, encoder
         self.merged, self._mixture, self._bringing = merged, mixture, bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
-        as_is = slots is None or split is not None or self._pooled
-        self.slots = slots if as_is else place(slots)
+        self.slots = slots if slots is None or split is not None or self._pooled else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )
@@ -146,8 +145,8 @@ class ModelRunner:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
         self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
-        if self._encoder is not None:
-            self._encoder.warm_up(self._plain_slots)
+        if self.encoder is not None:
+            self.encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
         self._step.set_pages(self._tables)
@@ -162,16 +161,20 @@ class ModelRunner:
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
-            bucket = program.bucket
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks(), bucket)
+            sampled = self._run_sample(forwarded, self.new_masks(), program.bucket)
             jax.block_until_ready((sampled, status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
-        for p in self.programs:
-            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+        yield from self.lowered(self.programs)
         for p in self.two_part_programs:
             yield from self._step.lower_parts(self._operands(p), table, p.bucket)
+
+    def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
+        """Return steps of one program, ready to compile."""
+        for p in programs:
+            arguments = self._operands(p), self._inputs.empty_table(), p.bucket
+            yield self._step.lower(*arguments, lora=p.lora)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -282,12 +285,12 @@ class ModelRunner:
         made = self._inputs.make(plan, program, in_parts=in_parts)
         self._tell(made)
         self._write(made)
-        if self._encoder is not None:
+        if self.encoder is not None:
             for sequence in plan.admitted:
-                self._encoder.admit(sequence)
+                self.encoder.admit(sequence)
             for work in plan.encodes:
                 slot = lora_slot(work.slot, self._num_lora, self._num_esft)
-                self._encoder.encode(work.image, work.rows, slot, self._plain_slots)
+                self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return made.table
@@ -317,8 +320,8 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         jax.block_until_ready((self._cache, self._state))
-        if self._encoder is not None:
-            self._encoder.wait()
+        if self.encoder is not None:
+            self.encoder.wait()
 
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
@@ -366,7 +369,7 @@ class ModelRunner:
         return None if self.slots is None else self.slots.plain
 
     def _operands(self, program: Program) -> Operands:
-        images = None if self._encoder is None else self._encoder.operands
+        images = None if self.encoder is None else self.encoder.operands
         slots = self.slots if program.brings else self._plain_slots
         adapters = (slots, self.reroute_tables, self.remote_table)
         weights = self.merged.operands if program.merged and self.merged is not None else None

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_jax.adapters.added_tokens import AddedToken
 from serving.text.chat_template import ChatTemplate
 from serving.text.token_text import TextStream
 from serving.text.tokenizer_backends import (
@@ -46,13 +47,16 @@ class Tokenizer:
         *,
         chat_template: str | Path | None = None,
         made_up: int | None = None,
+        more: Sequence[AddedToken] = (),
     ):
         """`chat_template` is a Jinja file that replaces the model's own template. A folder without
-        a vocabulary has one of `made_up` tokens, if that is given.
+        a vocabulary has one of `made_up` tokens, if that is given. `more` are added tokens beside
+        those of the files, each with its id, in the order of ids.
 
         ValueError when a file is missing or contradicts another.
         """
-        files = TokenizerFiles(Path(model))
+        self._given = {"model": model, "chat_template": chat_template, "made_up": made_up}
+        files = TokenizerFiles(Path(model), more)
         self._backend = _backend(files, made_up)
         self.vocab_size: int = self._backend.vocab_size  # one more than the largest id
         self.longest_token: int = self._backend.longest_token  # characters
@@ -63,6 +67,10 @@ class Tokenizer:
         self._template = None
         if source is not None:
             self._template = ChatTemplate(source, files.special_tokens())
+
+    def with_tokens(self, more: tuple[AddedToken, ...]) -> "Tokenizer":
+        """Return this tokenizer with added tokens; ValueError for ids that it cannot give them."""
+        return Tokenizer(**self._given, more=more)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with BOS (and EOS) where the model wants them.
@@ -106,6 +114,10 @@ class Tokenizer:
         """
         tokens = (self._backend.token(token_id) for token_id in range(count))
         return [b"" if token is None else self._backend.rule.later(token) for token in tokens]
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None for one that is not there."""
+        return self._backend.token_id(token)
 
     @property
     def special_ids(self) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from lora_jax.adapters.added_tokens import AddedToken
 from serving.text.token_text import DecodingRule, byte_fallback, decoding_rule
-from serving.text.tokenizer_files import AddedToken, TokenizerFiles
+from serving.text.tokenizer_files import TokenizerFiles
 
 # A private-use character: no piece contains it, so that nothing merges across it.
 _BORDER = "\ue000"

@@ -1,34 +1,23 @@
 """Reader of the small JSON files beside a tokenizer, in all their dialects. No jax."""
 
-import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lora_jax.adapters.added_tokens import AddedToken
 from serving.api.json_file import read_object
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
-@dataclasses.dataclass(frozen=True)
-class AddedToken:
-    """A token that is found in a text as a whole; `token_id` None: not said."""
-
-    content: str
-    token_id: int | None = None
-    special: bool = True
-    lstrip: bool = False
-    rstrip: bool = False
-    single_word: bool = False
-    normalized: bool = False
-
-
 class TokenizerFiles:
     """The tokenizer files of one model folder; a file that is not there says nothing."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, more: Sequence[AddedToken] = ()):
+        """`more` are tokens that no file has, in the order of their ids."""
         if not folder.is_dir():
             raise ValueError(f"There is no model folder {folder.absolute()}.")
-        self.folder = folder
+        self.folder, self._more = folder, tuple(more)
         self.config = self._read("tokenizer_config.json")
 
     def has(self, *names: str) -> bool:
@@ -63,7 +52,7 @@ class TokenizerFiles:
             tokens.setdefault(content, AddedToken(content, token_id, special=content in special))
         for content in sorted(special):
             tokens.setdefault(content, AddedToken(content))
-        return list(tokens.values())
+        return [*tokens.values(), *self._more]
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Return the ids that generation_config.json, or else config.json, ends a text with."""

@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cuda_backend import ffi, lora_rows, lora_tiles
+from cuda_backend import ffi, lora_int8, lora_rows, lora_tiles
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm.batch import LoraBatch
-from lora_jax.typing import Array, Float, Int
+from lora_jax.rank_rows import value_width
+from lora_jax.typing import Array, Float, Int, Num
 
 MAX_ROWS = 8192  # one CTA sorts them in its shared memory
 MAX_SLOTS = 65534
@@ -142,8 +143,8 @@ def lora_gemm(
 def lora_gemms(
     modules: Sequence[Module],
     x: Float[Array, "rows d_in"],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
+    a_pool: Num[Array, "a_rows a_items"],
+    b_pool: Num[Array, "b_rows b_items"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
     max_rank: int,
@@ -156,7 +157,8 @@ def lora_gemms(
     take goes row by row.
     """
     places, pools = sites or [0] * len(modules), (x, a_pool, b_pool)
-    owners, widths = (row_to_slot, row_to_expert), (x.shape[1], b_pool.shape[1])
+    widths = x.shape[1], value_width(b_pool.shape[1], b_pool.dtype)
+    owners, in_8_bits = (row_to_slot, row_to_expert), b_pool.dtype == jnp.int8
     if any(_one_by_one(y, x, widths, max_rank) for y, *_ in modules):
         ys = [jnp.zeros((len(x), widths[1]), x.dtype) if y is None else y for y, *_ in modules]
         tables = [(entries, scaling) for _, entries, scaling in modules]
@@ -168,7 +170,13 @@ def lora_gemms(
     ffi.require()
     work_list = row_items(*owners, slots, max_rank) if items is None else items
     launches = [slice(i, i + MAX_MODULES) for i in range(0, len(modules), MAX_MODULES)]
-    done = (lora_pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
+    if in_8_bits:  # whose kernels take all rows by items
+        arrays = work_list.order, work_list.items, work_list.num_items
+        done = (
+            lora_int8.lora_int8(modules[i], *pools, *arrays, max_rank, places[i]) for i in launches
+        )
+    else:
+        done = (lora_pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
 
 

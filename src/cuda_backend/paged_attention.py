@@ -1,7 +1,8 @@
 """Attention over block tables by the Hopper kernels of csrc.
 
-bfloat16 heads of 64 or 128 columns and latents go through tensor cores (attention_stages.cuh);
-float32 and other heads through multiply-adds (plain_attention.cuh). A sequence is cut into chunks
+bfloat16 heads of 64 or 128 columns and latents go through tensor cores (attention_stages.cuh), also
+where pages are in 8 bits (coded.cuh), with the bits that pages of the same values have; float32
+and other heads through multiply-adds (plain_attention.cuh). A sequence is cut into chunks
 of positions whose size depends on the block tables' width alone, so a token's result depends on
 nothing but its own sequence.
 """
@@ -15,8 +16,9 @@ import numpy as np
 
 from cuda_backend import ffi
 from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.kv_rows import CODED
 from lora_jax.ops.paged_attention.args import PagedAttentionArgs
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
 
 MAX_TOKENS = 8192  # one CTA lists their units
 BOX = 16  # positions that one copy brings; a page holds a whole number of them
@@ -45,17 +47,19 @@ class Cut:
     unit_tokens: int  # that share pages
 
 
-def cut_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
+def cut_work(
+    tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int, *, coded: bool = False
+) -> Cut:
     """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
     In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
-    pages.
+    pages. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
     prompts = _has_prompts(tokens, chunks[1])
     most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
-    groups = (LATENT_GROUPS if prompts else 1) if latent else CONSUMERS // heads
+    groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
     unit_tokens = groups * (16 // (q_heads // kv_heads))
     return Cut(*chunks, heads, groups, unit_tokens)
 
@@ -132,14 +136,13 @@ def paged_attention(
     ffi.require()
     latent, max_pages = v_pages is None, args.block_tables.shape[1]
     name, cut, extra = _kernel(q, args.k_pages, max_pages, args.v_dim, latent)
-    none = jnp.zeros((0,), q.dtype)
     arrays = (
         q,
         args.k_pages,
-        none if latent else v_pages,
+        jnp.zeros((0,), args.k_pages.dtype) if latent else v_pages,
         args.block_tables,
         args.num_tokens,
-        none.astype(jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.zeros((0,), jnp.float32) if sinks is None else sinks.astype(jnp.float32),
     )
     window = args.sliding_window or 0
     units = _units(args.token_to_seq, args.positions, args.num_tokens, cut, window)
@@ -151,19 +154,23 @@ def paged_attention(
 
 def _kernel(
     q: Float[Array, "tokens q_heads k_dim"],
-    k_pages: Float[Array, "pages page_size kv_heads k_dim"],
+    k_pages: Num[Array, "pages page_size kv_heads k_items"],
     max_pages: int,
     v_dim: int,
     latent: bool,
 ) -> tuple[str, Cut, dict[str, int]]:
     """Return the call that serves these sizes, its cut, and the attributes that it alone has."""
     (tokens, q_heads, k_dim), (page_size, kv_heads) = q.shape, k_pages.shape[1:3]
-    sizes = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
+    coded = k_pages.dtype == CODED
+    work = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
-        cut = cut_work(*sizes)
+        cut = cut_work(*work, coded=coded)
         extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-        return "lora_jax_cuda_paged_attention", cut, extra
-    cut = cut_plain_work(*sizes)
+        return f"lora_jax_cuda_{'coded' if coded else 'paged'}_attention", cut, extra
+    if coded:
+        sizes = f"{q.dtype} heads of {k_dim} and {v_dim} columns, pages of {page_size}"
+        raise Declined(f"cuda paged_attention does not take {sizes} where pages are in 8 bits")
+    cut = cut_plain_work(*work)
     return "lora_jax_cuda_plain_attention", cut, {"rows": plain_rows(cut, q_heads, kv_heads)}
 
 

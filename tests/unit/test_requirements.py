@@ -14,7 +14,8 @@ GROUPS = PROJECT["dependency-groups"]
 LOCKED = {
     "serve": RANGES,
     "dev": RANGES + EXTRAS["dev"] + EXTRAS["train"] + EXTRAS["bench"],
-    **{name: GROUPS[name] for name in ("build", "supply-chain", "vllm-rs")},
+    "otel": RANGES + EXTRAS["otel"],
+    **{name: GROUPS[name] for name in ("build", "supply-chain", "clients", "vllm-rs")},
 }
 
 
@@ -57,5 +58,7 @@ def test_a_lock_file_names_no_registry_and_no_machine(name):
 
 
 def test_what_tests_and_server_share_is_one_version():
-    serve, dev = pins("serve"), pins("dev")
-    assert {n: str(r) for n, (r, _) in serve.items()} == {n: str(dev[n][0]) for n in serve}
+    serve = pins("serve")
+    for name in ("dev", "otel"):
+        other = pins(name)
+        assert {n: str(r) for n, (r, _) in serve.items()} == {n: str(other[n][0]) for n in serve}

@@ -8,6 +8,8 @@ from serving.engine.classification import HEAD_SAMPLING
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import cache_salt
 from serving.http.answers.generation import Generation
+from serving.http.interface import AbstractTokenizer
+from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.heads import by_head
 from serving.http.requests.images import read_images
 from serving.http.requests.model_names import Target
@@ -25,12 +27,16 @@ from serving.http.settings import HARMONY
 
 @dataclasses.dataclass(frozen=True)
 class ChatGeneration:
-    """A conversation in the engine; `echo` is the text that comes before the answer's own."""
+    """A conversation in the engine; `echo` is the text that comes before the answer's own.
+
+    `tokenizer` is that of the adapter.
+    """
 
     generation: Generation
     target: Target
     role: str
     echo: str
+    tokenizer: AbstractTokenizer
 
 
 async def chat_generation(request: Request, server: Server, body: ChatBody) -> ChatGeneration:
@@ -48,7 +54,8 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     images = await read_images(server.engine, body.messages, server.settings.media)
-    prompt = await chat_prompt(server.engine, body.messages, options, special, images=images)
+    engine = engine_for(server.engine, target)
+    prompt = await chat_prompt(engine, body.messages, options, special, images=images)
     sampling = fit_context(sampling, body, len(prompt.ids), limit)
     is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
     if asks_head:
@@ -62,4 +69,4 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     last = plain_messages(server.engine, body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]
     echo = text_of(last) if body.echo and last["role"] == role else ""
-    return ChatGeneration(generation, target, role, echo)
+    return ChatGeneration(generation, target, role, echo, engine.tokenizer)

@@ -29,7 +29,7 @@ async def create_chat_completion(request: Request) -> Response:
         body,
         asked.generation,
         asked.target.name,
-        server.engine.tokenizer,
+        asked.tokenizer,
         server.settings,
         asked.role,
         asked.echo,

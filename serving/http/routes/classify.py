@@ -11,6 +11,8 @@ from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.errors import ApiError
+from serving.http.interface import AbstractEngine
+from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.heads import check_classify
 from serving.http.requests.images import read_images
@@ -33,7 +35,7 @@ async def classify(request: Request) -> Response:
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     check_classify(body, target)
-    prompts = await _prompts(server, body)
+    prompts = await _prompts(server, engine_for(server.engine, target), body)
     generation = Generation(server.engine, server.mailbox, prompts, by_head=True)
     salt = cache_salt(caller.salt, body.cache_salt)
     samplings = [HEAD_SAMPLING] * len(prompts)
@@ -43,9 +45,8 @@ async def classify(request: Request) -> Response:
     return await respond(request, server, answer, None)
 
 
-async def _prompts(server: Server, body: ClassifyBody) -> list[Prompt]:
+async def _prompts(server: Server, engine: AbstractEngine, body: ClassifyBody) -> list[Prompt]:
     """Return the prompt of each input, or of the conversation."""
-    engine = server.engine
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return await read_prompts(engine, body.input, special, field="input")

@@ -11,6 +11,7 @@ from serving.http.answers.answers import AbstractChoices, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
 from serving.http.answers.logprobs import CompletionLogprobs, prompt_logprobs
 from serving.http.interface import AbstractTokenizer
+from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.heads import by_head
 from serving.http.requests.parameters import completion_sampling, fit_context
@@ -36,7 +37,8 @@ async def create_completion(request: Request) -> Response:
     sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
     grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     special = True if body.add_special_tokens is None else body.add_special_tokens
-    prompts = await read_prompts(server.engine, body.prompt, special)
+    engine = engine_for(server.engine, target)
+    prompts = await read_prompts(engine, body.prompt, special)
     limit = server.max_model_len
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     if asks_head:
@@ -45,9 +47,7 @@ async def create_completion(request: Request) -> Response:
     generation = Generation(server.engine, server.mailbox, prompts, **how)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
-    answer = CompletionAnswer(
-        body, generation, target.name, server.engine.tokenizer, server.settings
-    )
+    answer = CompletionAnswer(body, generation, target.name, engine.tokenizer, server.settings)
     answer.served_by(target)
     return await respond(request, server, answer, body.stream)
 

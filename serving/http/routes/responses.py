@@ -33,7 +33,7 @@ async def create_response(request: Request) -> Response:
     with own_names():
         asked = await chat_generation(request, server, chat)
     reader = reader_of(chat, server.settings, asked.generation)()
-    text_of = token_text(server.engine.tokenizer, server.settings.tokens_as_ids)
+    text_of = token_text(asked.tokenizer, server.settings.tokens_as_ids)
     answer = ResponseAnswer(body, asked.generation, asked.target.name, reader, text_of)
     answer.served_by(asked.target)
     return await respond(request, server, answer, body.stream)

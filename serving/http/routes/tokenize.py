@@ -6,7 +6,9 @@ from fastapi.responses import Response
 from serving.http.access.auth import caller_of
 from serving.http.answers.json_pieces import json_response
 from serving.http.errors import ApiError
+from serving.http.interface import AbstractTokenizer
 from serving.http.lanes import Lane, run_in
+from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.bounds import Bounds
 from serving.http.requests.images import read_images
@@ -25,20 +27,19 @@ async def tokenize(request: Request) -> Response:
     server = server_of(request)
     most = Bounds.of(server.engine).tokens
     body = await read_body(request, TokenizeBody)
-    await server.names.resolve(body.model, None, caller_of(request))
+    target = await server.names.resolve(body.model, None, caller_of(request))
+    engine = engine_for(server.engine, target)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     special = body.add_special_tokens
     if body.messages is not None:
         options = template_options(body, server.settings.default_template_kwargs)
         images = await read_images(server.engine, body.messages, server.settings.media)
-        prompt = await chat_prompt(
-            server.engine, body.messages, options, bool(special), most, images
-        )
+        prompt = await chat_prompt(engine, body.messages, options, bool(special), most, images)
         ids = prompt.ids
     else:
-        ids = await encode(server.engine, body.prompt or "", special is not False, most)
-    return await run_in(_lane(ids), _tokens_answer, server, ids)
+        ids = await encode(engine, body.prompt or "", special is not False, most)
+    return await run_in(_lane(ids), _tokens_answer, server, engine.tokenizer, ids)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
@@ -46,9 +47,10 @@ async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     server = server_of(request)
     body = await read_body(request, DetokenizeBody)
-    await server.names.resolve(body.model, None, caller_of(request))
+    target = await server.names.resolve(body.model, None, caller_of(request))
+    tokenizer = engine_for(server.engine, target).tokenizer
     check_ids(server.engine, body.tokens, "tokens", Bounds.of(server.engine).tokens)
-    return await run_in(_lane(body.tokens), _text_answer, server, body.tokens)
+    return await run_in(_lane(body.tokens), _text_answer, tokenizer, body.tokens)
 
 
 def _lane(ids: list[int]) -> Lane:
@@ -56,10 +58,10 @@ def _lane(ids: list[int]) -> Lane:
     return Lane.SHORT if len(ids) <= _SHORT else Lane.LONG
 
 
-def _tokens_answer(server: Server, ids: list[int]) -> Response:
+def _tokens_answer(server: Server, tokenizer: AbstractTokenizer, ids: list[int]) -> Response:
     answer = {"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids}
-    return json_response(answer | {"token_strs": server.engine.tokenizer.token_strs(ids)})
+    return json_response(answer | {"token_strs": tokenizer.token_strs(ids)})
 
 
-def _text_answer(server: Server, ids: list[int]) -> Response:
-    return json_response({"prompt": server.engine.tokenizer.decode(ids)})
+def _text_answer(tokenizer: AbstractTokenizer, ids: list[int]) -> Response:
+    return json_response({"prompt": tokenizer.decode(ids)})

@@ -1,33 +1,96 @@
-"""Choice of the transport between an instance and a LoRA Server of one host.
+"""Choice of the transport between an instance and a LoRA Server, of one host or of several.
 
-By default ("auto") the one of the device's memory; "nixl" where it is to be as between hosts.
+On one host by default ("auto") the one of the device's memory; "nixl" where it is to be as between
+hosts. "tcp" and "nixl" have their slots in host memory: between hosts they join CPUs, and GPUs need
+"nvshmem".
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from serving.lora_server.transport import device_endpoints, device_memory, nixl, shared_memory
+from serving.lora_server.transport import (
+    device_endpoints,
+    device_memory,
+    nixl,
+    shared_memory,
+    tcp,
+)
 from serving.lora_server.transport.base import AbstractClient, AbstractServer
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.socket_messages import Address
 
-AUTO, NIXL = TRANSPORTS = ("auto", "nixl")
+AUTO, TCP, NIXL = TRANSPORTS = ("auto", "tcp", "nixl")
 
 
-def open_server(path: str | Path, terms: Terms, rank: int, transport: str = AUTO) -> AbstractServer:
+@dataclasses.dataclass(frozen=True)
+class RankPlace:
+    """Where a rank lets instances in: a Unix socket, or a host and port (0: a free one).
+
+    Over TCP both sides must know the secret.
+    """
+
+    address: str | tuple[str, int]
+    secret: bytes = dataclasses.field(default=b"", repr=False)
+
+
+class Door:
+    """Opens a rank's server at its place; `port` is then where it listens, 0 of a Unix socket."""
+
+    def __init__(self, terms: Terms, rank: int, transport: str, place: RankPlace):
+        self._terms, self._rank, self._transport, self._place = terms, rank, transport, place
+        self.port = 0
+
+    def open(self) -> AbstractServer:
+        """Return the server; see open_server for the errors. Raises OSError for a taken port."""
+        terms, rank, address = self._terms, self._rank, self._place.address
+        if not isinstance(address, tuple):
+            return open_server(address, terms, rank, self._transport)
+        far = nixl.open_far_server if self._transport == NIXL else tcp.open_server
+        _require_host_memory(self._transport)
+        listening = tcp.listen(*address)
+        self.port = listening.getsockname()[1]
+        return far(listening, terms, rank, self._place.secret)
+
+
+def open_server(path: Address, terms: Terms, rank: int, transport: str = AUTO) -> AbstractServer:
     """Return a server that clients of this user and host find at the Unix socket `path`.
 
     On a CPU its slots are shared memory, else they are in the memory of the devices. Raises
     ValueError as shared_memory.open_server does, and NotImplementedError where the device has no
     such transport, or where it has not the one that is asked for.
     """
+    assert not isinstance(path, tuple), "a port of a host is opened by its Door"
     if transport == NIXL:
-        _require_host_memory()
+        _require_host_memory(NIXL)
         return nixl.open_server(path, terms, rank)
     if jax.default_backend() == "cpu":
         return shared_memory.open_server(path, terms, rank)
     return device_memory.open_server(path, terms, rank, _endpoints())
+
+
+def open_client_at(
+    places: Sequence[RankPlace],
+    terms: Terms,
+    transport: str = AUTO,
+    *,
+    separate_stream: bool = True,
+    device: int = 0,
+) -> AbstractClient:
+    """Return a client of the servers at the places, all of which are of one kind.
+
+    It is that of one `device`; see `open_client`.
+    """
+    far = [place.address for place in places if isinstance(place.address, tuple)]
+    if not far:
+        paths = [str(place.address) for place in places]
+        how = {"separate_stream": separate_stream, "device": device}
+        return open_client(paths, terms, transport, **how)
+    _require_host_memory(transport)
+    open_far = nixl.open_far_client if transport == NIXL else tcp.open_client
+    return open_far(far, terms, places[0].secret)
 
 
 def open_client(
@@ -36,28 +99,32 @@ def open_client(
     transport: str = AUTO,
     *,
     separate_stream: bool = True,
+    device: int = 0,
 ) -> AbstractClient:
     """Return a client of the servers at `paths`; see handshake.open_client for the errors.
 
-    For `separate_stream`, which is for devices' memory, see DeviceClient.
+    It is that of one `device` of this process, by its number. For `separate_stream`, which is for
+    devices' memory, see DeviceClient.
     """
     if transport == NIXL:
-        _require_host_memory()
+        _require_host_memory(NIXL)
         return nixl.open_client(paths, terms)
     if jax.default_backend() == "cpu":
         return shared_memory.open_client(paths, terms)
-    return device_memory.open_client(paths, terms, _endpoints(), separate_stream=separate_stream)
+    return device_memory.open_client(
+        paths, terms, _endpoints(device), separate_stream=separate_stream
+    )
 
 
-def _require_host_memory() -> None:
+def _require_host_memory(transport: str) -> None:
     if jax.default_backend() != "cpu":
         raise NotImplementedError(
-            f"The transport nixl has its slots in host memory: a program on "
-            f"{jax.default_backend()} needs --lora-server-transport auto."
+            f"The transport {transport} has its slots in host memory: a program on "
+            f"{jax.default_backend()} needs --lora-server-transport auto, on one host."
         )
 
 
-def _endpoints() -> device_endpoints.DeviceEndpoints:
-    """Return the endpoints of the device that this process computes on."""
-    device = jax.local_devices()[0]
+def _endpoints(number: int = 0) -> device_endpoints.DeviceEndpoints:
+    """Return the endpoints of a device that this process computes on."""
+    device = jax.local_devices()[number]
     return device_endpoints.for_platform(device.platform, device.local_hardware_id or 0)

@@ -1,8 +1,9 @@
 """Compiled grammars of one model: checked in a process of their own, kept by digest."""
 
 import collections
-import dataclasses
+import os
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from serving.api.request import EngineDead, QueueFull
@@ -19,19 +20,49 @@ MAX_BYTES = 256 << 20  # of the grammars that are kept
 MAX_KEPT = 256
 MAX_WAITING = 64  # structures that wait for their check
 LIMIT_S = 5.0  # of a check
+MOST_COMPILED = min(16, len(os.sched_getaffinity(0)))  # times that one grammar is
+MOST_BYTES = 16 << 20  # of all of them
+_QUICK_S = 0.05  # a grammar that takes longer is compiled once only
 _RETRY_AFTER_S = 1.0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Grammar:
-    """A compiled grammar; each answer has a matcher of its own."""
+    """A compiled grammar; each answer has a matcher of its own.
 
-    prototype: "LLMatcher"
-    bytes: int
+    Copies of a matcher share what they learn of the grammar behind one lock: of rows with the same
+    grammar only one at a time gets its mask. So a grammar that many answers use is compiled
+    several times, by callers; any thread may call it.
+    """
+
+    def __init__(self, compiled: "LLMatcher", num_bytes: int, text: str = ""):
+        """`text` is what it may be compiled from again, `num_bytes` what one takes, roughly."""
+        self._compiled, self._one_bytes, self.text = [compiled], num_bytes, text
+        self._num_asked = self._num_started = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory, roughly."""
+        return self._one_bytes * len(self._compiled)
+
+    @property
+    def num_compiled(self) -> int:
+        """How often it is compiled."""
+        return len(self._compiled)
+
+    def asked(self) -> bool:
+        """Count a question, and return whether there are enough to compile it once more."""
+        self._num_asked += 1
+        few = len(self._compiled) < min(MOST_COMPILED, self._num_asked // 2)
+        return bool(self.text) and few and self.bytes + self._one_bytes <= MOST_BYTES
+
+    def add(self, compiled: "LLMatcher") -> None:
+        """Take the same grammar, compiled once more."""
+        self._compiled.append(compiled)
 
     def start(self) -> "LLMatcher":
         """Return a matcher that has seen nothing."""
-        return self.prototype.deep_copy()
+        self._num_started += 1
+        return self._compiled[self._num_started % len(self._compiled)].deep_copy()
 
 
 class Grammars:
@@ -69,15 +100,24 @@ class Grammars:
         Raises GrammarRefused (a ValueError), QueueFull when many structures wait already, or
         EngineDead after `close`.
         """
-        found = self.find(outputs)
+        found = self._find(outputs)
         if found is not None:
+            if found.asked():
+                self._add(outputs.digest, found)
             return found
         made = self._make(outputs)
         self._keep(outputs.digest, made)
         return _grammar(made)
 
     def find(self, outputs: StructuredOutputs) -> Grammar | None:
-        """Return a grammar that is kept, at once; GrammarRefused for one that was refused."""
+        """Return a grammar that is kept, at once; GrammarRefused for one that was refused.
+
+        None also for one that `compile` would compile once more.
+        """
+        found = self._find(outputs)
+        return None if found is not None and found.asked() else found
+
+    def _find(self, outputs: StructuredOutputs) -> Grammar | None:
         with self._lock:
             found = self._kept.get(outputs.digest)
             if found is None:
@@ -119,14 +159,29 @@ class Grammars:
         finally:
             with self._lock:
                 self._num_waiting -= 1
+        began = time.monotonic()
+        matcher = self._compiled(checked.text)
+        if matcher.is_error():  # the same text has just compiled
+            return f"structured_outputs: {matcher.get_error()[:300]}"
+        is_quick = time.monotonic() - began < _QUICK_S
+        return Grammar(matcher, checked.bytes, checked.text if is_quick else "")
+
+    def _compiled(self, text: str) -> "LLMatcher":
         from llguidance import LLMatcher
 
         assert self._tokenizer is not None  # there is a checker
-        limits = parser_limits()
-        matcher = LLMatcher(self._tokenizer, checked.text, log_level=0, limits=limits)
-        if matcher.is_error():  # the same text has just compiled
-            return f"structured_outputs: {matcher.get_error()[:300]}"
-        return Grammar(matcher, checked.bytes)
+        return LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
+
+    def _add(self, digest: str, grammar: Grammar) -> None:
+        """Compile a grammar that is kept once more, for more rows at a time."""
+        matcher = self._compiled(grammar.text)
+        with self._lock:
+            before = grammar.bytes
+            more = before // grammar.num_compiled
+            is_kept = self._kept.get(digest) is grammar
+            if is_kept and not matcher.is_error() and self._bytes + more <= self._max_bytes:
+                grammar.add(matcher)
+                self._bytes += grammar.bytes - before
 
     def _keep(self, digest: str, made: Grammar | str) -> None:
         """Keep what was made, and forget what was used longest ago beyond the bounds."""

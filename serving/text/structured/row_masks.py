@@ -7,7 +7,7 @@ keeps its place, and a step whose results are void changes nothing.
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -50,10 +50,8 @@ class RowMasks:
         """Return the plan's rows that take a mask, asked while the sequences still have them."""
         return [(c.sequence, c.sequence.row) for c in plan.chunks if _takes_mask(c)]
 
-    def fill(
-        self, rows: BoundRows, words: np.ndarray, is_masked: np.ndarray
-    ) -> list[tuple[Sequence, str]]:
-        """Write the masks of bound rows, int32 [seqs, words] and int32 [seqs].
+    def fill(self, rows: BoundRows, words: Any, is_masked: Any) -> list[tuple[Sequence, str]]:
+        """Write the masks of bound rows, numpy int32 [seqs, words] and int32 [seqs].
 
         Returns sequences that cannot go on, with the reason; their rows are not masked.
         """

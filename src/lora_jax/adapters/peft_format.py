@@ -19,6 +19,7 @@ from lora_jax.adapters import (
     safetensors_file,
     vocabulary,
 )
+from lora_jax.adapters.added_tokens import read_added
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
@@ -87,12 +88,14 @@ def read(
         check_ranks(sites, limits.max_rank)
         found = gains.raw_gains(of_outputs, pairs, config, sites, catalogue)
         vocabulary.check_alone(rows, sites.keys() | found.keys())
+    added = read_added(folder) if rows.sites else ()
     warnings += _precision_warnings(metadata, catalogue)
     report = make_report(folder, sites, config, num_tensors, warnings, head)
     report = dataclasses.replace(
         report,
         brings=gains.words_of(found) + rows.words,
         weight_bytes=report.weight_bytes + rows.num_bytes,
+        added_tokens=added,
     )
     return AdapterWeights(sites | rows.sites, report, gains=found, token_ids=rows.token_ids)
 

@@ -267,6 +267,11 @@ def most_tokens(catalogue: LoraCatalogue) -> int:
     return 0 if module is None else module.most_rank or 0
 
 
+def brings_tokens(catalogue: LoraCatalogue) -> bool:
+    """Return whether there is room for rows of the vocabulary that adapters bring."""
+    return bool(most_tokens(catalogue) or catalogue.most_saved)
+
+
 def needs(config: PeftConfig) -> tuple[int, int]:
     """Return (trained tokens, whole matrices) of an adapter."""
     tokens = max((len(ids) for ids in config.token_ids.values()), default=0)

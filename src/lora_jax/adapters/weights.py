@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
@@ -71,6 +72,7 @@ class AdapterReport:
     experts: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)  # by layer; ESFT
     head: TaskHead | None = None
     brings: tuple[str, ...] = ()  # what it has beside LoRA, a task head and experts
+    added_tokens: tuple[AddedToken, ...] = ()  # which its tokenizer files add, where it has rows
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as dicts, tuples, strings and numbers, for json.dumps."""

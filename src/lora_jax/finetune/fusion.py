@@ -7,7 +7,8 @@ Data sets are tasks of `pictures.tasks`; adapters answer in words. The open adap
 the next set; where one of its sets falls below what it requires, the weights of before come back,
 bit for bit, the adapter is closed, and a new one starts with this set. With --rehearsal an adapter
 goes on learning a share of its earlier sets beside the new one; at 0 a small base forgets them at
-once. OUT/fusion.json tells all.
+once. Requirements are checked on one half of the held-out pictures; the other half takes no part in
+any choice, and scores the adapters at the end. OUT/fusion.json tells all.
 """
 
 import argparse
@@ -32,11 +33,16 @@ TRAIN_EXAMPLES, HELDOUT = 1500, 200
 
 @dataclasses.dataclass(frozen=True)
 class Fused[Weights]:
-    """One adapter: its sets in order, its weights, and each set's held-out accuracy."""
+    """One adapter: its sets in order, its weights, and each set's accuracy.
+
+    `scores` are those that requirements were checked by, `heldout` those of pictures that had no
+    part in any choice.
+    """
 
     sets: tuple[str, ...]
     weights: Weights
     scores: Mapping[str, float]
+    heldout: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Fusion[Weights]:
 def shuffled(datasets: Sequence[str], seed: int) -> tuple[str, ...]:
     """Return the sets in an order that the seed gives."""
     order = np.random.default_rng(seed).permutation(len(datasets))
-    return tuple(datasets[n] for n in order)
+    return tuple(datasets[int(n)] for n in order)
 
 
 def fuse[Weights](
@@ -115,11 +121,14 @@ def fuse_pictures(
 ) -> Fusion[HeadParams]:
     """Return the fusion of tasks on images.
 
-    `counts` are examples to learn and held out, `rehearsal` the share of each earlier set of an
-    adapter that is learned again beside the new one.
+    `counts` are examples to learn and of each half that is held out, `rehearsal` the share of each
+    earlier set of an adapter that is learned again beside the new one.
     """
-    held = {name: tasks.draw(name, parts[True], counts[1], 7) for name in order}
-    heldout = {name: base.rows(held[name], None, tower=False) for name in order}
+    halves = tasks.halves(parts[True])
+    held = [{name: tasks.draw(name, half, counts[1], 7) for name in order} for half in halves]
+    rows_of = [
+        {name: base.rows(found, None, tower=False) for name, found in half.items()} for half in held
+    ]
     learned = {
         name: base.rows(tasks.draw(name, parts[False], counts[0], 100), None, tower=False)
         for name in order
@@ -131,12 +140,18 @@ def fuse_pictures(
         rows = joined([learned[sets[-1]], *earlier])
         return picture_adapter.train(base, rows, spec, None, schedule, start)
 
-    def score(params: HeadParams, name: str) -> float:
-        found = picture_adapter.score(base, params, spec, None, held[name], heldout[name])
-        print(f"{name}: {found:.3f} held out, {required[name]} required", flush=True)
+    def score(params: HeadParams, name: str, half: int = 0) -> float:
+        given = held[half][name], rows_of[half][name]
+        found = picture_adapter.score(base, params, spec, None, *given)
+        print(f"{name}: {found:.3f} on half {half}, {required[name]} required", flush=True)
         return found
 
-    return fuse(order, required, train, score)
+    fusion = fuse(order, required, train, score)
+    told = [
+        dataclasses.replace(f, heldout={name: score(f.weights, name, 1) for name in f.sets})
+        for f in fusion.adapters
+    ]
+    return dataclasses.replace(fusion, adapters=tuple(told))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -176,7 +191,10 @@ def main(argv: list[str] | None = None) -> None:
     told = {
         "order": order,
         "required": required,
-        "adapters": [{"sets": f.sets, "scores": dict(f.scores)} for f in fusion.adapters],
+        "adapters": [
+            {"sets": f.sets, "scores": dict(f.scores), "heldout": dict(f.heldout)}
+            for f in fusion.adapters
+        ],
         "rollbacks": fusion.rollbacks,
         "missed": fusion.missed,
     }

@@ -22,7 +22,7 @@ from lora_jax.nn.vision import (
     quick_gelu,
     vision_linear,
 )
-from lora_jax.nn.vision_attention import attend
+from lora_jax.ops.image_attention import image_attention
 from lora_jax.typing import Array, Bool, Float
 
 # The tower's place in checkpoints: transformers 5, the hub.
@@ -57,7 +57,7 @@ class ClipLayer(nnx.Module):
         heads = (x.shape[0], config.num_heads, config.head_dim)
         parts = apply_linears(maps, self.layer_norm1(x), routing)
         q, k, v = (part.reshape(heads) for part in parts)
-        out = attend(q, k, v, valid, routing.num_rows, config.head_dim**-0.5, leading=True)
+        out = image_attention(q, k, v, valid, routing.num_rows, config.head_dim**-0.5, leading=True)
         x = x + self.out_proj(out.reshape(x.shape), routing)
         inner = quick_gelu(self.fc1(self.layer_norm2(x), routing))
         return x + self.fc2(inner, routing)

@@ -14,8 +14,8 @@ from lora_jax.nn.gains import add_gains
 from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import matmul, silu_times
+from lora_jax.ops.layer_norm import layer_norm
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
-from lora_jax.ops.row_sum import row_sum, scale_last_axis
 from lora_jax.sharding import Split, has_split_inputs
 from lora_jax.typing import Array, Float, Int
 
@@ -148,15 +148,8 @@ class LayerNorm(nnx.Module):
         self.bias = constant_parameter(0.0, (size,), (None,), dtype) if bias else None
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
-        wide = x.astype(jnp.float32)
-        centred = wide - row_sum(wide) / x.shape[-1]
-        variance = row_sum(centred * centred) / x.shape[-1]
-        normed = centred * jax.lax.rsqrt(variance + self.eps)
-        scaled = scale_last_axis(normed, self.weight[...])
-        if self.bias is not None:
-            shape = (1,) * (x.ndim - 1) + (-1,)
-            scaled = scaled + self.bias[...].astype(jnp.float32).reshape(shape)
-        return scaled.astype(x.dtype)
+        bias = None if self.bias is None else self.bias[...]
+        return layer_norm(x, self.weight[...], bias, self.eps)
 
     def of_sum(
         self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]

@@ -17,7 +17,7 @@ from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.lora import AdapterRouting
-from lora_jax.nn.vision_attention import attend, attend_windows
+from lora_jax.ops.image_attention import attend_windows, image_attention
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float, Int, Shaped
 
@@ -124,7 +124,7 @@ class VisionAttention(nnx.Module):
             out = attend_windows(q, k, v, inputs.valid, window, scale)
         else:
             real = inputs.valid, inputs.num_patches
-            out = attend(q, k, v, *real, scale, leading=window is None)
+            out = image_attention(q, k, v, *real, scale, leading=window is None)
         return self.proj(out.reshape(x.shape), routing)
 
 

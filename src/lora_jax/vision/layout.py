@@ -5,6 +5,7 @@ patches is never read.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -69,10 +70,26 @@ def most_patches(config: VisionConfig, max_tokens: int) -> int:
 
 
 def arrange(config: VisionConfig, image: Patches, bucket: int) -> TowerArrays:
-    """Return the arrays of an image, padded to a bucket that holds it."""
+    """Return the arrays of an image, padded to a bucket that holds it. They are not to be written.
+
+    Frames of one size share all of them but the patches.
+    """
+    places, rows = _places(config, image.grid, bucket)
+    pixels = image.pixels if rows is None else image.pixels[rows]
+    return dataclasses.replace(places, patches=_padded(pixels, bucket))
+
+
+@functools.lru_cache(maxsize=32)
+def _places(
+    config: VisionConfig, grid: tuple[int, int], bucket: int
+) -> tuple[TowerArrays, np.ndarray | None]:
+    """Return the arrays of any image of a grid, without patches, and the order of its patches.
+
+    None for the order in which they come.
+    """
     unit = config.merge_size**2
-    cells = np.arange(num_tokens(config, image.grid), dtype=np.int32)
-    order = _window_order(config, image.grid) if config.window_size else cells
+    cells = np.arange(num_tokens(config, grid), dtype=np.int32)
+    order = _window_order(config, grid) if config.window_size else cells
     rows = (order[:, None] * unit + np.arange(unit)).reshape(-1)  # of the image's patches
     real = np.repeat(order >= 0, unit)
     rows = np.where(real, rows, 0)
@@ -80,15 +97,13 @@ def arrange(config: VisionConfig, image: Patches, bucket: int) -> TowerArrays:
         raise ValueError(f"An image of {len(rows)} patches does not fit into {bucket}.")
     back = np.zeros(len(cells), np.int32)
     back[order[order >= 0]] = np.flatnonzero(order >= 0)
-    positions = block_positions(image.grid, config.merge_size)
+    positions = block_positions(grid, config.merge_size)
     table_rows = np.zeros((len(positions), 4), np.int32)
     table_weights = np.zeros((len(positions), 4), np.float32)
     if config.family == "qwen3_vl":
-        table_rows, table_weights = table_taps(
-            positions, image.grid, round(config.num_positions**0.5)
-        )
-    return TowerArrays(
-        patches=_padded(image.pixels[rows], bucket),
+        table_rows, table_weights = table_taps(positions, grid, round(config.num_positions**0.5))
+    places = TowerArrays(
+        patches=np.zeros((0, 0), np.uint8),
         positions=_padded(positions[rows], bucket),
         valid=_padded(real, bucket),
         num_patches=np.array(len(rows), np.int32),
@@ -96,6 +111,7 @@ def arrange(config: VisionConfig, image: Patches, bucket: int) -> TowerArrays:
         table_rows=_padded(table_rows[rows], bucket),
         table_weights=_padded(table_weights[rows], bucket),
     )
+    return places, rows if config.window_size else None
 
 
 def block_positions(grid: tuple[int, int], merge: int) -> np.ndarray:

@@ -46,7 +46,10 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
     sizes = (len(ranks), d_out, d_in, case.max_rank, len(case.b_pool))
     out = np.full_like(w, np.nan)  # to be written throughout
     call(library.merge, out, w, *arrays, *sizes)
+    apart = np.full_like(w, np.nan)
+    call(library.merge_apart, apart, w, *arrays, *sizes)
     call(library.merge, w, w, *arrays, *sizes)
+    np.testing.assert_array_equal(apart[::-1].view(np.int16), w.view(np.int16))
     np.testing.assert_array_equal(out.view(np.int16), w.view(np.int16))
     want = np.asarray(case.w, np.float64)
     a_pool, b_pool = (np.asarray(v, np.float64) for v in (case.a_pool, case.b_pool))
@@ -124,6 +127,20 @@ def test_rms_norm_matches_float64(library, rows, size, added):
     wide = wide.astype(np.float64)
     want = wide / np.sqrt(np.mean(wide**2, axis=1, keepdims=True) + 1e-5) * weight.astype("f8")
     np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("rows", "size"), [(5, 1152), (9, 64), (2, 2048)])
+def test_layer_norm_matches_float64(library, rows, size, biased):
+    rng = np.random.default_rng(size)
+    x = (3 + rng.standard_normal((rows, size))).astype(BF16)
+    weight, bias = (rng.standard_normal(size).astype(BF16) for _ in range(2))
+    y = np.full((rows, size), np.nan, BF16)
+    call(library.layer_norm, x, weight, bias if biased else None, rows, size, 1e-6, y)
+    centred = x.astype(np.float64) - x.astype(np.float64).mean(1, keepdims=True)
+    normed = centred / np.sqrt(np.mean(centred**2, axis=1, keepdims=True) + 1e-6)
+    want = normed * weight.astype("f8") + (bias.astype("f8") if biased else 0)
+    np.testing.assert_allclose(y.astype(np.float64), want, rtol=4.1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from support.doubles.cuda_emulator import call, copied
 from support.oracles.tolerance import TOLERANCE
 
 from cuda_backend import paged_attention
+from lora_jax.ops import kv_rows
 from lora_jax.ops.cases import (
     MODELS,
     AttentionCase,
     ModelShape,
     attention_case,
 )
+from lora_jax.ops.kv_rows import CODED
 from lora_jax.ops.paged_attention import reference as attention_reference
 
 pytestmark = [
@@ -58,8 +60,12 @@ def emulated_attention(library, case: AttentionCase, seed: int, **changes) -> np
     given = (tokens, q_heads, kv_heads, k_dim, context)
     own = (case.q.dtype, q_heads, kv_heads, k_dim, case.v_dim, page_size, case.v_pages is None)
     tiles, dtype = paged_attention.fits_tiles(*own), BF16
-    cut = paged_attention.cut_work(*given) if tiles else paged_attention.cut_plain_work(*given)
-    cut, kernel = dataclasses.replace(cut, **changes), 0
+    coded = case.k_pages.dtype == CODED
+    if tiles:
+        cut = paged_attention.cut_work(*given, coded=coded)
+    else:
+        cut = paged_attention.cut_plain_work(*given)
+    cut, kernel = dataclasses.replace(cut, **changes), 3 if coded else 0
     if not tiles:
         rows = paged_attention.plain_rows(cut, q_heads, kv_heads)
         cut, dtype = dataclasses.replace(cut, token_groups=rows), case.q.dtype
@@ -151,3 +157,24 @@ def test_plain_attention_has_the_same_bits_cut_or_whole_in_units_of_any_size(lib
         np.testing.assert_array_equal(units, whole)
     near = emulated_attention(library, case, seed=4)
     np.testing.assert_allclose(near, whole, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_in_8_bits_have_the_bits_of_pages_with_their_values(library, shape, batch):
+    """Some scales are so large that a value is multiplied twice, some rows are no numbers."""
+    case = attention_case(SHAPES[shape], BATCHES[batch], page_size=32, dtype="bfloat16", padding=2)
+    wide = (2.0 ** np.random.default_rng(2).integers(-3, 3, case.k_pages.shape[:3]))[..., None]
+    wide[0, 3, 0] = (
+        1e30  # a page that no sequence has: it is brought and never seen, or not brought
+    )
+    rows, values = {}, {}
+    for name in ("k_pages", "v_pages"):
+        if (pages := getattr(case, name)) is not None:
+            rows[name] = kv_rows.coded(
+                jnp.asarray(np.asarray(pages, np.float32) * wide, jnp.float32)
+            )
+            values[name] = kv_rows.decoded(rows[name]).astype(jnp.bfloat16)
+    want = emulated_attention(library, dataclasses.replace(case, **values), seed=3)
+    got = emulated_attention(library, dataclasses.replace(case, **rows), seed=4)
+    np.testing.assert_array_equal(got, want)

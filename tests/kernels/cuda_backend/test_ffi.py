@@ -20,6 +20,8 @@ MOST_REGISTERS = {
     "pair_tiles_kernel": 128,
     "shrink_kernel": 128,
     "few_kernel": 128,
+    "int8_shrink_kernel": 128,
+    "int8_expand_kernel": 128,
     "metadata_kernel": 64,  # 1 CTA of 1024
     "merge_kernel": 240,  # 1 CTA of 256
     "row_tiles_kernel": 64,
@@ -27,12 +29,15 @@ MOST_REGISTERS = {
     "expand_tiles_kernel": 255,  # 1 CTA of 256
     "plain_attention_kernel": 255,  # 1 CTA of 128
     "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
+    "image_attention_kernel": 168,  # the same
+    "coded_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
     "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,
     "sort_rows_kernel": 64,
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
+    "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
     "keep_likely_kernel": 32,  # 2 CTAs of 1024

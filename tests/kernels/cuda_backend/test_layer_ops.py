@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.cases.likely_cases import LIKELY_CASES, likely_case
 
-from cuda_backend import choose_experts, keep_likely, place_heads, rms_norm
+from cuda_backend import choose_experts, keep_likely, layer_norm, place_heads, rms_norm
 from lora_jax.config import MoeConfig
 from lora_jax.ops.choose_experts import xla as choice
 from lora_jax.ops.keep_likely import xla as likely
@@ -108,6 +108,8 @@ def test_heads_are_placed_as_the_composed_ones(shape):
 @pytest.mark.parametrize(
     ("check", "why"),
     [
+        (lambda: layer_norm.check_norm(jnp.dtype("float32"), 64), "bfloat16, not float32"),
+        (lambda: layer_norm.check_norm(jnp.dtype(BF16), 4608), "steps of 8 up to 2048, not 4608"),
         (lambda: rms_norm.check_norm(jnp.dtype("float32"), 64), "bfloat16, not float32"),
         (lambda: rms_norm.check_norm(jnp.dtype(BF16), 60), "steps of 8 up to 8192, not 60"),
         (lambda: rms_norm.check_norm(jnp.dtype(BF16), 16384), "not 16384"),

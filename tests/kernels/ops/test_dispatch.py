@@ -111,7 +111,7 @@ def test_the_environment_names_one_for_all(monkeypatch):
     assert op.call(None) == "reference"
     assert op.call("xla") == "xla"
     monkeypatch.setenv(dispatch.ENV, "fast")
-    with pytest.raises(ValueError, match="'fast' is not one of cuda, pallas_gpu, pallas_tpu"):
+    with pytest.raises(ValueError, match="'fast' is not one of cuda, cudnn, pallas_gpu"):
         op.call(None)
 
 

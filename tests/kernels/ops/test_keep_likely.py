@@ -22,7 +22,7 @@ def probabilities(logits):
 
 
 # test_emulated.py compares with the same meaning on these.
-FURTHER = ("few tokens", "many ties")
+FURTHER = ("few tokens", "many ties", "one logit", "more than shared memory holds")
 
 
 @pytest.mark.parametrize(

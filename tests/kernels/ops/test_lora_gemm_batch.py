@@ -56,7 +56,7 @@ def test_rows_of_whole_numbers_have_the_bits_of_bfloat16():
 def test_other_kernels_decline_and_mixed_pools_are_refused():
     case, _ = in_8_bits(lora_case(4, 128, 128, dtype="bfloat16"))
     options = {"max_rank": case.max_rank}
-    for name in ("cuda", "pallas_gpu", "pallas_tpu"):
+    for name in ("pallas_gpu", "pallas_tpu"):
         with pytest.raises(Declined, match="takes rank rows of x's dtype, not in 8 bits"):
             lora_gemm(*case.arrays, **options, implementation=name)
     mixed = dataclasses.replace(case, b_pool=case.b_pool[:, :-4].astype(jnp.bfloat16))
@@ -68,6 +68,19 @@ def test_other_kernels_decline_and_mixed_pools_are_refused():
 
 
 @pytest.mark.gpu
-def test_a_gpu_reads_the_rows_values():
-    case, meant = in_8_bits(lora_case(37, 256, 128, num_experts=3, dtype="bfloat16"))
-    np.testing.assert_allclose(run(case, None), oracle(meant), **TOLERANCE["bfloat16"])
+@pytest.mark.parametrize("rows", [5, 64, 700])
+@pytest.mark.parametrize("d_in", [128, 4096])
+def test_a_gpu_reads_the_rows_values_and_keeps_a_rows_bits(rows, d_in):
+    ranks = (16, 8, 0, 64, 1, 24, 13)
+    case, meant = in_8_bits(lora_case(rows, 320, d_in, ranks, num_experts=3, dtype="bfloat16"))
+    got = run(case, "cuda")
+    np.testing.assert_allclose(got, oracle(meant), **TOLERANCE["bfloat16"])
+    some = np.random.default_rng(rows).permutation(rows)[:5]
+    np.testing.assert_array_equal(run(rows_of(case, some), "cuda"), got[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_gpu_takes_rows_of_any_width_one_by_one(dtype):
+    case, meant = in_8_bits(lora_case(37, 70, 33, num_experts=3, dtype=dtype))
+    np.testing.assert_allclose(run(case, "cuda"), oracle(meant), **TOLERANCE[dtype])

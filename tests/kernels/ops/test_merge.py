@@ -11,7 +11,7 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MergeCase, lora_case, merge_case
 from lora_jax.ops.lora_gemm import lora_gemm
-from lora_jax.ops.merge import merge, mixture_slots
+from lora_jax.ops.merge import merge, merge_apart, mixture_slots
 
 IMPLEMENTATIONS = ["xla", "reference"]
 jitted = functools.partial(jax.jit, static_argnames=("max_rank", "implementation"))(merge)
@@ -110,6 +110,37 @@ def test_bad_input_names_the_sizes():
     wrong = dataclasses.replace(case, sites=case.sites.astype(jnp.float32))
     with pytest.raises(ValueError, match=r"sites \(2, 3\) is float32, expected int32"):
         merge(*wrong.arrays, max_rank=8)
+
+
+def test_maps_apart_have_the_bits_of_a_map_each():
+    case = merge_case(3, 40, 24, ranks=(16, 0, 7))
+    maps = tuple(case.w)
+    made = jax.jit(functools.partial(merge_apart, max_rank=16))(maps, *case.arrays[1:])
+    rest = case.a_pool, case.b_pool
+    for n, (w, got) in enumerate(zip(maps, made, strict=True)):
+        one = case.sites[n : n + 1], case.scaling[n : n + 1]
+        want = jitted(w[None], *rest, *one, max_rank=16)[0]
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_maps_apart_must_have_one_shape():
+    case = merge_case(2, 16, 8)
+    rest = case.arrays[1:]
+    for maps in ((), (case.w[0], case.w[1, :8]), (case.w, case.w)):
+        with pytest.raises(ValueError, match="maps must be matrices of one shape"):
+            merge_apart(maps, *rest, max_rank=8)
+    with pytest.raises(ValueError, match=r"sites has shape \(2, 3\), expected \(1, 3\)"):
+        merge_apart((case.w[0],), *rest, max_rank=8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 50])  # in one launch; in two
+def test_on_a_gpu_maps_apart_have_the_bits_of_one_array(count):
+    case = merge_case(count, 1408, 2048, ranks=(64, 0, 33, 1, 16)[:count], dtype="bfloat16")
+    want = jitted(*case.arrays, max_rank=64)
+    got = jax.jit(functools.partial(merge_apart, max_rank=64))(tuple(case.w), *case.arrays[1:])
+    np.testing.assert_array_equal(np.asarray(jnp.stack(got)), np.asarray(want))
 
 
 @pytest.mark.gpu

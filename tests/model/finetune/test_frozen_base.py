@@ -59,6 +59,7 @@ def test_no_plain_weight_is_kept_for_the_gradient():
     assert w.shape not in [kept.shape for kept in jax.tree.leaves(back)]
 
 
+@pytest.mark.long
 def test_the_adapter_warns_over_another_precision(folder, tmp_path):
     write_jsonl(tmp_path / "data.jsonl", RECORDS)
     out = tmp_path / "adapter"

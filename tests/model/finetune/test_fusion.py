@@ -104,6 +104,8 @@ def test_a_rollback_gives_back_the_bits(tmp_path):
     alone = run(("any",), {"any": 0.0})
     both = run(("any", "count"), {"any": 0.0, "count": 2.0})
     assert (both.rollbacks, both.missed) == (("count",), ("count",))
+    assert [set(fused.heldout) for fused in both.adapters] == [{"any"}, {"count"}]
     for got, want in zip(both.adapters, alone.adapters, strict=False):
+        assert (got.scores, got.heldout) == (want.scores, want.heldout)
         for name, pair in want.weights.lora.items():
             np.testing.assert_array_equal(got.weights.lora[name].b, pair.b)

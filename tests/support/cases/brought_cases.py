@@ -12,6 +12,7 @@ from serving import Engine, Sampling
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "brought"
 FAMILIES = ("llama", "qwen2", "qwen3_moe")
+SPELLED = ("<pad>", "<s>", "</s>")  # so that the last of the models' tokens, 259, is to spare
 SCORED = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1)
 
 
@@ -20,7 +21,7 @@ def make_engine(folder: Path, family: str, **changes) -> Engine:
     model = folder / f"{family}-model"
     if not model.exists():
         shutil.copytree(FIXTURES / family / "model", model)
-        write_tokenizer(model)
+        write_tokenizer(model, SPELLED)
     names = adapter_names(family)
     fields = {
         "adapters": {name: FIXTURES / family / name for name in names},
@@ -81,6 +82,20 @@ def write_own_rows(folder: Path, vocab: int, hidden: int, *, saved: bool) -> Non
         more = {"trainable_token_indices": ids}
     save_file(tensors, file)
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | more))
+
+
+def write_own_tokens(folder: Path, family: str, token_id: int = 259) -> None:
+    """Write a family's adapter of trained tokens, one of which its tokenizer spells "<call>"."""
+    shutil.copytree(FIXTURES / family / "tokens", folder)
+    config_file = folder / "adapter_config.json"
+    config = json.loads(config_file.read_text())
+    config["trainable_token_indices"] = [259, *config["trainable_token_indices"][1:]]
+    config_file.write_text(json.dumps(config))
+    write_tokenizer(folder, SPELLED)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    added = dict(tokenizer["added_tokens"][0], id=token_id, content="<call>", special=False)
+    file.write_text(json.dumps(tokenizer | {"added_tokens": [*tokenizer["added_tokens"], added]}))
 
 
 def write_dora(folder: Path) -> None:

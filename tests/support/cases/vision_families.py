@@ -34,6 +34,10 @@ class VisionFamily:
 
     def logprobs(self, tokens: list[int], images: list[np.ndarray]) -> np.ndarray:
         """Return float32 log-probabilities of each token but the first, by transformers."""
+        return self.scores(tokens, images)[np.arange(len(tokens) - 1), tokens[1:]]
+
+    def scores(self, tokens: list[int], images: list[np.ndarray]) -> np.ndarray:
+        """Return float32 log-probabilities [tokens, vocab] of what follows each token."""
         config = from_hf(json.loads((self.folder / "config.json").read_text())).tower
         settings = read_settings(self.folder, config)
         made = [preprocess(image, settings) for image in images]
@@ -52,8 +56,7 @@ class VisionFamily:
             }
         with torch.no_grad():
             logits = self.oracle(input_ids=ids, **more).logits[0].float()
-        scores = torch.log_softmax(logits[:-1], -1)
-        return scores[torch.arange(len(tokens) - 1), ids[0, 1:]].numpy()
+        return torch.log_softmax(logits, -1).numpy()
 
 
 def make_vision_family(name: str, folder: Path, *, wide: bool = False) -> VisionFamily:
@@ -76,7 +79,7 @@ def make_vision_family(name: str, folder: Path, *, wide: bool = False) -> Vision
 def _config(name: str, wide: bool) -> Any:
     hidden, head = (256, 64) if wide else (32, 8)
     text = {
-        "vocab_size": 264,
+        "vocab_size": 320 if wide else 264,  # as kernels take it
         "hidden_size": hidden,
         "intermediate_size": hidden,
         "num_hidden_layers": 3,
@@ -85,7 +88,10 @@ def _config(name: str, wide: bool) -> Any:
         "max_position_embeddings": 256,
         "eos_token_id": 2,
     }
-    tower = {"hidden_size": 128 if wide else 24, "intermediate_size": 100 if wide else 20}
+    tower = {
+        "hidden_size": 144 if wide else 24,
+        "intermediate_size": 100 if wide else 20,
+    }  # heads of 72
     if name == "Llava":
         clip = {"num_attention_heads": 2, "num_hidden_layers": 3}
         sizes = {"image_size": _SIDE, "patch_size": _PATCH}

@@ -184,6 +184,9 @@ class FakeEngine:
         self.running: set[str] = set()
         self.grammars = FakeGrammars()
 
+    def tokenizer_of(self, adapter, session=None):
+        return self.tokenizer
+
     def submit(
         self,
         prompt_ids: list[int],

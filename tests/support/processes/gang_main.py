@@ -15,9 +15,26 @@ jax.config.update("jax_platforms", "cpu")
 from serving import Engine, Sampling  # noqa: E402
 from serving.api.config import EngineConfig  # noqa: E402
 from serving.engine.following import follow  # noqa: E402
-from serving.engine.over_hosts import about_of  # noqa: E402
+from serving.runtime.about import about_of  # noqa: E402
 from serving.runtime.gang import Gang  # noqa: E402
 from serving.runtime.gang_stream import GangPlace  # noqa: E402
+
+put, served = jax.device_put, []
+
+
+def put_here(x, device=None, **more):
+    """As jax.device_put, which would compare values over all processes, on devices of this one."""
+    assert not served or getattr(device, "is_fully_addressable", True), "put beside requests"
+    return put(x, device, **more)
+
+
+def serve(gang):
+    """As Gang.serve; from now on requests run."""
+    served.append(gang)
+    begin(gang)
+
+
+jax.device_put, begin, Gang.serve = put_here, Gang.serve, serve
 
 
 def answers(engine, asked):

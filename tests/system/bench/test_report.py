@@ -8,7 +8,12 @@ from bench import report
 RESULTS = sorted((Path(report.__file__).parent / "results").glob("*.json"))
 
 
-@pytest.mark.parametrize("prefix", report.PLOTS)
+FIRST, *FURTHER = report.PLOTS
+
+
+@pytest.mark.parametrize(
+    "prefix", [FIRST, *(pytest.param(prefix, marks=pytest.mark.long) for prefix in FURTHER)]
+)
 def test_what_was_measured_can_be_drawn_again(prefix, tmp_path):
     results = [file for file in RESULTS if file.name.startswith(prefix)]
     assert results

@@ -27,6 +27,7 @@ TENANTS |= {"structured_outputs": False, "max_esft_adapters": 0, "max_lora_rank"
 SIZES = TENANTS | {"max_loras": 1}
 SAMPLING = Sampling(temperature=0, max_tokens=12, logprobs=1)
 PROMPTS = ["The court", "原告"]
+DEATHS = 20
 
 
 def answers(outputs) -> list:
@@ -91,7 +92,7 @@ def test_twenty_deaths_of_each_role_lose_no_token_of_others_and_leak_nothing(rol
         thread = threading.Thread(target=load)
         thread.start()
         before = used = None
-        for number in range(20):
+        for number in range(DEATHS):
             while (killed := pid_of(agent)) is None:
                 time.sleep(0.01)
             os.kill(killed, signal.SIGKILL)
@@ -103,7 +104,7 @@ def test_twenty_deaths_of_each_role_lose_no_token_of_others_and_leak_nothing(rol
             if role == "guard":
                 agent._guard.look()
                 assert agent._guard.wait_checked(number + 2, 60)
-            if number == 4:
+            if number == DEATHS // 4:
                 before, used = held(), private_bytes(f"/proc/{agent.engine.pid}/smaps_rollup")
         after, grown = held(), private_bytes(f"/proc/{agent.engine.pid}/smaps_rollup")
         stop.set()
@@ -137,7 +138,7 @@ while True:
     law.generate("The court")
 """
     free = os.statvfs("/dev/shm").f_bfree
-    for _ in range(20):
+    for _ in range(DEATHS):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 4

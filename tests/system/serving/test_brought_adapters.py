@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 from support.cases import brought_cases
-from support.cases.brought_cases import FAMILIES, adapter_names, answers, expected
+from support.cases.brought_cases import (
+    FAMILIES,
+    adapter_names,
+    answers,
+    expected,
+    write_own_tokens,
+)
+from support.processes.http_server import client_of
+
+from lora_jax.adapters.registry import AdapterRejected
+from serving import Sampling
+from serving.http.app import create_app
 
 TOLERANCE = 1e-3  # of log-probabilities in float32
 
@@ -39,3 +50,50 @@ def test_alone_is_bit_equal_to_in_a_batch(case):
     alone = [answers(engine, [one])[0] for one in asked]
     assert alone == together
     assert engine.stats().compilations_after_warmup == 0
+
+
+def test_texts_have_the_tokens_of_the_adapter_s_own_tokenizer(case, tmp_path):
+    family, engine, *_ = case
+    if family == "qwen3_moe":
+        pytest.skip("no adapter of trained tokens is committed for it")
+    write_own_tokens(tmp_path / "own", family)
+    engine.load_adapter("own", tmp_path / "own")
+    text, plain = "a<call>b", engine.tokenizer.encode("a<call>b")
+    ids = engine.tokenizer_of("own").encode(text)
+    assert (ids.count(259), len(plain)) == (1, len(ids) + 5)
+    call = Sampling(max_tokens=2, temperature=0.0, allowed_token_ids=[259], ignore_eos=True)
+    by_text, by_ids, other = engine.generate([text, ids, text], ["own", "own", None], call)
+    assert (by_text.prompt_token_ids, other.prompt_token_ids) == (tuple(ids), tuple(plain))
+    assert by_text.outputs[0] == by_ids.outputs[0]
+    assert (by_text.outputs[0].text, other.outputs[0].text) == ("<call><call>", "")
+    assert "".join(piece.text for piece in engine.stream(text, "own", call)) == "<call><call>"
+    message = [{"role": "user", "content": text}]
+    (chat,) = engine.chat(message, "own", call)
+    assert chat.prompt_token_ids.count(259) == 1
+    with client_of(create_app(engine)) as client:
+        for model, want in (("own", ids), (None, plain)):
+            got = client.post("/tokenize", json={"model": model, "prompt": text}).json()
+            assert got["tokens"] == want
+            asked = {"model": model, "tokens": ids}
+            back = client.post("/detokenize", json=asked).json()["prompt"]
+            assert ("<call>" in back) == (model == "own")
+        body = {"model": "own", "max_tokens": 2, "allowed_token_ids": [259], "ignore_eos": True}
+        got = client.post("/v1/completions", json=body | {"prompt": text, "logprobs": 1}).json()
+        assert got["choices"][0]["text"] == "<call><call>"
+        assert got["choices"][0]["logprobs"]["tokens"] == ["<call>", "<call>"]
+        got = client.post("/v1/chat/completions", json=body | {"messages": message}).json()
+        assert got["choices"][0]["message"]["content"] == "<call><call>"
+        assert got["usage"]["prompt_tokens"] == len(chat.prompt_token_ids)
+        got = client.post("/v1/responses", json={"model": "own", "input": text}).json()
+        assert got["usage"]["input_tokens"] == len(chat.prompt_token_ids)
+    engine.unload_adapter("own")
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_by_the_token(case, tmp_path):
+    family, engine, *_ = case
+    if family == "qwen3_moe":
+        pytest.skip("no adapter of trained tokens is committed for it")
+    for number, words in ((260, "the base has 260 rows of tokens"), (9, "which is")):
+        write_own_tokens(tmp_path / str(number), family, number)
+        with pytest.raises(AdapterRejected, match=f"'<call>' has the id {number}.*{words}"):
+            engine.load_adapter("own", tmp_path / str(number))

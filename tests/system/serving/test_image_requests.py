@@ -83,7 +83,7 @@ def ask(engine: Engine, images, prompt: str = PROMPT, adapter=None) -> tuple:
 
 def test_answers_are_those_of_transformers(engine: Engine, oracle, folder: Path):
     images = PICTURES[:2]
-    settings = read_settings(folder, engine._parts.loop._parts.runner._encoder._tower_config)
+    settings = read_settings(folder, engine._parts.loop._parts.runner.encoder._tower_config)
     made = [preprocess(image, settings) for image in images]
     ids, _ = engine.images.expand(
         engine.tokenizer.encode(PROMPT), [engine.images.prepare(image) for image in images]
@@ -355,3 +355,12 @@ def test_metrics_count_images(client: httpx.Client, engine: Engine):
     }
     assert float(found["vllm:mm_cache_queries_total"]) == stats.queries > stats.hits > 0
     assert float(found["vllm:mm_cache_hits_total"]) == stats.hits
+    engine._parts.loop._parts.runner.encoder.stopwatch.settle()
+    text = client.get("/metrics").text
+    tower = {
+        line.split()[0]: float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("lora_jax:tower")
+    }
+    assert tower["lora_jax:tower_images_total"] == stats.queries - stats.hits
+    assert tower["lora_jax:tower_seconds_total"] > 0

@@ -73,6 +73,8 @@ VALUES = {
     "scheduling_policy": "sjf",
     "lora_attention": "remote",
     "lora_server_transport": "nixl",
+    "distributed_executor_backend": "ray",
+    "functions_isolation": "none",
     "lora_kernel": "reference",
     "allowed_local_media_path": "/",
     "limit_mm_per_prompt": '{"image": 3}',
@@ -97,6 +99,9 @@ NEEDS = {
     "functions_keep_alive_s": ["--functions", "f"],
     "functions_memory_bytes": ["--functions", "f"],
     "functions_ttft_slo_s": ["--functions", "f"],
+    "functions_isolation": ["--functions", "f"],
+    "functions_max_tenants": ["--functions", "f", "--functions-isolation", "server"],
+    "functions_verify_s": ["--functions", "f"],
     "enable_expert_parallel": ["--tensor-parallel-size", "2"],
 }
 OF_A_KEY, OF_A_LORA_SERVER = ["--api-key", "k"], ["--instances", "2", "--lora-server", "2"]

@@ -8,7 +8,12 @@ using F32 = ffi::Buffer<ffi::F32>;
 
 namespace lora_jax {
 
-// Of one `site` of a table [sites, slots, 5] and [sites, slots]; y and out are one type, the rest too.
+template <class T, class Y>
+static cudaError_t launch_by_pools(bool int8, const LoraRowsArgs& args, cudaStream_t stream) {
+  return int8 ? launch_lora_rows<T, Y, int8_t>(args, stream) : launch_lora_rows<T, Y>(args, stream);
+}
+
+// Of one `site` of a table [sites, slots, 5] and [sites, slots]; y and out are one type, the rest too, or pools int8.
 static ffi::Error LoraRows(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer x, ffi::AnyBuffer a_pool,
                            ffi::AnyBuffer b_pool, S32 entries, F32 scaling, S32 row_to_slot, S32 row_to_expert,
                            ffi::Result<ffi::AnyBuffer> out, int64_t site, int64_t max_rank) {
@@ -30,12 +35,13 @@ static ffi::Error LoraRows(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer
   if (args.y != y.untyped_data())
     e = cudaMemcpyAsync(args.y, y.untyped_data(), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
   if (e != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(e));
+  const bool int8 = a_pool.element_type() == ffi::S8;
   if (x.element_type() == ffi::F32)
-    e = launch_lora_rows<float, float>(args, stream);
+    e = launch_by_pools<float, float>(int8, args, stream);
   else if (y.element_type() == ffi::F32)
-    e = launch_lora_rows<__nv_bfloat16, float>(args, stream);
+    e = launch_by_pools<__nv_bfloat16, float>(int8, args, stream);
   else
-    e = launch_lora_rows<__nv_bfloat16, __nv_bfloat16>(args, stream);
+    e = launch_by_pools<__nv_bfloat16, __nv_bfloat16>(int8, args, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
 

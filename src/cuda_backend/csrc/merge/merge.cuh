@@ -22,11 +22,15 @@ struct MergeArgs {
   int matrices, d_out, d_in, max_rank, b_rows;
 };
 
+// The matrices of a launch are one array, or MAPS arrays apart of one matrix each. Each array takes 256
+// bytes of the kernel's parameters, of which there are 32,764.
+template <int MAPS>
 struct MergePlan {
   MergeArgs args;
-  CUtensorMap out_map, w_map, b_map;
+  CUtensorMap out_maps[MAPS], w_maps[MAPS], b_map;
   int unit_rows;  // that a CTA works through before it takes up the next columns
 };
+constexpr int kMergeMaps = 48;
 
 constexpr int kMergeWarps = 8, kMergeThreads = kMergeWarps * 32, kMergeLeastRows = 64;
 
@@ -50,18 +54,21 @@ struct MergeShared {
 template <class S>
 struct MergeUnit {
   int matrix, block, begin, end;  // the first block of 64 columns; rows
-  __device__ explicit MergeUnit(const MergePlan& p) {
+  int map, inner;                 // the matrix's array, and its place there
+  template <int MAPS>
+  __device__ explicit MergeUnit(const MergePlan<MAPS>& p) {
     const int chunks = (p.args.d_in / 64 + kMergeWarps - 1) / kMergeWarps;
     const int parts = (p.args.d_out + p.unit_rows - 1) / p.unit_rows, unit = blockIdx.x;
     block = unit % chunks * kMergeWarps, matrix = unit / chunks / parts;
     begin = unit / chunks % parts * p.unit_rows, end = min(begin + p.unit_rows, p.args.d_out);
+    map = MAPS == 1 ? 0 : matrix, inner = MAPS == 1 ? matrix : 0;
   }
 };
 
 // By one warp: lane i brings the i-th box of the tile, the lane after them B's part.
-template <class S>
-__device__ __forceinline__ void merge_load(const MergePlan& p, MergeShared<S>& sm, const MergeUnit<S>& unit, int row,
-                                           int at) {
+template <class S, int MAPS>
+__device__ __forceinline__ void merge_load(const MergePlan<MAPS>& p, MergeShared<S>& sm, const MergeUnit<S>& unit,
+                                           int row, int at) {
   if (row >= unit.end) return;
   const int lane = threadIdx.x & 31;
   const uint32_t stage = smem_u32(sm.stages[at]);
@@ -69,18 +76,19 @@ __device__ __forceinline__ void merge_load(const MergePlan& p, MergeShared<S>& s
   if (lane == 0) mbar_expect(full, S::kStage);
   __syncwarp();
   if (lane < S::kBoxes)
-    tile_copy(stage + lane * S::kBoxBytes, &p.w_map, 0, row + lane * S::kBox, unit.block, unit.matrix, full);
+    tile_copy(stage + lane * S::kBoxBytes, &p.w_maps[unit.map], 0, row + lane * S::kBox, unit.block, unit.inner, full);
   if (lane == S::kBoxes)
     tile_copy(stage + S::kTile, &p.b_map, row / 64 * 64, __ldg(p.args.sites + unit.matrix * 3 + 1), 0, 0, full);
 }
 
 // By the same warp, which then fills the stage that the store before has left.
-template <class S>
-__device__ __forceinline__ void merge_store(const MergePlan& p, MergeShared<S>& sm, const MergeUnit<S>& unit, int row,
-                                            int at) {
+template <class S, int MAPS>
+__device__ __forceinline__ void merge_store(const MergePlan<MAPS>& p, MergeShared<S>& sm, const MergeUnit<S>& unit,
+                                            int row, int at) {
   const int lane = threadIdx.x & 31;
   if (lane < S::kBoxes)
-    tile_store(&p.out_map, row + lane * S::kBox, unit.block, unit.matrix, smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
+    tile_store(&p.out_maps[unit.map], row + lane * S::kBox, unit.block, unit.inner,
+               smem_u32(sm.stages[at]) + lane * S::kBoxBytes);
   stores_commit();
   stores_wait<1>();
   __syncwarp();
@@ -149,8 +157,8 @@ __device__ __forceinline__ void merge_rows(const MergeFactor<K>& f, float scalin
     }
 }
 
-template <class S>
-__global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergePlan p) {
+template <class S, int MAPS>
+__global__ void __launch_bounds__(kMergeThreads, 1) merge_kernel(const __grid_constant__ MergePlan<MAPS> p) {
   extern __shared__ __align__(1024) unsigned char merge_raw[];
   auto& sm = *reinterpret_cast<MergeShared<S>*>(merge_raw);
   const int warp = threadIdx.x >> 5;
@@ -201,20 +209,24 @@ int merge_unit_rows(const MergeArgs& args, int sms) {
   return rows;
 }
 
-// A CTA a unit: a persistent grid, which fills the ring across units, is 1 to 2% slower.
-template <class S>
-cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_t stream) {
-  MergePlan p{args, {}, {}, {}, unit_rows};
-  const int ctas = merge_units<S>(args, unit_rows);
+// A CTA a unit: a persistent grid, which fills the ring across units, is 1 to 2% slower. `w` and `out`
+// are the MAPS arrays, or the first ones of them.
+template <class S, int MAPS>
+cudaError_t launch_merge_shape(const MergeArgs& args, const void* const* w, void* const* out, int unit_rows,
+                               cudaStream_t stream) {
+  MergePlan<MAPS> p{args, {}, {}, {}, unit_rows};
+  const int ctas = merge_units<S>(args, unit_rows), arrays = MAPS == 1 ? 1 : args.matrices;
   const cuuint64_t row = static_cast<cuuint64_t>(args.d_in) * 2, rows = static_cast<cuuint64_t>(args.d_out);
-  const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(args.matrices)};
+  const cuuint64_t w_dims[] = {64, rows, row / 128, static_cast<cuuint64_t>(MAPS == 1 ? args.matrices : 1)};
   const cuuint64_t w_strides[] = {row, 128, row * rows};
   const cuuint32_t w_box[] = {64, S::kBox, kMergeWarps, 1}, b_box[] = {64, S::kK * 16, 1, 1};
   const cuuint64_t b_dims[] = {rows, static_cast<cuuint64_t>(args.b_rows), 1, 1}, b_strides[] = {rows * 2, 16, 16};
-  cudaError_t e = swizzled_map<4>(&p.w_map, args.w, w_dims, w_strides, w_box);
-  if (e == cudaSuccess) e = swizzled_map<4>(&p.out_map, args.out, w_dims, w_strides, w_box);
-  if (e == cudaSuccess) e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
-  const auto kernel = merge_kernel<S>;
+  cudaError_t e = swizzled_map<4>(&p.b_map, args.b_pool, b_dims, b_strides, b_box);
+  for (int i = 0; i < arrays && e == cudaSuccess; ++i) {
+    e = swizzled_map<4>(&p.w_maps[i], w[i], w_dims, w_strides, w_box);
+    if (e == cudaSuccess) e = swizzled_map<4>(&p.out_maps[i], out[i], w_dims, w_strides, w_box);
+  }
+  const auto kernel = merge_kernel<S, MAPS>;
   constexpr int bytes = sizeof(MergeShared<S>);
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
@@ -222,19 +234,41 @@ cudaError_t launch_merge_shape(const MergeArgs& args, int unit_rows, cudaStream_
   return cudaGetLastError();
 }
 
-template <class S>
-cudaError_t launch_merge_on(const MergeArgs& args, cudaStream_t stream) {
+template <class S, int MAPS>
+cudaError_t launch_merge_on(const MergeArgs& args, const void* const* w, void* const* out, cudaStream_t stream) {
   int device = 0, sms = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  return e == cudaSuccess ? launch_merge_shape<S>(args, merge_unit_rows<S>(args, sms), stream) : e;
+  if (e != cudaSuccess) return e;
+  return launch_merge_shape<S, MAPS>(args, w, out, merge_unit_rows<S>(args, sms), stream);
 }
 
+template <int MAPS>
+cudaError_t launch_merge_maps(const MergeArgs& args, const void* const* w, void* const* out, cudaStream_t stream) {
+  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 64, 64, 3>, MAPS>(args, w, out, stream);
+  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 64, 64, 3>, MAPS>(args, w, out, stream);
+  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 64, 64, 3>, MAPS>(args, w, out, stream);
+  return launch_merge_on<MergeShape<8, 32, 8, 4>, MAPS>(args, w, out, stream);
+}
+
+// Of one array of matrices.
 inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
-  if (args.max_rank <= 16) return launch_merge_on<MergeShape<1, 64, 64, 3>>(args, stream);
-  if (args.max_rank <= 32) return launch_merge_on<MergeShape<2, 64, 64, 3>>(args, stream);
-  if (args.max_rank <= 64) return launch_merge_on<MergeShape<4, 64, 64, 3>>(args, stream);
-  return launch_merge_on<MergeShape<8, 32, 8, 4>>(args, stream);
+  const void* w = args.w;
+  void* out = args.out;
+  return launch_merge_maps<1>(args, &w, &out, stream);
+}
+
+// Of args.matrices arrays of one matrix each, into arrays apart; args.w and args.out are not read.
+inline cudaError_t launch_merge_apart(const MergeArgs& args, const void* const* w, void* const* out,
+                                      cudaStream_t stream) {
+  for (int first = 0; first < args.matrices; first += kMergeMaps) {
+    MergeArgs some = args;
+    some.matrices = min(kMergeMaps, args.matrices - first), some.sites += first * 3, some.scaling += first;
+    some.out = nullptr, some.w = args.a_pool;  // not in place
+    const cudaError_t e = launch_merge_maps<kMergeMaps>(some, w + first, out + first, stream);
+    if (e != cudaSuccess) return e;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace lora_jax

@@ -7,6 +7,7 @@ namespace ffi = xla::ffi;
 using S32 = ffi::Buffer<ffi::S32>;
 using F32 = ffi::Buffer<ffi::F32>;
 using BF16 = ffi::Buffer<ffi::BF16>;
+using U8 = ffi::Buffer<ffi::U8>;
 
 namespace lora_jax {
 
@@ -32,8 +33,8 @@ static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S3
 }
 
 // What both kinds of attention are told, of buffers of bfloat16 or of any type.
-template <class Pages, class Out>
-static AttentionArgs common_args(const Pages& q, const Pages& k_pages, S32 block_tables, S32 num_tokens, F32 sinks,
+template <class Q, class Pages, class Out>
+static AttentionArgs common_args(const Q& q, const Pages& k_pages, S32 block_tables, S32 num_tokens, F32 sinks,
                                  S32 units, S32 part_tokens, S32 num_units, Out& out, ffi::Result<F32>& part_o,
                                  ffi::Result<F32>& part_ml, float scale, int64_t chunk, int64_t window) {
   const auto qd = q.dimensions(), kd = k_pages.dimensions(), parts = part_ml->dimensions();
@@ -70,6 +71,19 @@ static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pa
   return status(e == cudaSuccess ? launch_attention(args, latent, stream) : e);
 }
 
+// The same of pages in 8 bits.
+static ffi::Error CodedAttention(cudaStream_t stream, BF16 q, U8 k_pages, U8 v_pages, S32 block_tables, S32 num_tokens,
+                                 F32 sinks, S32 units, S32 part_tokens, S32 num_units, ffi::Result<BF16> out,
+                                 ffi::Result<F32> part_o, ffi::Result<F32> part_ml, float scale, int64_t chunk,
+                                 int64_t window, int64_t cta_heads, int64_t token_groups) {
+  const bool latent = v_pages.element_count() == 0;
+  AttentionArgs args = common_args(q, k_pages, block_tables, num_tokens, sinks, units, part_tokens, num_units, out,
+                                   part_o, part_ml, scale, chunk, window);
+  args.cta_heads = static_cast<int>(cta_heads), args.token_groups = static_cast<int>(token_groups);
+  args.k_rows = k_pages.typed_data(), args.v_rows = latent ? nullptr : v_pages.typed_data();
+  return status(launch_attention(args, latent, stream));
+}
+
 // The same of float32 or bfloat16, by the plain kernel; `rows` of a unit.
 static ffi::Error PlainAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
                                  S32 block_tables, S32 num_tokens, F32 sinks, S32 units, S32 part_tokens,
@@ -103,6 +117,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_paged_attention, lora_jax::Attention
                               LORA_JAX_ON_STREAM.Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<BF16>()
+                                  .Arg<S32>()
+                                  .Arg<S32>()
+                                  .Arg<F32>()
+                                  .Arg<S32>()
+                                  .Arg<S32>()
+                                  .Arg<S32>()
+                                  .Ret<BF16>()
+                                  .Ret<F32>()
+                                  .Ret<F32>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("chunk")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("cta_heads")
+                                  .Attr<int64_t>("token_groups"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_coded_attention, lora_jax::CodedAttention,
+                              LORA_JAX_ON_STREAM.Arg<BF16>()
+                                  .Arg<U8>()
+                                  .Arg<U8>()
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .Arg<F32>()

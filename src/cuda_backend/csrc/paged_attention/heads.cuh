@@ -10,6 +10,7 @@ namespace lora_jax {
 template <int KT, int NT, bool WHOLE>
 struct HeadConsumer {
   static constexpr int kStep = 2;  // boxes of a slot
+  static constexpr int kSlotBoxes = 2, kWords = KT * 4, kCoders = 8, kCodedRegisters = KT == 8 ? 200 : 152;  // see coded.cuh
   static constexpr int kScratch = WHOLE ? kMostConsumers * 32 * NT * 16 : 0;  // bytes
   const AttentionArgs& p;
   SlotRing ring;

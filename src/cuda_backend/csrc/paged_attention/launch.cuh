@@ -1,5 +1,6 @@
 // Host side of paged attention: tensor maps, the ring's size, launches.
 #pragma once
+#include "paged_attention/coded.cuh"
 #include "paged_attention/heads.cuh"
 #include "paged_attention/latents.cuh"
 #include "device/swizzled_map.cuh"
@@ -25,11 +26,15 @@ inline cudaError_t launch_attention_units(const AttentionUnitsArgs& args, cudaSt
   return cudaGetLastError();
 }
 
-// `slot_boxes`: of 16 positions; `scratch`: bytes of shared memory that consumers need besides the ring.
+// `scratch`: bytes of shared memory that consumers need besides the ring.
 template <class Consumer>
-cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes, int scratch, cudaStream_t stream) {
-  const auto kernel = attention_kernel<Consumer>;
-  const int slot = slot_boxes * (args.k_bytes + args.v_bytes);
+cudaError_t launch_consumers(AttentionArgs& args, int consumers, int scratch, cudaStream_t stream) {
+  constexpr int slot_boxes = Consumer::kSlotBoxes;
+  const bool coded = args.k_rows != nullptr;
+  auto kernel = attention_kernel<Consumer>;
+  if constexpr (Consumer::kCoders > 0) kernel = coded ? coded_attention_kernel<Consumer> : kernel;
+  else if (coded) return cudaErrorInvalidValue;
+  const int slot = slot_boxes * (args.k_bytes + args.v_bytes), threads = coded ? coded_threads(Consumer::kCoders) : kAttentionThreads;
   const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
   args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
   // What is worked on, and a slot on its way.
@@ -40,7 +45,7 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int slot_boxes,
   if (e == cudaSuccess) e = cudaGetDevice(&device);
   if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
   if (e != cudaSuccess) return e;
-  kernel<<<sms, kAttentionThreads, shared, stream>>>(args, consumers);
+  kernel<<<sms, threads, shared, stream>>>(args, consumers);
   return cudaGetLastError();
 }
 
@@ -48,7 +53,7 @@ template <int KT, int NT, bool WHOLE>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
   using Consumer = HeadConsumer<KT, NT, WHOLE>;
   const int consumers = args.cta_heads * args.token_groups;
-  return launch_consumers<Consumer>(args, consumers, Consumer::kStep, Consumer::kScratch, stream);
+  return launch_consumers<Consumer>(args, consumers, Consumer::kScratch, stream);
 }
 template <int KT, int NT>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
@@ -57,7 +62,7 @@ cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
 }
 template <int M>
 cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
-  return launch_consumers<LatentConsumer<M>>(args, kMostConsumers, 1, sizeof(LatentShared<M>), stream);
+  return launch_consumers<LatentConsumer<M>>(args, kMostConsumers, sizeof(LatentShared<M>), stream);
 }
 
 // `T`: of the results.

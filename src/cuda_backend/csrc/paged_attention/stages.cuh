@@ -11,6 +11,7 @@ namespace lora_jax {
 
 struct AttentionArgs {
   CUtensorMap k_map, v_map;  // boxes of 16 positions x cta_heads, see page_map
+  const uint8_t *k_rows, *v_rows;  // instead of them: pages in 8 bits, see paged_attention/coded.cuh
   const __nv_bfloat16* q;    // [tokens, q_heads, k_dim]
   const int* block_tables;   // [seqs, max_pages]
   const int* num_tokens;     // [1]

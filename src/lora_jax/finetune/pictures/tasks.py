@@ -55,6 +55,17 @@ def parts(sources: Sources) -> dict[bool, Sources]:
     return out
 
 
+def halves(sources: Sources) -> tuple[Sources, Sources]:
+    """Return every other picture of each source, and the ones between them."""
+
+    def half(start: int) -> Sources:
+        every = ((name, source, np.arange(start, len(source.names), 2)) for name, source in items)
+        return {name: source.take(rows) for name, source, rows in every}
+
+    items = tuple(sources.items())
+    return half(0), half(1)
+
+
 def draw(task: str, sources: Sources, count: int, seed: int) -> list[Example]:
     """Return examples of a task; `sources` are those of one part."""
     stream = zlib.crc32(task.encode())

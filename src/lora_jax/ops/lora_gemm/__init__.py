@@ -52,12 +52,11 @@ def _pallas(name: str) -> Callable:
     return _site_by_site(lazy_kernel(f"{__name__}.{name}", "lora_gemm"))
 
 
-_PLAIN = (_rows_of_the_same_dtype,)
-_NARROW = (*_PLAIN, _sums_of_the_rows_dtype)
+_NARROW = (_rows_of_the_same_dtype, _sums_of_the_rows_dtype)
 LORA_GEMM = Op(
     "lora_gemm",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm"), accepts=_PLAIN),
+        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm")),
         Implementation("pallas_gpu", GPU, _pallas("pallas_gpu"), accepts=_NARROW),
         Implementation("pallas_tpu", TPU, _pallas("pallas_tpu"), accepts=_NARROW),
         Implementation("ffi", CPU, _site_by_site(cpu.lora_gemm), wide_sums=True),

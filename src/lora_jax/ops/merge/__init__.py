@@ -1,5 +1,6 @@
 """Adds adapters to weights, or takes them out again: all matrices of a module in one call."""
 
+import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import checks
@@ -7,7 +8,9 @@ from lora_jax.ops.dispatch import ANY, GPU, TPU, Implementation, Op, backend_ker
 from lora_jax.ops.merge import reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["merge", "mixture_slots"]
+__all__ = ["merge", "merge_apart", "mixture_slots"]
+
+Maps = tuple[Float[Array, "d_out d_in"], ...]
 
 MERGE = Op(
     "merge",
@@ -45,6 +48,79 @@ def merge(
     Raises:
         ValueError: shapes or dtypes do not fit each other.
     """
+    _check(w, a_pool, b_pool, sites, scaling, max_rank)
+    args = (w, a_pool, b_pool, sites, scaling, max_rank)
+    return MERGE.call(implementation, *args, in_place=in_place)
+
+
+def _one_by_one(
+    maps: Maps,
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    sites: Int[Array, "matrices 3"],
+    scaling: Float[Array, "matrices"],
+    max_rank: int,
+) -> Maps:
+    """Return `merge` of each map, in a call of its own."""
+    return tuple(
+        merge(
+            w[None],
+            a_pool,
+            b_pool,
+            sites[n : n + 1],
+            scaling[n : n + 1],
+            max_rank=max_rank,
+            in_place=False,
+        )[0]
+        for n, w in enumerate(maps)
+    )
+
+
+MERGE_APART = Op(
+    "merge_apart",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "merge_apart")),
+        Implementation("xla", ANY, _one_by_one, stands_in=True),
+    ),
+)
+
+
+def merge_apart(
+    maps: Maps,
+    a_pool: Float[Array, "a_rows d_in"],
+    b_pool: Float[Array, "b_rows d_out"],
+    sites: Int[Array, "matrices 3"],
+    scaling: Float[Array, "matrices"],
+    *,
+    max_rank: int,
+    implementation: str | None = None,
+) -> Maps:
+    """Return maps[m] + scaling[m] * B^T A: what `merge` does, of matrices in arrays of their own.
+
+    All have one shape; they are kept, and the results are new arrays. A kernel takes many of them
+    in one launch, where calls of `merge` take one each.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    if len({(w.shape, w.dtype) for w in maps}) != 1 or maps[0].ndim != 2:
+        found = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
+        raise ValueError(f"merge_apart: maps must be matrices of one shape and dtype, not {found}")
+    stacked = jax.ShapeDtypeStruct((len(maps), *maps[0].shape), maps[0].dtype)
+    _check(stacked, a_pool, b_pool, sites, scaling, max_rank)
+    args = (maps, a_pool, b_pool, sites, scaling, max_rank)
+    return MERGE_APART.call(implementation, *args)
+
+
+def _check(
+    w: Array | jax.ShapeDtypeStruct,
+    a_pool: Array,
+    b_pool: Array,
+    sites: Array,
+    scaling: Array,
+    max_rank: int,
+) -> None:
+    """Raise ValueError where shapes or dtypes do not fit each other."""
     if w.ndim != 3 or a_pool.ndim != 2 or b_pool.ndim != 2:
         pools = f"a_pool {a_pool.shape} and b_pool {b_pool.shape} rank 2"
         raise ValueError(f"merge: w {w.shape} must be rank 3, {pools}")
@@ -61,8 +137,6 @@ def merge(
     )
     checks.check_dtype("merge", jnp.int32, sites=sites)
     checks.check_dtype("merge", jnp.float32, scaling=scaling)
-    args = (w, a_pool, b_pool, sites, scaling, max_rank)
-    return MERGE.call(implementation, *args, in_place=in_place)
 
 
 def mixture_slots(

@@ -32,7 +32,7 @@ _PLAIN = (_plain_pages,)
 PAGED_ATTENTION = Op(
     "paged_attention",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "paged_attention"), accepts=_PLAIN),
+        Implementation("cuda", GPU, backend_kernel("cuda", "paged_attention")),
         Implementation("pallas_gpu", GPU, _GPU, accepts=_PLAIN),
         Implementation("pallas_tpu", TPU, _TPU, accepts=_PLAIN),
         Implementation("ffi", CPU, cpu.paged_attention),

@@ -11,7 +11,7 @@ struct Sizes {
   int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens, part_rows;
 };
 
-// `dtype`: 0 the tensor cores' kernels, 1 the plain one of bfloat16, 2 of float32; `token_groups` are its rows.
+// `dtype`: 0 the tensor cores' kernels, 3 those of pages in 8 bits, 1 the plain one of bfloat16, 2 of float32; `token_groups` are its rows.
 int attention(const void* q, const void* k, const void* v, const int* tables, const int* token_to_seq,
               const int* positions, const float* sinks, void* out, const Sizes* s, float scale, int dtype) {
   std::vector<AttentionUnit> units(s->tokens + s->part_rows * s->max_chunks);
@@ -37,6 +37,10 @@ int attention(const void* q, const void* k, const void* v, const int* tables, co
   a.k_pages = k, a.v_pages = v;
   if (dtype == 1) return launch_plain_attention<Bf16>(a, s->token_groups, nullptr);
   if (dtype == 2) return launch_plain_attention<float>(a, s->token_groups, nullptr);
+  if (dtype == 3) {
+    p.k_rows = static_cast<const uint8_t*>(k), p.v_rows = static_cast<const uint8_t*>(v);
+    return launch_attention(p, v == nullptr, nullptr);
+  }
   cudaError_t e = page_map(&p.k_map, k, s->pages, s->page_size, s->kv_heads, s->k_dim, s->cta_heads);
   if (e == cudaSuccess && v) e = page_map(&p.v_map, v, s->pages, s->page_size, s->kv_heads, s->v_dim, s->cta_heads);
   return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;

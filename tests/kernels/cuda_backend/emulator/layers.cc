@@ -3,6 +3,7 @@
 #include "keep_likely/keep_likely.cuh"
 #include "grouped_matmul/grouped_f32.cuh"
 #include "lora_gemm/rows.cuh"
+#include "layer_norm/layer_norm.cuh"
 #include "merge/merge.cuh"
 #include "place_heads/place_heads.cuh"
 #include "reroute/reroute.cuh"
@@ -18,6 +19,19 @@ int merge(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, cons
   return launch_merge(args, nullptr);
 }
 
+// Of matrices that stand apart, here in two arrays of pointers.
+int merge_apart(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling,
+                int matrices, int d_out, int d_in, int max_rank, int b_rows) {
+  std::vector<const void*> from(matrices);
+  std::vector<void*> to(matrices);
+  for (int i = 0; i < matrices; ++i) {
+    const int64_t place = static_cast<int64_t>(matrices - 1 - i) * d_out * d_in;  // results stand the other way round
+    from[i] = w + static_cast<int64_t>(i) * d_out * d_in, to[i] = out + place;
+  }
+  const MergeArgs args{nullptr, nullptr, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows};
+  return launch_merge_apart(args, from.data(), to.data(), nullptr);
+}
+
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
                 int d_in, float* y) {
   return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
@@ -25,6 +39,10 @@ int grouped_f32(const float* x, const float* w, const int* sizes, const float* b
 
 int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
   return launch_rms_norm(RmsNormArgs{x, addend, weight, sum, y, rows, size, eps}, nullptr);
+}
+
+int layer_norm(const Bf16* x, const Bf16* weight, const Bf16* bias, int rows, int size, float eps, Bf16* y) {
+  return launch_layer_norm(LayerNormArgs{x, weight, bias, y, rows, size, eps}, nullptr);
 }
 
 int choose_experts(const float* logits, const int* sizes, float scale, float* weights, int* ids) {

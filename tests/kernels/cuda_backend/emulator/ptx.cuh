@@ -14,6 +14,9 @@ inline void mbar_arrive(uint64_t* bar) {
   if (--b.pending < 0) emu::fail("more arrivals at a barrier than it expects");
   emu::settle(b);
 }
+inline void mbar_arrive_if(uint64_t* bar, bool wanted) {
+  if (wanted) mbar_arrive(bar);
+}
 inline void mbar_expect(uint64_t* bar, uint32_t bytes) {
   emu::barrier(bar).bytes += bytes;
   mbar_arrive(bar);
@@ -53,6 +56,7 @@ inline void copy_16(uint32_t dst, const void* src, int bytes) {
   });
 }
 inline void copy_4(uint32_t dst, const void* src) {
+  if (dst % 4 || reinterpret_cast<uintptr_t>(src) % 4) emu::fail("a copy off its boundary of 4");
   unsigned char* to = emu::at_shared(dst);
   emu::machine.current->groups.back().push_back([=] { std::memcpy(to, src, 4); });
 }
@@ -68,13 +72,22 @@ inline void copies_arrive(uint64_t* bar) {
   mbar_arrive(bar);
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
+inline void named_barrier_wait(int barrier, int threads) { emu::meet(emu::machine.current->block->named[barrier], threads); }
+inline void named_barrier_arrive(int barrier, int threads) {
+  emu::Rendezvous& r = emu::machine.current->block->named[barrier];
+  if (++r.arrived == threads) r.arrived = 0, ++r.generation, ++emu::machine.progress;
+}
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
-template <class T> inline T load_now(const T* p) { return *p; }
+template <class T> inline T load_now(const T* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) emu::fail("a load off its boundary");
+  return *p;
+}
+inline uint2 load_own(const uint2* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -118,6 +131,17 @@ inline uint4 lds128(uint32_t address) {
   return v;
 }
 inline uint4 lds128_in_order(uint32_t addr) { return lds128(addr); }
+inline uint32_t lds32(uint32_t address) {
+  if (address % 4) emu::fail("a load of 4 bytes off its boundary");
+  uint32_t v;
+  std::memcpy(&v, emu::at_shared(address), 4);
+  return v;
+}
+inline void sts64(uint32_t address, uint32_t x, uint32_t y) {
+  if (address % 8) emu::fail("a store of 8 bytes off its boundary");
+  const uint32_t both[] = {x, y};
+  std::memcpy(emu::at_shared(address), both, 8);
+}
 inline void sts128(uint32_t address, uint4 v) {
   if (address % 16) emu::fail("a store of 16 bytes off its boundary");
   std::memcpy(emu::at_shared(address), &v, 16);
@@ -170,6 +194,12 @@ inline float exp2_approx(float x) { return std::exp2f(x); }
 inline uint32_t bf16x2(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
+}
+inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
+  return bf16x2(emulated_half(a, 0) - emulated_half(b, 0), emulated_half(a, 1) - emulated_half(b, 1));
+}
+inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  return bf16x2(emulated_half(a, 0) * emulated_half(b, 0), emulated_half(a, 1) * emulated_half(b, 1));
 }
 inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
   return bf16x2(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);

@@ -25,6 +25,14 @@ def test_no_held_out_picture_is_in_training(picture_parts):
     assert not seen & held
 
 
+def test_halves_share_no_picture(picture_parts):
+    for name, source in picture_parts[True].items():
+        one, other = (half[name] for half in tasks.halves(picture_parts[True]))
+        assert len(one.names) + len(other.names) == len(source.names)
+        np.testing.assert_array_equal(one.images, source.images[::2])
+        np.testing.assert_array_equal(other.names, source.names[1::2])
+
+
 def test_counts_and_kinds_are_those_of_the_boxes(picture_parts):
     for example in tasks.draw("boxes", picture_parts[False], 10, 1):
         assert example.answer == ", ".join(label for label, _ in example.boxes)

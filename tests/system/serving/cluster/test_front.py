@@ -196,7 +196,7 @@ def test_what_is_impossible_is_refused_before_anything_starts(files, monkeypatch
 
 
 def test_a_role_that_cannot_start_is_a_start_error(files, monkeypatch):
-    def no_cluster(options, spec):
+    def no_cluster(options, spec, hosts):
         assert spec.placement == "ep2-pp1"
         raise ConnectionError("Instance 1 did not start")
 

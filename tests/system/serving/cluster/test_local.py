@@ -31,8 +31,9 @@ class Role:
     pid = os.getpid()
     fail_from = 99  # the number of the start that fails
 
-    def __init__(self, options, number, path, place, serve_leases):
+    def __init__(self, options, number, path, place, serve_leases, hosts):
         self.number, self.place, self.is_ready, self.stopped = number, place, False, False
+        self.path, self.hosts = path, hosts
         self.engine = options.engine
         self.sentinel, self._end = os.pipe()
         self.order = len(Role.made)
@@ -61,8 +62,8 @@ class Role:
 
 
 class Group:
-    def __init__(self, spec, first_gpu):
-        self.spec, self.paths, self.closed = spec, ["rank"], False
+    def __init__(self, spec, first_gpu, hosts, moved):
+        self.spec, self.places, self.closed = spec, ("rank",), False
         self.first_gpu = first_gpu
         self.coordinator = None
 
@@ -100,7 +101,7 @@ def test_a_dead_instance_is_started_anew(options):
     cluster = LocalCluster(options, server_spec(options.engine, options.cluster))
     first = cluster.processes
     assert sorted(cluster.router.instance_of) == ["a0", "a1"]
-    assert first[0].place.paths == ("rank",)
+    assert first[0].place.ranks == ("rank",)
     assert cluster.roles() == {"instances": [True, True], "ranks": [True]}
     first[1].die()
     until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))

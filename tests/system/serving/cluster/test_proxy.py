@@ -10,12 +10,14 @@ import time
 
 import httpx
 import pytest
-from support.processes.http_server import listening, serve_app
+from support.processes.http_server import client_of, listening, serve_app
 
 from serving.cluster.abstract_front import BodyLimits
+from serving.cluster.addresses import FarAddress
 from serving.cluster.proxy import Proxy
 from serving.cluster.router import Router
 from serving.http.access.auth import Authenticate
+from serving.http.access.front_only import FrontOnly
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings, KeyLimits
 
@@ -98,6 +100,23 @@ def test_an_adapter_is_answered_by_its_own_instance(client, router, instances):
     method, path, query, body = instances[0].asked[0]
     assert (method, path, query) == ("POST", "/v1/completions", b"x=1")
     assert json.loads(body)["max_tokens"] == 3
+
+
+def test_an_instance_of_another_host_answers_its_front_alone(instances):
+    """Over TCP, at an address that the front is told after an instance was started anew."""
+    with serve_app(FrontOnly(instances[0], "s3")) as inner:
+        port = int(inner.rpartition(":")[2])
+        paths = [FarAddress("127.0.0.1", 1, "s3")]
+        with client_of(Proxy(paths, Router(1), ["base"])) as client:
+            assert client.post("/v1/completions", json={"model": "base"}).status_code == 503
+            paths[0] = FarAddress("127.0.0.1", port, "s3")
+            stolen = {"proxy-authorization": "Bearer other"}
+            answer = client.post("/v1/completions", json={"model": "base"}, headers=stolen)
+            assert (answer.status_code, answer.json()["instance"]) == (200, 0)
+            paths[0] = FarAddress("127.0.0.1", port, "s4")
+            assert client.get("/v1/models").status_code == 407
+        assert httpx.get(f"{inner}/v1/models").status_code == 407
+    assert len(instances[0].asked) == 1
 
 
 def test_nothing_is_under_way_when_all_is_answered(client, router):

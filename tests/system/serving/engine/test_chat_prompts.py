@@ -21,6 +21,11 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return Tokenizer(folder)
 
 
+@pytest.fixture(scope="module")
+def own(tokenizer: Tokenizer):
+    return lambda adapter: tokenizer
+
+
 def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
@@ -33,16 +38,16 @@ def image(what: Any) -> dict[str, Any]:
     return {"type": "image", "image": what}
 
 
-def test_parts_become_a_prompt_with_its_images_in_order(tokenizer: Tokenizer):
-    (prompt,) = chat_prompts(tokenizer, FRONT, [user(image(1), text("a"), image(2))])
+def test_parts_become_a_prompt_with_its_images_in_order(tokenizer: Tokenizer, own):
+    (prompt,) = chat_prompts(own, FRONT, [user(image(1), text("a"), image(2))])
     assert prompt["multi_modal_data"] == {"image": [1, 2]}
     want = tokenizer.encode(f"user: {HOLDER}a{HOLDER}", add_special_tokens=False)
     assert prompt["prompt_token_ids"] == want
 
 
-def test_several_conversations_and_plain_texts(tokenizer: Tokenizer):
+def test_several_conversations_and_plain_texts(tokenizer: Tokenizer, own):
     one = [{"role": "user", "content": "hi"}]
-    prompts = chat_prompts(tokenizer, None, [one, [*one, user(text("again"))]])
+    prompts = chat_prompts(own, None, [one, [*one, user(text("again"))]])
     assert [tokenizer.decode(p["prompt_token_ids"]) for p in prompts] == [
         "user: hi",
         "user: hiuser: again",
@@ -61,13 +66,13 @@ def test_several_conversations_and_plain_texts(tokenizer: Tokenizer):
         (user({"type": "image"}), FRONT, "got type 'image'"),
     ],
 )
-def test_what_is_refused(tokenizer: Tokenizer, message, front, words: str):
+def test_what_is_refused(own, message, front, words: str):
     with pytest.raises(ValueError, match=words):
-        chat_prompts(tokenizer, front, [message])
+        chat_prompts(own, front, [message])
 
 
-def test_nothing_and_other_things_are_no_conversation(tokenizer: Tokenizer):
+def test_nothing_and_other_things_are_no_conversation(own):
     with pytest.raises(ValueError, match="must not be empty"):
-        chat_prompts(tokenizer, FRONT, [])
+        chat_prompts(own, FRONT, [])
     with pytest.raises(TypeError, match=r"messages.0 must be a dict, got str"):
-        chat_prompts(tokenizer, FRONT, ["hello"])
+        chat_prompts(own, FRONT, ["hello"])

@@ -26,6 +26,9 @@ from support.cases.engine_cases import (
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
 from serving import FinishReason, QueueFull, RequestFailed, Sampling
 
+# The promise of the whole: bits do not depend on the batch, so the compiler's code counts.
+pytestmark = pytest.mark.as_shipped
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

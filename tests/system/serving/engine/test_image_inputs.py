@@ -53,7 +53,7 @@ def test_prompts_of_every_kind_have_their_images():
         GivenPrompt("words", None),
         GivenPrompt(None, (9, 3), (png(picture(8, 8)),)),
     ]
-    ids, placed = read_prompts(TOKENIZER, FRONT, prompts)
+    ids, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
     assert ids == [[1, 9, 9, 9, 9, 1], [1] * 5, [9, 3]]
     assert [[start for _, start in images] for images in placed] == [[1], [], [0]]
     (image,) = with_placed(request(ids[0]), FRONT, placed[0], None).images
@@ -63,8 +63,8 @@ def test_prompts_of_every_kind_have_their_images():
 def test_a_model_of_text_takes_no_images():
     prompts = [GivenPrompt("a*", None, (picture(8, 8),))]
     with pytest.raises(ValueError, match="takes text only"):
-        read_prompts(TOKENIZER, None, prompts)
-    _, placed = read_prompts(TOKENIZER, FRONT, prompts)
+        read_prompts([TOKENIZER] * len(prompts), None, prompts)
+    _, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
     with pytest.raises(ValueError, match="takes text only"):
         with_placed(request([1, 9]), None, placed[0], None)
     plain = request([1, 9])
@@ -74,4 +74,4 @@ def test_a_model_of_text_takes_no_images():
 def test_too_many_are_refused_before_any_is_decoded():
     prompts = [GivenPrompt("***", None, ("no file",) * 3)]
     with pytest.raises(ValueError, match="At most 2 image"):
-        read_prompts(TOKENIZER, FRONT, prompts)
+        read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)

@@ -1,12 +1,17 @@
 """A group that cannot start leaves nothing; one that runs is in test_processes.py."""
 
 import os
+import time
+import types
 
 import pytest
 from support.cases import lora_server_cases as cases
 
 from serving.lora_server import group
 from serving.lora_server.group import ServerGroup
+from serving.lora_server.transport.selection import RankPlace
+from serving.runtime.child_process import Pulse
+from serving.runtime.role_host import OneHost
 
 
 class Process:
@@ -14,16 +19,50 @@ class Process:
 
     made = ()
 
-    def __init__(self, spec, rank, path, gpu):
-        self.rank, self.path, self.control, self.stopped = rank, path, None, False
-        self.gpu = gpu
+    def __init__(self, spec, rank, place, gpu, host):
+        self.rank, self.path, self.control, self.stopped = rank, place.address, None, False
+        self.gpu, self.place, self.host = gpu, place, host
+        self.sentinel, self._end = os.pipe()
+        self.is_ready, self.pid = False, os.getpid()
         Process.made = (*Process.made, self)
 
     def wait_ready(self):
         raise ConnectionError(f"rank {self.rank} has gone")
 
+    def open(self):
+        host, port = self.place.address
+        self.place = RankPlace((host, port or 7000 + len(Process.made)), self.place.secret)
+
+    def pulse(self, limit_s):
+        return Pulse.UP
+
+    def kill(self):
+        end, self._end = self._end, None
+        if end is not None:
+            os.close(end)
+
     def stop(self, end_s=None):
+        self.kill()
+        if not self.stopped:
+            os.close(self.sentinel)
         self.stopped = True
+
+
+class Running(Process):
+    """A rank that comes up at once."""
+
+    def wait_ready(self):
+        self.is_ready = True
+
+
+class Hosts(OneHost):
+    """One other host for every rank, whose address changes."""
+
+    def __init__(self):
+        self.host = types.SimpleNamespace(address="10.0.0.1")
+
+    def server_rank(self, rank):
+        return self.host
 
 
 def test_a_group_whose_ranks_cannot_start_leaves_nothing(monkeypatch):
@@ -36,3 +75,28 @@ def test_a_group_whose_ranks_cannot_start_leaves_nothing(monkeypatch):
     assert [process.gpu for process in Process.made] == [3, 4]
     assert len({process.path for process in Process.made}) == 2
     assert not os.path.exists(os.path.dirname(Process.made[0].path))
+
+
+def test_a_rank_on_another_host_keeps_its_address_or_instances_are_told(monkeypatch):
+    monkeypatch.setattr(group, "RankProcess", Running)
+    monkeypatch.setattr(Process, "made", ())
+    hosts, moved = Hosts(), []
+    made = ServerGroup(cases.make_spec("nowhere", "ep1-pp1"), 0, hosts, lambda: moved.append(1))
+    made.coordinator.restore = lambda rank, control: None
+    (place,) = made.places
+    assert place.address == ("10.0.0.1", 7001)
+    assert len(place.secret) == 32
+    for address, is_told in (("10.0.0.1", False), ("10.0.0.2", True)):
+        hosts.host = types.SimpleNamespace(address=address)
+        count = len(Process.made)
+        made.processes[0].kill()
+        end = time.monotonic() + 30
+        while len(Process.made) == count or not made.processes[0].is_ready:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        while len(moved) < is_told:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert made.places[0].address[0] == address
+    assert made.places[0].address == ("10.0.0.2", 7003)
+    made.close()

@@ -19,7 +19,7 @@ from serving.api.cluster_config import ClusterConfig
 from serving.cluster.server_place import ServerPlace
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.instance import ServerAccess
-from serving.lora_server.transport import shared_memory
+from serving.lora_server.transport import selection
 
 SCORED = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 LONG = Sampling(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1)
@@ -45,7 +45,8 @@ def group(files):
     processes = made.processes
     yield made
     counts = [process.stats() for process in made.processes]
-    paths, folder = made.paths, os.path.dirname(made.paths[0])
+    paths = [place.address for place in made.places]
+    folder = os.path.dirname(paths[0])
     made.close()
     made.close()
     assert not any(os.path.exists(path) for path in (*paths, folder))
@@ -60,7 +61,7 @@ def access(group, name, wait_s=WAIT_S, local_slots=0):
         group.spec,
         name,
         group.coordinator,
-        lambda terms: shared_memory.open_client(group.paths, terms),
+        lambda terms, device: selection.open_client_at(group.places, terms, device=device),
         wait_s,
         local_slots,
     )
@@ -160,9 +161,8 @@ def fault_round(group, engines, coupled, monkeypatch, hurt):
     return seconds
 
 
-@pytest.mark.parametrize(
-    "turn", [0, *(pytest.param(turn, marks=pytest.mark.long) for turn in (1, 2))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("turn", range(3))
 def test_a_rank_is_killed_and_comes_back(turn, engines, group, coupled, monkeypatch):
     victim = group.processes[turn % 2].pid
     fault_round(group, engines, coupled, monkeypatch, lambda: os.kill(victim, signal.SIGKILL))
@@ -293,7 +293,7 @@ def test_twenty_kills_that_a_request_does_not_notice(stand_in, group, coupled, m
 @pytest.mark.timeout(1200)  # each is started anew
 def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, coupled):
     """Under load, while another instance goes on: their leases, slots and descriptors go."""
-    place = ServerPlace(group.spec, tuple(group.paths), ClusterConfig(lora_server=2))
+    place = ServerPlace(group.spec, group.places, ClusterConfig(lora_server=2))
     pids, most = [os.getpid(), *(process.pid for process in group.processes)], []
     want = [list(tokens) for tokens, *_ in coupled[1]]
 
@@ -302,7 +302,7 @@ def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, c
 
     for turn in range(20):
         victim = Instance(Setup(0, *files, cases.ENGINE, place))
-        victim.join(group.paths, group.coordinator)
+        victim.join(group.places, group.coordinator)
         victim.wait_ready(lambda told: None)
         name = f"instance-0 of process {victim.pid}"
         for number, prompt in enumerate(PROMPTS):

@@ -15,6 +15,7 @@ from serving.lora_server.calls import Caller, RemoteRank
 from serving.lora_server.rank_process import RankProcess, rank_main
 from serving.lora_server.spec import design
 from serving.lora_server.transport import shared_memory
+from serving.lora_server.transport.selection import RankPlace
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, echo, spec, 0, str(path), 5)
+        rank_main(there, echo, spec, 0, RankPlace(str(path)), 5)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
@@ -63,7 +64,9 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
 
 
 def test_a_rank_that_cannot_start_is_told_of(tmp_path, capfd):
-    process = RankProcess(cases.make_spec(str(tmp_path), "ep1-pp1"), 0, str(tmp_path / "rank"))
+    process = RankProcess(
+        cases.make_spec(str(tmp_path), "ep1-pp1"), 0, RankPlace(str(tmp_path / "rank"))
+    )
     with pytest.raises(ConnectionError, match=r"Rank 0 .* did not start; its log says why"):
         process.wait_ready()
     process.stop()

@@ -96,7 +96,7 @@ def test_a_step_in_place_gives_what_another_does_at_the_same_addresses(decoded, 
     assert len(addresses) == 1
     for got, its in zip(samples, want, strict=True):
         for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(its), strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-6)
+            np.testing.assert_allclose(mine, other, rtol=1e-6, atol=2e-6)
     # Results of earlier steps are copies: later steps leave them alone.
     assert len({tuple(np.asarray(s.token_ids)[:2].tolist()) for s in samples}) > 1
 

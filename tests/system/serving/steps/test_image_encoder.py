@@ -42,13 +42,17 @@ def prepared(height: int, width: int) -> PreparedImage:
     return PreparedImage(patches, patches.grid, patches.grid[0] * patches.grid[1] // 4, b"")
 
 
+@pytest.mark.as_shipped
 def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made):
     encoder, oracle, _ = made
     image = prepared(24, 40)
     where = tuple(range(38, 38 - image.num_tokens, -1))
     before = np.asarray(encoder.operands.rows)
+    assert encoder.stopwatch.count == 0  # warming up is not counted
     encoder.encode(image, where, -1, None)
     after = np.asarray(encoder.operands.rows)
+    encoder.stopwatch.settle()
+    assert (encoder.stopwatch.count, encoder.stopwatch.seconds > 0) == (1, True)
     np.testing.assert_array_equal(after[list(where)], oracle(image.patches))
     others = [row for row in range(NUM_ROWS) if row not in where]
     np.testing.assert_array_equal(after[others], before[others])

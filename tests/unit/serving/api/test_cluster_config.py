@@ -4,12 +4,18 @@ import pytest
 
 from serving.api.cluster_config import ClusterConfig
 
+RAY = {"distributed_executor_backend": "ray"}
+
 
 def test_by_default_one_process_does_it_all():
     assert ClusterConfig().is_single
     assert not ClusterConfig(instances=2).is_single
     assert not ClusterConfig(lora_server=1).is_single
     assert not ClusterConfig(nnodes=2, nodes_secret_file="s").is_single
+    over_ray = ClusterConfig(distributed_executor_backend="ray", nnodes=2, instances=2)
+    assert over_ray.uses_ray
+    assert not over_ray.is_single
+    assert not ClusterConfig(distributed_executor_backend="uni").uses_ray
 
 
 @pytest.mark.parametrize(
@@ -25,9 +31,12 @@ def test_by_default_one_process_does_it_all():
         ({"lora_attention": "remote"}, "add --lora-server"),
         (
             {"lora_server": 1, "lora_server_transport": "ucx"},
-            "one of auto, nixl, got 'ucx'",
+            "one of auto, tcp, nixl, got 'ucx'",
         ),
-        ({"lora_server": 1, "lora_server_transport": "nvshmem"}, "starts the roles of one"),
+        (
+            {"lora_server": 1, "lora_server_transport": "nvshmem"},
+            "this command starts lost roles anew",
+        ),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
         ({"nnodes": 0}, r"nnodes must be in \[1, 64\], got 0"),
@@ -35,6 +44,11 @@ def test_by_default_one_process_does_it_all():
         ({"master_port": 0}, r"master_port must be in \[1, 65535\], got 0"),
         ({"nnodes": 2}, "--nnodes 2 needs --nodes-secret-file"),
         ({"nnodes": 2, "instances": 2}, "leave --instances and --lora-server out"),
+        ({"distributed_executor_backend": "slurm"}, "must be one of mp, ray, uni, got 'slurm'"),
+        (RAY | {"nnodes": 2, "node_rank": 1}, "leave --node-rank out"),
+        (RAY | {"master_port": 7, "master_addr": "h"}, "leave --master-addr, --master-port out"),
+        (RAY | {"nodes_secret_file": "s"}, "leave --nodes-secret-file out"),
+        (RAY | {"nnodes": 2, "lora_server": 1}, "leave --nnodes 2 out"),
         ({"lora_server_adapters": 4}, "add --lora-server"),
         ({"lora_server_memory_bytes": 4}, "add --lora-server"),
         ({"lora_server": 1, "lora_server_memory_bytes": 0}, "lora_server_memory_bytes must be"),

@@ -47,7 +47,7 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--spec-model", "x"], "copied from the text: --speculative-config"),
         (["--pipeline-parallel-size=2"], "only 1 is offered; one process serves on the devices"),
         (["--pp-size=2"], "only 1 is offered"),
-        (["--data-parallel-size", "4"], "--instances starts several"),
+        (["--data-parallel-rank", "4"], "--instances starts several"),
         (["--lora-dtype=float16"], "lora_dtype must be one of auto, int8, got 'float16'"),
         (["--lora-eviction-policy=fifo"], "only lru is offered"),
         (["--max-lora=1"], "unrecognized"),

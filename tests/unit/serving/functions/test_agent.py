@@ -141,6 +141,19 @@ def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
 
 
+def test_an_adapters_process_that_hangs_is_ended_and_others_lose_no_bit(apart, coupled):
+    """It is stopped, and answers nothing: others in its step wait for it once."""
+    law, summary = apart.functions["law"], apart.functions["summary"]
+    hung, engine = law.pid, apart.engine.pid
+    os.kill(hung, signal.SIGSTOP)
+    streamed = summary.stream("The court", SAMPLING)
+    with pytest.raises(FunctionDied, match="'law' ended during the call"):
+        law.generate(PROMPTS, SAMPLING)
+    assert "".join(streamed) == coupled["summary"][0][2]
+    assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
+    assert (law.pid != hung, apart.engine.pid) == (True, engine)
+
+
 def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(apart, coupled):
     guard, law = apart._guard, apart.functions["law"]
     assert guard.wait_checked(1, 60)
@@ -291,6 +304,14 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on(agent):
         agent.function(MODEL / "adapters" / "summary", name="law")
     with pytest.raises(ValueError, match=r"nowhere: there is no config\.json"):
         Agent("/nowhere")
+    for fields, words in (
+        ({"isolation": "full"}, "one of none, server, process"),
+        ({"max_tenants": 4}, "a size of isolation 'server' and 'none'"),
+        ({"isolation": "server", "ttft_slo_s": 1.0}, "batches them all"),
+        ({"verify_s": 0.0}, "verify_s must be in"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Agent(MODEL, **fields)
     assert agent.functions["law"].generate("a", SAMPLING)
 
 

@@ -2,7 +2,10 @@
 
 import os
 import queue
+import signal
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -104,6 +107,24 @@ def test_a_tenants_death_answers_its_own_calls_alone(processes, tenants):
     assert said[-1]["epoch"] == law.about["epoch"] < summary.about["epoch"]
     summary.close()
     read(summary).join(20)
+
+
+def test_a_tenant_that_does_not_answer_the_engine_is_ended(processes, tenants):
+    """As one that hangs: the engine says so with the call that failed, and by its epoch."""
+    law = tenants.start("law", "/a/law")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    law._process = os.pidfd_open(child.pid)
+    engine = processes.ends["engine"]
+    send_header(engine, {"id": 10**6, "error": "FunctionDied", "tenant": "law", "epoch": 0})
+    answers = law.send({"call": "hang"})
+    send_header(
+        engine, {"id": 1, "error": "FunctionDied", "tenant": "law", "epoch": law.about["epoch"]}
+    )
+    assert answers.get(timeout=20)["error"] == "FunctionDied"
+    assert child.wait(20) == -signal.SIGKILL
+    reading = read(law)
+    law.close()
+    reading.join(20)
 
 
 def test_with_the_engine_all_end_and_the_next_start_makes_a_new_one(processes, tenants):

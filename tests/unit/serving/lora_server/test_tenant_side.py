@@ -122,6 +122,7 @@ def test_a_failed_step_ends_the_requests_of_its_own_tenants_alone(side, report):
     side.link.client.rise(1)  # as a process that was killed
     assert side.take_failures() == [(second, LOST)]
     assert (side.is_ready(first), side.is_ready(second)) == (True, False)
+    assert (side.lost_epoch("a"), side.lost_epoch("b")) == (None, 2)
 
 
 def test_sizes_out_of_bounds_are_refused_by_name():

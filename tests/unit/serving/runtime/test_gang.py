@@ -3,6 +3,7 @@
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -81,3 +82,22 @@ def test_a_silent_member_is_noticed(pair, hung):
     gangs[hung]._closing.wait(2 * module.BEAT_S)  # its beats have said that it serves
     gangs[hung]._closing.set()  # it beats no more, and its connection stays
     assert lost[1 - hung].wait() == f"node {hung}: no word for 1.5 s"
+
+
+def test_a_host_whose_name_is_its_own_loopback_is_warned(monkeypatch, caplog):
+    """CPU devices of other hosts would be told that address."""
+    said = []
+    jax = SimpleNamespace(
+        config=SimpleNamespace(update=lambda *given: None),
+        distributed=SimpleNamespace(initialize=lambda *given, **more: said.append(given)),
+    )
+    monkeypatch.setattr(module, "jax", jax)
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "127.0.1.1")
+    for address, warned in (("127.0.0.1", False), ("203.0.113.7", True)):
+        member = object.__new__(Gang)
+        member.rank, member.size, member._coordinator = 1, 2, f"{address}:7"
+        member._is_far = not module._is_loopback(address)
+        member.start_jax()
+        assert ("127.0.1.1, is an address of this host alone" in caplog.text) == warned
+    assert said == [("127.0.0.1:7", 2, 1), ("203.0.113.7:7", 2, 1)]
+    assert not module._is_loopback("no.such.host.invalid")

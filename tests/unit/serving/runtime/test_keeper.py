@@ -9,8 +9,8 @@ import time
 import pytest
 
 from serving.runtime import keeper
-from serving.runtime.child_process import AbstractChild, Pulse
-from serving.runtime.keeper import Keeper, end_keepers, is_at_work
+from serving.runtime.child_process import AbstractChild, Pulse, is_at_work
+from serving.runtime.keeper import Keeper, end_keepers
 
 
 def echo(connection):

@@ -1,7 +1,8 @@
 import pytest
 from support.cases.tiny_tokenizers import write_json
 
-from serving.text.tokenizer_files import AddedToken, TokenizerFiles
+from lora_jax.adapters.added_tokens import AddedToken
+from serving.text.tokenizer_files import TokenizerFiles
 
 
 def folder_with(path, **files):

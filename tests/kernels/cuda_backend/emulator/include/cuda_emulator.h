@@ -123,6 +123,7 @@ struct Block {
   std::vector<Warp> warps;
   Rendezvous all, consumers, cluster;  // the last one in the first CTA of a cluster
   std::map<const uint64_t*, Barrier> barriers;
+  std::map<int, Rendezvous> named;
 };
 constexpr size_t kStackBytes = 128 << 10;
 

@@ -1,5 +1,6 @@
 """A process on a CPU meets others in shared memory, one on a GPU in the GPUs'."""
 
+import dataclasses
 import shutil
 import types
 
@@ -9,8 +10,10 @@ from support.cases.transport_cases import terms_of
 
 from serving.api import cluster_config as config
 from serving.lora_server.transport import device_endpoints, selection
+from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.device_client import DeviceClient
 from serving.lora_server.transport.device_server import DeviceServer
+from serving.lora_server.transport.selection import RankPlace
 from serving.lora_server.transport.slots import SlotClient, SlotServer
 
 TERMS = terms_of(ep=1)
@@ -69,6 +72,50 @@ def test_nixl_is_taken_where_it_is_asked_for_and_not_on_a_gpu(tmp_path, monkeypa
         selection.open_server(tmp_path, TERMS, 0, "nixl")
     with pytest.raises(NotImplementedError, match="host memory"):
         selection.open_client([tmp_path], TERMS, "nixl")
+
+
+def test_over_tcp_a_rank_takes_a_port_and_whoever_knows_the_secret():
+    place = RankPlace(("127.0.0.1", 0), b"s" * 32)
+    door = selection.Door(TERMS, 0, "tcp", place)
+    assert door.port == 0
+    server = door.open()
+    found = dataclasses.replace(place, address=("127.0.0.1", door.port))
+    client = selection.open_client_at([found], TERMS, "tcp")
+    assert (type(server), type(client)) == (SlotServer, SlotClient)
+    client.close()
+    with pytest.raises(TransportError, match="The secrets differ"):
+        selection.open_client_at([dataclasses.replace(found, secret=b"t" * 32)], TERMS, "tcp")
+    with pytest.raises(OSError, match="in use"):  # a taken port
+        selection.Door(TERMS, 0, "tcp", found).open()
+    server.close()
+    assert "ssss" not in repr(place)
+
+
+def test_between_hosts_nixl_meets_over_tcp_and_gpus_are_told_what_to_take(monkeypatch):
+    asked = []
+    monkeypatch.setattr(selection.nixl, "open_far_server", lambda *given: asked.append(given))
+    monkeypatch.setattr(selection.nixl, "open_far_client", lambda *given: asked.append(given))
+    place = RankPlace(("127.0.0.1", 0), b"s" * 32)
+    selection.Door(TERMS, 0, "nixl", place).open()
+    selection.open_client_at([place], TERMS, "nixl")
+    (listening, *server), client = asked
+    listening.close()
+    assert (server, client) == ([TERMS, 0, b"s" * 32], ([("127.0.0.1", 0)], TERMS, b"s" * 32))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for transport in ("tcp", "nixl"):
+        with pytest.raises(NotImplementedError, match=f"transport {transport} has its slots in ho"):
+            selection.Door(TERMS, 0, transport, place).open()
+        with pytest.raises(NotImplementedError, match="needs --lora-server-transport auto"):
+            selection.open_client_at([place], TERMS, transport)
+
+
+def test_a_place_of_this_host_is_a_unix_socket(tmp_path):
+    place = RankPlace(str(tmp_path / "rank-0"))
+    door = selection.Door(TERMS, 0, "auto", place)
+    server = door.open()
+    selection.open_client_at([place], TERMS).close()
+    assert door.port == 0
+    server.close()
 
 
 def test_the_flag_knows_all_transports():

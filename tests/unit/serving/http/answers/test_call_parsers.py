@@ -1,9 +1,11 @@
 """Calls that a model makes by itself are the same however the stream is cut."""
 
+import codecs
 import json
 
 import pytest
 
+from lora_jax.finetune.calls import as_record
 from serving.http.answers.call_parsers import CALL_PARSERS
 from serving.http.answers.tool_calls import joined
 from serving.http.settings import HARMONY_CALLS, TOOL_CALL_PARSERS
@@ -108,6 +110,21 @@ def test_a_stream_cut_at_every_character_has_the_calls_of_the_text(case):
     assert [(function, json.loads(arguments)) for function, arguments in whole[1]] == calls
     for pieces in cuts(text):
         assert run(name, pieces) == whole
+
+
+def test_calls_of_the_shipped_adapter_cut_at_every_byte():
+    """Its format, as `lora_jax.finetune.calls` writes it; half a character waits for the rest."""
+    record = as_record(("播放", "Music-Play", {"artist": "周杰伦", "play_mode": ["随机", 1]}))
+    text = record.answer.encode()
+    name, arguments = "Music-Play", {"artist": "周杰伦", "play_mode": ["随机", 1]}
+    for at in range(1, len(text)):
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        content, calls = run("hermes", [decoder.decode(text[:at]), decoder.decode(text[at:])])
+        assert (content, [call[0] for call in calls]) == ("", [name])
+        assert json.loads(calls[0][1]) == arguments
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    single = run("hermes", [decoder.decode(bytes([byte])) for byte in text])
+    assert single == run("hermes", [text.decode()])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -59,6 +59,25 @@ def test_one_structure_is_compiled_once_and_each_answer_has_its_own_matcher(made
     assert first.compute_bitmask() != second.compute_bitmask()
 
 
+def test_one_that_many_ask_for_is_compiled_for_several_rows_at_a_time(made, monkeypatch):
+    monkeypatch.setattr("serving.text.structured.grammars._QUICK_S", 60.0)
+    monkeypatch.setattr("serving.text.structured.grammars.MOST_COMPILED", 8)
+    grammars, checker = made(max_bytes=50)
+    one = grammars.compile(regex("ab+"))
+    for _ in range(20):
+        assert grammars.compile(regex("ab+")) is one
+    assert checker.asked == ["ab+"]
+    assert one.num_compiled == 5  # of 8, by the bound of bytes
+    assert (grammars.num_bytes, one.bytes) == (50, 50)
+    masks = {one.start().compute_bitmask() for _ in range(12)}
+    assert len(masks) == 1
+    monkeypatch.setattr("serving.text.structured.grammars._QUICK_S", 0.0)
+    slow = grammars.compile(regex("x"))
+    for _ in range(9):
+        grammars.compile(regex("x"))
+    assert slow.num_compiled == 1
+
+
 def test_a_refusal_is_remembered(made):
     grammars, checker = made()
     assert grammars.find(regex("bad")) is None

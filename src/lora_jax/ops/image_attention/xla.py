@@ -1,15 +1,14 @@
-"""Attention between the patches of one image, all to all or inside windows.
+"""Attention between the patches of one image, all to all or inside windows, in portable JAX.
 
-On a GPU cuDNN's kernel serves bfloat16; anywhere else it is portable JAX. Blocks have a fixed size
-and only those that hold patches are computed: the bits of an image do not depend on the bucket it
-is computed in.
+Blocks have a fixed size and only those that hold patches are computed: the bits of an image do not
+depend on the bucket it is computed in. On a GPU 8,160 patches of 27 layers take 27,648 turns of a
+loop of small kernels.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from lora_jax.ops.dispatch import requested
 from lora_jax.typing import Array, Bool, Float, Int
 
 BLOCK = 256  # patches
@@ -23,16 +22,13 @@ def attend(
     valid: Bool[Array, "patches"],
     num_patches: Int[Array, ""],
     scale: float,
-    *,
-    leading: bool = False,
+    leading: bool,
 ) -> Float[Array, "patches heads dim"]:
     """softmax(scale q k^T) v over the valid patches, all of which are below num_patches.
 
-    `leading` promises that the valid patches are exactly the first num_patches. Sums are float32,
-    in blocks of keys one after the other; rows of later blocks are 0.
+    Sums are float32, in blocks of keys one after the other; rows of later blocks are 0.
     """
-    if leading and _cudnn_serves(q):
-        return attend_cudnn(q, k, v, valid, num_patches, scale)
+    del leading
     size = q.shape[0]
     block = min(BLOCK, size)
     padding = -size % block
@@ -47,38 +43,6 @@ def attend(
         return lax.dynamic_update_slice_in_dim(out, done, number * block, 0)
 
     return lax.fori_loop(0, count, of_queries, jnp.zeros_like(q))[:size]
-
-
-def _cudnn_serves(q: Float[Array, "patches heads dim"]) -> bool:
-    """Return whether cuDNN takes these heads and nobody asked for another implementation.
-
-    In portable JAX 8,160 patches of 27 layers take 27,648 turns of a loop of small kernels.
-    """
-    fits = q.dtype == jnp.bfloat16 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    return fits and jax.default_backend() == "gpu" and requested() is None
-
-
-def attend_cudnn(
-    q: Float[Array, "patches heads dim"],
-    k: Float[Array, "patches heads dim"],
-    v: Float[Array, "patches heads dim"],
-    valid: Bool[Array, "patches"],
-    num_patches: Int[Array, ""],
-    scale: float,
-) -> Float[Array, "patches heads dim"]:
-    """Return what `attend` does where the first num_patches are the valid ones; rows after are 0.
-
-    Padding may hold NaN, which times a weight of 0 is NaN, and is cleared first.
-    """
-    real, length = valid[:, None, None], num_patches[None].astype(jnp.int32)
-    out = jax.nn.dot_product_attention(
-        *(jnp.where(real, x, jnp.zeros_like(x))[None] for x in (q, k, v)),
-        scale=scale,
-        query_seq_lengths=length,
-        key_value_seq_lengths=length,
-        implementation="cudnn",
-    )[0]
-    return jnp.where(real, out, jnp.zeros_like(out))
 
 
 def _over_keys(
@@ -103,7 +67,7 @@ def _over_keys(
         top = jnp.maximum(most, jnp.max(scores, axis=-1))
         weights = jnp.where(real[None, None], jnp.exp(scores - top[..., None]), 0.0)
         shrink = jnp.exp(most - top)
-        part = _product("hqk,khd->hqd", weights.astype(v.dtype), values)
+        part = product("hqk,khd->hqd", weights.astype(v.dtype), values)
         total = total * shrink + jnp.sum(weights, axis=-1)
         return top, total, mixed * shrink[..., None] + part
 
@@ -130,16 +94,16 @@ def attend_windows(
     real = valid.reshape(-1, 1, 1, window)
     scores = jnp.where(real, _scores("wqhd,wkhd->whqk", queries, keys, scale), _LOWEST)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return _product("whqk,wkhd->wqhd", weights, values).reshape(q.shape).astype(q.dtype)
+    return product("whqk,wkhd->wqhd", weights, values).reshape(q.shape).astype(q.dtype)
 
 
 def _scores(
     spec: str, q: Float[Array, "*queries"], k: Float[Array, "*keys"], scale: float
 ) -> Float[Array, "*scores"]:
-    return _product(spec, q, k) * jnp.float32(scale)
+    return product(spec, q, k) * jnp.float32(scale)
 
 
-def _product(
+def product(
     spec: str, x: Float[Array, "*left"], y: Float[Array, "*right"]
 ) -> Float[Array, "*product"]:
     """Return the product in float32; of float32 factors it is not computed in fewer bits."""

@@ -1,0 +1,148 @@
+"""Connections to role processes of other hosts: each process calls here, and proves that it may.
+
+Both sides prove by HMAC that they know the secret of this start (multiprocessing.connection), then
+the process names its connection by a ticket. Nothing that comes in is unpickled. No jax, no ray.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+
+from serving.cluster.addresses import notice_lost_hosts
+
+logger = logging.getLogger(__name__)
+
+_PROOF_S = 10  # for a caller to prove itself, and to name its ticket
+_MOST_TICKET = 64  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ticket:
+    """The other end of a connection, for a process of another host."""
+
+    address: tuple[str, int]
+    secret: bytes = dataclasses.field(repr=False)
+    name: bytes = dataclasses.field(repr=False)
+
+    def redeem(self) -> Connection:
+        """Return the connection, in the process that it is for. Raises OSError, EOFError."""
+        connection = Client(self.address, "AF_INET", authkey=self.secret)
+        with _socket_of(connection) as sock:
+            notice_lost_hosts(sock)
+        connection.send_bytes(self.name)
+        return connection
+
+    def close(self) -> None:
+        """Nothing is held until it is redeemed."""
+
+
+class Switchboard:
+    """Listens at an address of this host, until it is closed."""
+
+    def __init__(self, host: str):
+        """Raises OSError when the host has no such address."""
+        self.secret = secrets.token_bytes(32)
+        self._listening = socket.create_server((host, 0), backlog=64)
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, Connection] = {}  # inner ends, by ticket
+        self._lines: dict[bytes, Connection] = {}  # those that are connected
+        threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
+
+    def ticket(self) -> tuple[Connection, Ticket]:
+        """Return this side of a new connection, and the ticket to its other side."""
+        ours, inner = Pipe()
+        ticket = Ticket(self.address, self.secret, secrets.token_hex(16).encode())
+        with self._lock:
+            self._waiting[ticket.name] = inner
+        return ours, ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """End a connection whose process has ended; whoever reads this side is told."""
+        with self._lock:
+            waiting = self._waiting.pop(ticket.name, None)
+            line = self._lines.get(ticket.name)
+            if line is not None:
+                _shut_down(line)
+        if waiting is not None:
+            waiting.close()
+
+    def close(self) -> None:
+        """Take no more calls; connections last."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listening.accept()
+            except OSError:  # closed
+                return
+            run = threading.Thread(target=self._welcome, args=(sock, peer[0]), daemon=True)
+            run.start()
+
+    def _welcome(self, sock: socket.socket, peer: str) -> None:
+        notice_lost_hosts(sock)
+        _limit(sock, _PROOF_S)
+        far = Connection(sock.detach())
+        try:
+            deliver_challenge(far, self.secret)
+            answer_challenge(far, self.secret)
+            name = far.recv_bytes(_MOST_TICKET)
+        except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            logger.warning("A connection from %s is no role of this cluster: %s", peer, error)
+            far.close()
+            return
+        with _socket_of(far) as sock:
+            _limit(sock, 0)
+        with self._lock:
+            inner = self._waiting.pop(name, None)
+            if inner is not None:
+                self._lines[name] = inner
+        if inner is None:
+            far.close()
+            return
+        self._carry(name, inner, far)
+
+    def _carry(self, name: bytes, inner: Connection, far: Connection) -> None:
+        """Pass messages on in both directions until one side ends."""
+        back = threading.Thread(target=_pump, args=(far, inner), daemon=True)
+        back.start()
+        _pump(inner, far)
+        back.join()
+        with self._lock:
+            del self._lines[name]
+        inner.close()
+        far.close()
+
+
+def _pump(source: Connection, target: Connection) -> None:
+    with contextlib.suppress(OSError, EOFError):
+        while True:
+            target.send_bytes(source.recv_bytes())
+    for end in (source, target):
+        _shut_down(end)
+
+
+def _shut_down(connection: Connection) -> None:
+    """Let both sides of a connection read its end, and leave the descriptor open."""
+    with _socket_of(connection) as sock, contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """Return another descriptor of a connection, as the socket that it is."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def _limit(sock: socket.socket, seconds: int) -> None:
+    """Bound each later read; 0 does not. Unlike settimeout it leaves the descriptor blocking."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -1,0 +1,36 @@
+"""What must be equal in all processes that serve one model: versions, the model, flags. No jax."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from serving.api.config import EngineConfig
+
+# Fields that may differ: places of a host's own files, and what rank 0 alone reads.
+_OWN = ("model", "lora_dir", "chat_template", "generation_config", "otlp_traces_endpoint")
+
+
+def about_of(config: EngineConfig) -> dict[str, Any]:
+    """Return what must be equal in all processes, by the name that a refusal gives it.
+
+    Of the model's files these are config.json, and names and sizes of the weights.
+    """
+    folder = Path(config.model)
+    files = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
+    digest = hashlib.sha256((folder / "config.json").read_bytes() + repr(files).encode())
+    about = {f"version of {name}": version(name) for name in ("lora-jax", "jax", "jaxlib")}
+    about["the model (config.json, sizes of its weights)"] = digest.hexdigest()[:16]
+    fields = dataclasses.asdict(config)
+    flags = {f"--{name.replace('_', '-')}": fields[name] for name in fields if name not in _OWN}
+    return about | {flag: repr(value) for flag, value in flags.items()}
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str) -> str | None:
+    """Return what differs between this process and another, None for nothing."""
+    for name in sorted(set(ours) | set(theirs)):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} {here}"
+    return None

@@ -1,0 +1,32 @@
+"""How long a device takes for some of its programs, while nobody else waits for it."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+
+
+class DeviceStopwatch:
+    """Seconds between results that a device gives one after the other; a thread waits for them."""
+
+    def __init__(self):
+        self.seconds, self.count = 0.0, 0
+        self._waiting = ThreadPoolExecutor(1, "device stopwatch")  # its thread ends with this
+
+    def add(self, before: jax.Array, after: jax.Array) -> None:
+        """Count the time from `before` to `after` when they are there; returns at once.
+
+        Neither may be donated.
+        """
+        self._waiting.submit(self._wait_for, before, after)
+
+    def settle(self) -> None:
+        """Return when all that was added is counted."""
+        self._waiting.submit(lambda: None).result()
+
+    def _wait_for(self, before: jax.Array, after: jax.Array) -> None:
+        before.block_until_ready()
+        start = time.monotonic()
+        after.block_until_ready()
+        self.seconds += time.monotonic() - start
+        self.count += 1

@@ -1,0 +1,59 @@
+"""Attention between the patches of one image, all to all: softmax(scale q k^T) v."""
+
+import jax.numpy as jnp
+
+from lora_jax.ops import checks
+from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel, lazy_kernel
+from lora_jax.ops.image_attention import reference, xla
+from lora_jax.ops.image_attention.xla import attend_windows
+from lora_jax.typing import Array, Bool, Float, Int
+
+__all__ = ["attend_windows", "image_attention"]
+
+
+def _leading(*args: object) -> str | None:
+    """Decline valid patches that do not come first: a kernel knows their number only."""
+    return None if args[-1] else "the valid patches are not the first ones"
+
+
+IMAGE_ATTENTION = Op(
+    "image_attention",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "image_attention"), (_leading,)),
+        Implementation("cudnn", GPU, lazy_kernel(f"{__name__}.cudnn", "attend"), (_leading,)),
+        Implementation("xla", ANY, xla.attend, stands_in=True),
+        Implementation("reference", ANY, reference.attend),
+    ),
+)
+
+
+def image_attention(
+    q: Float[Array, "patches heads dim"],
+    k: Float[Array, "patches heads dim"],
+    v: Float[Array, "patches heads dim"],
+    valid: Bool[Array, "patches"],
+    num_patches: Int[Array, ""],
+    scale: float,
+    *,
+    leading: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "patches heads dim"]:
+    """softmax(scale q k^T) v over the valid patches, all of which are below num_patches.
+
+    `leading` promises that the valid patches are exactly the first num_patches. A row's bits do not
+    depend on how many patches of padding come after the image, nor on what they hold. Rows of
+    padding are undefined but finite where q, k and v are.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    checks.check_dtypes("image_attention", q=q, k=k, v=v)
+    checks.check_shapes(
+        "image_attention",
+        k=(tuple(k.shape), tuple(q.shape)),
+        v=(tuple(v.shape), tuple(q.shape)),
+        valid=(tuple(valid.shape), q.shape[:1]),
+    )
+    checks.check_dtype("image_attention", jnp.int32, num_patches=num_patches)
+    args = (q, k, v, valid, num_patches, scale, leading)
+    return IMAGE_ATTENTION.call(implementation, *args)

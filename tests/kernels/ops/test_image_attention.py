@@ -1,0 +1,112 @@
+"""Attention between patches against the plain formula; the bucket has no part in the bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cuda_backend import image_attention as cuda
+from lora_jax.ops.image_attention import attend_windows, cudnn, image_attention
+
+SCALE = 0.3
+jitted = jax.jit(image_attention, static_argnames=("scale", "leading", "implementation"))
+
+
+def draw(size: int, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(size), 3)
+    return tuple(jax.random.normal(key, (size, 2, 6), dtype) for key in keys)
+
+
+def plain(q, k, v, valid, scale: float = SCALE) -> np.ndarray:
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) * scale
+    scores = np.where(np.asarray(valid)[None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("count", [3, 256, 300])
+def test_matches_the_formula(count: int, implementation: str):
+    q, k, v = draw(512)
+    valid = (jnp.arange(512) < count) & (jnp.arange(512) % 7 != 2)
+    args = (q, k, v, valid, jnp.int32(count))
+    got = np.asarray(jitted(*args, scale=SCALE, implementation=implementation))
+    real = np.asarray(valid)
+    want = plain(q, k, v, valid)
+    np.testing.assert_allclose(got[real], want[real], atol=2e-6)
+
+
+def test_a_larger_bucket_gives_the_same_bits():
+    q, k, v = draw(300)
+    valid = jnp.ones(300, bool)
+    small = image_attention(q, k, v, valid, jnp.int32(300), SCALE)
+    more = ((0, 300), (0, 0), (0, 0))
+    nans = [jnp.pad(a, more, constant_values=jnp.nan) for a in (q, k)]
+    real = jnp.pad(valid, (0, 300))
+    wide = image_attention(*nans, jnp.pad(v, more), real, jnp.int32(300), SCALE)
+    np.testing.assert_array_equal(np.asarray(wide)[:300], np.asarray(small))
+
+
+def test_windows_see_themselves_only_and_empty_ones_are_finite():
+    q, k, v = draw(24)
+    valid = jnp.arange(24) < 13
+    got = np.asarray(attend_windows(q, k, v, valid, 8, SCALE))
+    for start in (0, 8):
+        part = slice(start, start + 8)
+        want = plain(q[part], k[part], v[part], valid[part])
+        np.testing.assert_allclose(got[part], want, atol=2e-6)
+    assert np.isfinite(got).all()
+
+
+def test_bfloat16_keeps_its_dtype():
+    q, k, v = draw(16, jnp.bfloat16)
+    got = image_attention(q, k, v, jnp.ones(16, bool), jnp.int32(16), SCALE)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float32), plain(q, k, v, np.ones(16)), atol=3e-2)
+
+
+def test_kernels_say_what_they_do_not_serve():
+    q, k, v = draw(16, jnp.bfloat16)
+    args = (q, k, v, jnp.ones(16, bool), jnp.int32(16), SCALE)
+    for name in ("cuda", "cudnn"):
+        with pytest.raises(NotImplementedError, match="not the first ones"):
+            image_attention(*args, implementation=name)
+    with pytest.raises(NotImplementedError, match="heads of 72, not 6"):
+        image_attention(*args, leading=True, implementation="cuda")
+    with pytest.raises(NotImplementedError, match="in steps of 8, not 6"):
+        image_attention(*args, leading=True, implementation="cudnn")
+    for check in (cuda.check_support, cudnn.check_support):
+        with pytest.raises(NotImplementedError, match="takes bfloat16, not float32"):
+            check(jnp.dtype(jnp.float32), 72)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_names_the_sizes():
+    q, k, v = draw(16)
+    valid, count = jnp.ones(16, bool), jnp.int32(16)
+    with pytest.raises(ValueError, match=r"k has shape \(8, 2, 6\), expected \(16, 2, 6\)"):
+        image_attention(q, k[:8], v, valid, count, SCALE)
+    with pytest.raises(ValueError, match="dtypes must be equal"):
+        image_attention(q, k, v.astype(jnp.bfloat16), valid, count, SCALE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cuda", "cudnn"])
+@pytest.mark.parametrize("count", [37, 800, 1024])
+def test_on_a_gpu_kernels_match_the_formula_and_the_bucket_has_no_part_in_their_bits(name, count):
+    keys = jax.random.split(jax.random.key(7), 3)
+    q, k, v = (jax.random.normal(key, (2048, 16, 72), jnp.bfloat16) for key in keys)
+    attend = functools.partial(jitted, scale=72**-0.5, leading=True, implementation=name)
+    found = []
+    for size in (1024, 2048):
+        real = jnp.arange(size) < count
+        nans = [jnp.where(real[:, None, None], a[:size], jnp.nan) for a in (q, k, v)]
+        out = np.asarray(attend(*nans, real, jnp.int32(count)), np.float32)
+        assert not out[count:].any()
+        found.append(out[:count])
+    np.testing.assert_array_equal(found[0], found[1])
+    want = plain(*(a[:count] for a in (q, k, v)), np.ones(count), 72**-0.5)
+    np.testing.assert_allclose(found[0], want, atol=1e-2)

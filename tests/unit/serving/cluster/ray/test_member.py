@@ -1,0 +1,77 @@
+"""The process of a role elsewhere: told by its input, and ended with it."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.processes.server_process import ROOT
+
+from serving.cluster.ray import member
+from serving.cluster.ray.switchboard import Switchboard
+
+COMMAND = [sys.executable, "-m", "serving.cluster.ray.member"]
+
+
+ECHO = """
+import sys
+
+def echo(connection, suffix):
+    while True:
+        said = connection.recv_bytes()
+        if said == b"ray?":
+            said = str("ray" in sys.modules).encode()
+        connection.send_bytes(said + suffix)
+"""
+
+
+def test_it_calls_the_function_with_connections_for_tickets(tmp_path, monkeypatch):
+    (tmp_path / "told.py").write_text(ECHO)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    board = Switchboard("127.0.0.1")
+    ours, ticket = board.ticket()
+    with subprocess.Popen(COMMAND, stdin=subprocess.PIPE, cwd=ROOT, env=env) as process:
+        echo = importlib.import_module("told").echo
+        process.stdin.write(member.call_bytes("echo-0", echo, (ticket, b" back")))
+        process.stdin.flush()
+        ours.send_bytes(b"there")
+        assert ours.poll(60)
+        assert ours.recv_bytes() == b"there back"
+        ours.send_bytes(b"ray?")
+        assert ours.recv_bytes() == b"False back"
+        assert Path(f"/proc/{process.pid}/comm").read_text() == "echo-0\n"
+        process.stdin.close()  # as when its actor ends
+        assert process.wait(20) == member.EXIT_LOST
+    board.close()
+    ours.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+def test_the_kernel_ends_it_with_its_parent_even_when_it_is_stopped():
+    text = (
+        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); "
+        "print(p.pid, flush=True); time.sleep(100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", text, *COMMAND], stdout=subprocess.PIPE) as parent:
+        child = int(parent.stdout.readline())
+        end = time.monotonic() + 20
+        while "python" not in Path(f"/proc/{child}/maps").read_text():
+            assert time.monotonic() < end
+        time.sleep(1)  # it has asked the kernel before it waits for its input
+        os.kill(child, signal.SIGSTOP)
+        parent.kill()
+    while os.path.exists(f"/proc/{child}") and not _is_zombie(child):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _is_zombie(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

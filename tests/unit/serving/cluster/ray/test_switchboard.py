@@ -1,0 +1,85 @@
+"""A process elsewhere gets the other end of a connection; who cannot prove himself gets nothing."""
+
+import dataclasses
+import socket
+import time
+from multiprocessing import AuthenticationError
+
+import pytest
+
+from serving.cluster.ray import switchboard
+from serving.cluster.ray.switchboard import Switchboard
+
+
+@pytest.fixture
+def board():
+    made = Switchboard("127.0.0.1")
+    yield made
+    made.close()
+
+
+def test_messages_go_both_ways_and_an_end_is_an_end_for_both(board):
+    ours, ticket = board.ticket()
+    theirs = ticket.redeem()
+    ours.send_bytes(b"there?")
+    assert theirs.recv_bytes() == b"there?"
+    theirs.send_bytes(b"x" * 100_000)
+    assert ours.recv_bytes() == b"x" * 100_000
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.recv_bytes()
+    theirs.close()
+    ours, ticket = board.ticket()
+    theirs = ticket.redeem()
+    theirs.close()
+    with pytest.raises((EOFError, ConnectionError)):
+        ours.recv_bytes()
+    ours.close()
+
+
+def test_what_was_said_before_the_other_side_came_is_not_lost(board):
+    ours, ticket = board.ticket()
+    ours.send_bytes(b"early")
+    assert ticket.redeem().recv_bytes() == b"early"
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_process_that_has_ended_ends_its_connections(board, is_connected):
+    ours, ticket = board.ticket()
+    theirs = ticket.redeem() if is_connected else None
+    until(lambda: not is_connected or ticket.name in board._lines)
+    board.drop(ticket)
+    board.drop(ticket)
+    with pytest.raises((EOFError, ConnectionError)):
+        ours.recv_bytes()
+    ours.close()
+    if theirs is not None:
+        theirs.close()
+
+
+def test_a_wrong_secret_is_refused_and_a_ticket_is_good_once(board, caplog):
+    ours, ticket = board.ticket()
+    with pytest.raises((AuthenticationError, ConnectionError, EOFError)):
+        dataclasses.replace(ticket, secret=b"another" * 4).redeem()
+    until(lambda: "is no role of this cluster" in caplog.text)
+    first, second = ticket.redeem(), ticket.redeem()
+    with pytest.raises((EOFError, ConnectionError)):
+        second.recv_bytes()
+    ours.send_bytes(b"first")
+    assert first.recv_bytes() == b"first"
+    assert str(ticket.secret) not in repr(ticket)
+
+
+def test_a_stranger_who_says_nothing_does_not_stop_others(board, monkeypatch, caplog):
+    monkeypatch.setattr(switchboard, "_PROOF_S", 1)
+    with socket.create_connection(board.address):
+        _, ticket = board.ticket()
+        ticket.redeem().close()
+        until(lambda: "is no role of this cluster" in caplog.text)
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -1,0 +1,31 @@
+"""What must be equal in all processes is named, and what differs."""
+
+import dataclasses
+
+from support.cases import tiny_checkpoint
+from support.cases.tiny_checkpoint import TinyShape
+
+from serving.api.config import EngineConfig
+from serving.runtime.about import about_of, difference
+
+
+def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
+    for name, seed in (("a", 0), ("b", 0)):
+        tiny_checkpoint.write_model(tmp_path / name, TinyShape(layers=1), seed=seed)
+    config = EngineConfig(str(tmp_path / "a"), tensor_parallel_size=2)
+    moved = dataclasses.replace(config, model=str(tmp_path / "b"), lora_dir="/elsewhere")
+    assert about_of(moved) == about_of(config)
+    other = about_of(dataclasses.replace(config, max_loras=3))
+    differs = {name for name, value in about_of(config).items() if other[name] != value}
+    assert differs == {"--max-loras"}
+    (tmp_path / "b" / "model.safetensors").write_bytes(b"shorter")
+    changed = about_of(moved)
+    assert [name for name in changed if changed[name] != about_of(config)[name]] == [
+        "the model (config.json, sizes of its weights)"
+    ]
+
+
+def test_what_differs_is_said_with_both_values():
+    assert difference({"a": 1, "b": 2}, {"a": 1, "b": 2}, "here") is None
+    assert difference({"a": 1}, {"a": 2}, "on rank 0") == "a is 2 there and 1 on rank 0"
+    assert difference({"a": 1}, {}, "here") == "a is None there and 1 here"
