@@ -146,7 +146,7 @@ def build_parts(
         cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
         room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
-        pool = make_page_pool(config, model, *room[:3])
+        pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
         size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room))
