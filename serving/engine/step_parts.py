@@ -99,7 +99,8 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
         return None
     fields = dataclasses.asdict(config)
     paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
-    return KeptSteps(*files, identity(fields, Path(paths["model"])))
+    # Functions start again and again.
+    return KeptSteps(*files, identity(fields, Path(paths["model"])), anew=base.source.is_shared)
 
 
 def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:

@@ -5,6 +5,7 @@ which costs more than compiling did. A file here is found by what the program is
 code, the settings, the sizes, and the kinds of its arguments.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -43,18 +44,18 @@ class KeptSteps:
     files: ProgramFiles
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
     identity: str
+    anew: bool = False  # compile what jax has once more, so that it is kept
 
     def keep(self, name: str, jitted: Any, *facts: Any) -> "KeptJit":
         """Return the jitted function, with its programs kept; `facts` say what it closes over."""
-        return KeptJit(jitted, self.files, self.programs, f"{self.identity} {name} {facts}")
+        return KeptJit(jitted, self, f"{self.identity} {name} {facts}")
 
 
 class KeptJit:
     """Called and lowered as the jitted function is, whose last argument is static: trees."""
 
-    def __init__(self, jitted: Any, files: ProgramFiles, programs: ProgramFiles, identity: str):
-        self._jitted, self._identity = jitted, identity
-        self._files, self._programs = files, programs
+    def __init__(self, jitted: Any, steps: KeptSteps, identity: str):
+        self._jitted, self._steps, self._identity = jitted, steps, identity
         # By static arguments, then by what the others look like.
         self._made: dict[tuple[Any, ...], dict[tuple[Any, ...], KeptProgram]] = {}
 
@@ -67,7 +68,7 @@ class KeptJit:
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
         lower = functools.partial(self._jitted.lower, *arguments, **static)
-        made = KeptProgram(lower, self._files, self._programs, key)
+        made = KeptProgram(lower, self._steps, key)
         self._made.setdefault(called, {})[_shapes(given)] = made
         return made
 
@@ -89,11 +90,9 @@ def _shapes(given: list[Any]) -> tuple[Any, ...]:
 class KeptProgram:
     """A program that is read from its file, or lowered, compiled and written to it."""
 
-    def __init__(
-        self, lower: Callable[[], Lowered], files: ProgramFiles, programs: ProgramFiles, key: str
-    ):
-        self._files, self._programs, self._key = files, programs, key
-        kept = files.get(key)
+    def __init__(self, lower: Callable[[], Lowered], steps: KeptSteps, key: str):
+        self._steps, self._key = steps, key
+        kept = steps.files.get(key)
         self._kept = None if kept is None else _unpacked(kept)
         self._lower, self._lowered = lower, None if self.is_kept else lower()
         self._compiling: Future[Compiled] = Future()
@@ -129,8 +128,9 @@ class KeptProgram:
 
     def _compile(self) -> Compiled:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
-        lowered = self._lowered or self._lower()
-        with self._programs.watched() as found:
+        lowered, programs = self._lowered or self._lower(), self._steps.programs
+        reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
+        with programs.watched() as found, reading:
             compiled = lowered.compile()
         if not found():
             self._keep(compiled)
@@ -139,7 +139,7 @@ class KeptProgram:
     def _keep(self, compiled: Compiled) -> None:
         try:
             made = serialize_executable.serialize(compiled)
-            self._files.put(self._key, pickle.dumps((dispatch.table(), made)))
+            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), made)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
 
