@@ -179,28 +179,30 @@ def start(runner: ModelRunner, plan: StepPlan) -> float:
     return time.perf_counter() - begun
 
 
-def step_ms(runner: ModelRunner, plan: StepPlan) -> float:
+def step_ms(runner: ModelRunner, plan: StepPlan, steps: int = STEPS) -> float:
     """Return the milliseconds from one step's results to the next's, while the next is on its way.
 
     The plan's rows are the runner's already.
     """
     again, ended = StepPlan(plan.chunks), []
     last = runner.dispatch(again)
-    for _ in range(STEPS):
+    for _ in range(steps):
         last, before = runner.dispatch(again), last
         runner.read(before)
         ended.append(time.perf_counter())
     runner.read(last)
-    return (time.perf_counter() - ended[0]) * 1e3 / STEPS
+    return (time.perf_counter() - ended[0]) * 1e3 / steps
 
 
-def take_turns(runner: ModelRunner, plans: dict[str, StepPlan]) -> dict[str, list[float]]:
+def take_turns(
+    runner: ModelRunner, plans: dict[str, StepPlan], turns: int = TURNS, steps: int = STEPS
+) -> dict[str, list[float]]:
     """Return the milliseconds of a step in every turn of every plan."""
     found = {name: [] for name in plans}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for name, plan in plans.items():
             start(runner, plan)
-            found[name].append(step_ms(runner, plan))
+            found[name].append(step_ms(runner, plan, steps))
     return found
 
 

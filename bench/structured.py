@@ -21,6 +21,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -261,7 +262,7 @@ def main() -> None:
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     result = {
-        "command": f"python -m bench.structured --model {args.model} --turns {args.turns}",
+        "command": f"python -m bench.structured {' '.join(sys.argv[1:])}",
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores"
         if on_cpu

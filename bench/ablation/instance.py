@@ -129,9 +129,9 @@ def _access(
 ) -> ServerAccess:
     """Return the way to a server that starts meanwhile: it is waited for when it is needed."""
 
-    def connect(terms: Terms) -> AbstractClient:
+    def connect(terms: Terms, device: int) -> AbstractClient:
         there = dataclasses.replace(place, ranks=connection.recv())
-        return server_access(there, caller, name).connect(terms)
+        return server_access(there, caller, name).connect(terms, device)
 
     caller, name = Caller(leases), _name(setup, os.getpid())
     return dataclasses.replace(server_access(place, caller, name), connect=connect)

@@ -1,52 +1,104 @@
-"""Exchanges between GPUs: `python -m bench.parallel --out DIR` writes JSON and a table."""
+"""A model over several devices of one host: `python -m bench.parallel PART --out DIR` writes JSON.
+
+Parts: `exchange` (all-gather, ours beside NCCL's), `bits` (answers against those of one device),
+`steps` (decode and prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine). Parts
+that run side by side share `--lock FILE`, so that each measures alone. `--exchange lax` takes
+`jax.lax.all_gather` in place of the own kernel. `--tiny` is for a CPU.
+"""
 
 import argparse
-import dataclasses
 import datetime
 import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 import jax
 
-from bench.parallel.exchange import KILOBYTES, Exchange, measure
-from cuda_backend.all_gather import GatherGroup
+from bench.parallel import bits, graphs, served, steps
+from bench.parallel.exchange import exchanges
+from bench.parallel.quiet import Quiet
+from bench.parallel.shapes import SMALL, SPEED, tiny
+from lora_jax.models import split as model_split
+from serving.engine.devices import make_cpu_devices
 
-HEAD = "| result on each device, KB | ours, us | NCCL, us | NCCL in the CUDA graph, us |"
+PARTS = ("exchange", "bits", "steps", "graphs", "served")
+TINY_SIZES = steps.Sizes(rows=8, position=20, prompts=2, prompt=12)
 
 
-def table(rows: list[Exchange]) -> str:
-    """Return the rows as a Markdown table."""
-    lines = [HEAD, "| --- " * 4 + "|"]
-    for row in rows:
-        figures = (row.kilobytes, row.ours_us, row.nccl_us, row.nccl_graph_us)
-        lines.append("| " + " | ".join(map(str, figures)) + " |")
-    return "\n".join(lines)
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.parallel", description=__doc__)
+    parser.add_argument("part", nargs="?", default="exchange", choices=PARTS)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--devices", type=int, nargs="+", default=[2], help="number of them")
+    parser.add_argument("--model", default="qwen3-30b-a3b", choices=[*SPEED, *SMALL])
+    parser.add_argument("--layers", type=int, help="only the first ones")
+    parser.add_argument(
+        "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
+    )
+    parser.add_argument("--position", type=int, default=512, help="of rows that decode")
+    parser.add_argument("--prompts", type=int, default=8, help="of a step of prompts; 0: none")
+    parser.add_argument("--profile", action="store_true", help="keep the kernels of the steps")
+    parser.add_argument("--exchange", choices=("own", "lax"), default="own")
+    parser.add_argument("--lock", type=Path, help="file that parts share which run side by side")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
+    return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any]:
+    """Return the rows of the part that was asked for."""
+    quiet = Quiet(args.lock)
+    raw, devices = _shape(args), args.devices[0]
+    sizes = steps.Sizes(position=args.position, prompts=args.prompts)
+    sizes = TINY_SIZES if args.tiny else sizes
+    if args.part == "exchange":
+        with quiet.alone():
+            return exchanges(devices)
+    if args.part == "bits":
+        return bits.measure(args.model, args.devices, folder, raw, quiet)
+    if args.part == "steps":
+        how = {"profiled": args.profile}
+        return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
+    if args.part == "graphs":
+        return graphs.measure(raw, devices, args.expert_parallel, sizes)
+    return served.measure(raw, devices, folder, quiet)
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    raw = (SPEED | SMALL)[args.model]
+    raw = tiny(raw) if args.tiny else raw
+    return raw | ({"num_hidden_layers": args.layers} if args.layers else {})
 
 
 def main() -> None:
-    """Measure every size over the first `--devices` GPUs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--devices", type=int, default=2, help="number of GPUs (default 2)")
-    args = parser.parse_args()
-    group = GatherGroup(args.devices)
-    rows = [measure(args.devices, size, group.number) for size in KILOBYTES]
-    group.check()
+    """Measure, print and write."""
+    args = parse()
+    make_cpu_devices(max(args.devices))
+    if args.exchange == "lax":
+        model_split.open_group = lambda devices: None
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(args, Path(folder))
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     kind = jax.devices()[0].device_kind
-    result = {
-        "what": "all-gather between GPUs of one process, us per exchange",
-        "device": f"{args.devices} x {kind}",
-        "date": date,
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    name = f"exchange_{kind.lower().replace(' ', '_')}_x{args.devices}_{date}"
+    over = "_".join(map(str, args.devices))
+    parts = [args.part, *([] if args.part == "exchange" else [args.model])]
+    experts = {None: [], True: ["ep"], False: ["tp"]}[args.expert_parallel]
+    lax = ["lax"] if args.exchange == "lax" else []
+    name = "_".join(["parallel", *parts, *experts, *lax, *kind.lower().split(), f"x{over}", date])
+    result = {"what": args.part, "device": kind, "date": date, "model": args.model}
+    result |= {"layers": _shape(args)["num_hidden_layers"], "rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    shown = (
+        {k: v for k, v in rows.items() if k not in ("turns_ms", "kernels")}
+        if isinstance(rows, dict)
+        else rows
+    )
+    print(args.part, json.dumps(shown))
 
 
 if __name__ == "__main__":

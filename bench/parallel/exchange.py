@@ -1,7 +1,7 @@
 """Time of one all-gather between the GPUs of a process, ours beside NCCL's.
 
-`python -m bench.parallel --out DIR`. A figure is the slope between programs of many and of few
-exchanges, each program one dispatch; the median of 30 runs. `ours` and `nccl in the graph` run
+`python -m bench.parallel exchange --out DIR`. A figure is the slope between programs of many and of
+few exchanges, each program one dispatch; the median of 30 runs. `ours` and `nccl in the graph` run
 inside the CUDA graph, `nccl` as launches of its own (XLA's default).
 """
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cuda_backend.all_gather import GatherGroup
 from lora_jax.ops.all_gather import all_gather
 
 FEW, MANY, RUNS = 32, 160, 30
@@ -31,6 +32,14 @@ class Exchange:
     ours_us: float
     nccl_us: float
     nccl_graph_us: float
+
+
+def exchanges(devices: int) -> list[dict[str, float]]:
+    """Return a row for every size over the first `devices` GPUs."""
+    group = GatherGroup(devices)
+    rows = [measure(devices, size, group.number) for size in KILOBYTES]
+    group.check()
+    return [dataclasses.asdict(row) for row in rows]
 
 
 def measure(devices: int, kilobytes: int, group: int) -> Exchange:

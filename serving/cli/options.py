@@ -50,17 +50,12 @@ class Options:
             raise ValueError(
                 f"--shutdown-timeout must be 0 to 3600 seconds, got {self.shutdown_timeout:g}."
             )
-        if self.cluster.lora_server and self.engine.tensor_parallel_size > 1:
-            raise ValueError(
-                "--lora-server serves instances of one device each: leave "
-                f"--tensor-parallel-size {self.engine.tensor_parallel_size} out, or keep the "
-                "adapters on the instances."
-            )
         if self.cluster.lora_server and self.engine.speculation is not None:
             raise ValueError(
                 "--lora-server serves instances that draw one token at a time: leave "
                 "--speculative-config out, or keep the adapters on the instances."
             )
+        self._check_server_devices()
         nodes, size = self.cluster.nnodes, self.engine.tensor_parallel_size
         if size % nodes:
             raise ValueError(
@@ -100,6 +95,23 @@ class Options:
             raise ValueError(
                 f"{flag} cannot be replaced or unloaded while the server runs: leave "
                 "--enable-runtime-lora out."
+            )
+
+    def _check_server_devices(self) -> None:
+        """Raise ValueError for what a LoRA Server does not go with beside several devices."""
+        cluster, engine = self.cluster, self.engine
+        if not cluster.lora_server or engine.tensor_parallel_size == 1:
+            return
+        others = {
+            "--no-enable-expert-parallel": engine.enable_expert_parallel is False,
+            "--lora-attention remote": cluster.lora_attention == "remote",
+            "--local-expert-slots": cluster.local_expert_slots > 0,
+        }
+        if given := [flag for flag, is_given in others.items() if is_given]:
+            raise ValueError(
+                f"--lora-server beside --tensor-parallel-size {engine.tensor_parallel_size} serves "
+                f"the experts that each device has whole, without {', '.join(given)}: leave that "
+                "out, or keep the adapters on the instances."
             )
 
     def _check_functions(self) -> None:

@@ -63,7 +63,8 @@ class LocalCluster:
         self.group: ServerGroup | None = None
         try:
             if spec is not None:
-                self.group = ServerGroup(spec, cluster.instances, self._hosts, self._end_instances)
+                first_gpu = cluster.instances * options.engine.tensor_parallel_size
+                self.group = ServerGroup(spec, first_gpu, self._hosts, self._end_instances)
             for number in range(cluster.instances):
                 self._processes.append(self._start(number))
             for process in self._processes:

@@ -82,9 +82,10 @@ def _dtype(engine: EngineConfig, config: ModelConfig) -> str:
 def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess:
     """Return how the instance of this name reaches the server at a place; leases by `caller`."""
 
-    def connect(terms: Terms) -> AbstractClient:
+    def connect(terms: Terms, device: int) -> AbstractClient:
         transport, separate = place.spec.transport, place.cluster.lora_separate_stream
-        return selection.open_client_at(place.ranks, terms, transport, separate_stream=separate)
+        how = {"separate_stream": separate, "device": device}
+        return selection.open_client_at(place.ranks, terms, transport, **how)
 
     return ServerAccess(
         place.spec,

@@ -56,11 +56,10 @@ def held_locally(
 
     In a split model they are as one device has them.
     """
-    if widths is not None:
-        return widths.catalogue(catalogue), 0
-    if remote is None:
-        return catalogue, 0
-    return local_catalogue(catalogue, remote.link.layout), remote.num_local
+    num_whole = 0
+    if remote is not None:
+        catalogue, num_whole = local_catalogue(catalogue, remote.link.layout), remote.num_local
+    return (catalogue if widths is None else widths.catalogue(catalogue)), num_whole
 
 
 def log_devices(split: Split | None) -> None:

@@ -1,4 +1,4 @@
-"""One pool of pages for KV, rank rows and their adapters: its sizes, and its parts of an engine."""
+"""One pool of pages for KV, rank rows and ESFT experts: its sizes, and its parts of an engine."""
 
 import dataclasses
 import logging
@@ -20,15 +20,18 @@ from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import CacheSize
 from serving.engine.storage import kv_dtype, lora_dtype
+from serving.loading.esft_parts import EsftParts
 from serving.loading.page_room import PageRoom
 from serving.loading.pooled_allocator import PooledSlotAllocator
+from serving.loading.pooled_experts import PooledExpertAllocator
 from serving.scheduling.page_exchange import PageExchange
 from serving.scheduling.page_extents import PageExtents
 from serving.scheduling.prefix_cache import PageCache
 
 logger = logging.getLogger(__name__)
 
-LARGEST_PAGE = 2 << 20
+LARGEST_PAGE, LARGEST_EXTENT = 2 << 20, 16 << 20  # bytes
+_EXTENTS = 128  # in all of the pool, unless they were larger than the largest
 _PAGES = 1024  # at least, of a pool whose memory has smaller ones
 
 
@@ -73,6 +76,7 @@ def check_page_pool(config: EngineConfig, **others: bool) -> None:
         f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes is not None,
         "lora_memory_bytes": config.lora_memory_bytes is not None,
+        "esft_memory_bytes": config.esft_memory_bytes is not None,
         "kv_offloading_size": bool(config.kv_offloading_size),
         f"lora_merge {config.lora_merge}": config.lora_merge != "off",
         "merge_adapter": config.merge_adapter is not None,
@@ -101,42 +105,41 @@ def make_page_pool(
     model_config: ModelConfig,
     catalogue: LoraCatalogue,
     dtype: jnp.dtype,
+    esft: EsftParts | None,
 ) -> PagePoolParts | None:
     """Return the pool that the config asks for, with addresses for all that could lie in it.
+
+    Where there is room for ESFT adapters it is that of the experts, and the base's come on top.
 
     Raises ValueError when it has no room for the longest sequence and an adapter of max_lora_rank.
     """
     if config.page_pool_bytes is None:
         return None
     memory = for_platform(jax.default_backend())
+    tensors = None if esft is None else esft.room.tensors
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
     sides = kv_sides(shape, config.block_size, kv_dtype(config, dtype))
-    sizes = pool_sizes(
-        config,
-        sides,
-        rows_by_bytes(one, of_rows.itemsize),
-        model_config.max_positions,
-        memory.granularity,
-    )
-    pool = PagePool(
-        memory, page_bytes=sizes.page_bytes, budget_bytes=sizes.pages * sizes.page_bytes
-    )
+    page = page_size(config, memory.granularity) if tensors is None else tensors.pool.page_bytes
+    adapter = rows_by_bytes(one, of_rows.itemsize)
+    sizes = pool_sizes(config, sides, adapter, model_config.max_positions, page)
+    kept = 0
+    if tensors is None:
+        pool = PagePool(memory, page_bytes=page, budget_bytes=sizes.pages * page)
+    else:
+        pool, kept = tensors.pool, tensors.base_pages
     most = sizes.pages - -(-sizes.least_kv // sizes.extent) * sizes.extent_pages
-    rows = {
-        width: min(
-            config.max_loras * count,
-            most * sizes.page_bytes // rows_nbytes({width: 1}, of_rows.itemsize),
-        )
-        for width, count in one.items()
-    }
+    row = {width: rows_nbytes({width: 1}, of_rows.itemsize) for width in one}
+    rows = {w: min(config.max_loras * count, most * page // row[w]) for w, count in one.items()}
     pages = PooledPages(pool, shape, sizes.kv_pages, config.block_size, kv_dtype(config, dtype))
     room = PageRoom(pool, pages, PooledRows(pool, rows, of_rows))
-    exchange = PageExchange(pool)
-    allocator = PooledSlotAllocator(
-        catalogue, config.max_loras, rows, of_rows.itemsize, room, exchange, most
-    )
+    exchange = PageExchange(pool, kept=kept)
+    sizes_of_rows = config.max_loras, rows, of_rows.itemsize
+    allocator = PooledSlotAllocator(catalogue, *sizes_of_rows, room, exchange, most)
+    if esft is not None:
+        assert isinstance(esft.room.allocator, PooledExpertAllocator), "as esft_parts makes it"
+        esft.room.allocator.join(exchange, most)
     logger.info(
         "Page pool: %d pages of %d kB for KV and adapters; KV from %d to %d pages of %d tokens, "
         "in extents of %d.",
@@ -149,6 +152,15 @@ def make_page_pool(
     )
     size = CacheSize(sizes.kv_pages, config.block_size, sizes.max_model_len)
     return PagePoolParts(sizes, room, exchange, allocator, SlotsSpec(config.max_loras, rows), size)
+
+
+def page_size(config: EngineConfig, granularity: int) -> int:
+    """Return the bytes of a page: the memory's granularity, doubled while there are many."""
+    assert config.page_pool_bytes is not None
+    page = granularity
+    while 2 * page <= min(LARGEST_PAGE, config.page_pool_bytes // _PAGES):
+        page *= 2
+    return page
 
 
 def kv_sides(shape: KVShape, page_size: int, dtype: jnp.dtype) -> tuple[int, ...]:
@@ -171,9 +183,9 @@ def pool_sizes(
     kv_sides: tuple[int, ...],
     adapter_sides: tuple[int, ...],
     model_positions: int,
-    granularity: int,
+    page: int,
 ) -> PoolSizes:
-    """Return the sizes of a pool of page_pool_bytes.
+    """Return the sizes of a pool of page_pool_bytes in pages of so many bytes.
 
     `kv_sides` are the bytes of K and V of a KV page, `adapter_sides` those of an adapter's rows by
     width: KV never takes what one adapter needs, nor adapters what the longest sequence does. A
@@ -181,11 +193,9 @@ def pool_sizes(
     """
     budget = config.page_pool_bytes
     assert budget is not None
-    page = granularity
-    while 2 * page <= min(LARGEST_PAGE, budget // _PAGES):
-        page *= 2
     pages = budget // page
     extent = math.lcm(*(page // math.gcd(page, side) for side in kv_sides))
+    extent *= max(1, min(LARGEST_EXTENT, budget // _EXTENTS) // (extent * sum(kv_sides)))
     extent_pages = sum(extent * side for side in kv_sides) // page
     adapter = sum(-(-side // page) + 1 for side in adapter_sides)
     wanted = config.max_model_len or model_positions

@@ -46,7 +46,7 @@ from serving.engine.version_metrics import ShareCollector
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
-from serving.lora_server.instance import ServerAccess
+from serving.lora_server.instance import ServerAccess, check_devices, check_split
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
@@ -97,11 +97,7 @@ def build_parts(
     Raises ValueError for a model or an adapter that cannot be served, and ConnectionError when the
     server cannot be reached or does not fit.
     """
-    if access is not None and config.tensor_parallel_size > 1:
-        raise ValueError(
-            "A LoRA Server serves instances of one device each: set tensor_parallel_size to 1, "
-            f"not {config.tensor_parallel_size}, or keep the adapters on the instances."
-        )
+    check_devices(access, config)
     check_speculation(config, has_server=access is not None)
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
@@ -115,6 +111,7 @@ def build_parts(
     )
     keep_programs()
     split = split_of(config, gang)
+    check_split(access, split)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
@@ -149,7 +146,7 @@ def build_parts(
         cache_bytes = 0 if images is None else images.cache_bytes
         devices = config.tensor_parallel_size
         room = (model_config, local_modules, dtype, num_full_adapters, cache_bytes, devices)
-        pool = make_page_pool(config, model, *room[:3])
+        pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
         size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room))

@@ -18,6 +18,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.loading.expert_loading import AnyTensors, ExpertRoom, identity_tables
+from serving.loading.pooled_experts import PooledExpertAllocator
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,14 @@ def make_esft(
     start, moe = time.monotonic(), model_config.experts
     num_slots = config.max_esft_adapters or DEFAULT_ADAPTERS
     most = min(config.max_esft_experts, moe.num_experts)
-    budget, left = config.esft_memory_bytes, _bytes_left(memories, model)
+    is_pooled = config.page_pool_bytes is not None
+    budget = config.page_pool_bytes if is_pooled else config.esft_memory_bytes
+    left = _bytes_left(memories, model)
     if budget is None and left is not None:
         budget = max(0, left)
     tensors = _move(model, memories, split, num_slots * most, budget)
-    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, budget)
+    of_experts = None if is_pooled else budget
+    sizes = ExpertSizes(tensors.layers, moe.num_experts, most, tensors.expert_bytes, of_experts)
     pages = tensors.pages()
     logger.info(
         "ESFT adapters: %d, of up to %d experts in each of %d layers; base experts in %d pages of "
@@ -71,7 +75,12 @@ def make_esft(
         time.monotonic() - start,
     )
     tables = identity_tables(len(tensors.layers), num_slots, moe.num_experts)
-    return EsftParts(ExpertRoom(tensors, ExpertAllocator(num_slots, sizes)), tables)
+    if is_pooled and isinstance(tensors, ExpertTensors):
+        tensors.is_shared = True
+        allocator = PooledExpertAllocator(num_slots, sizes, tensors)
+    else:
+        allocator = ExpertAllocator(num_slots, sizes)
+    return EsftParts(ExpertRoom(tensors, allocator), tables)
 
 
 def _memories_for(

@@ -6,7 +6,6 @@ its memory until every step that was dispatched before has been read back.
 """
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -130,14 +129,13 @@ class PooledLoadJob:
     """The writes that bring one placed adapter into rows that nothing reads; the table is last."""
 
     def __init__(self, placement: LoraPlacement, rows: PooledRows, allocator: PooledSlotAllocator):
-        """The allocator says whether the rows have memory, and is told when they are written."""
+        """The allocator says whether the rows have memory."""
         self._placement, self._rows, self._allocator = placement, rows, allocator
         self._writes = deque(
             (width, write) for width, writes in placement.writes.items() for write in writes
         )
-        self._num_bytes = sum(_nbytes(rows, write.rows) for _, write in self._writes)
-        self._bytes_left = self._num_bytes
-        self._began, self._published = time.monotonic(), False
+        self._bytes_left = sum(_nbytes(rows, write.rows) for _, write in self._writes)
+        self._published = False
 
     @property
     def remaining(self) -> int:
@@ -169,7 +167,6 @@ class PooledLoadJob:
         except _TROUBLE as error:
             raise LoadFailed(str(error), may_pass=False) from error
         self._published = True
-        self._allocator.loaded(self._num_bytes, time.monotonic() - self._began)
         return publish(clear_slots(slots, self._placement.cleared_slots), self._placement)
 
 

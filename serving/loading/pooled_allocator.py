@@ -52,6 +52,7 @@ class PooledSlotAllocator(SlotAllocator):
         super().__init__(catalogue, num_slots, rows, itemsize)
         self._memory, self._exchange, self._most_pages = memory, exchange, most_pages
         self._leaving: list[Placed[Rows]] = []
+        self._sizes: dict[Placed[Rows], int] = {}  # bytes of those that are placed
         self._unmapped: set[str] = set()  # placed, but the system had no page for them
         exchange.join(self)
 
@@ -68,12 +69,15 @@ class PooledSlotAllocator(SlotAllocator):
         if weights.digest in self._placed or not self._free_slots:
             return False
         missing = self._missing(weights)
-        return missing is not None and missing <= self._exchange.pool.num_available
+        return missing is not None and self._exchange.would_meet(missing)
 
     def make_room(self, weights: AdapterWeights) -> bool:
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
-        if self.can_place(weights) or weights.digest in self._placed:
-            return weights.digest not in self._placed
+        if weights.digest in self._placed:
+            return False
+        self._exchange.wanted(weights.digest)
+        if self.can_place(weights):
+            return True
         if not self._free_slots:
             if not self._leaving and (offer := self.offer()) is not None:
                 self._exchange.take(offer)
@@ -98,13 +102,14 @@ class PooledSlotAllocator(SlotAllocator):
         self._exchange.uses.used(digest)
         return slot
 
-    def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Note how long a load took, from its first write on."""
-        self._exchange.loaded(num_bytes, seconds)
+    def finish_loading(self, digest: str) -> int:
+        self._exchange.came(digest, self._num_bytes(self._placed[digest]))
+        return super().finish_loading(digest)
 
     def reclaim(self, placed: Placed[Rows]) -> None:
         """Make slot and rows of an adapter that has left free: no step can read them."""
         self._leaving.remove(placed)
+        self._sizes.pop(placed, None)
         super()._take_back(placed)
 
     @property
@@ -123,11 +128,11 @@ class PooledSlotAllocator(SlotAllocator):
 
     def offer(self) -> Offer | None:
         """Return the idle adapter that is worth least."""
-        digest = next(iter(self._idle()), None)
-        if digest is None:
+        values = {digest: self._value(digest) for digest in super()._idle()}
+        if not values:
             return None
-        placed = self._placed[digest]
-        value = self._exchange.uses.value(digest, self._num_bytes(placed))
+        digest = min(values, key=lambda one: values[one])
+        placed, value = self._placed[digest], values[digest]
         return Offer(value, self._num_pages(placed), lambda: self._free(digest))
 
     def stats(self) -> ResidencyStats:
@@ -153,10 +158,10 @@ class PooledSlotAllocator(SlotAllocator):
 
     def _idle(self) -> list[str]:
         """Return who may be evicted, the least valuable first, of equal ones the oldest."""
-        uses = self._exchange.uses
-        return sorted(
-            super()._idle(), key=lambda d: uses.value(d, self._num_bytes(self._placed[d]))
-        )
+        return sorted(super()._idle(), key=self._value)
+
+    def _value(self, digest: str) -> float:
+        return self._exchange.uses.value(digest, self._num_bytes(self._placed[digest]))
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Nobody goes at once for another's sake: see `make_room`."""
@@ -165,7 +170,7 @@ class PooledSlotAllocator(SlotAllocator):
     def _free(self, digest: str) -> None:
         placed = self._placed.pop(digest)
         if placed.retired:
-            self._exchange.uses.forget(digest)
+            self._exchange.forget(digest)
         mapped = digest not in self._unmapped
         self._unmapped.discard(digest)
         self._leaving.append(placed)
@@ -187,7 +192,9 @@ class PooledSlotAllocator(SlotAllocator):
         return missing if len(taken) == len(weights.demand) else None
 
     def _num_bytes(self, placed: Placed[Rows]) -> int:
-        return rows_nbytes(_by_width(placed.room), self._itemsize)
+        if placed not in self._sizes:
+            self._sizes[placed] = rows_nbytes(_by_width(placed.room), self._itemsize)
+        return self._sizes[placed]
 
     def _num_pages(self, placed: Placed[Rows]) -> int:
         return max(1, self._num_bytes(placed) // self._exchange.pool.page_bytes)

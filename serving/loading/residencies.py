@@ -209,7 +209,7 @@ def make_residencies(
     elif isinstance(server, InstanceSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:
-        lora = ServerResidency(loader, server, copier)
+        lora = ServerResidency(loader, server, copier, host_form)
     return _beside_experts(lora, allocator, esft, on_loaded)
 
 

@@ -7,8 +7,9 @@ import numpy as np
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.row_copies import Copier
+from lora_jax.adapters.weights import AdapterWeights
 from serving.loading.adapter_loader import AdapterLoader
-from serving.loading.lora_residency import LoraResidency
+from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.residency import DeviceTables, Failures
 from serving.lora_server.instance import InstanceSide
 from serving.lora_server.tenant_side import TenantSide
@@ -22,9 +23,20 @@ class ServerResidency(LoraResidency):
     """
 
     def __init__(
-        self, loader: AdapterLoader, server: InstanceSide | TenantSide, copier: Copier | None = None
+        self,
+        loader: AdapterLoader,
+        server: InstanceSide | TenantSide,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
     ):
-        super().__init__(loader, copier, server.keep)
+        """`host_form` makes of what stays beside a LoRA Server what the host keeps."""
+        form = host_form if isinstance(server, InstanceSide) else None
+
+        def keep(weights: AdapterWeights) -> AdapterWeights:
+            kept = server.keep(weights)
+            return kept if form is None else form(kept)
+
+        super().__init__(loader, copier, keep)
         self.server = server
         self._dispatched = 0
 

@@ -11,6 +11,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from lora_jax.nn.gather import worst_of_devices
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from serving.lora_server.shards import SITES, ShardLayout
 from serving.lora_server.transport.base import AbstractClient, PushRows, push_rows
@@ -52,18 +54,22 @@ class ServerLink:
         self.layout, self.client = layout, client
         self.has_local, self.overlap = has_local, overlap
 
-    def start(self, table: RemoteTable) -> "StepExperts":
-        """Return what the layers of one step push to; only while that step is traced."""
-        return StepExperts(self, table)
+    def start(self, table: RemoteTable, split: Split | None = None) -> "StepExperts":
+        """Return what the layers of one step push to; only while that step is traced.
+
+        With `split` it is that of one device, whose experts are whole.
+        """
+        return StepExperts(self, table, split)
 
 
 class StepExperts:
     """The `RemoteExperts` of one traced step; gathers the statuses of its exchanges."""
 
-    def __init__(self, link: ServerLink, table: RemoteTable):
+    def __init__(self, link: ServerLink, table: RemoteTable, split: Split | None):
         self._layout, self.client, self._table = link.layout, link.client, table
         self.has_local, self._overlap = link.has_local, link.overlap
         self.statuses: list[jax.Array] = []
+        self._split = split
 
     def has(self, module: str, layer: int) -> bool:
         """True if ranks hold this module of the layer."""
@@ -89,11 +95,14 @@ class StepExperts:
         return exchange if self._overlap else SerialExchange(exchange)
 
     def status(self) -> Int[Array, "servers"]:
-        """Return the worst status of each server in the step; 0 means that every answer came."""
+        """Return the worst status of each server in the step; 0 means that every answer came.
+
+        In a split model it is the worst of all devices.
+        """
         worst = jnp.zeros((self.client.servers,), jnp.int32)
         for status in self.statuses:
             worst = jnp.maximum(worst, status)
-        return worst
+        return worst_of_devices(worst, self._split)
 
 
 class Step(Protocol):

@@ -9,11 +9,13 @@ import dataclasses
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
@@ -22,6 +24,7 @@ from serving.lora_server.shards import local_part, split
 from serving.lora_server.spec import ServerSpec, design
 from serving.lora_server.transport.base import AbstractClient, Status
 from serving.lora_server.transport.compatibility import Terms
+from serving.lora_server.transport.split_client import SplitClient
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class ServerAccess:
     spec: ServerSpec
     instance: str
     leases: LeaseSource
-    connect: Callable[[Terms], AbstractClient]
+    connect: Callable[[Terms, int], AbstractClient]  # of a device, by its number
     wait_s: float = 0.5  # bound of one exchange
     local_slots: int = 0  # adapters whose experts the instance can take over when it is lost
     overlap: bool = True  # exchanges behind the base's computation
@@ -188,6 +191,56 @@ class InstanceSide:
                 logger.info("All ranks of the LoRA Server are connected again.")
 
 
+def check_devices(access: Any, config: EngineConfig) -> None:
+    """Raise ValueError for what a LoRA Server beside a model on several devices cannot hold.
+
+    Where adapters are in tenants' processes there is one device.
+    """
+    if access is None or config.tensor_parallel_size == 1:
+        return
+    if not isinstance(access, ServerAccess):
+        raise ValueError(
+            "isolation 'server' is for one device: set tensor_parallel_size to 1, not "
+            f"{config.tensor_parallel_size}."
+        )
+    refused = {
+        "enable_expert_parallel False (a device then has parts of experts)": (
+            config.enable_expert_parallel is False
+        ),
+        "lora_attention remote (a device has a part of the heads)": access.spec.attention,
+        "local_expert_slots": access.local_slots > 0,
+    }
+    if wrong := [name for name, given in refused.items() if given]:
+        raise ValueError(
+            f"A LoRA Server beside instances of {config.tensor_parallel_size} devices does not go "
+            f"with {' and '.join(wrong)}: leave that out, or set tensor_parallel_size to 1."
+        )
+
+
+def check_split(access: Any, split: Split | None) -> None:
+    """Raise ValueError where a model's experts do not lie whole on its devices."""
+    if access is not None and split is not None and split.experts != "ep":
+        raise ValueError(
+            "A LoRA Server serves devices that have whole experts: choose a tensor_parallel_size "
+            f"that divides their number, not {split.size}."
+        )
+
+
+def _client(access: ServerAccess, terms: Terms, devices: int) -> AbstractClient:
+    """Return the client of one device, or those of several as one."""
+    if devices == 1:
+        return access.connect(terms, 0)
+    clients: list[AbstractClient] = []
+    try:
+        for device in range(devices):
+            clients.append(access.connect(terms, device))
+    except BaseException:
+        for client in clients:
+            client.close()
+        raise
+    return SplitClient(clients)
+
+
 def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceSide:
     """Return an engine's end of the server, connected.
 
@@ -197,7 +250,7 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     server_design = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
     server_design.require_rows(config.max_num_batched_tokens)
     server_design.require_rank(config.max_lora_rank)
-    client = access.connect(server_design.terms)
+    client = _client(access, server_design.terms, config.tensor_parallel_size)
     client.set_limit(access.wait_s)
     local = access.local_slots
     link = ServerLink(server_design.layout, client, has_local=local > 0, overlap=access.overlap)

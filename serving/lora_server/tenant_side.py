@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport
@@ -44,8 +45,9 @@ class TenantLink:
     def __init__(self, layout: TenantLayout, client: TenantClient):
         self.layout, self.client = layout, client
 
-    def start(self, table: RemoteTable) -> "TenantStep":
+    def start(self, table: RemoteTable, split: None = None) -> "TenantStep":
         """Return what the layers of one step push to; only while that step is traced."""
+        assert split is None, "tenants beside several devices"
         return TenantStep(self.layout, self.client, table)
 
 
@@ -321,6 +323,7 @@ def report_of(fields: dict[str, Any]) -> AdapterReport:
     kind = AdapterKind(fields["kind"])
     changed = {"kind": kind, "modules": modules, "brings": (), "experts": {}}
     changed["warnings"] = tuple(fields["warnings"])
+    changed["added_tokens"] = tuple(AddedToken(**token) for token in fields["added_tokens"])
     return AdapterReport(**fields | changed)
 
 

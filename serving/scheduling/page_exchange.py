@@ -9,15 +9,19 @@ and nothing is held for it.
 
 import collections
 import dataclasses
+import math
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 from lora_jax.adapters.use_ledger import UseLedger
 
 # Until they are measured.
-LOAD_BYTES_PER_S = 5e9
-COMPUTE_TOKENS_PER_S = 1e4
+LOAD_S_PER_BYTE = 1e-9
+COMPUTE_S_PER_TOKEN = 1e-4
 _PROMPT_TOKENS = 64  # a step of so many is mostly prompts
+_LEAVING_PARTS = 8
+_PATIENCE_S = 1.0  # who asks again only after so long has not waited
 _SHARE = 0.1  # of a new measurement in the mean
 
 
@@ -65,14 +69,27 @@ class PoolShares:
     given: int = 0
 
 
+@dataclasses.dataclass
+class _Wanted:
+    """When an adapter was asked for first, and last."""
+
+    first: float
+    last: float
+
+
 class PageExchange:
     """The order of value over all sides; the engine's thread uses it."""
 
-    def __init__(self, pool: AnyPool):
-        self.pool = pool
+    def __init__(
+        self, pool: AnyPool, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
+    ):
+        """`kept` pages are for good somebody's who takes no part, as the base's experts."""
+        self.pool, self._kept, self._clock = pool, kept, clock
+        self._wanted: dict[str, _Wanted] = {}
+        self._promises: list[Callable[[], int]] = []
         self.num_given = 0  # offers taken since the start
-        self.is_short = False  # a claim was not met since the last step was planned
-        self._load_rate, self._compute_rate = LOAD_BYTES_PER_S, COMPUTE_TOKENS_PER_S
+        self._asked = 0  # pages, by claims that were not met since `start_step`
+        self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
         self.uses = UseLedger(self.load_s)  # of adapters
         self._sides: list[Side] = []
         self._planned: collections.deque[float] = collections.deque()  # times, of steps in flight
@@ -86,28 +103,55 @@ class PageExchange:
     def shares(self, kv_pages: int) -> PoolShares:
         """Return who has the pool, of which so many pages are KV's."""
         pool, size = self.pool, self.pool.page_bytes
-        used = pool.num_pages - pool.num_available
-        sizes = (pages * size for pages in (pool.num_pages, kv_pages, used - kv_pages))
+        total = pool.num_pages - self._kept
+        used = pool.num_pages - pool.num_available - self._kept
+        sizes = (pages * size for pages in (total, kv_pages, used - kv_pages))
         return PoolShares(*sizes, self.num_given)
 
-    def join(self, side: Side) -> None:
-        """Let a side's offers count from now on."""
+    def join(self, side: Side, promised: Callable[[], int] | None = None) -> None:
+        """Let a side's offers count from now on; `promised` pages it has yet to take."""
         self._sides.append(side)
+        self._promises += [promised] if promised else []
 
-    def claim(self, num_pages: int, claimant: Side, *, own: bool) -> bool:
+    @property
+    def available(self) -> int:
+        """Pages that are free and promised to nobody."""
+        return self.pool.num_available - sum(promised() for promised in self._promises)
+
+    def claim(self, num_pages: int, claimant: Side, *, own: bool, below: float = math.inf) -> bool:
         """Return whether so many pages are free; if not, have enough leave that is not in use.
 
-        With `own` the claimant's offers count too. A claim that is not met is to be made again
-        after the next step.
+        With `own` the claimant's offers count too, with `below` only those that are worth less. A
+        claim that is not met is to be made again after the next step. Claims of one step add up,
+        so that what waits for pages need not wait for one another; no more than a part of the pool
+        leaves at a time.
         """
-        free = self.pool.num_available
-        missing = num_pages - free - self.pages_leaving
+        if self.would_meet(num_pages):
+            return True
+        self._asked += num_pages
+        free, leaving = self.available, self.pages_leaving
+        most = self.pool.num_pages // _LEAVING_PARTS
         others = None if own else claimant
-        while missing > 0 and (offer := self.least(others)) is not None:
-            missing -= offer.num_pages
+        while free + leaving < self._asked and leaving < most:
+            offer = self.least(others)
+            if offer is None or offer.value >= below:
+                break
+            leaving += offer.num_pages
             self.take(offer)
-        self.is_short = self.is_short or num_pages > free
-        return num_pages <= free
+        return False
+
+    def would_meet(self, num_pages: int) -> bool:
+        """Return whether so many pages are free beside those that earlier claims wait for."""
+        return self._asked + num_pages <= self.available
+
+    def start_step(self) -> None:
+        """Begin to add up the claims of a step."""
+        self._asked = 0
+
+    @property
+    def is_short(self) -> bool:
+        """True if a claim was not met since `start_step`."""
+        return self._asked > 0
 
     @property
     def pages_leaving(self) -> int:
@@ -130,10 +174,25 @@ class PageExchange:
         """Note that something of this value has gone."""
         self.uses.level = max(self.uses.level, value)
 
-    def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Note how long it took to bring an adapter onto the device."""
-        if seconds > 0:
-            self._load_rate += _SHARE * (num_bytes / seconds - self._load_rate)
+    def wanted(self, digest: str) -> None:
+        """Note that somebody asks for an adapter, maybe again."""
+        now = self._clock()
+        wanted = self._wanted.setdefault(digest, _Wanted(now, now))
+        if now - wanted.last > _PATIENCE_S:
+            wanted.first = now
+        wanted.last = now
+
+    def came(self, digest: str, num_bytes: int) -> None:
+        """Note that an adapter is on the device; its wait for pages counts as time to load."""
+        wanted = self._wanted.pop(digest, None)
+        if wanted is not None:
+            seconds = self._clock() - wanted.first
+            self._load_s += _SHARE * (seconds / num_bytes - self._load_s)
+
+    def forget(self, digest: str) -> None:
+        """Nobody asks for these weights any more."""
+        self._wanted.pop(digest, None)
+        self.uses.forget(digest)
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device; steps end in this order."""
@@ -143,13 +202,13 @@ class PageExchange:
         """Note the end of the oldest step, of so many tokens; those with prompts tell the rate."""
         seconds = now - max(self._ended, self._planned.popleft())
         self._ended = now
-        if seconds > 0 and num_tokens >= _PROMPT_TOKENS:
-            self._compute_rate += _SHARE * (num_tokens / seconds - self._compute_rate)
+        if num_tokens >= _PROMPT_TOKENS:
+            self._compute_s += _SHARE * (seconds / num_tokens - self._compute_s)
 
     def load_s(self, num_bytes: int) -> float:
         """Return the seconds to bring so many bytes onto the device again."""
-        return num_bytes / self._load_rate
+        return num_bytes * self._load_s
 
     def compute_s(self, num_tokens: int) -> float:
         """Return the seconds to compute the KV of so many tokens again."""
-        return num_tokens / self._compute_rate
+        return num_tokens * self._compute_s

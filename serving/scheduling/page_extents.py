@@ -1,10 +1,13 @@
 """KV pages that have memory: they come and go in extents of some consecutive pages. No jax."""
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
 from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
 from serving.scheduling.prefix_cache import PageCache
+
+_MOST_WAITS = 4  # what leaves is free after two steps
 
 
 class ExtentMemory(Protocol):
@@ -49,6 +52,7 @@ class PageExtents:
         self._worth = [0.0] * count  # of what is cached on them
         self._uses = [0] * cache.num_pages
         self._values: dict[int, float] = {}  # of cached pages
+        self._waits = 0  # since the last that had enough of it
         cache.watch = self
         exchange.join(self)
         while self.num_present < self._least:
@@ -73,7 +77,7 @@ class PageExtents:
 
     def start_step(self, reserve: int) -> None:
         """See to it that so many pages are blank, so that sequences that run may grow."""
-        self._exchange.is_short = False
+        self._exchange.start_step()
         self.want(reserve)
 
     def want(self, count: int) -> bool:
@@ -89,12 +93,17 @@ class PageExtents:
             return False
         pages = -(-missing // self._size) * self._extent_pages
         oldest = self._cache.oldest_cached
+        below = math.inf
         if oldest is not None and count <= self._cache.num_free:
-            offer = self._exchange.least(self)
-            if offer is None or offer.value >= self._values[oldest]:
+            below, offer = self._values[oldest], self._exchange.least(self)
+            others = self._exchange.pages_leaving - self.pages_leaving
+            is_cheap = others or (offer is not None and offer.value < below)
+            if not is_cheap:
                 return False
-            pages = min(pages, self._extent_pages)
-        self._exchange.claim(pages, self, own=False)
+            self._waits = (self._waits + 1) % _MOST_WAITS
+            if not self._waits:  # others may have taken what left
+                return False
+        self._exchange.claim(pages, self, own=False, below=below)
         return self._exchange.pages_leaving > self.pages_leaving
 
     def planned(self, now: float) -> None:
@@ -185,7 +194,7 @@ class PageExtents:
 
     def _add(self) -> bool:
         """Give the lowest absent extent memory; False: there is none, or no room."""
-        if not self._absent or self._exchange.pool.num_available < self._extent_pages:
+        if not self._absent or self._exchange.available < self._extent_pages:
             return False
         extent = min(self._absent)
         if not self._memory.map_pages(self._pages(extent)):

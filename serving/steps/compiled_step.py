@@ -295,8 +295,8 @@ def _jit_steps(
         made = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         (slots, reroute_tables, remote_table), table, pages, images, merged, pooled = rest
         cache = pooled if cache is None else cache
-        remote = None if link is None or not lora else link.start(remote_table)
         over = None if split is None else split.split
+        remote = None if link is None or not lora else link.start(remote_table, over)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
         cache, logits, rows, heads = forward_step(made, cache, history, *batch, merged)
         cache = cache if pooled is None else None

@@ -8,12 +8,13 @@ code, the settings, the sizes, and the kinds of its arguments.
 import dataclasses
 import functools
 import hashlib
+import importlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import os
 import pickle
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -29,8 +30,8 @@ from serving.runtime.program_files import ProgramFiles
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = "lora_jax", "serving"
-_CODE = ".py", ".cc", ".h"
+_PACKAGES = "lora_jax", "serving", "cuda_backend"
+_CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
@@ -127,22 +128,12 @@ class KeptProgram:
             return None
 
     def _compile(self) -> Compiled:
-        """Return the program, kept unless jax had it for another step of the same program.
-
-        What jax has read cannot be kept. Engines that differ in nothing that matters share it, so
-        it is compiled anew only where the same step is asked for again: a server starts again.
-        """
-        lowered, again = self._lowered or self._lower(), f"{self._key}-again"
-        if self._files.get(again) is None:
-            with self._programs.watched() as found:
-                compiled = lowered.compile()
-            if found():
-                self._files.put(again, b"")
-                return compiled
-        else:
-            with self._programs.unread():
-                compiled = lowered.compile()
-        self._keep(compiled)
+        """Return the program, kept unless jax had it: what jax has read cannot be written again."""
+        lowered = self._lowered or self._lower()
+        with self._programs.watched() as found:
+            compiled = lowered.compile()
+        if not found():
+            self._keep(compiled)
         return compiled
 
     def _keep(self, compiled: Compiled) -> None:
@@ -156,11 +147,25 @@ class KeptProgram:
 def _unpacked(kept: bytes) -> tuple[Any, ...] | None:
     """Return the parts of a kept program; None where its kernels are not there."""
     choices, made = pickle.loads(kept)
-    needs_kernels = any(one["implementation"] == "ffi" for op in choices.values() for one in op)
-    if needs_kernels and not available():
+    used = {one["implementation"] for op in choices.values() for one in op}
+    if not all(_READY[name]() for name in _READY if name in used):
         return None
     dispatch.remember(choices)
     return made
+
+
+def _mosaic_is_ready() -> bool:
+    """Import what XLA calls Mosaic's kernels by, as tracing one would."""
+    importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    return True
+
+
+# Custom calls that a program finds by name, and who gives them to XLA.
+_READY: dict[str, Callable[[], bool]] = {
+    "ffi": available,
+    "cuda": dispatch.backend_kernel("cuda", "load_kernels"),
+    "pallas_gpu": _mosaic_is_ready,
+}
 
 
 def identity(fields: dict[str, Any], model: Path) -> str:
@@ -188,7 +193,10 @@ def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        root = Path(sys.modules[package].__path__[0])
+        found = importlib.util.find_spec(package)
+        if found is None or found.origin is None:
+            continue
+        root = Path(found.origin).parent
         for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
             data = file.read_bytes()
             digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)

@@ -7,7 +7,7 @@ are read when the next one is on its way. Steps in which a grammar binds a row h
 """
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import jax
@@ -80,13 +80,13 @@ class ModelRunner:
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
-        rows may be masked. With `split` the model and `slots`
-        lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model that takes
-        images, on one device. With `merged` steps may take those weights, with `mixture` steps
-        whose rows have other adapters too. `bringing` are the slots whose adapters have more than
-        LoRA; the caller changes it. `tell` is given every StepInput and SampleInput before it is
-        done, for the runners of other processes to `follow`. `kept` are compiled
-        steps of earlier processes. `pooled` are KV pages of a pool, whose rows `slots` then has.
+        rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
+        of all heads. `encoder` is that of a model that takes images, on one device. With `merged`
+        steps may take those weights, with `mixture` steps whose rows have other adapters too.
+        `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
+        is given every StepInput and SampleInput before it is done, for the runners of other
+        processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
+        a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._specialize_lora = specialize_lora and slots is not None
@@ -120,8 +120,7 @@ class ModelRunner:
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
-        as_is = slots is None or split is not None or self._pooled
-        self.slots = slots if as_is else place(slots)
+        self.slots = slots if slots is None or split is not None or self._pooled else place(slots)
         self.reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None = (
             None if reroute_tables is None else place(reroute_tables)
         )
@@ -162,16 +161,20 @@ class ModelRunner:
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
-            bucket = program.bucket
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks(), bucket)
+            sampled = self._run_sample(forwarded, self.new_masks(), program.bucket)
             jax.block_until_ready((sampled, status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
-        for p in self.programs:
-            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+        yield from self.lowered(self.programs)
         for p in self.two_part_programs:
             yield from self._step.lower_parts(self._operands(p), table, p.bucket)
+
+    def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
+        """Return steps of one program, ready to compile."""
+        for p in programs:
+            arguments = self._operands(p), self._inputs.empty_table(), p.bucket
+            yield self._step.lower(*arguments, lora=p.lora)
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -10,8 +10,12 @@ if TYPE_CHECKING:
 
 
 def kernels() -> dict[str, Callable]:
-    """Return the ops that this backend has, by name; what the entry point `cuda` leads to."""
-    from cuda_backend.all_gather import all_gather, gather_group
+    """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
+
+    `load_kernels` is no op: it gives the kernels to XLA, and returns whether they are there.
+    """
+    from cuda_backend import ffi
+    from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.grouped_matmul import grouped_matmul
     from cuda_backend.image_attention import image_attention
@@ -25,10 +29,13 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.rms_norm import rms_norm
 
     linear = (grouped_matmul, lora_gemm)
+    exchanges = (all_gather, all_to_all, gather_group)
     attention = (image_attention, paged_attention)
-    others = (adapter_items, all_gather, gather_group, reroute, row_map)
+    merges = (merge, merge_apart)
+    others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
-    return {op.__name__: op for op in (*linear, *attention, merge, merge_apart, *others, *by_row)}
+    ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
+    return {**{op.__name__: op for op in ops}, "load_kernels": ffi.available}
 
 
 def transport(device: int = 0) -> "PeerDevice":

@@ -1,4 +1,4 @@
-"""All-gather between the GPUs of one process by peer pointers (csrc/all_gather).
+"""All-gather and all-to-all between the GPUs of one process by peer pointers (csrc/all_gather).
 
 A `GatherGroup` owns a memory on each GPU that the other GPUs write into. Programs name the group by
 its number, so a group stays until the process ends.
@@ -101,13 +101,27 @@ def all_gather(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows all_columns"]:
     """Return the columns of all devices; see lora_jax.ops.all_gather."""
+    return _exchanged("all_gather", x, axis_name, group, x.shape[1], swap=False)
+
+
+def all_to_all(
+    x: Float[Array, "rows columns"], axis_name: str, group: int
+) -> Float[Array, "rows columns"]:
+    """Return this device's part of the columns of all devices; see lora_jax.ops.all_to_all."""
+    width = x.shape[1] // jax.lax.axis_size(axis_name)
+    return _exchanged("all_to_all", x, axis_name, group, width, swap=True)
+
+
+def _exchanged(
+    op: str, x: Float[Array, "rows _"], axis_name: str, group: int, width: int, *, swap: bool
+) -> Float[Array, "rows _"]:
+    """Return [rows, devices * width]: what each device has sent to this one."""
     if not group:
-        raise Declined("cuda all_gather needs a GatherGroup, not group 0")
-    if x.shape[1] * x.dtype.itemsize % UNIT:
-        raise Declined(
-            f"cuda all_gather takes rows in units of {UNIT} bytes, not {x.shape[1]} x {x.dtype}"
-        )
+        raise Declined(f"cuda {op} needs a GatherGroup, not group 0")
+    if width * x.dtype.itemsize % UNIT:
+        raise Declined(f"cuda {op} takes rows in units of {UNIT} bytes, not {width} x {x.dtype}")
     ffi.require()
-    shape = (x.shape[0], x.shape[1] * jax.lax.axis_size(axis_name))
+    shape = (x.shape[0], width * jax.lax.axis_size(axis_name))
     call = jax.ffi.ffi_call("lora_jax_cuda_all_gather", jax.ShapeDtypeStruct(shape, x.dtype))
-    return call(x, group=np.int64(group), patience=np.int64(PATIENCE_NS))
+    numbers = {"group": group, "patience": PATIENCE_NS, "parts": swap}
+    return call(x, **{name: np.int64(number) for name, number in numbers.items()})

@@ -4,6 +4,7 @@ The kernels (csrc/peer/client.cuh, csrc/peer/server.cuh) read and step all state
 the host attaches channels, takes them away, and looks at counts.
 """
 
+import copy
 import ctypes
 import dataclasses
 import struct
@@ -32,6 +33,7 @@ _RETIRE_S = 5.0
 _I32, _I64, _U64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 _CALLS = {
     "new": (_I64, _P, _I64, _U64),
+    "group": (_I64, _P, _I64),
     "layout": (None, _P),
     "load": (_I32,),
     "receive": (_I32, _I64, _U64, _P, _P),
@@ -202,6 +204,13 @@ class ClientEndpoint(_Endpoint):
         which = {"end": np.int64(self.number), "site": np.int64(site)}
         status, *added = call(num_rows, row_to_server, keep, *ys, *kept, **which)
         return tuple(added), status
+
+    def grouped(self, ends: Sequence["ClientEndpoint"]) -> "ClientEndpoint":
+        """Return what programs over devices trace: each device's calls are those of its end."""
+        group = copy.copy(self)
+        members = (_I64 * len(ends))(*(end.number for end in ends))
+        group.number = self._calls.group(members, len(ends))
+        return group
 
     def attach(self, server: int, channel: Channel, epoch: int) -> None:
         """Push to this server from now on; the channel belongs to this end."""

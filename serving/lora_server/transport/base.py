@@ -150,6 +150,14 @@ class AbstractClient(abc.ABC):
         """
 
     @abc.abstractmethod
+    def grouped(self, clients: Sequence["AbstractClient"]) -> "AbstractClient":
+        """Return what programs over devices trace: each device pushes and waits by its own client.
+
+        `clients`, of one kind and this one among them, are by the device's number. Only `push` and
+        `wait_add` of the result are used; the clients stay the caller's.
+        """
+
+    @abc.abstractmethod
     def set_limit(self, seconds: float) -> None:
         """Bound every later wait."""
 

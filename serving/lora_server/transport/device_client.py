@@ -1,13 +1,19 @@
 """A client whose landing slots are in the memory of devices, and whose kernels write and wait."""
 
 import abc
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
 from lora_jax.typing import Array, Float, Int
-from serving.lora_server.transport.base import ClientStats, PushRows, TransportError
+from serving.lora_server.transport.base import (
+    AbstractClient,
+    ClientStats,
+    PushRows,
+    TransportError,
+)
 from serving.lora_server.transport.checks import check_outputs, check_push
 from serving.lora_server.transport.client_base import AbstractClientBase, AbstractConnector
 from serving.lora_server.transport.device_endpoints import Channel, ClientEndpoint, DeviceEndpoints
@@ -94,6 +100,13 @@ class DeviceClient(AbstractClientBase[Landed]):
         return wait(
             ys, keep, _fields(rows), self.servers, site, separate_stream=self._separate_stream
         )
+
+    def grouped(self, clients: Sequence[AbstractClient]) -> "DeviceClient":
+        ends = [client._endpoint for client in clients if isinstance(client, DeviceClient)]
+        assert len(ends) == len(clients), "clients of several transports"
+        group = copy.copy(self)
+        group._endpoint = self._endpoint.grouped(ends)
+        return group
 
     def abort(self, on: bool = True) -> None:
         self._endpoint.stop(on)

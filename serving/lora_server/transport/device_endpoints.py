@@ -66,6 +66,10 @@ class ClientEndpoint(Protocol):
         """Traced. See AbstractClient.wait_add."""
         ...
 
+    def grouped(self, ends: Sequence[Any]) -> "ClientEndpoint":
+        """Return what programs over devices trace; `ends`, of this backend, are by device."""
+        ...
+
     def attach(self, server: int, channel: Any, epoch: int) -> None:
         """Push to this server from now on; the channel, of this backend, belongs to this end."""
         ...

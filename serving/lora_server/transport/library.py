@@ -19,6 +19,7 @@ _CALLS = {  # name -> result, arguments; see csrc/handlers.cc
     "seal": (None, _POINTER),
     "read": (_I32, _POINTER, _POINTER),
     "client_new": (_I64, _POINTER, _I64, _I32, _I32),
+    "client_group": (_I64, _POINTER, _I64),
     "client_attach": (_I32, _I64, _I64, _I32, _I32, _U64),
     "client_detach": (None, _I64, _I64, _U64),
     "client_lost": (_I32, _I64, _I64),

@@ -77,12 +77,17 @@ def open_client_at(
     transport: str = AUTO,
     *,
     separate_stream: bool = True,
+    device: int = 0,
 ) -> AbstractClient:
-    """Return a client of the servers at the places, all of which are of one kind."""
+    """Return a client of the servers at the places, all of which are of one kind.
+
+    It is that of one `device`; see `open_client`.
+    """
     far = [place.address for place in places if isinstance(place.address, tuple)]
     if not far:
         paths = [str(place.address) for place in places]
-        return open_client(paths, terms, transport, separate_stream=separate_stream)
+        how = {"separate_stream": separate_stream, "device": device}
+        return open_client(paths, terms, transport, **how)
     _require_host_memory(transport)
     open_far = nixl.open_far_client if transport == NIXL else tcp.open_client
     return open_far(far, terms, places[0].secret)
@@ -94,17 +99,21 @@ def open_client(
     transport: str = AUTO,
     *,
     separate_stream: bool = True,
+    device: int = 0,
 ) -> AbstractClient:
     """Return a client of the servers at `paths`; see handshake.open_client for the errors.
 
-    For `separate_stream`, which is for devices' memory, see DeviceClient.
+    It is that of one `device` of this process, by its number. For `separate_stream`, which is for
+    devices' memory, see DeviceClient.
     """
     if transport == NIXL:
         _require_host_memory(NIXL)
         return nixl.open_client(paths, terms)
     if jax.default_backend() == "cpu":
         return shared_memory.open_client(paths, terms)
-    return device_memory.open_client(paths, terms, _endpoints(), separate_stream=separate_stream)
+    return device_memory.open_client(
+        paths, terms, _endpoints(device), separate_stream=separate_stream
+    )
 
 
 def _require_host_memory(transport: str) -> None:
@@ -115,7 +124,7 @@ def _require_host_memory(transport: str) -> None:
         )
 
 
-def _endpoints() -> device_endpoints.DeviceEndpoints:
-    """Return the endpoints of the device that this process computes on."""
-    device = jax.local_devices()[0]
+def _endpoints(number: int = 0) -> device_endpoints.DeviceEndpoints:
+    """Return the endpoints of a device that this process computes on."""
+    device = jax.local_devices()[number]
     return device_endpoints.for_platform(device.platform, device.local_hardware_id or 0)

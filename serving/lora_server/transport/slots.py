@@ -1,5 +1,6 @@
 """Both endpoints over memory that the two processes, or the one, have mapped; for CPUs."""
 
+import copy
 import ctypes
 import dataclasses
 import mmap
@@ -12,7 +13,13 @@ import numpy as np
 
 from lora_jax.ops.acting_call import acting_call
 from lora_jax.typing import Array, Float, Int
-from serving.lora_server.transport.base import ClientStats, PushRows, Request, TransportError
+from serving.lora_server.transport.base import (
+    AbstractClient,
+    ClientStats,
+    PushRows,
+    Request,
+    TransportError,
+)
 from serving.lora_server.transport.checks import check_outputs, check_push
 from serving.lora_server.transport.client_base import AbstractClientBase, AbstractConnector
 from serving.lora_server.transport.header import HEADER_BYTES, Header, Kind, parse
@@ -87,6 +94,15 @@ class SlotClient(AbstractClientBase[Joined]):
             site=np.int64(site),
         )
         return tuple(added), status
+
+    def grouped(self, clients: Sequence[AbstractClient]) -> "SlotClient":
+        members = [client._number for client in clients if isinstance(client, SlotClient)]
+        assert len(members) == len(clients), "clients of several transports"
+        group = copy.copy(self)
+        group._number = self._calls.client_group(
+            (ctypes.c_int64 * len(members))(*members), len(members)
+        )
+        return group
 
     def abort(self, on: bool = True) -> None:
         self._calls.client_abort(self._number, int(on))

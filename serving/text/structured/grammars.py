@@ -1,6 +1,7 @@
 """Compiled grammars of one model: checked in a process of their own, kept by digest."""
 
 import collections
+import os
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ MAX_BYTES = 256 << 20  # of the grammars that are kept
 MAX_KEPT = 256
 MAX_WAITING = 64  # structures that wait for their check
 LIMIT_S = 5.0  # of a check
-MOST_COMPILED = 8  # times that one grammar is
+MOST_COMPILED = min(16, len(os.sched_getaffinity(0)))  # times that one grammar is
 MOST_BYTES = 16 << 20  # of all of them
 _QUICK_S = 0.05  # a grammar that takes longer is compiled once only
 _RETRY_AFTER_S = 1.0

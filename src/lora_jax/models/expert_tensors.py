@@ -76,6 +76,7 @@ class ExpertTensors:
         self._tensors: dict[tuple[int, str], WeightTensor] = {}
         self._mapped: set[tuple[int, int]] = set()  # (layer, index) of adapters' experts
         self._failed: Exception | None = None  # of a write
+        self.is_shared = False  # others take pages of the pool, too
         if device is not None:
             return
         try:
@@ -94,6 +95,11 @@ class ExpertTensors:
             return self._base_bytes + extra_bytes // page * page
         experts = self.num_experts + self.extra
         return _whole_pages([size // self.num_experts * experts for size in sizes], page)
+
+    @property
+    def base_pages(self) -> int:
+        """Pages of the base's experts, which stay."""
+        return self._base_bytes // self.pool.page_bytes
 
     @property
     def expert_bytes(self) -> int:
@@ -186,7 +192,8 @@ class ExpertTensors:
     def pages(self) -> ExpertPages:
         """Return the physical bytes of this moment; any thread may ask."""
         stats = self.pool.stats()
-        used, created = stats.in_use * stats.page_bytes, stats.created * stats.page_bytes
+        used = sum(tensor.bytes_mapped for tensor in self._tensors.values())
+        created = stats.created * stats.page_bytes
         return ExpertPages(self._base_bytes, used, created, stats.page_bytes)
 
     def trim(self) -> None:
@@ -209,8 +216,10 @@ class ExpertTensors:
             tensor.check_integrity()
             own = {index for where, index in self._mapped if where == layer}
             assert set(tensor.mapped) == {*range(self.num_experts), *own}, (layer, name)
-        used = sum(tensor.bytes_mapped for tensor in self._tensors.values())
-        assert used == self.pages().used_bytes, "pages that belong to no tensor"
+        used = self.pages().used_bytes
+        assert self.is_shared or used == self.pool.stats().in_use * self.pool.page_bytes, (
+            "pages that belong to no tensor"
+        )
 
     def _tensor_of(self, layer: int, index: int, projection: str) -> WeightTensor:
         if (layer, index) not in self._mapped:

@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops.all_gather import all_gather
+from lora_jax.ops.all_to_all import all_to_all
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
+
+_UNIT = 4  # float32 values that kernels of a GPU exchange at once
 
 
 def gather(x: Float[Array, "rows part"], split: Split | None) -> Float[Array, "rows whole"]:
@@ -25,6 +28,22 @@ def pick(
     rows, width = x.shape
     everywhere = gather(x, split).reshape(rows, split.size, width)
     return jnp.take_along_axis(everywhere, owner[:, None, None], axis=1)[:, 0]
+
+
+def swap(x: Float[Array, "rows width"], split: Split) -> Float[Array, "rows devices part"]:
+    """Return this device's part of the columns of x, as each device has them."""
+    swapped = all_to_all(x, AXIS, group=split.group)
+    return swapped.reshape(x.shape[0], split.size, -1)
+
+
+def worst_of_devices(statuses: Int[Array, "items"], split: Split | None) -> Int[Array, "items"]:
+    """Return the largest of each status, small integers, that a device has."""
+    if split is None:
+        return statuses
+    size = statuses.shape[0]
+    padded = jnp.pad(statuses, (0, -size % _UNIT)).astype(jnp.float32)  # exact, and gathered as is
+    everywhere = gather(padded[None], split).reshape(split.size, -1)
+    return everywhere.max(axis=0)[:size].astype(jnp.int32)
 
 
 def local_index(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.gather import gather, local_index, pick
+from lora_jax.nn.gather import gather, local_index, swap
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
@@ -120,15 +120,21 @@ class Experts(nnx.Module):
 
         def products(x, *names):
             modules = tuple(f"experts.{name}" for name in names)
-            exchange = server.exchange(
-                modules, self.layer, routing.row_to_slot, map.row_to_expert, routing.num_rows
-            )
+            experts = self._experts_of_model(map, routing.split)
+            rows = routing.row_to_slot, experts, routing.num_rows
+            exchange = server.exchange(modules, self.layer, *rows)
             x = exchange.push(x)
             ys = exchange.wait_add(tuple(self._product(x, name, map, routing) for name in names), x)
             return self._add_local(ys, x, names, map, routing) if server.has_local else ys
 
         inner = self._activation(*products(x, "gate_proj", "up_proj"))
         return products(inner, "down_proj")[0]
+
+    def _experts_of_model(self, map: RowMap, split: Split | None) -> Int[Array, "rows"]:
+        """Return each row's expert by its number in the model."""
+        if split is None:
+            return map.row_to_expert
+        return map.row_to_expert + jax.lax.axis_index(AXIS) * (self.moe.num_experts // split.size)
 
     def _add_local(
         self,
@@ -238,7 +244,8 @@ class MoeBlock(nnx.Module):
         """Return the weighted sum of rows that each device computes for its own experts.
 
         Rows of other devices' experts are in no group here, and have no adapter. Every device then
-        has every row, and sums a token's in the order of top-k, as one device does.
+        has a part of the columns of every row, and sums a token's in the order of top-k, as one
+        device does; the sums are gathered.
         """
         assert routing.split is not None
         owner, local = local_index(ids, self.moe.num_experts // routing.split.size)
@@ -250,7 +257,9 @@ class MoeBlock(nnx.Module):
             here, row_to_slot=jnp.where(position < num_rows, here.row_to_slot, -1)
         )
         out = self.experts(x[map.row_to_token], map, here)
-        return combine(pick(out[map.inverse], owner.reshape(-1), routing.split), weights)
+        everywhere = swap(out[map.inverse], routing.split)
+        mine = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
+        return gather(combine(mine, weights), routing.split)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""

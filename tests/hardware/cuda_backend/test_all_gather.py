@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cuda_backend.all_gather import GatherGroup, all_gather
+from cuda_backend.all_gather import GatherGroup, all_gather, all_to_all
 from lora_jax.ops.all_gather import all_gather as op
 
 pytestmark = pytest.mark.multigpu
@@ -59,6 +59,24 @@ def test_a_chain_of_exchanges_reads_nothing_stale(group):
     width = x.shape[1] // group.size
     want = np.roll(np.asarray(x), -(200 % group.size) * width, axis=1) + 200
     np.testing.assert_array_equal(got, want)
+    group.check()
+
+
+@pytest.mark.parametrize(("rows", "units"), [(1, 1), (64, 64), (512, 128), (4096, 512), (3, 5)])
+def test_every_device_has_its_columns_of_all(group, rows, units):
+    """All-to-all, in words and in pieces, in turn with all-gathers."""
+    width = units * 16 // 2
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, width * group.size**2)), "bfloat16")
+
+    def both(v):
+        return all_to_all(v, "tp", group.number)[None], op(v, "tp", group=group.number)[None]
+
+    swapped, gathered = sharded(group, both, (BY_DEVICE, BY_DEVICE))(x)
+    parts = np.asarray(x).reshape(rows, group.size, group.size, width)  # by sender and receiver
+    for me in range(group.size):
+        want = parts[:, :, me].reshape(rows, -1)
+        np.testing.assert_array_equal(np.asarray(swapped)[me], want)
+        np.testing.assert_array_equal(np.asarray(gathered)[me], np.asarray(x))
     group.check()
 
 

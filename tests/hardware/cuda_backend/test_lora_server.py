@@ -94,8 +94,8 @@ def group(starting, coupled):
 
 @pytest.fixture(scope="module")
 def engine(files, group):
-    def connect(terms):
-        return selection.open_client_at(group.places, terms)
+    def connect(terms, device):
+        return selection.open_client_at(group.places, terms, device=device)
 
     access = ServerAccess(group.spec, "one", group.coordinator, connect, WAIT_S)
     with Engine(*files, lora_server=access, dtype=group.spec.dtype, **ENGINE) as made:

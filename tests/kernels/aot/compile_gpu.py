@@ -5,7 +5,6 @@ device is described by h200_target_config.txtpb. Nothing runs.
 """
 
 import dataclasses
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from bench.thunks import read_thunks
 from lora_jax.ops.ptxas import read_reports, reports_in
 
 TARGET = Path(__file__).with_name("h200_target_config.txtpb")
@@ -69,7 +69,7 @@ class H200:
                 compiled = lowered.compile(compiler_options=dumped | (options or {}))
             seconds = time.perf_counter() - start
             said = read_reports(Path(folder))
-            thunks, inside = _thunks(Path(folder))
+            thunks, inside = read_thunks(Path(folder))
         memory = compiled.memory_analysis()
         return Compiled(
             {name: report.registers for name, report in said.items()},
@@ -80,19 +80,3 @@ class H200:
             compiled.as_text(),
             seconds,
         )
-
-
-def _thunks(folder: Path) -> tuple[list[str], int]:
-    """Return the kinds of the outermost thunks, and how many operations lie in command buffers."""
-    # The passes leave no file where they changed nothing.
-    names = ("*thunk_sequence_after_thunk_passes.txt", "*thunk_sequence.txt")
-    dump = next(path for name in names for path in folder.glob(name))
-    lines = re.findall(r"^( *)\d+: (k\w+)", dump.read_text(), re.MULTILINE)
-    outer = [kind for indent, kind in lines if not indent]
-    inside, buffer_depth = 0, None
-    for indent, kind in lines:
-        if buffer_depth is not None and len(indent) > buffer_depth:
-            inside += 1
-            continue
-        buffer_depth = len(indent) if kind == "kCommandBuffer" else None
-    return outer, inside

@@ -23,9 +23,12 @@ class Gpus:
         pointers = [memory.ctypes.data for memory in self.memories]
         self._memory = (ctypes.c_void_p * devices)(*pointers)
 
-    def gather(self, parts, present=None, patience_ms: int = PATIENCE_MS):
-        """Return what each device has after one call; `present` names those that take part."""
-        rows, units = parts[0].shape[0], parts[0].shape[1] // UNIT
+    def gather(self, parts, present=None, patience_ms: int = PATIENCE_MS, swap=False):
+        """Return what each device has after one call; `present` names those that take part.
+
+        With `swap` it is an all-to-all.
+        """
+        rows, units = parts[0].shape[0], parts[0].shape[1] // UNIT // (self.devices if swap else 1)
         outs = [np.full((rows, units * UNIT * self.devices), 0xAB, np.uint8) for _ in parts]
 
         def run(me):
@@ -33,7 +36,8 @@ class Gpus:
                 parts[me].ctypes.data_as(ctypes.c_void_p),
                 outs[me].ctypes.data_as(ctypes.c_void_p),
             )
-            self.library.all_gather(x, y, rows, units, self.devices, me, patience_ms, self._memory)
+            where = self.devices, me, patience_ms, self._memory, int(swap)
+            self.library.all_gather(x, y, rows, units, *where)
 
         threads = [threading.Thread(target=run, args=(me,)) for me in present or range(len(parts))]
         for thread in threads:
@@ -61,13 +65,29 @@ def test_every_device_gets_all_columns_in_every_round(library, devices):
     """Words and plain pieces in turn: a slot is used again two exchanges later."""
     gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
     words, slot = library.most_word_bytes(), library.plain_slot_bytes()
-    largest = 2 * slot + 3 * UNIT  # three pieces
+    largest = 6 * slot + 3 * UNIT  # seven pieces, in four slots
     shapes = [(1, 1), (3, 5), (1, words // UNIT), (2, largest // UNIT // 2), (5, 3), (1, 1), (7, 9)]
     for rows, units in shapes * 2:
         parts = parts_of(rng, devices, rows, units)
         want = np.concatenate(parts, axis=1)
         for got in gpus.gather(parts):
             np.testing.assert_array_equal(got, want)
+    assert not any(gpus.status(me) for me in range(devices))
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_every_device_gets_its_columns_of_all(library, devices):
+    """All-to-all in turn with all-gathers, in the same slots."""
+    gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
+    largest = 5 * library.plain_slot_bytes() + UNIT
+    for rows, units in [(1, 1), (5, 3), (1, largest // UNIT), (4, 2)] * 2:
+        parts = parts_of(rng, devices, rows, units * devices)
+        blocks = [part.reshape(rows, devices, -1) for part in parts]
+        for me, got in enumerate(gpus.gather(parts, swap=True)):
+            want = np.concatenate([block[:, me] for block in blocks], axis=1)
+            np.testing.assert_array_equal(got, want)
+        for got in gpus.gather(parts):
+            np.testing.assert_array_equal(got, np.concatenate(parts, axis=1))
     assert not any(gpus.status(me) for me in range(devices))
 
 

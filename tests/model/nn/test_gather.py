@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from lora_jax.nn.gather import gather, local_index, pick
+from lora_jax.nn.gather import gather, local_index, pick, swap, worst_of_devices
 from lora_jax.sharding import AXIS, Split, make_mesh
 
 
@@ -37,6 +37,27 @@ def test_each_row_as_its_owner_has_it(dtype):
     got = over_devices(split, lambda x, o: pick(x[0], o, split), (P(AXIS), P()), x, owner)
     want = x[owner, np.arange(5)]
     np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_each_device_has_its_columns_of_all(dtype):
+    split, x = Split(make_mesh(2)), awkward((2, 3, 8), dtype)  # by device
+
+    def swapped(x):
+        return jax.lax.all_gather(swap(x[0], split), AXIS)
+
+    got = over_devices(split, swapped, P(AXIS), x)
+    want = np.stack([x[:, :, :4], x[:, :, 4:]]).swapaxes(1, 2)  # by device, row and sender
+    np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
+
+
+def test_the_worst_status_of_all_devices():
+    split, found = Split(make_mesh(4)), np.zeros((4, 5), np.int32)
+    found[1, 0], found[3, 0], found[2, 4] = 1, 3, 2
+    got = over_devices(split, lambda s: worst_of_devices(s[0], split), P(AXIS), found)
+    np.testing.assert_array_equal(got, [3, 0, 0, 0, 2])
+    statuses = jnp.arange(3)
+    assert worst_of_devices(statuses, None) is statuses
 
 
 def test_an_index_has_one_owner_and_is_local_only_there():

@@ -118,7 +118,6 @@ REFUSED = {
     ("page pool", "several devices"): "page_pool_bytes does not go with tensor_parallel_size",
     ("page pool", "LoRA Server"): "page_pool_bytes does not go with lora server",
     ("page pool", "shared backbone"): "page_pool_bytes does not go with shared backbone",
-    ("several devices", "LoRA Server"): "instances of one device each",
     ("several devices", "shared backbone"): "tensor_parallel_size 2",
     ("LoRA Server", "shared backbone"): "lora_server",
 }

@@ -96,9 +96,9 @@ class Transport:
             self.opened[rank] = in_process.open_server(terms.shapes)
         return self.opened[rank]
 
-    def connect(self, terms: Terms) -> AbstractClient:
+    def connect(self, terms: Terms, device: int = 0) -> AbstractClient:
         if isinstance(self.name, EmulatedGpus):
-            return device_memory.open_client(self.paths, terms, self.name.device(0))
+            return device_memory.open_client(self.paths, terms, self.name.device(device))
         if self.name == "tcp":
             return tcp.open_client(self.addresses, terms, self.secret)
         if self.name == "shared_memory":

@@ -79,7 +79,7 @@ def make_vision_family(name: str, folder: Path, *, wide: bool = False) -> Vision
 def _config(name: str, wide: bool) -> Any:
     hidden, head = (256, 64) if wide else (32, 8)
     text = {
-        "vocab_size": 264,
+        "vocab_size": 320 if wide else 264,  # as kernels take it
         "hidden_size": hidden,
         "intermediate_size": hidden,
         "num_hidden_layers": 3,

@@ -28,15 +28,18 @@ REWRITES = (
         r"__shared__ ((?:const |unsigned )*\w+\*?) (\w+)\[([^\]]+)\];",
         r"auto& \2 = emu::static_shared<\1[\3]>(__LINE__);",
     ),
-    (r"(\w+(?:<\w+>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
+    (r"(\w+(?:<\w+(?:, \w+)*>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
     (r"kAsideThreads = 128, kAsideCtas = 48;", "kAsideThreads = 64, kAsideCtas = 1;"),
-    (r"kGatherCtas = 32, kGatherThreads = 512;", "kGatherCtas = 2, kGatherThreads = 32;"),
+    (
+        r"kGatherCtas = 32, kPlainCtas = 128, kGatherThreads = 512;",
+        "kGatherCtas = 2, kPlainCtas = 3, kGatherThreads = 32;",
+    ),
     (r"kWordBytes = 1 << 20;", "kWordBytes = 1 << 10;"),
-    (r"kPlainBytes = 4 << 20;", "kPlainBytes = 1 << 11;"),
+    (r"kPlainBytes = 2 << 20,", "kPlainBytes = 1 << 11,"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
     (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
 )

@@ -11,9 +11,10 @@ MODEL = ROOT / "assets" / "tiny-moe"
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a server with the shipped model and its adapters."""
+    """Base URL of a server with the shipped model and its adapters, and few programs."""
     log = tmp_path_factory.mktemp("server") / "log.txt"
-    with serve(str(MODEL), "--lora-dir", str(MODEL / "adapters"), log=log) as url:
+    few = ["--max-num-batched-tokens", "32"]
+    with serve(str(MODEL), "--lora-dir", str(MODEL / "adapters"), *few, log=log) as url:
         yield url
 
 

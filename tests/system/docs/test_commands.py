@@ -82,9 +82,10 @@ def test_commands_in_text_name_targets_modules_and_flags():
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """What `make serve` starts, with the options that the pages add."""
+    """What `make serve` starts, with the options that the pages add, and few programs."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
     added = "--enable-runtime-lora --lora-modules law-esft=assets/tiny-moe/esft/gate-law"
+    added += " --max-num-batched-tokens 32"
     ask = ["make", "--no-print-directory", "-n", "serve", f"PORT={port}", f"ARGS={added}"]
     lines = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     words = shlex.split(lines.strip().splitlines()[-1])

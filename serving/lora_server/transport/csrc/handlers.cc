@@ -22,8 +22,20 @@ class Registry {
     items_[++last_] = std::move(item);
     return last_;
   }
-  std::shared_ptr<T> find(int64_t number) {
+  // Items of which each device of a program takes its own; the group's number is negative.
+  int64_t add_group(const int64_t* numbers, int64_t count) {
     std::lock_guard<std::mutex> hold(mutex_);
+    groups_.emplace_back(numbers, numbers + count);
+    return -int64_t(groups_.size());
+  }
+  std::shared_ptr<T> find(int64_t number, int64_t device = 0) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    if (number < 0) {
+      if (-number > int64_t(groups_.size())) return nullptr;
+      const std::vector<int64_t>& group = groups_[-number - 1];
+      if (device < 0 || device >= int64_t(group.size())) return nullptr;
+      number = group[device];
+    }
     auto at = items_.find(number);
     return at == items_.end() ? nullptr : at->second;
   }
@@ -35,6 +47,7 @@ class Registry {
  private:
   std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<T>> items_;
+  std::vector<std::vector<int64_t>> groups_;  // by device; programs name them as long as they live
   int64_t last_ = 0;
 };
 
@@ -45,12 +58,12 @@ static int64_t clamped(const S32& num_rows, int64_t rows) {
   return std::clamp<int64_t>(num_rows.typed_data()[0], 0, rows);
 }
 
-static ffi::Error Push(ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
+static ffi::Error Push(int32_t device, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
                        S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out,
                        int64_t number, int64_t site) {
   if (out->untyped_data() != x.untyped_data())
     std::memcpy(out->untyped_data(), x.untyped_data(), x.size_bytes());
-  std::shared_ptr<Client> client = clients.find(number);
+  std::shared_ptr<Client> client = clients.find(number, device);
   if (!client) return ffi::Error::Success();  // closed: as if every server were lost
   Rows rows{clamped(num_rows, x.dimensions()[0]), client->servers(), to_server.typed_data(),
             to_adapter.typed_data(), to_expert.typed_data()};
@@ -59,7 +72,7 @@ static ffi::Error Push(ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S
   return wrong.empty() ? ffi::Error::Success() : ffi::Error::InvalidArgument(wrong);
 }
 
-static ffi::Error WaitAdd(S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
+static ffi::Error WaitAdd(int32_t device, S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
                           ffi::RemainingArgs args, ffi::Result<S32> status,
                           ffi::RemainingRets rets, int64_t number, int64_t site) {
   std::vector<char*> ys;
@@ -76,7 +89,7 @@ static ffi::Error WaitAdd(S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
   int64_t num_servers = int64_t(status->element_count());
   Rows rows{clamped(num_rows, keep.dimensions()[0]), num_servers, to_server.typed_data(), nullptr,
             nullptr};
-  std::shared_ptr<Client> client = clients.find(number);
+  std::shared_ptr<Client> client = clients.find(number, device);
   if (!client) {
     std::fill_n(status->typed_data(), num_servers, int32_t(kArrived));
     for (int64_t row = 0; row < rows.num_rows; ++row)
@@ -92,6 +105,7 @@ static ffi::Error WaitAdd(S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_transport_push, transport::Push,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<S32>()
                                   .Arg<S32>()
@@ -104,6 +118,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_transport_push, transport::Push,
                                   .Attr<int64_t>("site"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_transport_wait_add, transport::WaitAdd,
                               ffi::Ffi::Bind()
+                                  .Ctx<ffi::DeviceOrdinal>()
                                   .Arg<S32>()
                                   .Arg<S32>()
                                   .Arg<ffi::AnyBuffer>()
@@ -126,6 +141,9 @@ int32_t lora_jax_transport_read(const char* data, Header* header) {
 int64_t lora_jax_transport_client_new(const int64_t* numbers, int64_t num_servers, int32_t fetch,
                                       int32_t each) {
   return clients.add(std::make_shared<Client>(numbers, num_servers, fetch != 0, each != 0));
+}
+int64_t lora_jax_transport_client_group(const int64_t* numbers, int64_t count) {
+  return clients.add_group(numbers, count);
 }
 int32_t lora_jax_transport_client_attach(int64_t number, int64_t server, int32_t fd, int32_t bell,
                                          uint64_t epoch) {

@@ -1,4 +1,4 @@
-// XLA FFI entry point of the all-gather between the GPUs of a process. It only enqueues a kernel whose
+// XLA FFI entry point of all-gather and all-to-all between the GPUs of a process. It only enqueues a kernel whose
 // sequence numbers are in device memory, so XLA may put it into CUDA graphs.
 #include <mutex>
 #include <vector>
@@ -26,17 +26,18 @@ static bool find_group(int64_t number, GatherGroup* group) {
 }
 
 static ffi::Error AllGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                            int64_t group_number, int64_t patience) {
+                            int64_t group_number, int64_t patience, int64_t parts) {
   GatherGroup group;
   if (!find_group(group_number, &group) || ordinal < 0 || ordinal >= group.devices)
     return ffi::Error::InvalidArgument("all_gather: the device is in no such group of this process");
-  const int64_t rows = x.dimensions()[0], bytes = static_cast<int64_t>(x.size_bytes());
+  const int64_t rows = x.dimensions()[0];
+  const int64_t bytes = static_cast<int64_t>(x.size_bytes()) / (parts ? group.devices : 1);  // to each peer
   if (rows < 1 || bytes % (16 * rows) || static_cast<int64_t>(y->size_bytes()) != bytes * group.devices)
     return ffi::Error::InvalidArgument("all_gather: rows must be whole units of 16 bytes");
   GatherArgs args{static_cast<const uint4*>(x.untyped_data()), static_cast<uint4*>(y->untyped_data()),
                   rows, bytes / 16 / rows, group.devices, ordinal, static_cast<uint64_t>(patience)};
   turn_memory(args, group.memory);
-  const cudaError_t e = launch_gather(args, stream);
+  const cudaError_t e = launch_gather(args, parts != 0, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
 
@@ -49,7 +50,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_all_gather, lora_jax::AllGather,
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("group")
-                                  .Attr<int64_t>("patience"),
+                                  .Attr<int64_t>("patience")
+                                  .Attr<int64_t>("parts"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 extern "C" {

@@ -37,17 +37,6 @@ struct ImageAttentionShared {
   uint64_t q_full, k_full[kImageStages], k_empty[kImageStages], v_full[kImageStages], v_empty[kImageStages];
 };
 
-constexpr int kByHand = 0;  // of four tiles of exponentials, those that leave the special function units alone
-
-// 2^x for x <= 0 by multiplications, with an error of 1e-4: a weight in bfloat16 has one of 2e-3.
-__device__ __forceinline__ float exp2_by_hand(float x) {
-  x = fmaxf(x, -126.f);
-  const float shifted = x + 12582912.f, f = x - (shifted - 12582912.f);  // the nearest whole number, and the rest
-  float y = __fmaf_rn(f, 0.05550410866f, 0.2402265070f);
-  y = __fmaf_rn(__fmaf_rn(y, f, 0.6931471806f), f, 1.f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(shifted) << 23));
-}
-
 struct ImageRing {
   int at = 0;
   uint32_t phase = 0;
@@ -143,10 +132,7 @@ struct ImageConsumer {
       for (int n = 0; n < kKeyTiles; ++n)
 #pragma unroll
         for (int e = n * 4 + r * 2; e < n * 4 + r * 2 + 2; ++e)
-        {
-          const float x = __fmaf_rn(s[e], p.scale_log2, -most);
-          added += s[e] = n % 4 < kByHand ? exp2_by_hand(x) : exp2_approx(x);
-        }
+          added += s[e] = exp2_approx(__fmaf_rn(s[e], p.scale_log2, -most));
       top[r] = most, sum[r] = __fmaf_rn(sum[r], shrink[r], added);
     }
   }

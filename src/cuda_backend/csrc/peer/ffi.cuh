@@ -29,8 +29,20 @@ class PeerEnds {
     ends_.push_back(end);
     return static_cast<int64_t>(ends_.size());
   }
-  bool find(int64_t number, PeerEnd* end) {
+  // Ends of which each device of a program takes its own; the group's number is negative.
+  int64_t add_group(const int64_t* numbers, int64_t count) {
     std::lock_guard<std::mutex> hold(mutex_);
+    groups_.emplace_back(numbers, numbers + count);
+    return -static_cast<int64_t>(groups_.size());
+  }
+  bool find(int64_t number, PeerEnd* end, int32_t device = 0) {
+    std::lock_guard<std::mutex> hold(mutex_);
+    if (number < 0) {
+      if (-number > static_cast<int64_t>(groups_.size())) return false;
+      const std::vector<int64_t>& group = groups_[-number - 1];
+      if (device < 0 || device >= static_cast<int32_t>(group.size())) return false;
+      number = group[device];
+    }
     if (number < 1 || number > static_cast<int64_t>(ends_.size())) return false;
     *end = ends_[number - 1];
     return true;
@@ -39,6 +51,7 @@ class PeerEnds {
  private:
   std::mutex mutex_;
   std::vector<PeerEnd> ends_;
+  std::vector<std::vector<int64_t>> groups_;
 };
 inline PeerEnds peer_ends;
 
@@ -71,10 +84,11 @@ inline WaitArgs wait_args(const PeerEnd& end, int64_t rows, S32 num_rows, S32 to
   return args;
 }
 
-inline ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
-                           S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number, int64_t site) {
+inline ffi::Error PeerPush(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version,
+                           S32 to_server, S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number,
+                           int64_t site) {
   PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
+  if (!peer_ends.find(number, &end, device)) return no_end();
   const cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
   const PushArgs args = push_args(end, out->untyped_data(), x.dimensions()[0], num_rows, layer, version, to_server,
                                   to_adapter, to_expert, site);
@@ -84,11 +98,11 @@ inline ffi::Error PeerPush(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, 
 // From a stream of its own, while the base computes; behind it goes the wait for the answers. What is
 // read stays alive by being an operand of wait_add, which goes on when all answers are there. But for
 // the layer, if it does not last: then the rows leave in the stream.
-inline ffi::Error PeerPushAside(cudaStream_t stream, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version,
+inline ffi::Error PeerPushAside(cudaStream_t stream, int32_t device, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version,
                                 S32 to_server, S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out,
                                 int64_t number, int64_t site, int64_t lasting) {
   PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
+  if (!peer_ends.find(number, &end, device)) return no_end();
   const PushArgs args = push_args(end, out->untyped_data(), x.dimensions()[0], num_rows, layer, version, to_server,
                                   to_adapter, to_expert, site);
   cudaError_t e = keep_in_place(out->untyped_data(), x.untyped_data(), x.size_bytes(), stream);
@@ -101,10 +115,11 @@ inline ffi::Error PeerPushAside(cudaStream_t stream, ffi::AnyBuffer x, S32 num_r
 
 // With BESIDE a push aside has begun to wait already.
 template <bool BESIDE>
-ffi::Error PeerWaitAdd(cudaStream_t stream, S32 num_rows, S32 to_server, ffi::AnyBuffer keep, ffi::RemainingArgs args,
-                       ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number, int64_t site) {
+ffi::Error PeerWaitAdd(cudaStream_t stream, int32_t device, S32 num_rows, S32 to_server, ffi::AnyBuffer keep,
+                       ffi::RemainingArgs args, ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number,
+                       int64_t site) {
   PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
+  if (!peer_ends.find(number, &end, device)) return no_end();
   WaitArgs wait = wait_args(end, keep.dimensions()[0], num_rows, to_server, site);
   wait.status = status->typed_data(), wait.beside = BESIDE;
   bool wide_y = true;
@@ -152,11 +167,11 @@ inline ffi::Error PeerRespond(cudaStream_t stream, S32 info, S32 verdicts, ffi::
 }
 
 #define LORA_JAX_PEER_PUSH_BINDING                                                                        \
-  Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()                  \
+  Ctx<ffi::DeviceOrdinal>().Arg<ffi::AnyBuffer>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()                  \
       .Ret<ffi::AnyBuffer>().Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_PUSH_ASIDE_BINDING LORA_JAX_PEER_PUSH_BINDING.Attr<int64_t>("lasting")
 #define LORA_JAX_PEER_WAIT_ADD_BINDING                                                                    \
-  Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
+  Ctx<ffi::DeviceOrdinal>().Arg<S32>().Arg<S32>().Arg<ffi::AnyBuffer>().RemainingArgs().Ret<S32>().RemainingRets()                   \
       .Attr<int64_t>("end").Attr<int64_t>("site")
 #define LORA_JAX_PEER_TAKE_BINDING                                                                        \
   Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<S32>().Ret<ffi::AnyBuffer>()                  \
@@ -183,6 +198,9 @@ int64_t lora_jax_cuda_peer_new(const int64_t* numbers, int64_t servers, uint64_t
                     cudaEventCreateWithFlags(&end.fork, cudaEventDisableTiming) == cudaSuccess;
   return made ? peer_ends.add(end) : 0;
 }
+
+// A number for ends of which each device's calls take their own.
+int64_t lora_jax_cuda_peer_group(const int64_t* numbers, int64_t count) { return peer_ends.add_group(numbers, count); }
 
 // Where things lie, for the host to write and read: see cuda_backend/peer_endpoints.py.
 void lora_jax_cuda_peer_layout(int64_t* out) {

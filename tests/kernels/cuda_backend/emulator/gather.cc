@@ -11,10 +11,10 @@ int64_t plain_slot_bytes() { return kPlainBytes; }
 unsigned gather_status(const unsigned char* memory) { return reinterpret_cast<const GatherHead*>(memory)->status; }
 
 int all_gather(const unsigned char* x, unsigned char* y, int rows, int units, int devices, int me, int patience_ms,
-               unsigned char* const* memory) {
+               unsigned char* const* memory, int parts) {
   GatherArgs args{reinterpret_cast<const uint4*>(x), reinterpret_cast<uint4*>(y), rows, units, devices, me,
                   static_cast<uint64_t>(patience_ms) * 1000000};
   turn_memory(args, memory);
-  return launch_gather(args, nullptr);
+  return launch_gather(args, parts != 0, nullptr);
 }
 }

@@ -11,16 +11,17 @@ constexpr auto on_cpu_judge = [](auto... args) { return PeerJudge(nullptr, args.
 constexpr auto on_cpu_answer = [](auto... args) { return PeerRespond(nullptr, args...); };
 
 // What is launched here has ended when the call has: a wait beside the base begins where it is to end.
-inline ffi::Error on_cpu_push_aside(ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server, S32 to_adapter,
-                                    S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number, int64_t site, int64_t) {
-  return PeerPush(nullptr, x, num_rows, layer, version, to_server, to_adapter, to_expert, out, number, site);
+inline ffi::Error on_cpu_push_aside(int32_t device, ffi::AnyBuffer x, S32 num_rows, S32 layer, S32 version, S32 to_server,
+                                    S32 to_adapter, S32 to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t number,
+                                    int64_t site, int64_t) {
+  return PeerPush(nullptr, device, x, num_rows, layer, version, to_server, to_adapter, to_expert, out, number, site);
 }
-inline ffi::Error on_cpu_wait_add_aside(S32 num_rows, S32 to_server, ffi::AnyBuffer keep, ffi::RemainingArgs args,
+inline ffi::Error on_cpu_wait_add_aside(int32_t device, S32 num_rows, S32 to_server, ffi::AnyBuffer keep, ffi::RemainingArgs args,
                                         ffi::Result<S32> status, ffi::RemainingRets rets, int64_t number, int64_t site) {
   PeerEnd end;
-  if (!peer_ends.find(number, &end)) return no_end();
+  if (!peer_ends.find(number, &end, device)) return no_end();
   launch_await(wait_args(end, keep.dimensions()[0], num_rows, to_server, site), nullptr);
-  return PeerWaitAdd<true>(nullptr, num_rows, to_server, keep, args, status, rets, number, site);
+  return PeerWaitAdd<true>(nullptr, device, num_rows, to_server, keep, args, status, rets, number, site);
 }
 
 }  // namespace lora_jax

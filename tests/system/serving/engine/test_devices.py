@@ -22,6 +22,8 @@ from lora_jax.models import split as models_split
 from serving import Engine, RequestFailed, Sampling
 from serving.api.config import EngineConfig
 from serving.engine.devices import log_devices, split_of
+from serving.lora_server.instance import ServerAccess, check_split
+from serving.lora_server.spec import ServerSpec
 
 SHAPES = {
     "llama": TinyShape(layers=1, max_positions=64),
@@ -152,8 +154,34 @@ def test_refusals_come_before_anything_is_loaded(tmp_path):
     for devices, message in ((4, "num_key_value_heads 2 must divide by 4"), (8, "are 4 devices")):
         with pytest.raises(ValueError, match=message):
             Engine(str(tmp_path / "model"), tensor_parallel_size=devices)
-    with pytest.raises(ValueError, match="A LoRA Server serves instances of one device each"):
+    with pytest.raises(ValueError, match="isolation 'server' is for one device"):
         Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=object())
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "slots", "message"),
+    [
+        ({"enable_expert_parallel": False}, {}, 0, "does not go with enable_expert_parallel False"),
+        ({}, {"attention": True}, 0, "lora_attention remote"),
+        ({}, {}, 2, "local_expert_slots: leave that out, or set tensor_parallel_size to 1"),
+    ],
+)
+def test_what_a_lora_server_does_not_hold_for_several_devices(
+    tmp_path, fields, spec, slots, message
+):
+    write(tmp_path, "mixtral")
+    asked = ServerSpec(str(tmp_path / "model"), "float32", "ep1-pp1", 1, 4, 4, 64, **spec)
+    access = ServerAccess(asked, "one", None, None, local_slots=slots)
+    with pytest.raises(ValueError, match=message):
+        Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=access, **fields)
+
+
+def test_a_lora_server_wants_experts_that_divide(tmp_path):
+    split = SimpleNamespace(size=4, experts="tp")
+    asked = ServerSpec(str(tmp_path), "float32", "ep1-pp1", 1, 4, 4, 64)
+    with pytest.raises(ValueError, match="a tensor_parallel_size that divides their number, not 4"):
+        check_split(ServerAccess(asked, "one", None, None), split)
+    check_split(None, split)
 
 
 def test_a_model_with_images_is_refused_by_name(tmp_path):

@@ -52,6 +52,7 @@ def test_what_leaves_is_free_when_its_steps_have_been_read():
     assert room.collect(dispatched=3, read=2) == 0  # a step in flight may read the rows
     assert not allocator.make_room(TWO)
     assert room.collect(dispatched=4, read=3) == 1
+    allocator._exchange.start_step()
     assert allocator.make_room(TWO)
     assert allocator.place(TWO).cleared_slots == ()
     room.check_integrity()

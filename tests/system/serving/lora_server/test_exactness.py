@@ -64,12 +64,27 @@ def test_so_are_those_whose_attention_is_on_the_server_too(placement, files, pro
     check_answers(placement, "shared_memory", files, prompts, coupled, attention=True)
 
 
-def check_answers(placement, transport, files, prompts, coupled, **changes):
+@pytest.mark.parametrize(
+    ("placement", "transport"),
+    [
+        ("ep2-pp1", "shared_memory"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (ALL[2], ALL[3], ALL[9])),
+    ],
+)
+def test_so_are_those_of_an_instance_over_two_devices(
+    placement, transport, files, prompts, coupled
+):
+    """Each device sends the rows of its own experts, to ranks that hold parts of others too."""
+    check_answers(placement, transport, files, prompts, coupled, devices=2)
+
+
+def check_answers(placement, transport, files, prompts, coupled, devices=1, **changes):
     model, adapters = files
     spec = cases.make_spec(model, placement, **changes)
+    sizes = cases.ENGINE | {"tensor_parallel_size": devices}
     with (
         cases.running(spec, transport) as ranks,
-        Engine(model, adapters, lora_server=ranks.access(), **cases.ENGINE) as engine,
+        Engine(model, adapters, lora_server=ranks.access(), **sizes) as engine,
     ):
         mixed, base = coupled
         assert answers(engine, prompts, None) == base

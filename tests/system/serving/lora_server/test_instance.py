@@ -221,7 +221,7 @@ def test_the_instance_says_what_it_runs_itself(tmp_path):
         cases.make_spec(other, "ep2-pp1", dtype="bfloat16"),
         "me",
         Source(),
-        lambda terms: said.append(terms) or transport,
+        lambda terms, device: said.append(terms) or transport,
         wait_s=0.25,
     )
     side = connect(access, EngineConfig(model=model, **cases.ENGINE), "float32")

@@ -61,7 +61,7 @@ def access(group, name, wait_s=WAIT_S, local_slots=0):
         group.spec,
         name,
         group.coordinator,
-        lambda terms: selection.open_client_at(group.places, terms),
+        lambda terms, device: selection.open_client_at(group.places, terms, device=device),
         wait_s,
         local_slots,
     )

@@ -25,11 +25,20 @@ def test_a_lora_server_serves_instances_that_do_not_speculate():
         Options(speculating, OPEN, cluster=ClusterConfig(lora_server=1))
 
 
-def test_a_lora_server_serves_instances_of_one_device():
+@pytest.mark.parametrize(
+    ("fields", "more", "flag"),
+    [
+        ({"enable_expert_parallel": False}, {}, "--no-enable-expert-parallel"),
+        ({}, {"lora_attention": "remote"}, "--lora-attention remote"),
+        ({}, {"local_expert_slots": 2}, "--local-expert-slots"),
+    ],
+)
+def test_beside_several_devices_a_lora_server_holds_whole_experts(fields, more, flag):
     split = EngineConfig(model="m", tensor_parallel_size=2)
-    Options(split, OPEN, cluster=ClusterConfig(instances=2))
-    with pytest.raises(ValueError, match="leave --tensor-parallel-size 2 out"):
-        Options(split, OPEN, cluster=ClusterConfig(lora_server=1))
+    Options(split, OPEN, cluster=ClusterConfig(lora_server=1, instances=2))
+    other = EngineConfig(model="m", tensor_parallel_size=2, **fields)
+    with pytest.raises(ValueError, match=f"--tensor-parallel-size 2 serves .* without {flag}"):
+        Options(other, OPEN, cluster=ClusterConfig(lora_server=1, **more))
 
 
 def test_an_adapter_has_one_name():

@@ -22,8 +22,8 @@ class Side:
         self.pages_leaving += self.gone[-1][1]
 
 
-def exchange(available: int, *sides: Side) -> PageExchange:
-    made = PageExchange(SimpleNamespace(page_bytes=4096, num_pages=20, num_available=available))
+def exchange(available: int, *sides: Side, pages: int = 80) -> PageExchange:
+    made = PageExchange(SimpleNamespace(page_bytes=4096, num_pages=pages, num_available=available))
     for side in sides:
         made.join(side)
     return made
@@ -42,8 +42,24 @@ def test_the_least_valuable_of_both_sides_leaves_and_the_claim_waits():
     assert (kv.gone, adapters.gone) == ([(1.0, 2)], [(2.0, 3)])
     assert made.level == 2.0, "what stays is worth more than what went"
     assert made.num_given == 2
+    made.start_step()
     assert not made.claim(5, adapters, own=True), "what is leaving already is enough"
     assert made.num_given == 2
+    assert not made.claim(2, adapters, own=True), "claims of one step add up"
+    assert made.num_given == 3
+
+
+def test_not_all_of_the_pool_leaves_at_a_time():
+    side = Side(*((1.0, 1) for _ in range(20)))
+    assert not exchange(0, side, pages=20).claim(20, side, own=True)
+    assert len(side.gone) == 2  # an eighth of 20 pages
+
+
+def test_a_claim_may_name_what_it_is_worth():
+    side = Side((3.0, 1), (1.0, 1))
+    made = exchange(0, side)
+    assert not made.claim(2, side, own=True, below=2.0)
+    assert side.gone == [(1.0, 1)]
 
 
 def test_a_side_need_not_give_up_its_own():
@@ -59,14 +75,27 @@ def test_nothing_to_give_up_is_no_error():
 
 
 def test_seconds_follow_what_was_measured():
-    made = exchange(0)
+    clock = SimpleNamespace(now=0.0)
+    pool = SimpleNamespace(page_bytes=4096, num_pages=80, num_available=0)
+    made = PageExchange(pool, clock=lambda: clock.now)
     before = made.compute_s(1000), made.load_s(1 << 20)
     for number in range(80):
         made.planned(number * 1.0)
         made.completed(100, number + 0.5)  # 200 tokens a second
-        made.loaded(1 << 20, 0.01)
+        clock.now = number * 1.0
+        made.wanted("a")
+        clock.now += 0.005
+        made.wanted("a")
+        clock.now += 0.005
+        made.came("a", 1 << 20)
     assert before[0] < 1.0 < 4.9 < made.compute_s(1000) < 5.2
-    assert before[1] < 0.001 < 0.009 < made.load_s(1 << 20) < 0.011
+    assert before[1] < 0.002 < 0.009 < made.load_s(1 << 20) < 0.011
+    made.came("b", 1 << 20)  # nobody has asked for it
+    made.wanted("c")
+    clock.now += 60.0  # its request had gone
+    made.wanted("c")
+    made.came("c", 1 << 20)
+    assert 0.008 < made.load_s(1 << 20) < 0.011
     made.planned(100.0)
     made.planned(100.1)
     made.completed(4, 101.0)  # no prompt
@@ -75,5 +104,5 @@ def test_seconds_follow_what_was_measured():
 
 
 def test_shares_add_up():
-    found = exchange(5).shares(kv_pages=8)
+    found = exchange(5, pages=20).shares(kv_pages=8)
     assert (found.total_bytes, found.kv_bytes, found.adapter_bytes) == (20 << 12, 8 << 12, 7 << 12)

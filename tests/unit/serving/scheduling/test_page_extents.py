@@ -16,7 +16,7 @@ class Memory:
     """A pool, and pages that leave when they are told to."""
 
     def __init__(self, pages: int):
-        self.page_bytes, self.num_pages, self.num_available, self.left = 4096, pages, pages, []
+        self.page_bytes, self.num_pages, self.num_available, self.left = 4096, 80, pages, []
 
     def map_pages(self, pages):
         self.num_available -= PAGES
@@ -122,9 +122,10 @@ def test_an_adapter_that_is_worth_less_than_any_cached_page_is_waited_for():
     assert (side.pages_leaving, exchange.is_short) == (0, False)
     value = 0.0
     assert extents.want(2)
+    assert exchange.is_short
+    extents.start_step(0)
     assert extents.want(2)
     assert side.pages_leaving == 2, "once is enough"
-    assert exchange.is_short
     extents.start_step(0)
     assert not exchange.is_short
     assert extents.want(9), "more than there is: whatever it is worth"

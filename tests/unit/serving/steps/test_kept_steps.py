@@ -2,6 +2,7 @@
 
 import functools
 import os
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from support.processes.server_process import ROOT
 
 from serving.runtime.program_files import ProgramFiles
+from serving.steps import kept_steps
 from serving.steps.kept_steps import KeptSteps, code_digest, identity
 
 MODEL = ROOT / "assets" / "stories260k"
@@ -99,6 +101,24 @@ def test_a_program_that_cannot_be_loaded_is_compiled_again(kept, caplog):
     again = jax.tree.map(np.asarray, step(*arguments(), bucket=8))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     assert traced == [8]
+
+
+def test_a_step_whose_kernels_are_not_there_is_traced(kept, monkeypatch):
+    used = {"lora_gemm": [{"implementation": "cuda", "declined": {}}]}
+    monkeypatch.setattr(kept_steps.dispatch, "table", lambda: used)
+    monkeypatch.setattr(kept_steps.dispatch, "remember", lambda choices: None)
+    run(kept, traced=[])
+    for there in (True, False):
+        monkeypatch.setitem(kept_steps._READY, "cuda", lambda there=there: there)
+        assert run(kept, traced=(traced := []))[1] is there
+        assert traced == ([] if there else [8])
+
+
+def test_what_jax_had_is_not_kept(kept, monkeypatch):
+    """A program of another engine is read from jax's cache, which cannot be written again."""
+    found = iter((True, False))
+    monkeypatch.setattr(ProgramFiles, "watched", lambda self: nullcontext(lambda: next(found)))
+    assert [run(kept, traced=[])[1] for _ in range(3)] == [False, False, True]
 
 
 def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):

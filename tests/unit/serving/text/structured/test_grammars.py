@@ -61,6 +61,7 @@ def test_one_structure_is_compiled_once_and_each_answer_has_its_own_matcher(made
 
 def test_one_that_many_ask_for_is_compiled_for_several_rows_at_a_time(made, monkeypatch):
     monkeypatch.setattr("serving.text.structured.grammars._QUICK_S", 60.0)
+    monkeypatch.setattr("serving.text.structured.grammars.MOST_COMPILED", 8)
     grammars, checker = made(max_bytes=50)
     one = grammars.compile(regex("ab+"))
     for _ in range(20):

@@ -1,0 +1,133 @@
+"""Answers of an engine over several devices beside those of one: every token and log-probability.
+
+`python -m bench.parallel bits --out DIR`. A batch has base rows, rows of LoRA adapters that take
+turns in fewer slots, and rows of ESFT adapters that take turns in one; prompts come in chunks, and
+pages are few enough that sequences are preempted. Weights are random (`load_format` dummy).
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.parallel.quiet import Quiet
+from bench.parallel.shapes import write_config, write_esft, write_lora
+from serving import Engine, RequestOutput, Sampling
+
+REQUESTS, LONGEST, ANSWER = 20, 300, 24
+PAGES, PAGE = 64, 16  # sixteen sequences of up to 300 tokens want up to 300 pages
+RANKS = (8, 16, 32)
+PAUSE_S = 0.5  # between engines, for parts that wait to measure alone
+SCORED = Sampling(
+    max_tokens=ANSWER, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1
+)
+DRAWN = Sampling(max_tokens=ANSWER, temperature=1.0, seed=3, top_k=40, logprobs=0, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What an engine answered, and what it says of itself."""
+
+    answers: list[tuple[Any, ...]]
+    facts: dict[str, Any]
+
+
+def measure(
+    kind: str, devices: list[int], folder: Path, raw: dict[str, Any], quiet: Quiet
+) -> dict[str, Any]:
+    """Return the result of one kind of model, "moe" or "dense", over each number of devices.
+
+    Where experts are, both ways to split them are compared.
+    """
+    model = write_config(folder / kind, raw)
+    adapters = _write_adapters(folder, raw, kind)
+    with quiet.busy():
+        one = run(model, adapters, raw, 1)
+    rows = []
+    for size in devices:
+        for experts in ("ep", "tp") if kind == "moe" else (None,):
+            fields = {} if experts is None else {"enable_expert_parallel": experts == "ep"}
+            try:
+                with quiet.busy():
+                    several = run(model, adapters, raw, size, **fields)
+                row = compare(one, several) | several.facts
+            except Exception as error:  # the other rows are worth as much
+                row = {"equal": False, "error": f"{type(error).__name__}: {error}"[:2000]}
+            rows.append({"devices": size, "experts": experts} | row)
+            print(kind, rows[-1], flush=True)
+            time.sleep(PAUSE_S)
+    return {"model": raw, "requests": REQUESTS, "one": one.facts, "rows": rows}
+
+
+def _write_adapters(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, str]:
+    """Write three LoRA adapters, and for experts two ESFT adapters, the second with few of them."""
+    adapters = {f"r{rank}": write_lora(folder / f"{kind}-r{rank}", rank) for rank in RANKS}
+    if kind == "moe":
+        count, layers = raw["num_experts"], raw["num_hidden_layers"]
+        many = {layer: [layer % count, (layer + 3) % count, count - 1] for layer in range(layers)}
+        chosen = ({n: sorted(set(e)) for n, e in many.items()}, {0: [1], layers - 1: [0, 2]})
+        for number, experts in enumerate(chosen):
+            adapters[f"e{number}"] = write_esft(folder / f"e{number}", raw, experts, number)
+    return adapters
+
+
+def run(
+    model: Path, adapters: dict[str, str], raw: dict[str, Any], devices: int, **fields: Any
+) -> Run:
+    """Return the answers of an engine over so many devices."""
+    per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
+    fields |= {"load_format": "dummy", "tensor_parallel_size": devices, "dtype": "bfloat16"}
+    fields |= {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+    fields |= {"max_loras": 2, "max_lora_rank": max(RANKS), "structured_outputs": False}
+    fields |= {"kv_cache_memory_bytes": PAGES * PAGE * per_token // devices, "block_size": PAGE}
+    fields |= {"max_esft_adapters": 0}
+    if any(name.startswith("e") for name in adapters):
+        fields |= {"max_esft_adapters": 1, "max_esft_experts": 3, "esft_memory_bytes": 512 << 20}
+    rng = np.random.default_rng(5)
+    lengths = rng.integers(3, LONGEST, REQUESTS)
+    prompts = [rng.integers(4, raw["vocab_size"], n).tolist() for n in lengths]
+    names = list(itertools.islice(itertools.cycle([None, *adapters]), REQUESTS))
+    samplings = [SCORED if number % 3 else DRAWN for number in range(REQUESTS)]
+    begun = time.perf_counter()
+    with Engine(str(model), adapters, **fields) as engine:
+        ready = time.perf_counter()
+        outputs = engine.generate(prompts, names, samplings)
+        outputs += engine.generate(prompts[:6], names[:6], SCORED)  # loaded again
+        stats = engine.stats()
+    took = {"start_s": ready - begun, "answers_s": time.perf_counter() - ready}
+    chosen = stats.implementations.get("all_gather", [])
+    facts = {
+        "compilations_after_warmup": stats.compilations_after_warmup,
+        "preemptions": stats.preemptions,
+        "adapter_swaps": stats.adapter_swaps,
+        "all_gather": sorted({choice["implementation"] for choice in chosen}),
+        **{name: round(seconds, 2) for name, seconds in took.items()},
+    }
+    answers = [_answer(output) for output in outputs]
+    facts["digest"] = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
+    return Run(answers, facts)
+
+
+def _answer(output: RequestOutput) -> tuple[Any, ...]:
+    """Return all that a caller sees of a request."""
+    first = output.outputs[0]
+    return tuple(first.token_ids), first.logprobs, first.finish_reason, output.prompt_logprobs
+
+
+def compare(one: Run, several: Run) -> dict[str, Any]:
+    """Return whether all answers are equal, and how many tokens and whole answers are."""
+    pairs = list(zip(one.answers, several.answers, strict=True))
+    tokens = [
+        (a, b) for x, y in pairs for a, b in itertools.zip_longest(x[0], y[0], fillvalue=None)
+    ]
+    return {
+        "equal": all(x == y for x, y in pairs),
+        "answers": len(pairs),
+        "equal_answers": sum(x == y for x, y in pairs),
+        "tokens": len(tokens),
+        "equal_tokens": sum(a == b for a, b in tokens),
+    }

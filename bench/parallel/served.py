@@ -1,0 +1,68 @@
+"""A whole engine over several devices: it answers 64 requests at once, base and adapters.
+
+`python -m bench.parallel served --model llama-3.1-70b --devices 2 --out DIR`. The time of a token
+is the slope between answers of few and of many tokens, so it has no prompts in it, but all that the
+host does.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.parallel.quiet import Quiet
+from bench.parallel.shapes import write_config, write_lora
+from serving import Engine, Sampling
+
+ROWS, PROMPT, FEW, MANY, ADAPTERS, RANK = 64, 128, 8, 72, 4, 16
+
+
+def measure(
+    raw: dict[str, Any], devices: int, folder: Path, quiet: Quiet, **fields: Any
+) -> dict[str, Any]:
+    """Return what the engine did, and its times."""
+    model = write_config(folder / "model", raw)
+    adapters = {f"a{n}": write_lora(folder / f"a{n}", RANK, RANK + n) for n in range(ADAPTERS)}
+    length = PROMPT + MANY + 16
+    per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
+    room = (ROWS + 1) * -(-length // 16) * 16 * per_token // devices
+    fields = {"load_format": "dummy", "dtype": "bfloat16", "max_esft_adapters": 0} | fields
+    fields |= {"tensor_parallel_size": devices, "kv_cache_memory_bytes": room}
+    fields |= {"max_num_seqs": ROWS, "max_num_batched_tokens": 128, "max_model_len": length}
+    fields |= {"max_loras": ADAPTERS, "max_lora_rank": RANK, "structured_outputs": False}
+    fields |= {"specialize_lora": False}  # fewer programs to compile
+    begun = time.perf_counter()
+    with Engine(str(model), adapters, **fields) as engine:
+        start_s = time.perf_counter() - begun
+        with quiet.alone():
+            rows = {
+                "base": _token_ms(engine, raw["vocab_size"], [None]),
+                f"base and {ADAPTERS} adapters": _token_ms(
+                    engine, raw["vocab_size"], [None, *adapters]
+                ),
+            }
+        stats = engine.stats()
+    return {
+        "devices": devices,
+        "layers": raw["num_hidden_layers"],
+        "requests": ROWS,
+        "prompt_tokens": PROMPT,
+        "start_s": round(start_s, 1),
+        "ms_a_token": rows,
+        "compilations_after_warmup": stats.compilations_after_warmup,
+    }
+
+
+def _token_ms(engine: Engine, vocab: int, names: list[str | None]) -> float:
+    """Return the milliseconds of a step in which every request gets a token."""
+    rng, took = np.random.default_rng(1), {}
+    asked = [names[row % len(names)] for row in range(ROWS)]
+    for tokens in (FEW, FEW, MANY):  # the first time loads adapters
+        prompts = rng.integers(4, vocab, (ROWS, PROMPT)).tolist()
+        sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        begun = time.perf_counter()
+        outputs = engine.generate(prompts, asked, sampling)
+        took[tokens] = time.perf_counter() - begun
+        assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
+    return round((took[MANY] - took[FEW]) / (MANY - FEW) * 1e3, 3)
