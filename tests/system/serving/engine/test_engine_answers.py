@@ -98,7 +98,8 @@ def test_barred_tokens_and_words_never_come_whatever_else_is_asked(engine):
     ids = plain.outputs[0].token_ids
     words = [engine.tokenizer.token_text(ids[0]), engine.tokenizer.decode(ids[2:4])]
     words = [word for word in words if word.strip() and "\ufffd" not in word] or ["e"]
-    barred = {form for word in words for form in BadWords(engine.tokenizer, 260).of((word,))}
+    found = BadWords(260)
+    barred = {form for word in words for form in found.of(engine.tokenizer, (word,))}
     samplings = [
         free,
         dataclasses.replace(free, bad_words=words),
