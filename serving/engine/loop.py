@@ -222,10 +222,8 @@ class EngineLoop:
         untold, self._untold = self._untold, []
         if untold:
             self._hand_out(untold)
+        self._finish_failed()
         failed, self._failed = self._failed, []
-        with self._lock:
-            for sequence, _ in failed:
-                self._parts.scheduler.finish(sequence, FinishReason.ERROR)
         for sequence, why in failed:
             self._live.end(sequence, FinishReason.ERROR, why)
         for sequence in planned.ended:
@@ -234,6 +232,12 @@ class EngineLoop:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         return bool(untold or failed)
+
+    def _finish_failed(self) -> None:
+        """End sequences whose grammar cannot go on, so that no token of theirs counts any more."""
+        with self._lock:
+            for sequence, _ in self._failed:
+                self._parts.scheduler.finish(sequence, FinishReason.ERROR)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
         """Give the device to another process where that is due, and have it for the next step."""
@@ -261,6 +265,8 @@ class EngineLoop:
             self._planned = planned if planned.plan or planned.ended or planned.expired else None
         masks = parts.runner.new_masks()
         self._failed = parts.grammars.masks.fill(rows, masks.words, masks.is_masked)
+        if self._failed and self._planned is None:
+            self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
         return parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
