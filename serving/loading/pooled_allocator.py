@@ -78,13 +78,11 @@ class PooledSlotAllocator(SlotAllocator):
         self._exchange.wanted(weights.digest)
         if self.can_place(weights):
             return True
-        if not self._free_slots:
-            if not self._leaving and (offer := self.offer()) is not None:
-                self._exchange.take(offer)
-            return False
-        missing = self._missing(weights)
+        missing = self._missing(weights) if self._free_slots else None
         if missing is not None:
             self._exchange.claim(missing, self, own=True)
+        elif not self._leaving and (offer := self.offer()) is not None:
+            self._exchange.take(offer)  # slots are short, or addresses of rows
         return False
 
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
@@ -105,6 +103,10 @@ class PooledSlotAllocator(SlotAllocator):
     def finish_loading(self, digest: str) -> int:
         self._exchange.came(digest, self._num_bytes(self._placed[digest]))
         return super().finish_loading(digest)
+
+    def retire(self, digest: str) -> None:
+        super().retire(digest)
+        self._exchange.forget(digest)
 
     def reclaim(self, placed: Placed[Rows]) -> None:
         """Make slot and rows of an adapter that has left free: no step can read them."""

@@ -185,7 +185,7 @@ class PageExchange:
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device; its wait for pages counts as time to load."""
         wanted = self._wanted.pop(digest, None)
-        if wanted is not None:
+        if wanted is not None and num_bytes:
             seconds = self._clock() - wanted.first
             self._load_s += _SHARE * (seconds / num_bytes - self._load_s)
 
