@@ -214,11 +214,20 @@ class _Calls:
         if tenants is None:
             registry.load(name, call["folder"], replace=True, pinned=True, confined=False)
             return
-        report = report_of(call["report"])
         channel, bell, life = call["fds"]
+        try:
+            report = report_of(call["report"])
+            tenants.seat_of(name, report.digest)
+        except BaseException:
+            close_all(call["fds"])
+            raise
         tenants.sit(name, report, Seat(channel, bell, life, call["epoch"]))
         digest = digest_of(name, report.digest)
-        registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
+        try:
+            registry.load(name, name, replace=True, pinned=True, confined=False, digest=digest)
+        except BaseException:
+            tenants.leave(name, call["epoch"])
+            raise
 
     def _send(self, fields: dict[str, Any]) -> None:
         with self._sending:

@@ -131,11 +131,25 @@ class TenantSide:
             return self._seats[key], client.last_epoch(self._seats[key])
 
     def sit(self, name: str, report: AdapterReport, seat: Seat) -> None:
-        """Take an adapter's process in. Raises TransportError, and ValueError as `seat_of`."""
+        """Take an adapter's process in. Raises TransportError, and ValueError as `seat_of`.
+
+        The descriptors are closed, unless `seat_of` raises.
+        """
         key = digest_of(name, report.digest)
         number, _ = self.seat_of(name, report.digest)
-        self.link.client.sit(number, seat, lambda: self.wake())
+        try:
+            self.link.client.sit(number, seat, lambda: self.wake())
+        except BaseException:
+            with self._lock:
+                if all(known.digest != key for known in self._reports.values()):
+                    self._left.add(key)
+                    self._free_seats()
+            raise
         with self._lock:
+            old = self._reports.get(name)
+            if old is not None and old.digest != key:  # other files under the same name
+                self._left.add(old.digest)
+                self._free_seats()
             self._epochs[name] = seat.epoch
             self._reports[name] = dataclasses.replace(report, digest=key, weight_bytes=0)
 
