@@ -252,7 +252,9 @@ class Agent:
                 tenants = self._tenant_sizes is not None
                 how: dict[str, Any] = {"device": self._backbone.device, "tenants": tenants}
                 pid = self._zygote.fork(theirs.fileno(), how)
-            order = {"model": self.model, "fields": self._fields, "http": self._http} | order
+            # Tenants and guards answer no HTTP: its settings name files of keys.
+            http = self._http if backbone and not order.get("guard") else None
+            order = {"model": self.model, "fields": self._fields, "http": http} | order
             jailed = self._backbone.device == "cpu" and self._isolation != "none"
             order["jail"] = {"memory_bytes": self._room.limit} if jailed else None
             takes_turns = self._turns is not None and backbone and not order.get("guard")
