@@ -219,7 +219,9 @@ class Agent:
             len(changed),
             changed[0],
         )
-        self._backbone.renew()
+        for connection in self._backbone.renew():  # also of those that still start
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         if self._tenants is not None and (engine := self._tenants.engine) is not None:
             engine.close()
         for function in self.functions.values():

@@ -7,6 +7,7 @@ backup, once. The memory stays as long as the descriptors are open here.
 import logging
 import socket
 import threading
+import weakref
 from typing import Any
 
 from lora_jax.memory.wire import close_all, receive_fds, send_fds, send_header
@@ -26,6 +27,7 @@ class Published:
         """
         self._model, self._dtype = model, dtype
         self._lock = threading.Lock()  # manifest and descriptors, while they are sent
+        self._sent: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # to whom, of these pages
         self._manifest, self._fds, self.device = self._load()
 
     @property
@@ -41,14 +43,16 @@ class Published:
     def send(self, connection: socket.socket, order: dict[str, Any]) -> None:
         """Send an order with the manifest in it, and the descriptors behind it."""
         with self._lock:
+            self._sent.add(connection)
             send_header(connection, {**order, "manifest": self._manifest})
             send_fds(connection, self._fds)
 
-    def renew(self) -> None:
+    def renew(self) -> list[socket.socket]:
         """Load the backbone into new pages, which are sent from now on.
 
-        Those who map the old ones keep them. Raises ValueError where the model's folder is not
-        what it was, and what the first load raises; then the old pages stay.
+        Returns the connections of those who got the old ones, and keep them. Raises ValueError
+        where the model's folder is not what it was, and what the first load raises; then the old
+        pages stay.
         """
         manifest, fds, _ = self._load()
         if manifest["leaves"] != self.leaves:
@@ -58,7 +62,9 @@ class Published:
             )
         with self._lock:
             old, self._fds, self._manifest = self._fds, fds, manifest
+            sent, self._sent = list(self._sent), weakref.WeakSet()
         close_all(old)
+        return sent
 
     def close(self) -> None:
         """Close the descriptors. A second call does nothing."""
