@@ -150,6 +150,7 @@ class Tenant:
         self._adapter, self._connection = adapter, connection
         self._ending = threading.Event()
         self.ended = False
+        self._lock = threading.Lock()  # the descriptor, while it is used or closed
         self._process: int | None = None  # a descriptor of it: process ids are used again
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -157,7 +158,7 @@ class Tenant:
 
     def kill(self) -> None:
         """End the process at once, also one that hangs."""
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
@@ -201,9 +202,10 @@ class Tenant:
                     pass  # it says nothing any more
         self.ended = True
         self.engine.fail(self.name)
-        if self._process is not None:
-            os.close(self._process)
-            self._process = None
+        with self._lock:
+            if self._process is not None:
+                os.close(self._process)
+                self._process = None
         if self._connection is not None:
             self._connection.close()
         if self._adapter is not None:
