@@ -105,7 +105,7 @@ class RayHosts(AbstractRoleHosts):
         try:
             for key, group in self._groups.items():  # all are asked for before one is waited for
                 self._placed[key] = _group(group)
-            self._fresh = {key: self._hosts(key) for key in self._groups}
+            self._fresh = {key: self._hosts(key, placed) for key, placed in self._placed.items()}
             self._check([host for hosts in self._fresh.values() for host in hosts])
         except BaseException:
             self.close()
@@ -160,17 +160,18 @@ class RayHosts(AbstractRoleHosts):
             hosts = self._fresh.pop(key, None)
             if hosts is not None:
                 return hosts
-            if key not in self._placed:
-                self._placed[key] = _group(self._groups[key])
-        hosts = self._hosts(key)
+            placed = self._placed.get(key)
+            if placed is None:
+                placed = self._placed[key] = _group(self._groups[key])
+        hosts = self._hosts(key, placed)
         self._check(hosts)
         return hosts
 
-    def _hosts(self, key: tuple[str, int]) -> tuple[RayHost, ...]:
-        """Return new actors, one in each bundle of a role's group."""
-        group, placed = self._groups[key], self._placed[key]
+    def _hosts(self, key: tuple[str, int], placed: Any) -> tuple[RayHost, ...]:
+        """Return new actors, one in each bundle of a role's group, which Ray has placed or will."""
+        group = self._groups[key]
         if not placed.wait(_GROUP_S):
-            self._lose(key)
+            self._lose(key, placed)
             raise ConnectionError(
                 f"Ray has found no room for {group.name} ({group.bundles}) within {_GROUP_S} s; "
                 "other jobs use it, or hosts are lost: see ray status."
@@ -184,7 +185,7 @@ class RayHosts(AbstractRoleHosts):
                 address_of[nodes[bundle]],
                 self._board,
                 self._environ,
-                lambda: self._lose(key),
+                lambda: self._lose(key, placed),
             )
             for bundle, actor in enumerate(actors)
         )
@@ -202,14 +203,15 @@ class RayHosts(AbstractRoleHosts):
                     "the model at the same path, and Ray there the same RAY_AUTH_MODE."
                 )
 
-    def _lose(self, key: tuple[str, int]) -> None:
+    def _lose(self, key: tuple[str, int], placed: Any) -> None:
         """Give a group up whose host does not answer; the next start asks for another."""
         with self._lock:
-            placed = self._placed.pop(key, None)
-        if placed is not None:
-            logger.warning("The host of %s does not answer.", self._groups[key].name)
-            with contextlib.suppress(RayError, ValueError):
-                remove_placement_group(placed)
+            if self._placed.get(key) is not placed:  # given up before; another may be in its place
+                return
+            del self._placed[key]
+        logger.warning("The host of %s does not answer.", self._groups[key].name)
+        with contextlib.suppress(RayError, ValueError):
+            remove_placement_group(placed)
 
 
 def _group(group: Group) -> Any:
