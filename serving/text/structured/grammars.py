@@ -182,6 +182,8 @@ class Grammars:
             if is_kept and not matcher.is_error() and self._bytes + more <= self._max_bytes:
                 grammar.add(matcher)
                 self._bytes += grammar.bytes - before
+            else:  # each question would compile it in vain
+                grammar.text = ""
 
     def _keep(self, digest: str, made: Grammar | str) -> None:
         """Keep what was made, and forget what was used longest ago beyond the bounds."""
