@@ -22,7 +22,7 @@ class LayerCache:
     """K and V pages of one layer. MLA keeps one latent per token in `k` and an empty `v`.
 
     Pages of uint8 hold rows in 8 bits, which have a scale each (ops.kv_rows). With `in_place` they
-    are not the step's own: it writes them where they lie (lora_jax.pooled_cache).
+    are not the step's own: it writes them where they lie (lora_jax.pooled).
     """
 
     k: Num[Array, "pages page_size kv_heads k_items"]

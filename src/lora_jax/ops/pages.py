@@ -1,6 +1,6 @@
 """Writes new keys and values into the pages of a cache: into a new value of it, or in place.
 
-Pages that the step does not own are written in place (see lora_jax.pooled_cache): XLA is given them
+Pages that the step does not own are written in place (see lora_jax.pooled): XLA is given them
 as arguments that nobody changes, so the order of writes and reads is that of an array that goes
 through the write.
 """
