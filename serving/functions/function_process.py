@@ -34,6 +34,7 @@ from serving.lora_server.transport.tenants import Seat
 logger = logging.getLogger(__name__)
 
 _CALLS = 256  # answered at a time; more wait
+_SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
 
@@ -129,22 +130,26 @@ class _Calls:
     ):
         self._connection, self._engine, self._arena = connection, engine, arena
         self._adapter, self._http, self._tenants = adapter, http, tenants
-        self._sending, self._seating = threading.Lock(), threading.Lock()
+        self._sending = threading.Lock()
 
     def answer(self) -> None:
         """Return when the other side has gone."""
         pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+        seating = ThreadPoolExecutor(1, thread_name_prefix="seat")
         try:
             while True:
                 call = receive_header(self._connection)
                 if call["call"] == "http":
                     self._adopt(call["id"])
-                elif call["call"] == "sit":
-                    pool.submit(self._answer, call | {"fds": receive_fds(self._connection, 3)})
+                elif call["call"] in _SEATING:
+                    is_sit = call["call"] == "sit"
+                    fds = receive_fds(self._connection, 3) if is_sit else []
+                    seating.submit(self._answer, call | {"fds": fds})
                 else:
                     pool.submit(self._answer, call)
         except ShareError:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for calls in (pool, seating):
+                calls.shutdown(wait=False, cancel_futures=True)
 
     def _adopt(self, number: int) -> None:
         """Give the connection that comes with this call to HTTP; its end is the answer."""
@@ -197,9 +202,8 @@ class _Calls:
             return self._arena.changed()
         if call["call"] == "memory":
             return backbone_memory()
-        if call["call"] in ("sit", "leave", "load"):
-            with self._seating:
-                return self._take(call)
+        if call["call"] in _SEATING:
+            return self._take(call)
         if call["call"] == "metrics":
             return "" if self._http is None else self._http.metrics_text()
         raise ValueError(f"There is no call {call['call']!r}.")
