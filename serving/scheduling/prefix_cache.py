@@ -196,6 +196,8 @@ class PageCache:
 
     def bring(self, pages: Iterable[int]) -> None:
         """Absent pages have memory now, and are blank."""
+        if len(self._lowest) > 2 * self.num_pages:  # pages that were removed are still in it
+            self._lowest = sorted(self._blank)
         for page in pages:
             self._put_blank(page)
             self._num_absent -= 1
