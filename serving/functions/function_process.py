@@ -86,7 +86,8 @@ def _enter_jail(order: dict[str, Any]) -> None:
     """Leave this process no files but its own and the system's, and no network.
 
     It reads the model's files, its adapter, and what the settings name; it writes the cache of
-    programs, which all functions share, and the folder of budgets.
+    programs, which all functions share, and the folder of budgets. A tenant makes no programs, and
+    only reads those that others run.
     """
     model, http = Path(order["model"]), order.get("http") or {}
     named = [order["adapter"], *order["fields"].values(), *http.get("settings", {}).values()]
@@ -96,9 +97,11 @@ def _enter_jail(order: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # who uses it says why it cannot be there
         own_files.own_folder(dispatch.cache_folder())
     kept = [http.get("budgets_folder"), jax.config.jax_compilation_cache_dir]
+    programs: list[str | Path] = [dispatch.cache_folder(), *filter(None, kept)]
+    only_read = programs if order.get("tenant") else []
     failed = jail.enter(
-        [*jail.code_folders(private), *inside, *paths],
-        [dispatch.cache_folder(), *filter(None, kept)],
+        [*jail.code_folders(private), *inside, *paths, *only_read],
+        [] if only_read else programs,
         [model],
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
