@@ -1,7 +1,7 @@
 """KV pages that have memory: they come and go in extents of some consecutive pages. No jax."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
@@ -129,6 +129,11 @@ class PageExtents:
     def matched(self, page: int) -> None:
         """A prompt begins with what is on the page."""
         self._uses[page] += 1
+
+    def unmatched(self, pages: Iterable[int]) -> None:
+        """The prompt that begins with these pages has to wait: that was no use of them."""
+        for page in pages:
+            self._uses[page] -= 1
 
     def freed(self, page: int, *, cached: bool) -> None:
         """Nobody holds the page any more."""

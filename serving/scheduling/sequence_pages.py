@@ -129,6 +129,8 @@ class SequencePages:
         has_room = needed + reserve <= self._cache.num_free and not waits
         sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
+            if self._extents is not None:
+                self._extents.unmatched(matched)
             self._cache.free(matched)
             self._host.unpin()
             sequence.num_computed = 0
