@@ -171,8 +171,9 @@ class Tenant:
         if self.ended:
             return None
         answers = self.engine.send({**call, "adapter": self._adapter}, owner=self.name)
-        if self.ended:  # meanwhile: `read` may not have seen this call
+        if self.ended:  # meanwhile: `read` may not have seen this call, which goes to the next one
             self.engine.fail(self.name)
+            return None
         return answers
 
     def connect(self) -> socket.socket | None:
