@@ -206,7 +206,7 @@ def make_residencies(
     loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
     if server is None:
         lora = LoraResidency(loader, copier, host_form)
-    elif isinstance(server, InstanceSide) and server.num_local:
+    elif not isinstance(server, TenantSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:
         lora = ServerResidency(loader, server, copier, host_form)

@@ -38,7 +38,7 @@ def resolve(adapter, named):
 def parts():
     return types.SimpleNamespace(
         loop=Loop(),
-        tokenizer=None,
+        tokenizers=types.SimpleNamespace(of=lambda entry: None),
         images=None,
         metrics=make(),
         grammars=Grammars(None, why_none="structured_outputs are off."),

@@ -42,8 +42,8 @@ class Steps:
         self._most_free, self._engine, self._is_free = most_free, engine, False
         self._arrived, self._go = threading.Semaphore(0), threading.Semaphore(0)
         self._held = threading.Event()
-        self._dispatch = engine._loop._dispatch
-        monkeypatch.setattr(engine._loop, "_dispatch", self._at_the_gate)
+        self._send = engine._loop._send
+        monkeypatch.setattr(engine._loop, "_send", self._at_the_gate)
 
     def wait_held(self) -> None:
         assert self._held.wait(60), "too few sequences ran"
@@ -57,13 +57,15 @@ class Steps:
         self._is_free = True
         self._go.release()
 
-    def _at_the_gate(self, plan):
+    def _at_the_gate(self, plan, now):
+        if plan is None:
+            return None
         if self._held.is_set() or self._engine.stats().running >= self._most_free:
             self._held.set()
             if not self._is_free:
                 self._arrived.release()
                 assert self._go.acquire(timeout=60), "the test has stopped"
-        return self._dispatch(plan)
+        return self._send(plan, now)
 
 
 @contextlib.contextmanager

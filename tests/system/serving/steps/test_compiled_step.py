@@ -117,7 +117,8 @@ class Link:
 
     client, has_local = SimpleNamespace(servers=2), False
 
-    def start(self, table):
+    def start(self, table, split):
+        assert split is None
         self.table = table
         return self
 

@@ -31,7 +31,7 @@ class Client(AbstractClientBase[int]):
     def close(self):
         self._closed = True
 
-    push = wait_add = abort = stats = None
+    push = wait_add = abort = stats = grouped = None
 
 
 def test_all_servers_are_joined_under_the_first_limit():
