@@ -57,7 +57,7 @@ serve: .venv/.serve  ## start the embedded default on this machine's CPU
 
 HARDWARE := gpu or multigpu or aot or ascend
 
-test: .venv/.dev .cache/vllm-rs  ## every promise of the CPU by one case, notebooks 1 and 5 too
+test: .venv/.dev .cache/vllm-rs  ## every promise of the CPU by one case, the first notebook too
 	$(TEST_ENV) FAST_COMPILE=$(FAST_COMPILE) $(BIN)/python -m pytest -n 3 $(BY_FILE) --nbmake -m "not ($(HARDWARE) or slow or long)" notebooks tests
 
 test-quick: .venv/.dev  ## the unit tests, for the loop at the desk

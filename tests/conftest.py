@@ -77,7 +77,12 @@ LONGEST = (
     "test_kernels.py",
     "test_expert_tensors.py",
 )
-FURTHER_NOTEBOOKS = ("2_vision.ipynb", "3_thousand_adapters.ipynb", "4_functions.ipynb")
+FURTHER_NOTEBOOKS = (
+    "2_vision.ipynb",
+    "3_thousand_adapters.ipynb",
+    "4_functions.ipynb",
+    "5_agents.ipynb",
+)
 # Files that share what one worker makes once: a server of the shipped model, an engine.
 TOGETHER = (
     ("tests/system/clients/",),

@@ -162,7 +162,10 @@ def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, sof
     np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", LIKELY_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if p else ()) for p, n in enumerate(LIKELY_CASES)],
+)
 def test_likely_tokens_are_the_reference_ones(library, name):
     """The kernel's exponentials may differ from XLA's by a bit, which no share here hangs on."""
     logits, *params = (np.array(v) for v in LIKELY_CASES[name])

@@ -42,6 +42,7 @@ def begin(uploader: Uploader, values: np.ndarray) -> np.ndarray:
     return target
 
 
+@pytest.mark.long
 def test_more_pieces_than_buffers_arrive_whole(uploader):
     values = arrays(3, BUFFERS // 2 * BUFFER_BYTES + 3)
     targets = [begin(uploader, v) for v in values]

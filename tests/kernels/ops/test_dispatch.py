@@ -176,6 +176,7 @@ def test_the_cpu_of_kernels_follows_the_environment(monkeypatch):
         dispatch.march()
 
 
+@pytest.mark.long
 def test_pallas_kernels_are_imported_when_they_are_called():
     code = (
         "import sys, lora_jax.ops.lora_gemm, lora_jax.ops.grouped_matmul as g, jax.numpy as jnp\n"

@@ -58,6 +58,7 @@ LONG = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["blocks", *LONG])
 def test_interpreted_matches_the_reference(kind):
     d_in = LONG_D_IN if kind in ("blocks", "zeros") else D_IN

@@ -64,7 +64,9 @@ def drawn(name: str, groups: int) -> np.ndarray:
     return sizes
 
 
-@pytest.mark.parametrize("name", ["base", "few", "none"])
+@pytest.mark.parametrize(
+    "name", ["few", *(pytest.param(n, marks=pytest.mark.long) for n in ("base", "none"))]
+)
 @pytest.mark.parametrize("more", [0, 4])
 def test_the_number_of_rows_changes_nothing(name, more):
     """Exact, or more than groups have."""

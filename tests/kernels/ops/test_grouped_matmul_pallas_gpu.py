@@ -110,6 +110,7 @@ def some_addends(case: GroupedCase, rows: int, count: int, dtype: str) -> tuple[
 
 
 # With addends in one dtype or the other, and parts of tiles that others' rows share.
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_interpreted_gate_and_up_in_one_launch(dtype):
     case = some_case((37, 3, 2, 72, 128), "uniform", bias=False)

@@ -47,6 +47,7 @@ def test_matches_the_reference(dtype, bias, popularity):
     assert_right(case, on_tpu(*arguments(case)))
 
 
+@pytest.mark.long
 def test_one_group_of_one_row():
     case = grouped_case(1, 1, 3, 128, bias=True)
     assert_right(case, on_tpu(*arguments(case)))
@@ -96,6 +97,7 @@ def activated(gate: jax.Array, up: jax.Array, *addends: jax.Array | None) -> jax
 
 
 # Whether something is added to gate and to up; always float32.
+@pytest.mark.long
 @pytest.mark.parametrize("popularity", ["skewed", "none"])
 @pytest.mark.parametrize(
     ("dtype", "added"),

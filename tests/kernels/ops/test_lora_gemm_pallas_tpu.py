@@ -70,6 +70,7 @@ def test_ranks_above_the_lanes_of_a_register_and_experts_that_share_a():
     assert_right(case, run(case))
 
 
+@pytest.mark.long
 def test_rows_without_an_adapter_keep_their_bits():
     case = lora_case(ROWS, D_OUT, D_IN, dtype="bfloat16")
     slots = case.row_to_slot.at[::2].set(-1)
@@ -79,6 +80,7 @@ def test_rows_without_an_adapter_keep_their_bits():
     np.testing.assert_array_equal(got.view(np.int32), want.view(np.int32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("experts", "dtype"), [(0, "bfloat16"), (3, "float32")])
 def test_a_row_has_the_same_bits_whatever_its_neighbours(experts, dtype):
     rng = np.random.default_rng(2)

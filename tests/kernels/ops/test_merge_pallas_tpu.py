@@ -41,6 +41,7 @@ def run(case: MergeCase) -> np.ndarray:
     return on_tpu(case.max_rank)(*arguments(case))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_matches_the_reference(dtype):
     """Ranks of one launch differ, and pools' rows begin anywhere."""

@@ -86,6 +86,7 @@ def test_portable_jax_matches_float64(name, dtype, implementation):
     np.testing.assert_allclose(run(case, implementation), oracle(case), **TOLERANCE[dtype])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_long_context_of_many_pages(implementation):
     case = attention_case(SHAPES["mha-64"], ((0, 500, 1), (1, 290, 20)), page_size=16)

@@ -64,12 +64,13 @@ def tokens_of(case: AttentionCase, tokens: np.ndarray) -> AttentionCase:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param("gqa", "bfloat16", marks=pytest.mark.long),
+        ("gqa", "bfloat16"),
         ("window-and-sinks", "float32"),
-        pytest.param("latent", "float32", marks=pytest.mark.long),
+        ("latent", "float32"),
         ("latent", "bfloat16"),
     ],
 )
@@ -84,6 +85,7 @@ def test_matches_the_reference_whatever_the_chunks(name, dtype):
     np.testing.assert_array_equal(run(tokens_of(case, chunk))[:3], want[chunk])
 
 
+@pytest.mark.long
 def test_no_tokens_at_all_give_zeros():
     case = attention_case(SHAPES["gqa"], MIXED, page_size=16, dtype="bfloat16", padding=3)
     assert not run(dataclasses.replace(case, num_tokens=jnp.int32(0))).any()

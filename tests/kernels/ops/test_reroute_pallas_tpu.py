@@ -78,6 +78,7 @@ def test_reroute_matches_the_reference(tokens, k, experts, slots, groups, real):
     assert_right("reroute", groups, ids, *arrays, jnp.int32(real))
 
 
+@pytest.mark.long
 def test_places_in_several_blocks(monkeypatch):
     """2100 rows have 17 lines of 128 places, in two blocks of 16."""
     monkeypatch.setattr(pallas_tpu, "ORDER_BLOCK", 16)

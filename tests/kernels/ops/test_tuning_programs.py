@@ -66,6 +66,7 @@ def test_a_tiling_whose_registers_spill_is_no_program(op, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_what_no_compiler_takes_fails_when_it_is_asked_for(tmp_path):
     """The other process knows nothing of this test's op."""
     with Programs(tmp_path, 1) as programs:

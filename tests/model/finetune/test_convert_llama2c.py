@@ -184,6 +184,7 @@ def test_weights_are_finite_float32():
         assert np.isfinite(tensor).all(), name
 
 
+@pytest.mark.long
 def test_greedy_text_from_an_empty_prompt_is_the_published_one():
     tokenizer = Tokenizer.from_file(str(ASSET / "tokenizer.json"))
     prompt = tokenizer.encode("").ids

@@ -89,6 +89,7 @@ def test_ten_shipped_adapters_in_one_model_are_their_merged_models_and_beat_the_
         assert found["merged"].text.perplexity < 0.9 * found["base"].text.perplexity, name
 
 
+@pytest.mark.long
 def test_the_shipped_table_has_a_row_for_each_adapter_and_says_what_is_measured(heldout):
     """Measured again for two of them, whose texts are short."""
     written = json.loads((ASSET / "RESULTS.json").read_text())["esft"]["adapters"]

@@ -98,6 +98,7 @@ def test_the_gradient_is_the_slope(name):
     np.testing.assert_allclose(slope, float(size) ** 2, rtol=2e-2)
 
 
+@pytest.mark.long
 def test_even_routing_has_imbalance_one():
     model, _ = random_model(CONFIGS["mixtral"])
     for layer in model.layers:

@@ -120,6 +120,7 @@ def test_fused_gate_and_up_share_their_a(model):
     np.testing.assert_array_equal(delta.sites[GATE, 2].a, delta.sites[UP, 2].a)
 
 
+@pytest.mark.long
 def test_a_matrix_that_all_experts_share_counts_for_each(model):
     rng = np.random.default_rng(0)
     a = rng.standard_normal((1, 2, 32)).astype(np.float32)

@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     return base
 
 
+@pytest.mark.long
 def test_each_adapter_in_the_woven_model_equals_its_merged_checkpoint(folder, tmp_path):
     model, config = load(folder, dtype="float32")
     documents = read_format(folder).documents(RECORDS, "chat")

@@ -50,6 +50,7 @@ def test_every_adapter_is_measured_on_every_text(folder):
     assert gains["busy"] != 0.0
 
 
+@pytest.mark.long
 def test_own_only_leaves_out_the_other_adapters(folder):
     measured = results.measure_folder(folder, HELDOUT, length=32, own_only=True)
     assert set(measured["busy"]["text"]["perplexity"]) == {"base", "busy"}

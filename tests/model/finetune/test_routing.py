@@ -51,6 +51,7 @@ def test_the_first_layer_routes_by_its_router(folder):
     np.testing.assert_array_equal(total.choices, np.bincount(ids.ravel(), minlength=len(want)))
 
 
+@pytest.mark.long
 def test_the_factor_on_all_gates_is_left_out():
     plain = from_hf(CONFIG)
     scaled = dataclasses.replace(plain, moe=dataclasses.replace(plain.moe, weight_scale=2.5))

@@ -141,6 +141,7 @@ def test_two_rope_thetas_are_refused(case: Case):
         from_hf(raw)
 
 
+@pytest.mark.long
 def test_released_model_has_its_size():
     """The config of the released model gives its 132 billion weights."""
     config = from_hf(

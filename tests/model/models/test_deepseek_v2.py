@@ -232,6 +232,7 @@ LARGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("changes", "millions"), [({}, 15706), (LARGE, 235741)])
 def test_released_models_have_their_size(changes, millions):
     config = from_hf(RELEASED | changes)

@@ -87,8 +87,6 @@ def case(tmp_path_factory) -> Case:
 class TestGptOss(ModelContract):
     """Sinks, a window, biases, weights normalised over the best two of five experts."""
 
-    stands_for_others = True
-
 
 def quantised_copy(source: Path, target: Path) -> Path:
     """Write the checkpoint as the released ones: experts in blocks and scales, the rest bf16."""
@@ -146,6 +144,7 @@ def test_mxfp4_experts_stay_packed(quantised: Path, dtype):
     assert not isinstance(coded.router.weight[...], CodedWeight)
 
 
+@pytest.mark.long
 def test_mxfp4_checkpoint_in_bfloat16_is_near_the_oracle(case: Case, quantised: Path):
     """The median over tokens: rounding may give a single token other experts."""
     got = Driver(*load(quantised)).run([PROMPT])[0]

@@ -75,7 +75,13 @@ RELATIVES = {
 }
 
 
-@pytest.mark.parametrize("name", RELATIVES)
+# What these change has a test of its own, of the loader.
+NEAR = ("tied",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long if n in NEAR else ()) for n in RELATIVES]
+)
 def test_relatives_match_transformers(name: str, tmp_path):
     oracle = shaken(RELATIVES[name]()).eval()
     model, config = load(save_oracle(oracle, tmp_path))

@@ -37,6 +37,7 @@ class TestQwen3VL(VisionContract):
         r"|model\.visual\..*(qkv|linear_fc1)"
     )
 
+    @pytest.mark.long
     @pytest.mark.as_shipped
     def test_bucket_and_padding_do_not_change_a_bit(self, case):
         super().test_bucket_and_padding_do_not_change_a_bit(case)

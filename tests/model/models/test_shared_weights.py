@@ -50,8 +50,7 @@ def small_moe(tmp_path):
     "name",
     [
         "tiny-moe",
-        "stories260k",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("int4", "nf4")),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("stories260k", "int4", "nf4")),
     ],
 )
 def test_an_attached_model_is_the_loaded_one_in_place(name, tmp_path):

@@ -47,8 +47,14 @@ class TransportContract:
     calls_of_a_push = 1  # custom calls, of which each gives x back
     waits_beside = 0  # that may have begun while the base computes
 
-    @pytest.mark.parametrize(("dtype", "delta"), DTYPES)
-    @pytest.mark.parametrize("site", [GATE_UP, DOWN])
+    @pytest.mark.parametrize(
+        ("site", "dtype", "delta"),
+        [
+            *((GATE_UP, *dtypes) for dtypes in DTYPES),
+            *(pytest.param(DOWN, *dtypes, marks=pytest.mark.long) for dtypes in DTYPES[:-1]),
+            (DOWN, *DTYPES[-1]),
+        ],
+    )
     def test_exact_bytes_both_ways(self, tmp_path, dtype, delta, site):
         terms = terms_of(dtype, delta)
         rng = np.random.default_rng(site)

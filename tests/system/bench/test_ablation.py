@@ -208,6 +208,7 @@ def test_cold_adapters_are_asked_alone_queued_and_beside_a_hit():
     assert system.sizes == [1] * 4 + [full] * 4 + [1, 3]
 
 
+@pytest.mark.long
 def test_figures_and_plot(tmp_path):
     options = ablation.parse_args(["--slo-ttft", "0.25", "--slo-tpot", "0.11"])
     work = [Job(1.0, "a", [5], 3), Job(2.0, "a", [5], 3), Job(3.0, "b", [5], 3)]

@@ -90,6 +90,7 @@ def test_traces_are_in_the_order_of_time(tmp_path):
     assert asked.count("0") > asked.count("5") > asked.count("11") > 0
 
 
+@pytest.mark.long
 def test_the_command_writes_rows_and_a_plot(tmp_path, monkeypatch, capsys):
     write_traces(tmp_path)
     flags = ["--traces", str(tmp_path), "--out", str(tmp_path / "out"), "--requests", "300"]

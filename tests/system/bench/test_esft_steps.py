@@ -78,9 +78,10 @@ def test_steps_take_turns_and_their_experts_are_counted(monkeypatch):
     assert took["b"] == Took([1e4] * 3, [], 5.0, 5.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("us", "samples"),
-    [(1e3, 21), *(pytest.param(*p, marks=pytest.mark.long) for p in ((2e4, 12), (1e5, 5)))],
+    [(1e3, 21), (2e4, 12), (1e5, 5)],
 )
 def test_long_steps_are_sampled_less(monkeypatch, us, samples):
     sampled(monkeypatch, us)

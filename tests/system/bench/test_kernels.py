@@ -95,6 +95,7 @@ def lora_points(**sizes) -> list[lora.Point]:
     return [lora.Point("tiny", op, **sizes) for op in ("shrink", "expand", "pair")]
 
 
+@pytest.mark.long
 def test_points_of_a_cell_share_inputs_and_are_checked(machine, quick, plain_kernels):
     points = lora_points() + lora_points(rank=16, slots=3, adds=False)[2:]
     jobs = lora.jobs(points, machine)
@@ -170,6 +171,7 @@ def test_a_time_is_the_device_s_and_not_the_host_s(monkeypatch, hindered):
         assert timing.times_in_turn_us(programs, 30) == pytest.approx([50, 100])
 
 
+@pytest.mark.long
 def test_layers_of_experts_are_checked(machine, quick, monkeypatch):
     def lora_gemms(modules, x, a_pool, b_pool, slots, experts, rank, items):
         pools, owners = (x, a_pool, b_pool), (slots, experts, rank)
@@ -243,6 +245,7 @@ def test_every_popularity_is_timed_at_every_rank_and_number_of_tokens():
     assert {point.popularity for point in points} == set(POPULARITIES)
 
 
+@pytest.mark.long
 def test_rows_without_an_adapter_cost_nothing_and_are_checked(machine, quick, plain_kernels):
     (point,) = lora_points(popularity="none", rows=4)[2:]
     assert lora.bytes_moved(point, point.owners) == 0
@@ -298,6 +301,7 @@ def test_the_table_has_every_row_and_what_is_missing():
     assert "| - | 0.0e+00 | plain 9.0 |" in table({**said, "rows": rows})
 
 
+@pytest.mark.long
 def test_plots_of_whatever_was_measured_lie_beside_the_file(tmp_path):
     zipf = {"popularity": "zipf", "rank": 64, "slots": 512, "part": "grid"}
     layer = {"model": "tiny", "rank": 8, "adapters": 1, "part": "grid"}

@@ -68,7 +68,7 @@ def bench(gpus, tmp_path, monkeypatch):
         pytest.param("EP1-PP2", marks=pytest.mark.slow),
         pytest.param("EP1-PP1, push in the stream", marks=pytest.mark.slow),
         pytest.param("EP1-PP1, 3 at once", marks=pytest.mark.long),
-        "EP2-PP2, 1 of its stages",
+        pytest.param("EP2-PP2, 1 of its stages", marks=pytest.mark.long),
         "EP1-PP1, 2 instances",
     ],
 )

@@ -11,7 +11,10 @@ from bench.quantised_model import FORMATS
 ERRORS = {"fp8": 0.03, "int4": 0.15, "nf4": 0.11, "mxfp4": 0.15}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if place else ()) for place, n in enumerate(FORMATS)],
+)
 def test_weights_are_near_what_they_were_made_of(name):
     w = jax.random.normal(jax.random.key(0), (2, 8, 256), jnp.bfloat16)
     stored = FORMATS[name](w)

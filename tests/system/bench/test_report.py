@@ -12,7 +12,7 @@ FIRST, *FURTHER = report.PLOTS
 
 
 @pytest.mark.parametrize(
-    "prefix", [FIRST, *(pytest.param(prefix, marks=pytest.mark.long) for prefix in FURTHER)]
+    "prefix", [pytest.param(prefix, marks=pytest.mark.long) for prefix in (FIRST, *FURTHER)]
 )
 def test_what_was_measured_can_be_drawn_again(prefix, tmp_path):
     results = [file for file in RESULTS if file.name.startswith(prefix)]

@@ -43,6 +43,7 @@ def test_two_adapters_round_robin_equal_alone(server, adapters, model_folder, vl
     assert any(alone[names[0], p] != alone[names[1], p] for p in PROMPTS)
 
 
+@pytest.mark.long
 def test_a_point_of_the_bench_is_measured(server, adapters, model_folder, vllm_rs, tmp_path):
     target = Target(server, model_folder.name, model_folder, vllm_rs)
     point = Point("adapters", 2, 4, prompt=8, answer=4, names=tuple(adapters[:2]))

@@ -448,6 +448,7 @@ def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
     assert body["messages"][0]["content"] not in rest
 
 
+@pytest.mark.long
 def test_a_real_bad_adapter_ends_with_status_1(tiny):
     with start(tiny, "--lora-modules", f"evil={tiny / 'bad'}") as process:
         text, _ = process.communicate(timeout=120)

@@ -130,7 +130,7 @@ connection.recv(1)
 """
 
 
-@pytest.mark.parametrize("end", ["killed", "write"])
+@pytest.mark.parametrize("end", ["killed", pytest.param("write", marks=pytest.mark.long)])
 def test_an_importer_that_dies_leaks_nothing_and_changes_nothing(tensor, memory, end):
     """kill -9 in the middle of its life; or the kernel's answer to a write."""
     files, usage, in_use = open_files(), memory.usage(), tensor.pool.stats().in_use

@@ -67,7 +67,7 @@ def residents(accesses: np.ndarray, capacity: int) -> np.ndarray:
     [
         (512, 1.2, 512.0, (1, 64, 131, 300)),
         (512, 0.3, 4096.0, (2, 300, 500, 512)),
-        (10_000, 1.2, 3000.0, (40, 700)),
+        pytest.param(10_000, 1.2, 3000.0, (40, 700), marks=pytest.mark.long),
     ],
 )
 def test_equals_exact_sums_with_many_adapters(adapters, exponent, batch, capacities):

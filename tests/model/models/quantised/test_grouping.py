@@ -106,7 +106,7 @@ LATER = ("fp8 block", "gptq")
 
 @pytest.mark.parametrize(
     "name",
-    ["nf4 nested", "int4 zeros", *(pytest.param(n, marks=pytest.mark.long) for n in LATER)],
+    ["nf4 nested", *(pytest.param(n, marks=pytest.mark.long) for n in ("int4 zeros", *LATER))],
 )
 @pytest.mark.parametrize("experts", ["ep", "tp"])
 def test_each_device_is_given_its_own_slice(tmp_path, name, experts):

@@ -44,6 +44,7 @@ def test_an_instance_over_hosts_ends_as_a_whole(tmp_path):
             os.kill(pid, 0)
 
 
+@pytest.mark.long
 def test_an_instance_that_cannot_start_is_told_of(tmp_path, capfd):
     (tmp_path / "model").mkdir()
     model, told = str(tmp_path / "model"), []

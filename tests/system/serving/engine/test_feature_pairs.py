@@ -10,7 +10,23 @@ def models(tmp_path_factory) -> Models:
     return Models(tmp_path_factory.mktemp("pairs"))
 
 
-@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+def is_near(pair: tuple[str, str]) -> bool:
+    """Return whether another pair, or test_page_pool.py, meets the check that refuses this one."""
+    same = (*pair, "merged modes") if "merged primary" in pair else pair
+    twin = tuple(sorted(set(same) - {"merged primary"}, key=list(FEATURES).index))
+    of_rows = pair[0] == "tokens and saved modules" and pair[1] in (
+        "several devices",
+        "LoRA Server",
+    )
+    of_pool = "page pool" in pair and "shared backbone" not in pair
+    return of_pool or of_rows or (twin != pair and REFUSED.get(twin) == REFUSED[pair])
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [pytest.param(p, marks=pytest.mark.long if is_near(p) else ()) for p in REFUSED],
+    ids=" and ".join,
+)
 def test_a_pair_that_does_not_work_is_refused_at_the_start(models: Models, pair):
     with pytest.raises(ValueError, match=REFUSED[pair]), models.engine(frozenset(pair)):
         pass

@@ -170,7 +170,8 @@ def test_rows_of_others_are_near_the_plain_ones_and_the_same_alone(engine, plain
         assert answer(alone) == got[place]
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [8, 1000])
 def test_random_switches_leave_plain_answers_as_they_are(engine, plain, count):
     digests = [digest_of(engine, name) for name in (None, "a0", "a1", "a2")]
     obey(engine, Restless(digests))

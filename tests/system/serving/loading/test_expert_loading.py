@@ -132,8 +132,17 @@ def test_memory_goes_only_when_steps_have_been_read(case):
     assert case.room.collect(dispatched=0, read=0) == 0
 
 
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
-@pytest.mark.parametrize("error", [OutOfPages("full"), MappingError("odd"), OSError(5, "io")])
+ERRORS = [OutOfPages("full"), MappingError("odd"), OSError(5, "io")]
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "error"),
+    [
+        pytest.param(place, error, marks=() if place == number else pytest.mark.long)
+        for place in range(3)
+        for number, error in enumerate(ERRORS)
+    ],
+)
 def test_a_load_that_fails_gives_all_pages_back(case, monkeypatch, fails_at, error):
     case.load(1)
     before, tables, calls = case.used, case.tables, []

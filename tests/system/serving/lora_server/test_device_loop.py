@@ -92,7 +92,13 @@ def exchanges(made, rank, gpus):
     found.close()
 
 
-@pytest.mark.parametrize(("site", "layer"), [*itertools.product((GATE_UP, DOWN), range(2))])
+@pytest.mark.parametrize(
+    ("site", "layer"),
+    [
+        pytest.param(*case, marks=() if case in ((GATE_UP, 0), (DOWN, 1)) else pytest.mark.long)
+        for case in itertools.product((GATE_UP, DOWN), range(2))
+    ],
+)
 def test_answers_have_the_bits_of_the_hosts(exchanges, rank, site, layer):
     for count in (1, 8, NUM_ROWS):
         numbers, experts = [2] * count, sorted([2, 3] * count)[:count]
@@ -183,7 +189,7 @@ def test_instances_at_other_layers_share_a_launch(exchanges, rank, gpus):
         other.client.close()
 
 
-@pytest.mark.parametrize("answers", [1, 64])
+@pytest.mark.parametrize("answers", [1, pytest.param(64, marks=pytest.mark.long)])
 def test_instances_that_come_at_any_moment_are_all_answered(exchanges, rank, gpus, answers):
     """Each has the bits that it has alone, whatever the sites and layers of the others."""
     others = [copy.copy(exchanges) for _ in range(3)]

@@ -81,6 +81,7 @@ def answers(engine, adapters, sampling):
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
+@pytest.mark.long
 def test_two_instances_answer_as_a_coupled_engine_does(engines, group, coupled):
     found = [None, None]
 

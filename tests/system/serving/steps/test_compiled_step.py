@@ -132,6 +132,7 @@ class Link:
         return self.table.slot_to_number[:2] + self.table.version
 
 
+@pytest.mark.long
 def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     model, config = loaded
     step = CompiledStep(model, SIZES, Link(), SHAPE.vocab, in_place=True)

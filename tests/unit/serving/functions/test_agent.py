@@ -102,6 +102,7 @@ def apart():
         yield made
 
 
+@pytest.mark.long
 def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart, coupled):
     functions = apart.functions
     with ThreadPoolExecutor() as pool:  # rows of both in one batch
@@ -114,6 +115,7 @@ def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart
         apart.function(MODEL / "adapters" / "translation")
 
 
+@pytest.mark.long
 def test_an_adapters_matrices_are_in_its_process_alone(apart):
     """Its file's own bytes are mapped or read by nobody else: the engine's jail has no such file"""
     for pid in (apart.engine.pid, apart.functions["summary"].pid):
@@ -125,6 +127,7 @@ def test_an_adapters_matrices_are_in_its_process_alone(apart):
     assert "lora_jax_pages" not in law  # and it has no backbone
 
 
+@pytest.mark.long
 def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
     law, summary = apart.functions["law"], apart.functions["summary"]
     killed, other, engine = law.pid, summary.pid, apart.engine.pid
@@ -141,6 +144,7 @@ def test_a_killed_adapter_ends_its_own_calls_and_comes_back(apart, coupled):
     assert answers(law.generate(PROMPTS, SAMPLING)) == coupled["law"]
 
 
+@pytest.mark.long
 def test_an_adapters_process_that_hangs_is_ended_and_others_lose_no_bit(apart, coupled):
     """It is stopped, and answers nothing: others in its step wait for it once."""
     law, summary = apart.functions["law"], apart.functions["summary"]
@@ -154,6 +158,7 @@ def test_an_adapters_process_that_hangs_is_ended_and_others_lose_no_bit(apart, c
     assert (law.pid != hung, apart.engine.pid) == (True, engine)
 
 
+@pytest.mark.long
 def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(apart, coupled):
     guard, law = apart._guard, apart.functions["law"]
     assert guard.wait_checked(1, 60)

@@ -37,9 +37,9 @@ def test_memory_is_the_sum_over_the_backbone_s_maps(tmp_path):
     ("order", "words"),
     [
         ({"fields": {"dtype": "bfloat16"}}, "same folder and dtype"),
-        ({"fields": {"no_such_field": 1}}, "no_such_field"),
+        pytest.param({"fields": {"no_such_field": 1}}, "no_such_field", marks=pytest.mark.long),
         ({"fields": {"max_esft_adapters": 2}}, "max_esft_adapters 2"),
-        ({"model": "/nowhere"}, "nowhere"),
+        pytest.param({"model": "/nowhere"}, "nowhere", marks=pytest.mark.long),
     ],
 )
 def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, monkeypatch):

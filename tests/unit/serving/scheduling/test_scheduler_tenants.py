@@ -115,7 +115,10 @@ def rows(driver: Driver) -> collections.Counter:
     return collections.Counter(c.sequence.tenant for c in driver.plans[-1].chunks)
 
 
-@pytest.mark.parametrize(("weight", "want"), [(1.0, 16), (3.0, 24), (1 / 3, 8)])
+@pytest.mark.parametrize(
+    ("weight", "want"),
+    [(3.0, 24), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1.0, 16), (1 / 3, 8)))],
+)
 def test_rows_are_shared_by_weight_and_given_at_once(weight, want):
     driver = flooded(SERVER)
     for i in range(4):

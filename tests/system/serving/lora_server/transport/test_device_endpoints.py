@@ -30,6 +30,7 @@ def test_the_backends_entry_is_called_with_the_device(monkeypatch):
     assert asked == {"group": GROUP, "name": "cuda"}
 
 
+@pytest.mark.long
 def test_backends_are_imported_late():
     code = (
         "import sys, serving.lora_server.transport.device_memory; "

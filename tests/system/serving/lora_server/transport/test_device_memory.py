@@ -20,6 +20,7 @@ class TestSockets(PeerContract):
         self.transport = Sockets(gpus)
 
 
+@pytest.mark.long  # the same exchanges
 class TestOneProcess(PeerContract):
     @pytest.fixture(autouse=True)
     def _transport(self, gpus):

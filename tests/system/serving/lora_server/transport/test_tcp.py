@@ -34,6 +34,7 @@ class TestTcp(TransportContract):
     transport = "tcp"
 
 
+@pytest.mark.long
 def test_a_killed_server_ends_the_wait_and_its_successor_joins():
     def connect(port):
         return tcp.open_client([("127.0.0.1", int(port))], terms_of(ep=1), SECRET)

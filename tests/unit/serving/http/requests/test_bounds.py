@@ -150,6 +150,10 @@ NEAR = (
     "tokens, all values",
     "text, too many tokens",
     "1024 texts",
+    "1024 texts, too many tokens",
+    "echo and log-probabilities",
+    "logit_bias, wrong",
+    "items",
     "lists of ids",
     "prompt, wrong list",
     "stop, wrong",
@@ -279,8 +283,8 @@ def large_file_without_tensors(folder: Path) -> None:
     sparse(folder, b"{}", 3 << 30)
 
 
-FOLDERS = [slow_patterns, many_values, large_header]
-NEAR_FOLDERS = [many_choices, many_patterns, large_file, large_file_without_tensors]
+FOLDERS = [slow_patterns, large_header]
+NEAR_FOLDERS = [many_values, many_choices, many_patterns, large_file, large_file_without_tensors]
 
 
 @pytest.mark.parametrize(
