@@ -102,7 +102,6 @@ def apart():
         yield made
 
 
-@pytest.mark.long
 def test_adapters_in_processes_of_their_own_give_the_answers_of_one_engine(apart, coupled):
     functions = apart.functions
     with ThreadPoolExecutor() as pool:  # rows of both in one batch
