@@ -1,4 +1,4 @@
-"""What a device runs in a decode step of a split model: CUDA graphs and launches beside them.
+"""CUDA graphs of a split model's decode step on each device, and launches beside them.
 
 `python -m bench.parallel graphs --out DIR` compiles the step for the devices at hand and reads
 XLA's list of thunks; nothing runs. Every device runs the same list.

@@ -1,4 +1,4 @@
-"""What the engine's loop drives: plain references, made by `parts`."""
+"""References to the objects that the engine's loop drives, made by `parts`."""
 
 import dataclasses
 from collections.abc import Callable

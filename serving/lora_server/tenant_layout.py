@@ -1,4 +1,4 @@
-"""What a tenant computes: every module that adapters may change, as sites of exchanges. No jax.
+"""Sites of a tenant's exchanges: one for every module that adapters may change. No jax.
 
 Maps of one x are one exchange, as the layers ask for them (nn.layers.apply_linears, nn.moe).
 """

@@ -1,4 +1,4 @@
-"""What must be equal in all processes that serve one model: versions, the model, flags. No jax."""
+"""Facts that all processes of one model must share: versions, the model, flags. No jax."""
 
 import dataclasses
 import hashlib

@@ -1,4 +1,4 @@
-"""How long a device takes for some of its programs, while nobody else waits for it."""
+"""Seconds that a device takes for chosen programs, read without a wait of other threads."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""What attention between patches means: all scores at once, in float32."""
+"""Meaning of attention between patches: all scores at once, in float32."""
 
 import jax
 import jax.numpy as jnp
