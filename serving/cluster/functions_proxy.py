@@ -35,6 +35,7 @@ from serving.cluster.upstream import Headers, UpstreamBroken, UpstreamSlow, send
 from serving.functions.callers import token_of
 from serving.functions.handle import Function, FunctionRefused
 from serving.functions.running import Running
+from serving.functions.tenants import Tenant
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.requests.model_names import folder_adapters, is_adapter_folder
@@ -52,6 +53,7 @@ ROUTES = frozenset(
         "/detokenize",
     }
 )
+SHARED = "shared"  # label `engine` of metrics: the engine of functions that share one
 _STARTING = 64  # functions that get a process at a time
 _WAITING = 1024  # requests of one function without a process
 _TRIES = 3  # connections to a function that loses its process each time
@@ -148,8 +150,8 @@ class FunctionsProxy(AbstractFront):
         return self._card(name, self._base_names[0])
 
     async def _metrics_text(self) -> str:
-        """Return the functions' metrics with their names, and the front's own."""
-        functions = {n: f for n, f in self._agent.functions.items() if f.running is not None}
+        """Return the metrics of each process with its function's name, and the front's own."""
+        functions = one_per_process(self._agent.functions)
         loop = asyncio.get_running_loop()
         asked = [
             loop.run_in_executor(None, functools.partial(f.metrics_text, METRICS_S))
@@ -279,3 +281,15 @@ def _rewritten(scope: Scope) -> tuple[str, bytes, Headers]:
 
 def _limit(scope: Scope) -> tuple[float, ...]:
     return (SHORT_S,) if scope["path"] in ("/tokenize", "/detokenize") else ()
+
+
+def one_per_process(functions: Mapping[str, Function]) -> dict[str, Function]:
+    """Return a function of each process that answers: of the engine that all share, as "shared"."""
+    asked: dict[str, Function] = {}
+    for name, function in functions.items():
+        running = function.running
+        if isinstance(running, Tenant):
+            asked.setdefault(SHARED, function)
+        elif running is not None:
+            asked[name] = function
+    return asked

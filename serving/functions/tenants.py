@@ -200,7 +200,7 @@ class Tenant:
         else:
             with contextlib.suppress(OSError):
                 while self._connection.recv(64):
-                    pass  # it says nothing any more
+                    pass  # it sends nothing: only the end of the connection matters
         self.ended = True
         self.engine.fail(self.name)
         with self._lock:

@@ -1,4 +1,4 @@
-"""What min_p, top_k and top_p keep: against sorted logits, by every implementation."""
+"""Tokens that min_p, top_k and top_p keep, against sorted logits, by every implementation."""
 
 import jax
 import jax.numpy as jnp

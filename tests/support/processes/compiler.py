@@ -1,4 +1,4 @@
-"""How XLA compiles in tests: fast, or as it does for a user."""
+"""Settings of XLA's compiler in tests: fast, or as a user's process has them."""
 
 from collections.abc import Mapping, MutableMapping
 

@@ -1,4 +1,4 @@
-"""What is written, compared and read for models over several devices; on GPUs also measured."""
+"""The bench of models over several devices: its files and comparisons; on GPUs its figures."""
 
 import dataclasses
 import json

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from support.processes.process_facts import ended, held
 from support.processes.server_process import ROOT
 
 from lora_jax.memory.host import HostMemory
@@ -40,26 +41,6 @@ def coupled():
     adapters = {name: MODEL / "adapters" / name for name in ("law", "summary")}
     with Engine(MODEL, adapters, **TENANTS, max_loras=2) as engine:
         return {name: answers(engine.generate(PROMPTS, name, SAMPLING)) for name in adapters}
-
-
-def ended(pid: int) -> bool:
-    """Return whether a process has ended, within a minute."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def held() -> tuple[int, int]:
-    """Return how many descriptors and processes this process has."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        return len(os.listdir("/proc/self/fd")), len(children.read().split())
 
 
 ROLES = {  # of an agent of isolation "server": who is killed, and whether "summary" may lose calls

@@ -1,4 +1,4 @@
-"""What an instance over hosts does not go together with is refused."""
+"""Features that an instance over hosts refuses."""
 
 from types import SimpleNamespace
 

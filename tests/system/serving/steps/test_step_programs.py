@@ -1,4 +1,4 @@
-"""Which LoRA slots a step's rows have, whatever else their slots say."""
+"""LoRA slots of a step's rows, beside slots of other kinds."""
 
 from types import SimpleNamespace
 

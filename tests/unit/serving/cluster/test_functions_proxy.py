@@ -5,13 +5,15 @@ import itertools
 import os
 import socket
 import threading
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from support.processes.http_server import serve_app
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
-from serving.cluster.functions_proxy import FunctionsProxy
+from serving.cluster.functions_proxy import FunctionsProxy, one_per_process
+from serving.functions import tenants
 from serving.functions.callers import CallerRing
 from serving.functions.handle import Function
 from serving.functions.running import Running
@@ -187,3 +189,15 @@ def test_too_many_wait_for_a_start(client, agent, monkeypatch):
     assert answer.status_code == 429
     assert "wait for function `slow`" in answer.json()["error"]["message"]
     assert agent.starts == {}
+
+
+def test_an_engine_that_functions_share_is_asked_for_its_metrics_once():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = Running(ours, 1, {})
+        shared = [tenants.Tenant(engine, name, None, None, 1, {}) for name in ("law", "summary")]
+        functions = {t.name: SimpleNamespace(running=t) for t in shared}
+        off = {"off": SimpleNamespace(running=None)}
+        assert one_per_process(functions | off) == {"shared": functions["law"]}
+        alone = {name: SimpleNamespace(running=engine) for name in ("law", "summary")}
+        assert one_per_process(alone | off) == alone

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.processes.process_facts import ended, held
 from support.processes.server_process import ROOT
 
 from serving import Engine, Sampling
@@ -241,26 +242,6 @@ def test_functions_are_bound_by_the_kernel(agent):
         bound = dict(line.split(":\t", 1) for line in status)
     assert bound["NoNewPrivs"].strip() == "1"
     assert "seccomp" in probe.stdout or bound["Seccomp"].strip() == "2"
-
-
-def ended(pid: int) -> bool:
-    """Return whether a process has ended, within a minute."""
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                if stat.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
-
-
-def held() -> tuple[int, int]:
-    """Return how many descriptors and processes this process has."""
-    with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        return len(os.listdir("/proc/self/fd")), len(children.read().split())
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What Ray makes an actor of, without Ray: it starts one process, and tells of its host."""
+"""The class of Ray's actors, without Ray: it starts one process and describes its host."""
 
 import os
 import signal
