@@ -89,12 +89,10 @@ def make_runner(
 
 
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
-    """Return where steps are kept in files, which another start reads instead of tracing them.
-
-    On a CPU alone: programs of accelerators were not tried.
-    """
+    """Return where steps are kept in files, which another start reads instead of tracing them."""
     alone = base.split is None and base.remote is None
-    files = step_files() if alone and jax.default_backend() == "cpu" else None
+    kept = jax.default_backend() == "cpu" or base.source.is_shared
+    files = step_files() if alone and kept else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)
