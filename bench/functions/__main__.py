@@ -6,8 +6,8 @@ for four hours of the Azure Functions trace; every baseline is a model of its id
 `python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
 level, for --tenants adapters at once.
 `python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
-`python -m bench.functions --device llama-2-7b --out DIR`: starts, bytes and turns of 2, 4 and 8 on a
-GPU, with random weights of that shape.
+`python -m bench.functions --device llama-2-7b --out DIR`: starts, bytes and turns of functions on
+a GPU, with random weights of that shape.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
