@@ -214,13 +214,17 @@ class Agent:
             self._published.close()
 
     def _fail_over(self, changed: list[str]) -> None:
-        """Load the backbone anew; its functions end and start again over the new pages."""
+        """Load the backbone anew; its functions end, and start again over the new pages.
+
+        Raises what `Published.renew` raises; functions then stay without processes.
+        """
         logger.error(
             "%d arrays of the backbone have changed, %s first: it is loaded anew.",
             len(changed),
             changed[0],
         )
-        for connection in self._backbone.renew():  # also of those that still start
+        why = "The bytes of the backbone have changed, and it has to be loaded anew."
+        for connection in self._backbone.condemn(why):  # also of those that still start
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._tenants is not None and (engine := self._tenants.engine) is not None:
@@ -228,6 +232,7 @@ class Agent:
         for function in self.functions.values():
             if (running := function.running) is not None:
                 running.close()
+        self._backbone.renew()
 
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
@@ -268,12 +273,9 @@ class Agent:
         Without `backbone` it is one of an adapter alone. `programs` says what it may do with those
         of functions. Raises ValueError with its reason, ConnectionError where it ends.
         """
-        ours, theirs = socket.socketpair()
+        tenants = self._tenant_sizes is not None
+        ours, pid = self._zygote.fork({"device": self._backbone.device, "tenants": tenants})
         try:
-            with theirs:
-                tenants = self._tenant_sizes is not None
-                how: dict[str, Any] = {"device": self._backbone.device, "tenants": tenants}
-                pid = self._zygote.fork(theirs.fileno(), how)
             # Tenants and guards answer no HTTP: its settings name files of keys.
             http = self._http if backbone and not order.get("guard") else None
             order = {"model": self.model, "fields": self._fields, "http": http} | order

@@ -35,7 +35,7 @@ from serving.steps.kept_steps import NotKept
 
 logger = logging.getLogger(__name__)
 
-_CALLS = 256  # answered at a time; more wait
+_CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
@@ -142,7 +142,7 @@ class _Calls:
 
     def answer(self) -> None:
         """Return when the other side has gone."""
-        pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+        pools: dict[str | None, ThreadPoolExecutor] = {}
         seating = ThreadPoolExecutor(1, thread_name_prefix="seat")
         try:
             while True:
@@ -154,9 +154,12 @@ class _Calls:
                     fds = receive_fds(self._connection, 3) if is_sit else []
                     seating.submit(self._answer, call | {"fds": fds})
                 else:
-                    pool.submit(self._answer, call)
+                    owner = call.get("adapter")
+                    if owner not in pools:  # threads are made as calls need them
+                        pools[owner] = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+                    pools[owner].submit(self._answer, call)
         except ShareError:
-            for calls in (pool, seating):
+            for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
 
     def _adopt(self, number: int) -> None:

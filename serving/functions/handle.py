@@ -256,7 +256,8 @@ class Function:
             if self._closed or self._running is not running:  # offloaded
                 return
             self._running = None
-        self._deaths += 1
+        if not running.ended_by_others:
+            self._deaths += 1
         self._restart(f"process {running.pid} has ended")
 
     def _restart(self, reason: str) -> None:
