@@ -131,6 +131,8 @@ class Parts:
         self.seconds: dict[str, list[float]] = {}
         self._time(parts.scheduler, "plan", "complete")
         self._time(parts.runner, "dispatch", "forward", "sample", "read")
+        self._time(parts.runner._step, "_step", "_forward", "_sample", launch="launch ")
+        self._time(parts.runner._step.inputs, "set_table", "set_masks")
         self._time(engine.grammars.masks, "fill")
         self._time(loop, "_hand_out")
 
@@ -139,15 +141,15 @@ class Parts:
         for seconds in self.seconds.values():
             seconds.clear()
 
-    def _time(self, owner: Any, *names: str) -> None:
+    def _time(self, owner: Any, *names: str, launch: str = "") -> None:
         for name in names:
-            seconds = self.seconds[name.lstrip("_")] = []
+            seconds = self.seconds[launch + name.lstrip("_")] = []
             setattr(owner, name, functools.partial(_timed, getattr(owner, name), seconds))
 
 
-def _timed(call: Callable, seconds: list[float], *args: Any) -> Any:
+def _timed(call: Callable, seconds: list[float], *args: Any, **names: Any) -> Any:
     began = time.perf_counter()
-    result = call(*args)
+    result = call(*args, **names)
     seconds.append(time.perf_counter() - began)
     return result
 

@@ -258,13 +258,14 @@ class EngineLoop:
     def _sample(self, held: HeldStep) -> InFlightStep:
         """Send the rest of a step, masked by the tokens taken in; plan the next one before."""
         parts = self._parts
-        rows = parts.grammars.masks.rows(held.plan)  # the next plan may take them away
+        rows = parts.grammars.masks.rows(held.plan, held.first_samples)
         # The device is idle from the end of this step to the next one's dispatch.
-        if parts.turns is None and not held.plan.is_short and not self._pacer.waits:
+        settled = not (held.plan.is_short or held.plan.has_drafts)
+        if parts.turns is None and settled and not self._pacer.waits:
             planned = self._plan(time.monotonic())
             self._planned = planned if planned.plan or planned.ended or planned.expired else None
         masks = parts.runner.new_masks()
-        self._failed = parts.grammars.masks.fill(rows, masks.words, masks.is_masked)
+        self._failed = parts.grammars.masks.fill(rows, masks.words, masks.row_to_mask)
         if self._failed and self._planned is None:
             self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
         return parts.runner.sample(held, masks)

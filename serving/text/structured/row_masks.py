@@ -6,8 +6,10 @@ keeps its place, and a step whose results are void changes nothing.
 """
 
 import dataclasses
+import os
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
+_THREADS = 16  # at most: a row takes 0.1 ms, and threads without work look for some all the time
+_BITS = 32
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,13 +32,22 @@ class GrammarState:
     num_seen: int = 0  # output tokens that the matcher has consumed
 
 
-# Sequences, each with its row in the step.
-type BoundRows = SequenceOf[tuple[Sequence, int]]
+class BoundRow(NamedTuple):
+    """A sequence that takes a mask in its logit row `first`, and one after each of its drafts."""
+
+    sequence: Sequence
+    first: int
+    drafts: tuple[int, ...] = ()
 
 
 def is_bound(plan: StepPlan) -> bool:
     """Return whether a token that the step draws is bound by a grammar."""
     return any(c.samples and c.sequence.request.grammar is not None for c in plan.chunks)
+
+
+def num_masks(chunks: Iterable[ScheduledChunk]) -> int:
+    """Return how many masks these chunks take at most."""
+    return sum(c.num_samples for c in chunks if c.sequence.request.grammar is not None)
 
 
 class RowMasks:
@@ -44,63 +57,104 @@ class RowMasks:
         """`end_ids` are the model's own end-of-sequence ids."""
         self._end_ids = tuple(end_ids)
         self._executor: LLExecutor | None = None
+        self._num_threads = min(_THREADS, len(os.sched_getaffinity(0)) * 4 // 5)
+        self._few = _FEW if self._num_threads > 1 else 1 << 30  # fewer rows are the caller's work
 
     @staticmethod
-    def rows(plan: StepPlan) -> BoundRows:
-        """Return the plan's rows that take a mask, asked while the sequences still have them."""
-        return [(c.sequence, c.sequence.row) for c in plan.chunks if _takes_mask(c)]
+    def rows(plan: StepPlan, first_rows: SequenceOf[int]) -> list[BoundRow]:
+        """Return the plan's rows that take masks; `first_rows` has the first sample of each chunk.
 
-    def fill(self, rows: BoundRows, words: Any, is_masked: Any) -> list[tuple[Sequence, str]]:
-        """Write the masks of bound rows, numpy int32 [seqs, words] and int32 [seqs].
-
-        Returns sequences that cannot go on, with the reason; their rows are not masked.
+        To be asked before the next plan, which may end sequences.
         """
-        failed = [(sequence, why) for sequence, _ in rows if (why := _catch_up(sequence))]
+        chunks = zip(plan.chunks, first_rows, strict=True)
+        return [BoundRow(c.sequence, first, c.drafts) for c, first in chunks if _takes_mask(c)]
+
+    def fill(
+        self, rows: SequenceOf[BoundRow], words: np.ndarray, row_to_mask: np.ndarray
+    ) -> list[tuple[Sequence, str]]:
+        """Write the masks of bound rows, numpy int32 [masks, words], and which row has which.
+
+        Returns sequences that cannot go on, with the reason; their rows are not masked. After a
+        draft that its mask does not allow no row is masked, as none of them will count.
+        """
+        failed = self._catch_up([row.sequence for row in rows])
         lost = {id(sequence) for sequence, _ in failed}
-        bound = [(sequence, row) for sequence, row in rows if id(sequence) not in lost]
-        self._compute(bound, words)
-        for sequence, row in bound:
-            matcher, mask = sequence.grammar_state.matcher, words[row]
-            if matcher.is_error() or not mask.any():
-                why = matcher.get_error() or "no token fits."
-                failed.append((sequence, _TOO_HARD.format(why=why.splitlines()[0])))
+        bound = [row for row in rows if id(row.sequence) not in lost]
+        places = np.cumsum([0, *(1 + len(row.drafts) for row in bound)]).tolist()
+        self._compute(bound, places, words)
+        self._hold_back(bound, places, words)
+        fits = words[: places[-1]].any(axis=1).tolist()
+        for row, place in zip(bound, places, strict=False):
+            matcher = row.sequence.grammar_state.matcher
+            if matcher.is_error() or not fits[place]:
+                failed.append((row.sequence, _why(matcher, "no token fits.")))
                 continue
-            self._hold_back(sequence, mask)
-            is_masked[row] = 1
+            for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
+                row_to_mask[row.first + ahead] = place + ahead
         return failed
 
-    def _compute(self, rows: BoundRows, words: np.ndarray) -> None:
-        row_bytes = words.shape[1] * words.itemsize
-        if len(rows) < _FEW:
-            for sequence, row in rows:
-                address = words[row].ctypes.data
-                sequence.grammar_state.matcher.unsafe_compute_mask_ptr(address, row_bytes)
-            return
-        executor = self._executor = self._executor or _new_executor()
-        matchers = [(sequence.grammar_state.matcher, row) for sequence, row in rows]
-        address = words.ctypes.data
-        executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
+    def _catch_up(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, str]]:
+        """Feed matchers the tokens they have not seen; return who took one that does not fit."""
+        behind = [(s, new) for s in sequences if (new := _unseen(s))]
+        single = [(s.grammar_state.matcher, new[0]) for s, new in behind if len(new) == 1]
+        if len(single) < max(self._few, len(behind)):
+            done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
+        else:  # each has one new token, as in most steps
+            done = self._threads().consume_token_par(single)
+        return [
+            (sequence, _why(sequence.grammar_state.matcher, "a token"))
+            for (sequence, _), is_done in zip(behind, done, strict=True)
+            if not is_done
+        ]
 
-    def _hold_back(self, sequence: Sequence, row: np.ndarray) -> None:
+    def _compute(
+        self, rows: SequenceOf[BoundRow], places: SequenceOf[int], words: np.ndarray
+    ) -> None:
+        size = words.shape[1] * words.itemsize
+        given = [(r.sequence.grammar_state.matcher, p) for r, p in zip(rows, places, strict=False)]
+        if any(row.drafts for row in rows):
+            words[: places[-1]] = 0  # of rows that are not reached
+            drafts = [(*one, list(row.drafts)) for one, row in zip(given, rows, strict=True)]
+            compute = self._threads().unsafe_compute_mask_ptr_with_draft_token
+            compute(drafts, words.ctypes.data, size, words.shape[0])
+        elif len(rows) >= self._few:
+            compute = self._threads().unsafe_compute_mask_ptr
+            compute(given, words.ctypes.data, size, words.shape[0])
+        else:
+            for matcher, place in given:
+                matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+
+    def _threads(self) -> "LLExecutor":
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, self._num_threads))
+        return self._executor
+
+    def _hold_back(
+        self, rows: SequenceOf[BoundRow], places: SequenceOf[int], words: np.ndarray
+    ) -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
-        sampling, ends = sequence.request.sampling, ()
-        if len(sequence.output_ids) < sampling.min_tokens:
-            ends = (*self._end_ids, *sampling.stop_token_ids)
-        elif sampling.ignore_eos:
-            ends = self._end_ids
-        if not ends:
-            return
-        kept = row.view(np.uint32).copy()
-        for token in ends:
-            kept[token // 32] &= ~np.uint32(1 << token % 32)
-        if kept.any():
-            row.view(np.uint32)[:] = kept
+        bits = words.view(np.uint32)
+        held = []
+        for row, place in zip(rows, places, strict=False):
+            for ahead in range(1 + len(row.drafts)):
+                for token in self._held_ends(row.sequence, ahead):
+                    at = place + ahead, token // _BITS
+                    held.append((at, bits[at]))
+                    bits[at] &= ~np.uint32(1 << token % _BITS)
+        if held:
+            others = words[: places[-1]].any(axis=1).tolist()
+            for at, before in reversed(held):
+                if not others[at[0]]:
+                    bits[at] = before
 
-
-def _new_executor() -> "LLExecutor":
-    from llguidance import LLExecutor
-
-    return LLExecutor()
+    def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
+        """Return the tokens that may not end an answer that is `ahead` tokens longer than now."""
+        sampling = sequence.request.sampling
+        if len(sequence.output_ids) + ahead < sampling.min_tokens:
+            return (*self._end_ids, *sampling.stop_token_ids)
+        return self._end_ids if sampling.ignore_eos else ()
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:
@@ -110,13 +164,23 @@ def _takes_mask(chunk: ScheduledChunk) -> bool:
     return chunk.samples and runs and sequence.request.grammar is not None
 
 
-def _catch_up(sequence: Sequence) -> str | None:
-    """Feed the matcher the tokens it has not seen; return what is wrong with them."""
+def _unseen(sequence: Sequence) -> list[int]:
+    """Return the output tokens that the sequence's matcher has not consumed, as if it had."""
     state = sequence.grammar_state
     if state is None:
         state = sequence.grammar_state = GrammarState(sequence.request.grammar.start())
     new = sequence.token_ids[sequence.num_prompt + state.num_seen :]
     state.num_seen += len(new)
-    if not new or state.matcher.consume_tokens(new):
-        return None
-    return _TOO_HARD.format(why=(state.matcher.get_error() or "a token").splitlines()[0])
+    return new
+
+
+def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
+    """Return how many drafts, from the first on, the masks before them allow."""
+    for place, token in enumerate(drafts):
+        if not masks[place].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
+            return place
+    return len(drafts)
+
+
+def _why(matcher: "LLMatcher", otherwise: str) -> str:
+    return _TOO_HARD.format(why=(matcher.get_error() or otherwise).splitlines()[0])
