@@ -45,11 +45,6 @@ def is_bound(plan: StepPlan) -> bool:
     return any(c.samples and c.sequence.request.grammar is not None for c in plan.chunks)
 
 
-def num_masks(chunks: Iterable[ScheduledChunk]) -> int:
-    """Return how many masks these chunks take at most."""
-    return sum(c.num_samples for c in chunks if c.sequence.request.grammar is not None)
-
-
 class RowMasks:
     """Fills masks; the engine's thread uses it."""
 
@@ -110,19 +105,22 @@ class RowMasks:
     def _compute(
         self, rows: SequenceOf[BoundRow], places: SequenceOf[int], words: np.ndarray
     ) -> None:
-        size = words.shape[1] * words.itemsize
-        given = [(r.sequence.grammar_state.matcher, p) for r, p in zip(rows, places, strict=False)]
-        if any(row.drafts for row in rows):
-            words[: places[-1]] = 0  # of rows that are not reached
-            drafts = [(*one, list(row.drafts)) for one, row in zip(given, rows, strict=True)]
-            compute = self._threads().unsafe_compute_mask_ptr_with_draft_token
-            compute(drafts, words.ctypes.data, size, words.shape[0])
-        elif len(rows) >= self._few:
-            compute = self._threads().unsafe_compute_mask_ptr
-            compute(given, words.ctypes.data, size, words.shape[0])
+        alone, drafted, size = [], [], words.shape[1] * words.itemsize
+        for row, place in zip(rows, places, strict=False):
+            matcher = row.sequence.grammar_state.matcher
+            if row.drafts:
+                words[place : place + 1 + len(row.drafts)] = 0  # not all of them may be reached
+                drafted.append((matcher, place, list(row.drafts)))
+            else:
+                alone.append((matcher, place))
+        where = words.ctypes.data, size, words.shape[0]
+        if len(alone) >= self._few:
+            self._threads().unsafe_compute_mask_ptr(alone, *where)
         else:
-            for matcher, place in given:
+            for matcher, place in alone:
                 matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+        if drafted:
+            self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
 
     def _threads(self) -> "LLExecutor":
         if self._executor is None:
