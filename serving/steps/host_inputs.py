@@ -60,8 +60,8 @@ class HostInputs:
 
     def set_masks(self, packed: np.ndarray) -> jax.Array:
         """Return HostMasks.packed on the device."""
-        self.masks = self.replace(self.masks, packed)
-        return self.masks
+        masks = self.masks = self.replace(self.masks, packed)
+        return masks
 
     def replace(self, old: Any, new: Any) -> Any:
         """Return a tree of arrays with the host's values of `new`, where those of `old` lie.

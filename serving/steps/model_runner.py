@@ -18,7 +18,7 @@ from jax.stages import Lowered
 
 from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
 from lora_jax.adapters.slots import AdapterSlots, warm_up
-from lora_jax.kv_cache import KVShape, PagedKVCache, init_cache, pages_sharding
+from lora_jax.kv_cache import KVShape, PagedKVCache, pages_sharding
 from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
@@ -31,12 +31,18 @@ from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.merged_weights import MergedWeights
-from serving.steps.page_copies import PageCopies
+from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
-from serving.steps.step_programs import Program, lora_slot, lora_slots, token_buckets
+from serving.steps.step_programs import (
+    Program,
+    lora_slot,
+    lora_slots,
+    names_of,
+    token_buckets,
+)
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -110,7 +116,7 @@ class ModelRunner:
         # committed only after its first step would make every program compile twice.
         place = functools.partial(put, sharding=self._step.sharding)
         self._pooled = pooled is not None
-        self._cache = pooled or _own_pages(kv_shape, sizes, dtype, split, place)
+        self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:
             where = (self._step.sharding, split)
@@ -151,21 +157,20 @@ class ModelRunner:
             self.merged.warm_up(self.slots)
         self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
-        programs = list(self._lowered(table)) if self._step.keeps else []
-        if programs and all(isinstance(p, KeptProgram) and p.is_kept for p in programs):
-            read_kept(programs, self._eager)
+        programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
+        if self._step.keeps and read_kept(programs := list(programs), at_once=self._eager):
             if not self._eager:
                 jax.block_until_ready(self._run(table, self.programs[0]))
                 return
         else:
-            compile_all(programs or self._lowered(table), self.num_programs, progress=progress)
+            compile_all(programs, names, progress=progress)
             compiled()
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
-            jax.block_until_ready((sampled, status))
+            packed = self.new_masks().packed
+            jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)
@@ -386,15 +391,3 @@ class ModelRunner:
             f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
             f"{buckets[-1]} and {most} fit."
         )
-
-
-def _own_pages(
-    shape: KVShape,
-    sizes: StepSizes,
-    dtype: jnp.dtype,
-    split: Split | None,
-    place: Callable[[PagedKVCache], PagedKVCache],
-) -> PagedKVCache:
-    """Return pages that are donated to each step."""
-    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
-    return cache if split is not None else place(cache)

@@ -7,8 +7,8 @@ keeps its place, and a step whose results are void changes nothing.
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ class RowMasks:
         self._executor: LLExecutor | None = None
         self._num_threads = min(_THREADS, len(os.sched_getaffinity(0)) * 4 // 5)
         self._few = _FEW if self._num_threads > 1 else 1 << 30  # fewer rows are the caller's work
+        self._worker: ThreadPoolExecutor | None = None
 
     @staticmethod
     def rows(plan: StepPlan, first_rows: SequenceOf[int]) -> list[BoundRow]:
@@ -64,49 +65,68 @@ class RowMasks:
         chunks = zip(plan.chunks, first_rows, strict=True)
         return [BoundRow(c.sequence, first, c.drafts) for c, first in chunks if _takes_mask(c)]
 
-    def fill(
-        self, rows: SequenceOf[BoundRow], words: np.ndarray, row_to_mask: np.ndarray
-    ) -> list[tuple[Sequence, str]]:
-        """Write the masks of bound rows, numpy int32 [masks, words], and which row has which.
+    def start(self, rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
+        """Begin to write the masks of bound rows, numpy int32 [masks, words].
+
+        Many rows are the work of other threads, and the caller may plan meanwhile.
+        """
+        behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
+        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
+        filling = Filling(rows, places, words)
+        if len(rows) < self._few:
+            self._work(filling, behind)
+        else:
+            self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
+            filling.job = self._worker.submit(self._work, filling, behind)
+        return filling
+
+    def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
+        """Wait for the masks and write which logit row has which.
 
         Returns sequences that cannot go on, with the reason; their rows are not masked. After a
         draft that its mask does not allow no row is masked, as none of them will count.
         """
-        failed = self._catch_up([row.sequence for row in rows])
-        lost = {id(sequence) for sequence, _ in failed}
-        bound = [row for row in rows if id(row.sequence) not in lost]
-        places = np.cumsum([0, *(1 + len(row.drafts) for row in bound)]).tolist()
-        self._compute(bound, places, words)
-        self._hold_back(bound, places, words)
-        fits = words[: places[-1]].any(axis=1).tolist()
-        for row, place in zip(bound, places, strict=False):
+        if filling.job is not None:
+            filling.job.result()
+        self._hold_back(filling)
+        words, failed = filling.words, []
+        fits = words[: filling.places[-1]].any(axis=1).tolist()
+        for row, place in zip(filling.rows, filling.places, strict=False):
             matcher = row.sequence.grammar_state.matcher
-            if matcher.is_error() or not fits[place]:
+            if id(row.sequence) in filling.lost:
+                failed.append((row.sequence, _why(matcher, "a token")))
+            elif matcher.is_error() or not fits[place]:
                 failed.append((row.sequence, _why(matcher, "no token fits.")))
-                continue
-            for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
-                row_to_mask[row.first + ahead] = place + ahead
+            else:
+                for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
+                    row_to_mask[row.first + ahead] = place + ahead
         return failed
 
-    def _catch_up(self, sequences: Iterable[Sequence]) -> list[tuple[Sequence, str]]:
-        """Feed matchers the tokens they have not seen; return who took one that does not fit."""
-        behind = [(s, new) for s in sequences if (new := _unseen(s))]
+    def close(self) -> None:
+        """End the thread, if it runs."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
+
+    def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
+        filling.lost = self._catch_up(behind)
+        self._compute(filling)
+
+    def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
+        """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
+        behind = [(sequence, new) for sequence, new in behind if new]
         single = [(s.grammar_state.matcher, new[0]) for s, new in behind if len(new) == 1]
         if len(single) < max(self._few, len(behind)):
             done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
         else:  # each has one new token, as in most steps
             done = self._threads().consume_token_par(single)
-        return [
-            (sequence, _why(sequence.grammar_state.matcher, "a token"))
-            for (sequence, _), is_done in zip(behind, done, strict=True)
-            if not is_done
-        ]
+        return {id(s) for (s, _), is_done in zip(behind, done, strict=True) if not is_done}
 
-    def _compute(
-        self, rows: SequenceOf[BoundRow], places: SequenceOf[int], words: np.ndarray
-    ) -> None:
+    def _compute(self, filling: "Filling") -> None:
+        words = filling.words
         alone, drafted, size = [], [], words.shape[1] * words.itemsize
-        for row, place in zip(rows, places, strict=False):
+        for row, place in zip(filling.rows, filling.places, strict=False):
+            if id(row.sequence) in filling.lost:
+                continue
             matcher = row.sequence.grammar_state.matcher
             if row.drafts:
                 words[place : place + 1 + len(row.drafts)] = 0  # not all of them may be reached
@@ -129,30 +149,39 @@ class RowMasks:
             self._executor = LLExecutor(max(1, self._num_threads))
         return self._executor
 
-    def _hold_back(
-        self, rows: SequenceOf[BoundRow], places: SequenceOf[int], words: np.ndarray
-    ) -> None:
+    def _hold_back(self, filling: "Filling") -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
-        bits = words.view(np.uint32)
-        held = []
-        for row, place in zip(rows, places, strict=False):
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for row, place in zip(filling.rows, filling.places, strict=False):
             for ahead in range(1 + len(row.drafts)):
-                for token in self._held_ends(row.sequence, ahead):
-                    at = place + ahead, token // _BITS
-                    held.append((at, bits[at]))
-                    bits[at] &= ~np.uint32(1 << token % _BITS)
-        if held:
-            others = words[: places[-1]].any(axis=1).tolist()
-            for at, before in reversed(held):
-                if not others[at[0]]:
-                    bits[at] = before
+                if ends := self._held_ends(row.sequence, ahead):
+                    by_ends.setdefault(ends, []).append(place + ahead)
+        bits = filling.words.view(np.uint32)
+        for ends, rows in by_ends.items():
+            columns = sorted({token // _BITS for token in ends})
+            before = bits[np.ix_(rows, columns)]
+            for token in ends:
+                bits[rows, token // _BITS] &= ~np.uint32(1 << token % _BITS)
+            empty = np.flatnonzero(~bits[rows].any(axis=1))
+            bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
 
     def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
         """Return the tokens that may not end an answer that is `ahead` tokens longer than now."""
         sampling = sequence.request.sampling
-        if len(sequence.output_ids) + ahead < sampling.min_tokens:
+        if sampling.min_tokens and len(sequence.output_ids) + ahead < sampling.min_tokens:
             return (*self._end_ids, *sampling.stop_token_ids)
         return self._end_ids if sampling.ignore_eos else ()
+
+
+@dataclasses.dataclass(eq=False)
+class Filling:
+    """Masks that are being written."""
+
+    rows: SequenceOf[BoundRow]
+    places: SequenceOf[int]  # the first mask of each row, and their number
+    words: np.ndarray
+    lost: set[int] = dataclasses.field(default_factory=set)  # ids of sequences with a wrong token
+    job: Future[None] | None = None
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:

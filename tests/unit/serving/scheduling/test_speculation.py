@@ -188,7 +188,9 @@ def test_drafts_of_bound_rows_take_no_more_masks_than_there_are():
     speculation = Knowing(random.Random(5))
     driver = Driver(limits(num_pages=64, max_num_batched_tokens=24), speculation=speculation)
     bound = [
-        one for row in range(3) for one in driver.add([5, 6, 7 + row], max_tokens=40, ignore_eos=True)
+        one
+        for row in range(3)
+        for one in driver.add([5, 6, 7 + row], max_tokens=40, ignore_eos=True)
     ]
     for one in bound:
         object.__setattr__(one.request, "grammar", object())

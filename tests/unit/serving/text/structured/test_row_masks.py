@@ -52,7 +52,9 @@ def fill(plan, rows=8):
     row_to_mask = np.full(rows, -1, np.int32)
     masks = RowMasks(ENDS)
     first = [chunk.sequence.row for chunk in plan.chunks]
-    failed = masks.fill(masks.rows(plan, first), words, row_to_mask)
+    filling = masks.start(masks.rows(plan, first), words)
+    failed = masks.finish(filling, row_to_mask)
+    masks.close()
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
     ids = [set(np.flatnonzero(row).tolist()) for row in bits]
     return [None if place < 0 else ids[place] for place in row_to_mask.tolist()], failed
@@ -72,8 +74,9 @@ def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
     assert failed == []
 
 
-@pytest.mark.parametrize("count", [1, 8])  # one thread, and several
-def test_a_mask_follows_from_the_tokens_so_far_however_they_came(sequence, count):
+@pytest.mark.parametrize(("count", "cores"), [(1, 8), (8, 8), (8, 1)])  # threads for eight
+def test_a_mask_follows_from_the_tokens_so_far(sequence, count, cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     rows = [sequence(row=i) for i in range(count)]
     fill(plan_of(*rows))
     for one in rows:
