@@ -13,6 +13,7 @@ import numpy as np
 
 from lora_jax.adapters.allocator import Placed
 from lora_jax.adapters.lora_allocator import LoraPlacement, Rows
+from lora_jax.adapters.row_copies import joined
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.retirement import Retirement
@@ -132,7 +133,7 @@ class PooledLoadJob:
         """The allocator says whether the rows have memory."""
         self._placement, self._rows, self._allocator = placement, rows, allocator
         self._writes = deque(
-            (width, write) for width, writes in placement.writes.items() for write in writes
+            (width, write) for width, writes in placement.writes.items() for write in joined(writes)
         )
         self._bytes_left = sum(_nbytes(rows, write.rows) for _, write in self._writes)
         self._published = False
@@ -161,8 +162,8 @@ class PooledLoadJob:
                 width, write = self._writes.popleft()
                 self._rows.begin_write(width, write.offset, write.rows)
                 self._bytes_left -= _nbytes(self._rows, write.rows)
-            if self._bytes_left:
-                return slots
+            if self._bytes_left or not self._rows.writes_done:
+                return slots  # nobody waits for the bytes: the next call looks again
             self._rows.finish_writes()
         except _TROUBLE as error:
             raise LoadFailed(str(error), may_pass=False) from error

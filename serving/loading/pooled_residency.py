@@ -1,5 +1,6 @@
 """LoRA adapters whose rank rows lie in a pool of pages that KV shares."""
 
+from lora_jax.adapters.row_copies import Copier
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.page_room import PageRoom
@@ -9,8 +10,14 @@ from serving.loading.residency import DeviceTables, Failures
 class PooledLoraResidency(LoraResidency):
     """LoRA adapters of an engine with a page pool; it frees what KV leaves there, too."""
 
-    def __init__(self, loader: AdapterLoader, room: PageRoom, host_form: HostForm | None = None):
-        super().__init__(loader, None, host_form)
+    def __init__(
+        self,
+        loader: AdapterLoader,
+        room: PageRoom,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
+    ):
+        super().__init__(loader, copier, host_form)
         self._room = room
 
     def advance(
