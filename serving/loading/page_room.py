@@ -37,6 +37,7 @@ class PageRoom:
         self.mapped_pages: Callable[[], Iterable[int]] = lambda: ()  # as KV's books have them
         self._retirement = Retirement()
         self._left: list[Callable[[], None]] = []  # since the last look
+        self._left_slots: list[int] = []  # likewise
 
     # Memory, as scheduling.page_extents.ExtentMemory and pooled_allocator.RowMemory say.
 
@@ -74,8 +75,18 @@ class PageRoom:
             self._books.reclaim(placed)
 
         self._left.append(free)
+        self._left_slots.append(placed.slot)
 
     # The engine's side.
+
+    def take_left_slots(self) -> tuple[int, ...]:
+        """Return, once, the slots of adapters that have left, whose rows lose their memory soon.
+
+        A program that masks rows afterwards must not find them in the table: where holes may not be
+        read, empty these slots before `collect`.
+        """
+        left, self._left_slots = tuple(self._left_slots), []
+        return left if self.rows.overrun else ()
 
     def jobs(self, allocator: PooledSlotAllocator) -> Callable[..., "PooledLoadJob"]:
         """Return what makes the load of an adapter that this allocator has placed."""

@@ -84,6 +84,10 @@ class Residencies:
         """Return whether the adapter has a place but is not yet resident."""
         return self._knowing(digest).is_loading(digest)
 
+    def is_resident(self, digest: str) -> bool:
+        """Return whether `acquire` would return a slot, as far as that is known."""
+        return self._knowing(digest).is_resident(digest)
+
     def pool_of(self, digest: str) -> AdapterKind | None:
         """Name the slots that the adapter takes one of; None where nobody may take its place."""
         return self._knowing(digest).pool_of(digest)
