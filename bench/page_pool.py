@@ -18,17 +18,15 @@ once, measure by turns.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
-import fcntl
 import json
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +34,7 @@ import jax
 
 from bench import tier_throughput
 from bench.random_model import LlamaShape, write_adapter, write_llama
+from bench.turns import turn
 from serving import Engine, Sampling
 
 
@@ -179,17 +178,6 @@ def engines(case: Case) -> dict[str, dict[str, int]]:
         left = case.budget - lora
         found[f"{share:.0%}"] = {"lora_memory_bytes": lora, "kv_cache_memory_bytes": left}
     return found
-
-
-@contextlib.contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Wait until no other process measures."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def measure(

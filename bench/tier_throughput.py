@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 
 from bench import adapter_slots
 from bench.random_model import LlamaShape, llama_config
+from bench.turns import turn
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
 
@@ -70,11 +71,11 @@ class Case:
     prompt: int = 128
     answer: int = 128
     requests: int = 1024  # handed in at once; the last ones of a few leave rows and slots idle
-    fill: int = 384  # requests that come before, of which nothing is counted
+    fill: int = 256  # requests that come before, of which nothing is counted
     rounds: int = 1
     zipf: float = 1.0
     base_share: float = 0.1
-    uniform: int = 384  # requests of each ratio of adapters to slots
+    uniform: int = 320  # requests of each ratio of adapters to slots
 
 
 def write_model(folder: Path, shape: LlamaShape) -> None:
@@ -211,10 +212,11 @@ def measure_throughput(
     cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
     for key, population in cases.items():
         rounds = []
-        for turn in range(case.rounds + 1):  # the first fills the tiers
+        for number in range(case.rounds + 1):  # the first fills the tiers
             before, steps = tier_hits(engine), engine.stats().steps
-            asked = asked_by(population, case.requests if turn else case.fill, case, rng)
-            figures = run_round(engine, asked, case, turn)
+            count = case.requests if number and key != "one" else case.fill
+            asked = asked_by(population, count, case, rng)
+            figures = run_round(engine, asked, case, number)
             after = tier_hits(engine)
             figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
             figures["steps"] = engine.stats().steps - steps
@@ -244,7 +246,11 @@ def measure_slots(engine: Engine, names: list[str], case: Case) -> dict[str, Any
 
 
 def measure(
-    case: Case, shape: LlamaShape, parts: Sequence[str], keep: Callable[[dict], None]
+    case: Case,
+    shape: LlamaShape,
+    parts: Sequence[str],
+    lock: Path | None,
+    keep: Callable[[dict], None],
 ) -> None:
     """Measure what is asked for; `keep` gets what is known so far."""
     result: dict[str, Any] = {"case": dataclasses.asdict(case)}
@@ -256,7 +262,7 @@ def measure(
         for part in parts:
             slots = case.on_device if part == "throughput" else case.rows
             how = fields_of(case, shape, folder, slots)
-            with Engine(str(folder / "model"), **how) as engine:
+            with Engine(str(folder / "model"), **how) as engine, turn(lock):
                 if part == "throughput":
                     keep_so_far = functools.partial(_keep_more, keep, dict(result))
                     result |= measure_throughput(engine, names, case, keep_so_far)
@@ -283,6 +289,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--part", choices=PARTS, help="this one alone")
+    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
     args = parser.parse_args()
     case, shape = Case(), LLAMA_8B
     if args.small:
@@ -293,7 +300,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     of_part = f"_{args.part}" if args.part else ""
     file = args.out / f"tier_throughput{of_part}_{device}.json"
-    measure(case, shape, parts, lambda result: _write(file, told | result))
+    measure(case, shape, parts, args.lock, lambda result: _write(file, told | result))
 
 
 if __name__ == "__main__":
