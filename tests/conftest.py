@@ -83,8 +83,20 @@ FURTHER_NOTEBOOKS = (
     "4_functions.ipynb",
     "5_agents.ipynb",
 )
-# Files that share what one worker makes once: a server of the shipped model, an engine.
+# Files that share what one worker makes once: a server of the shipped model, an engine, torch.
 TOGETHER = (
+    (
+        "tests/model/models/",
+        "tests/model/finetune/test_peft_export.py",
+        "tests/model/nn/test_rope.py",
+        "tests/model/nn/test_vision.py",
+        "tests/unit/vision/",
+        "tests/kernels/npu_backend/",
+        "tests/system/serving/test_brought_adapters.py",
+        "tests/system/serving/test_esft_with_images.py",
+        "tests/system/serving/test_image_families.py",
+        "tests/system/serving/test_image_requests.py",
+    ),
     ("tests/system/clients/",),
     (
         "tests/system/serving/http/",
