@@ -50,10 +50,13 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve wheel test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
+
+wheel: .venv/.serve  ## a wheel with the C++ kernels for every level of this architecture, in dist/
+	LORA_JAX_PREBUILT=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 HARDWARE := gpu or multigpu or aot or ascend
 
