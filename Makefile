@@ -21,8 +21,8 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE=
 # XLA compiles most of the suite's time. Empty: as in a user's process.
 FAST_COMPILE ?= 1
 
-# A worker takes whole files: their fixtures are made once.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+# A worker takes whole files, and imports them then: their fixtures are made once.
+BY_FILE := --dist loadfile --no-loadscope-reorder -o console_output_style=classic
 
 # jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
 JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
