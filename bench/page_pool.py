@@ -109,7 +109,7 @@ def measure(folder: Path, rounds: int, shares: Sequence[float]) -> dict[str, Any
     for number in range(ADAPTERS):
         write_adapter(folder / f"a{number}", SHAPE, RANK, seed=number)
         adapters[f"a{number}"] = str(folder / f"a{number}")
-    sizes = {"pool": {"page_pool_bytes": BUDGET}}
+    sizes: dict[str, dict[str, Any]] = {"pool": {"page_pool_bytes": BUDGET}}
     for share in shares:
         lora = int(BUDGET * share)
         sizes[f"{share:.0%}"] = {
