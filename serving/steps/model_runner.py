@@ -108,7 +108,7 @@ class ModelRunner:
             link,
             vocab_size,
             in_place=jax.default_backend() != "cpu",
-            compiler_options=NO_REMAT if reroute_tables is not None else None,
+            compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
         )
