@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any
         return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
     if args.part == "graphs":
         return graphs.measure(raw, devices, args.expert_parallel, sizes)
-    return served.measure(raw, devices, folder, quiet)
+    return served.measure(raw, devices, folder, quiet, profiled=args.profile)
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:

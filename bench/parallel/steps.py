@@ -19,7 +19,7 @@ import numpy as np
 from bench import decode_step
 from bench.decode_step import ADAPTERS, GREEDY, PAGE_SIZE, RANK, Case
 from bench.parallel.quiet import Quiet
-from bench.step_profile import profile_step
+from bench.step_profile import Kernels, longest, profile_step
 from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.steps.compiling import compile_all
@@ -30,7 +30,6 @@ from serving.steps.step_programs import Program
 BASE = Case("base", (-1,), GREEDY)
 MIXED = Case(f"{ADAPTERS} adapters", tuple(range(ADAPTERS)), GREEDY)
 CASES = (BASE, MIXED)
-KERNELS = 40  # of a profile
 FEW_TURNS = (5, 8)  # turns, and steps of each: a step of prompts takes long
 
 
@@ -156,7 +155,7 @@ def _turns(runner: ModelRunner, plans: dict[str, StepPlan], *how: int) -> dict[s
 
 def _profiles(
     runners: Runners, decode: dict[str, StepPlan], prompts: dict[str, StepPlan], devices: int
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, Kernels]:
     """Return (launches, us) of the kernels that take longest in a step, by case and name."""
     found, both = {}, [("decode", runners.decode, decode)]
     if runners.prompts is not None:
@@ -165,11 +164,7 @@ def _profiles(
         for name, plan in plans.items():
             decode_step.start(runner, plan)
             kernels = profile_step(functools.partial(decode_step.sampled, runner, plan))
-            longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS]
-            found[f"{what}, {name}"] = {
-                kernel: [round(number / devices, 2) for number in numbers]
-                for kernel, numbers in longest
-            }
+            found[f"{what}, {name}"] = longest(kernels, devices)
     return found
 
 
