@@ -1,7 +1,8 @@
 """A model over several devices of one host: `python -m bench.parallel PART --out DIR` writes JSON.
 
 Parts: `exchange` (all-gather, ours beside NCCL's), `bits` (answers against those of one device),
-`steps` (decode and prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine). Parts
+`steps` (decode, prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine), `cluster`
+(instances behind the router, and one alone), `remote` (an instance beside a LoRA Server). Parts
 that run side by side share `--lock FILE`, so that each measures alone. `--exchange lax` takes
 `jax.lax.all_gather` in place of the own kernel. `--tiny` is for a CPU.
 """
@@ -18,14 +19,14 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 import jax
 
-from bench.parallel import bits, graphs, served, steps
+from bench.parallel import bits, cluster, graphs, remote, served, steps
 from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
 from lora_jax.models import split as model_split
 from serving.engine.devices import make_cpu_devices
 
-PARTS = ("exchange", "bits", "steps", "graphs", "served")
+PARTS = ("exchange", "bits", "steps", "graphs", "served", "cluster", "remote")
 TINY_SIZES = steps.Sizes(rows=8, position=20, prompts=2, prompt=12)
 
 
@@ -40,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
     )
+    parser.add_argument("--ranks", type=int, default=2, help="of the LoRA Server")
     parser.add_argument("--position", type=int, default=512, help="of rows that decode")
     parser.add_argument("--prompts", type=int, default=8, help="of a step of prompts; 0: none")
     parser.add_argument("--profile", action="store_true", help="keep the kernels of the steps")
@@ -65,6 +67,10 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any
         return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
     if args.part == "graphs":
         return graphs.measure(raw, devices, args.expert_parallel, sizes)
+    if args.part == "cluster":
+        return cluster.measure(raw, devices, folder, quiet, args.out / "logs", tiny=args.tiny)
+    if args.part == "remote":
+        return remote.measure(raw, devices, args.ranks, folder, quiet)
     return served.measure(raw, devices, folder, quiet, profiled=args.profile)
 
 

@@ -29,22 +29,14 @@ def measure(
     **fields: Any,
 ) -> dict[str, Any]:
     """Return what the engine did, and its times; with `profiled` the kernels of a step too."""
-    model = write_config(folder / "model", raw)
-    adapters = {f"a{n}": write_lora(folder / f"a{n}", RANK, RANK + n) for n in range(ADAPTERS)}
-    length = PROMPT + MANY + 16
-    per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
-    room = (ROWS + 1) * -(-length // 16) * 16 * per_token // devices
-    fields = {"load_format": "dummy", "dtype": "bfloat16", "max_esft_adapters": 0} | fields
-    fields |= {"tensor_parallel_size": devices, "kv_cache_memory_bytes": room}
-    fields |= {"max_num_seqs": ROWS, "max_num_batched_tokens": 128, "max_model_len": length}
-    fields |= {"max_loras": ADAPTERS, "max_lora_rank": RANK, "structured_outputs": False}
-    fields |= {"specialize_lora": False}  # fewer programs to compile
+    model, adapters = write_config(folder / "model", raw), write_adapters(folder)
+    fields = engine_fields(raw, devices) | fields
     begun = time.perf_counter()
     with Engine(str(model), adapters, **fields) as engine:
         start_s = time.perf_counter() - begun
         cases = {"base": [None], f"base and {ADAPTERS} adapters": [None, *adapters]}
         with quiet.alone():
-            rows = {n: _token_ms(engine, raw["vocab_size"], names) for n, names in cases.items()}
+            rows = {n: token_ms(engine, raw["vocab_size"], names) for n, names in cases.items()}
             kernels = {
                 n: _kernels(engine, names, devices) for n, names in cases.items() if profiled
             }
@@ -61,7 +53,33 @@ def measure(
     }
 
 
-def _token_ms(engine: Engine, vocab: int, names: list[str | None]) -> float:
+def write_adapters(folder: Path) -> dict[str, str]:
+    """Write the adapters and return their folders."""
+    return {f"a{n}": write_lora(folder / f"a{n}", RANK, RANK + n) for n in range(ADAPTERS)}
+
+
+def engine_fields(raw: dict[str, Any], devices: int) -> dict[str, Any]:
+    """Return the options of an engine of the model over so many devices, with room for the rows."""
+    length = PROMPT + MANY + 16
+    per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
+    room = (ROWS + 1) * -(-length // 16) * 16 * per_token // devices
+    return {
+        "load_format": "dummy",
+        "dtype": "bfloat16",
+        "tensor_parallel_size": devices,
+        "kv_cache_memory_bytes": room,
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": 128,
+        "max_model_len": length,
+        "max_loras": ADAPTERS,
+        "max_lora_rank": RANK,
+        "max_esft_adapters": 0,
+        "structured_outputs": False,
+        "specialize_lora": False,  # fewer programs to compile
+    }
+
+
+def token_ms(engine: Engine, vocab: int, names: list[str | None]) -> float:
     """Return the milliseconds of a step in which every request gets a token."""
     rng, took = np.random.default_rng(1), {}
     asked = [names[row % len(names)] for row in range(ROWS)]
