@@ -32,7 +32,8 @@ def measure(
     """Return whether answers are equal, and microseconds of a layer with and without the server."""
     model = write_config(folder / "model", raw)
     adapters = served.write_adapters(folder)
-    fields = served.engine_fields(raw, devices) | {"enable_expert_parallel": True}
+    fields: dict[str, Any] = served.engine_fields(raw, devices)
+    fields |= {"enable_expert_parallel": True}
     cluster = ClusterConfig(
         lora_server=ranks, placement=f"ep{ranks}-pp1", lora_server_wait_s=WAIT_S
     )
