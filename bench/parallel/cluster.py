@@ -24,7 +24,7 @@ from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import write_config
 
 ADAPTERS, RANK, ROWS, BUDGET = 8, 16, 64, 512
-RATES, SECONDS = (10.0, 20.0, 40.0, 80.0), 6.0
+RATES, SECONDS = (20.0, 40.0, 80.0), 5.0
 PROMPT, ANSWER = 256, 64
 TINY = {"rates": (4.0,), "seconds": 2.0, "prompt": 12, "answer": 6}
 

@@ -2,15 +2,18 @@
 
 `python -m bench.parallel remote --devices 2 --out DIR` asks an engine that has its adapters itself,
 then one whose experts' adapters are on a LoRA Server of as many ranks, each on a device of its own
-behind the instance's. Experts are whole on the instance's devices. Answers are compared in every
-bit; a layer's time is a token's by the number of layers.
+behind the instance's (where GPUs are too few they share those of the instance). Experts are whole
+on the instance's devices. Answers are compared in every bit; a layer's time is a token's by the
+number of layers.
 """
 
 import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.gpus import count_gpus
 from bench.parallel import bits, served
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import write_config
@@ -39,9 +42,10 @@ def measure(
     )
     spec = server_spec(EngineConfig(model=str(model), **fields), cluster)
     assert spec is not None, "a server was asked for"
+    first = first_gpu(devices, ranks, count_gpus(os.environ))
     ask = functools.partial(_ask, raw, quiet)
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(ServerGroup, spec, first_gpu=devices)
+        starting = pool.submit(ServerGroup, spec, first_gpu=first)
         try:
             with Engine(str(model), adapters, **fields) as engine:
                 coupled = ask(engine)
@@ -62,6 +66,7 @@ def measure(
         "devices": devices,
         "ranks": ranks,
         "placement": spec.placement,
+        "ranks_share_gpus": first == 0,
         "rows": served.ROWS,
         "adapters": served.ADAPTERS,
         "rank": served.RANK,
@@ -72,6 +77,14 @@ def measure(
         "answered_by_ranks": [one["answered"] for one in stats],
         "refused_by_ranks": [one["refused"] for one in stats],
     }
+
+
+def first_gpu(devices: int, ranks: int, there: int) -> int:
+    """Return the first GPU of the ranks: behind the instance's, or its own where there are none.
+
+    Processes that share a GPU take turns of it, so their times say nothing.
+    """
+    return devices if not there or there >= devices + ranks else 0
 
 
 def _ask(raw: dict[str, Any], quiet: Quiet, engine: Engine) -> tuple[bits.Run, dict[str, float]]:
