@@ -51,9 +51,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any]:
+def measure(args: argparse.Namespace, folder: Path, quiet: Quiet) -> dict[str, Any] | list[Any]:
     """Return the rows of the part that was asked for."""
-    quiet = Quiet(args.lock)
     raw, devices = _shape(args), args.devices[0]
     sizes = steps.Sizes(position=args.position, prompts=args.prompts)
     sizes = TINY_SIZES if args.tiny else sizes
@@ -86,8 +85,9 @@ def main() -> None:
     make_cpu_devices(max(args.devices))
     if args.exchange == "lax":
         model_split.open_group = lambda devices: None
+    quiet = Quiet(args.lock)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(args, Path(folder))
+        rows = measure(args, Path(folder), quiet)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     kind = jax.devices()[0].device_kind
     over = "_".join(map(str, args.devices))
@@ -96,7 +96,8 @@ def main() -> None:
     lax = ["lax"] if args.exchange == "lax" else []
     name = "_".join(["parallel", *parts, *experts, *lax, *kind.lower().split(), f"x{over}", date])
     result = {"what": args.part, "device": kind, "date": date, "model": args.model}
-    result |= {"layers": _shape(args)["num_hidden_layers"], "rows": rows}
+    result |= {"layers": _shape(args)["num_hidden_layers"], "alone": quiet.was_alone}
+    result |= {"rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     shown = (

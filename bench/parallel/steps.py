@@ -2,8 +2,8 @@
 
 `python -m bench.parallel steps --devices N --out DIR`. The model and its adapters are random and
 made on the devices; programs are those of the engine's runner. One process measures one number of
-devices and one way to split experts. Equal `base_tokens` mean that the whole model drew the same
-tokens as on another number of devices.
+devices and one way to split experts. Equal `base_tokens`, and `prompt_tokens` behind adapters, mean that the
+whole model drew the same tokens as on another number of devices.
 """
 
 import dataclasses
@@ -123,11 +123,14 @@ def measure(
         turns = {f"decode, {n}": t for n, t in _turns(runners.decode, plans).items()}
         decode_step.start(runners.decode, plans[BASE.name])
         tokens = decode_step.digest(decode_step.sampled(runners.decode, plans[BASE.name]))
-        prompts = {}
+        prompts, prompt_tokens = {}, None
         if runners.prompts is not None:
             prompts = {c.name: prompt_plan(c, runners.prompts, vocab, sizes) for c in CASES}
             found = _turns(runners.prompts, prompts, *FEW_TURNS)
             turns |= {f"prompts, {name}": took for name, took in found.items()}
+            decode_step.start(runners.prompts, prompts[MIXED.name])
+            last = decode_step.sampled(runners.prompts, prompts[MIXED.name])
+            prompt_tokens = decode_step.digest(last)
         profiles = _profiles(runners, plans, prompts, devices) if profiled else {}
     if split is not None:
         split.check()
@@ -139,6 +142,7 @@ def measure(
         "adapters": ADAPTERS,
         "rank": RANK,
         "base_tokens": tokens,
+        "prompt_tokens": prompt_tokens,
         "ms": {name: round(statistics.median(took), 4) for name, took in turns.items()},
         "kernels": profiles,
         "turns_ms": {name: [round(t, 4) for t in took] for name, took in turns.items()},
