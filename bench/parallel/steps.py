@@ -2,8 +2,8 @@
 
 `python -m bench.parallel steps --devices N --out DIR`. The model and its adapters are random and
 made on the devices; programs are those of the engine's runner. One process measures one number of
-devices and one way to split experts. Equal `base_tokens`, and `prompt_tokens` behind adapters, mean that the
-whole model drew the same tokens as on another number of devices.
+devices and one way to split experts. Equal `base_tokens`, and `prompt_tokens` behind adapters, mean
+that the whole model drew the same tokens as on another number of devices.
 """
 
 import dataclasses
