@@ -1,6 +1,7 @@
 """Functions of a large backbone on this machine's device: starts by what is there, bytes of each,
 turns, and answers beside those of one engine with all adapters. This process has no device."""
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from serving.functions import Agent, Function
 FIELDS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 1024,
-    "max_num_batched_tokens": 256,
+    "max_num_batched_tokens": 32,
     "max_lora_rank": 16,
     "kv_cache_memory_bytes": 2 << 30,
 }
@@ -28,8 +29,17 @@ PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
 _STARTS, _WARM, _ANSWER = 3, 15, 16
 
 
-def measure(shape: str, counts: list[int], seconds: float, told: Any = print) -> dict[str, Any]:
-    """Return what was found; `told` gets each part as it is known."""
+def measure(
+    shape: str,
+    counts: list[int],
+    seconds: float,
+    told: Any = print,
+    quiet: Any = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """Return what was found; `told` gets each part as it is known.
+
+    `quiet()` is a context in which nothing else uses the device: times are taken there.
+    """
     place = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         model, start = Path(scratch) / "model", time.perf_counter()
@@ -42,16 +52,19 @@ def measure(shape: str, counts: list[int], seconds: float, told: Any = print) ->
             found.update(more)
             told(json.dumps(more))
 
+        told(json.dumps(found))
         add(bare_context_mib=_bare_context_mib())
+        _functions(model, adapters, counts, seconds, add, quiet)
         add(coupled=_coupled(model, adapters[:4]))
-        _functions(model, adapters, counts, seconds, add)
         same = [a == b for a, b in zip(found["answers"], found["coupled"]["answers"], strict=True)]
         add(same_answers=same)
         del found["answers"], found["coupled"]["answers"]
         return found
 
 
-def _functions(model: Path, adapters: list[Path], counts: list[int], seconds: float, add) -> None:
+def _functions(
+    model: Path, adapters: list[Path], counts: list[int], seconds: float, add: Any, quiet: Any
+) -> None:
     before, start = device_mib(), time.perf_counter()
     with Agent(model, **FIELDS) as agent:
         add(
@@ -68,12 +81,15 @@ def _functions(model: Path, adapters: list[Path], counts: list[int], seconds: fl
             used.append(device_mib() - before)
             add(**{f"start_{len(starts)}": (starts[-1], used[-1], functions[-1].start_times)})
         add(first_starts_s=starts, used_mib=used, overhead_mib=_overheads(used))
-        add(start=_starts(agent, functions[0]))
+        with quiet():
+            add(start=_starts(agent, functions[0]))
         functions[1].offload()
         os.kill(functions[2].pid, signal.SIGKILL)
         time.sleep(0.2)
         add(answers=[_answers(f) for f in functions[:4]])
-        add(turns=[_turns(functions[:count], seconds) for count in counts])
+        with quiet():
+            for count in counts:
+                add(**{f"turns_{count}": _turns(functions[:count], seconds)})
 
 
 def _overheads(used: list[float]) -> list[float]:
