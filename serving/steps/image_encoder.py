@@ -59,6 +59,8 @@ class ImageEncoder:
         most = _most_patches(settings, config, max_image_tokens)
         self.buckets = layout.buckets(config.tower, most)
         self._encode = _jit_encode(graphdef, treedef, module_names, max_rank)
+        # Without adapters a GPU computes a map and what follows it in one launch.
+        self._has_plain = jax.default_backend() == "gpu"
         self.stopwatch = DeviceStopwatch()  # of the tower
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
@@ -76,7 +78,8 @@ class ImageEncoder:
         size = self._tower_config.patch_size
         for bucket in self.buckets:
             pixels = np.zeros((0, 3 * size * size), np.uint8)
-            self._run(Patches(pixels, (0, 0)), (), -1, bucket, slots)
+            for slot in (-1, 0) if slots is not None and self._has_plain else (-1,):
+                self._run(Patches(pixels, (0, 0)), (), slot, bucket, slots)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
 
     def admit(self, sequence: Sequence) -> None:
@@ -125,7 +128,7 @@ class ImageEncoder:
         # Rows of padding go to distinct places past the end and are dropped.
         targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
         targets[: len(rows)] = rows
-        adapters, tree = jax.tree.flatten(slots)
+        adapters, tree = jax.tree.flatten(None if slot < 0 and self._has_plain else slots)
         inputs = {**vars(arrays), "values": self._values}
         done, after = self._encode(
             self._leaves, self.operands.rows, inputs, adapters, np.int32(slot), targets, tree
