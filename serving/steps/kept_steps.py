@@ -179,6 +179,7 @@ def identity(fields: dict[str, Any], model: Path) -> str:
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "machine": native.cpu_name(),
         "device": [d.device_kind for d in jax.devices()],
+        "platform": jax.devices()[0].client.platform_version,  # versions of CUDA's libraries too
         "cores": len(os.sched_getaffinity(0)),
         "environment": env,
         "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},

@@ -1,4 +1,4 @@
-"""Moves KV pages between the device and host memory, in the order of a plan.
+"""KV pages: those on the device, and copies to and from host memory in the order of a plan.
 
 On the device a page lies in as many places as the model has layers; one program gathers them into a
 block, which is one copy to the host. No step waits for a copy out: it is read when it has arrived,
@@ -8,7 +8,7 @@ or when its slot is needed. Programs have a fixed number of pages, so that no st
 import collections
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from lora_jax.kv_cache import (
     KVShape,
     PagedKVCache,
     blocks_sharding,
+    init_cache,
     read_blocks,
     write_blocks,
 )
@@ -30,6 +31,18 @@ from serving.steps.step import StepSizes
 
 _PAGES = (2, 16)  # of one program
 _MOST_PENDING = 4  # gathered blocks whose bytes the host does not have yet
+
+
+def own_pages(
+    shape: KVShape,
+    sizes: StepSizes,
+    dtype: jnp.dtype,
+    split: Split | None,
+    place: Callable[[PagedKVCache], PagedKVCache],
+) -> PagedKVCache:
+    """Return pages that are donated to each step."""
+    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
+    return cache if split is not None else place(cache)
 
 
 class PageCopies:

@@ -16,7 +16,6 @@ from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
-from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape(layers=1)
 SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
@@ -58,13 +57,14 @@ def decode(step, operands, *, in_parts=False):
     for row in (0, 1):
         packed = pack_row(SAMPLING, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
         state = admit(state, np.int32(row), packed.ints, packed.floats)
-    step.set_pages(np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages)
+    tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1)
+    step.inputs.set_pages(tables % SIZES.num_pages)
     operands, samples, seen = operands._replace(state=state), [], set()
     for start, count in ((0, 3), *((place, 1) for place in range(3, 7))):
         if in_parts:
             cache, forwarded, _ = step.forward(operands, table_of(start, count), 8)
-            masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
-            state, sampled = step.sample(operands.state, forwarded, masks, 8)
+            packed = step.new_masks().packed
+            state, sampled = step.sample(operands.state, forwarded, packed, 8)
         else:
             cache, state, sampled, _ = step.run(operands, table_of(start, count), 8, lora=True)
         operands = operands._replace(cache=cache, state=state)
