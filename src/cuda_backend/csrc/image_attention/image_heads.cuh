@@ -8,7 +8,8 @@ namespace lora_jax {
 
 constexpr int kHeadDim = 72, kHalfHead = kHeadDim / 2, kHeadPieces = kHeadDim / 8, kPieces = kHeadPieces + 1;
 constexpr int kBlockBytes = kPieces * 128;  // of 8 patches
-constexpr int kTurnedRows = 16, kTurnThreads = 256, kTurnLoads = 3;  // loads under way of a thread
+constexpr int kTurnedRows = 16, kTurnLoads = 3;  // loads under way of a thread
+constexpr int kTurnHeads = 2, kTurnThreads = kTurnedRows * kPieces * kTurnHeads;
 
 struct ImageHeadsArgs {
   const __nv_bfloat16* qkv;  // [patches, 3, heads, 72]
@@ -29,27 +30,34 @@ __device__ __forceinline__ uint2 turn_four(uint2 x, uint2 other, float4 c, float
                     bf16x2(x1.x * c.z + sign * y1.x * s.z, x1.y * c.w + sign * y1.y * s.w));
 }
 
-// A piece of a head in shared memory, turned; `angles` are the row's cos, then sin.
-__device__ __forceinline__ uint4 turned_piece(const unsigned char* head, const float* angles, int piece) {
-  uint2 halves[2];
+// What a piece of every head of a patch is turned by: cos and sin of its columns, four at a time.
+struct PieceAngles {
+  float4 cos[2], sin[2];
+  __device__ __forceinline__ PieceAngles(const ImageHeadsArgs& p, int row, int piece) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int from = piece * 8 + i * 4, low = from < kHalfHead ? from : from - kHalfHead;
-    const int pair = from < kHalfHead ? from + kHalfHead : low;
-    const float4 c = *reinterpret_cast<const float4*>(angles + low);
-    const float4 s = *reinterpret_cast<const float4*>(angles + kHalfHead + low);
-    halves[i] = turn_four(*reinterpret_cast<const uint2*>(head + from * 2), *reinterpret_cast<const uint2*>(head + pair * 2),
-                          c, s, from < kHalfHead ? -1.f : 1.f);
+    for (int i = 0; i < 2; ++i) {
+      const int at = row * kHalfHead + (piece * 8 + i * 4) % kHalfHead;
+      cos[i] = __ldg(reinterpret_cast<const float4*>(p.cos + at)), sin[i] = __ldg(reinterpret_cast<const float4*>(p.sin + at));
+    }
   }
-  return make_uint4(halves[0].x, halves[0].y, halves[1].x, halves[1].y);
-}
+  __device__ __forceinline__ uint4 turned(const unsigned char* head, int piece) const {
+    const uint4 own = *reinterpret_cast<const uint4*>(head + piece * 16);
+    uint2 halves[2] = {make_uint2(own.x, own.y), make_uint2(own.z, own.w)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int from = piece * 8 + i * 4, pair = from < kHalfHead ? from + kHalfHead : from - kHalfHead;
+      halves[i] = turn_four(halves[i], *reinterpret_cast<const uint2*>(head + pair * 2), cos[i], sin[i],
+                            from < kHalfHead ? -1.f : 1.f);
+    }
+    return make_uint4(halves[0].x, halves[0].y, halves[1].x, halves[1].y);
+  }
+};
 
 __global__ void __launch_bounds__(kTurnThreads) image_heads_kernel(const ImageHeadsArgs p) {
   extern __shared__ __align__(16) unsigned char turn_raw[];
   const int wide = p.heads * kHeadPieces, pitch = wide * 16 + 16;  // pieces of a row; its bytes, off the banks of others
   const int part = static_cast<int>(blockIdx.x) % 3, first = static_cast<int>(blockIdx.x) / 3 * kTurnedRows;
   const int count = min(__ldg(p.num_patches), p.patches), rows = min(max(count - first, 0), kTurnedRows);
-  float* angles = reinterpret_cast<float*>(turn_raw + kTurnedRows * pitch);  // [rows][cos, sin]
   const uint4* from = reinterpret_cast<const uint4*>(p.qkv) + (static_cast<int64_t>(first) * 3 + part) * wide;
   for (int base = threadIdx.x; base < rows * wide; base += kTurnThreads * kTurnLoads) {
     uint4 v[kTurnLoads];
@@ -64,27 +72,24 @@ __global__ void __launch_bounds__(kTurnThreads) image_heads_kernel(const ImageHe
       if (at < rows * wide) *reinterpret_cast<uint4*>(turn_raw + at / wide * pitch + at % wide * 16) = v[i];
     }
   }
-  for (int i = threadIdx.x; i < rows * kHalfHead && part < 2; i += kTurnThreads) {
-    const int row = i / kHalfHead, at = i % kHalfHead;
-    angles[row * kHeadDim + at] = __ldg(p.cos + first * kHalfHead + i);
-    angles[row * kHeadDim + kHalfHead + at] = __ldg(p.sin + first * kHalfHead + i);
-  }
+  // A thread has a piece of one patch, and every other head.
+  const int row = static_cast<int>(threadIdx.x) % kTurnedRows, slot = static_cast<int>(threadIdx.x) / kTurnedRows;
+  const int piece = slot % kPieces, known = row < rows && piece < kHeadPieces;
+  const PieceAngles angles(p, known ? first + row : 0, known ? piece : 0);
   __syncthreads();
-  const int row = static_cast<int>(threadIdx.x) % kTurnedRows;
-  unsigned char* to = p.out + (static_cast<int64_t>(part) * p.heads * p.blocks + (first + row) / 8) * kBlockBytes + row % 8 * 16;
-  for (int i = threadIdx.x / kTurnedRows; i < p.heads * kPieces; i += kTurnThreads / kTurnedRows) {
-    const int head = i / kPieces, piece = i % kPieces;
+  unsigned char* to = p.out + (static_cast<int64_t>(part) * p.heads * p.blocks + (first + row) / 8) * kBlockBytes +
+                      piece * 128 + row % 8 * 16;
+  for (int head = slot / kPieces; head < p.heads; head += kTurnHeads) {
     const unsigned char* own = turn_raw + row * pitch + head * kHeadDim * 2;
     uint4 v = make_uint4(piece == kHeadPieces && part == 2 ? 0x3f80 : 0, 0, 0, 0);
-    if (row < rows && piece < kHeadPieces)
-      v = part < 2 ? turned_piece(own, angles + row * kHeadDim, piece) : *reinterpret_cast<const uint4*>(own + piece * 16);
-    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(head) * p.blocks * kBlockBytes + piece * 128) = v;
+    if (known) v = part < 2 ? angles.turned(own, piece) : *reinterpret_cast<const uint4*>(own + piece * 16);
+    *reinterpret_cast<uint4*>(to + static_cast<int64_t>(head) * p.blocks * kBlockBytes) = v;
   }
 }
 
 // `blocks` is even: 16 patches are a CTA's.
 inline cudaError_t launch_image_heads(const ImageHeadsArgs& p, cudaStream_t stream) {
-  const int bytes = kTurnedRows * ((p.heads * kHeadPieces + 1) * 16 + kHeadDim * 4);
+  const int bytes = kTurnedRows * (p.heads * kHeadPieces + 1) * 16;
   const auto kernel = image_heads_kernel;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
