@@ -38,7 +38,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class PaperStep:
-    """The next step of Algorithm 1: the mode, the merged adapter, places of the batch's requests."""
+    """The next step of Algorithm 1: mode, merged adapter, places of the batch's requests."""
 
     mode: Mode
     adapter: Hashable | None
