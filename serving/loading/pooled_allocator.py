@@ -111,7 +111,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def acquire(self, digest: str) -> int:
         slot = super().acquire(digest)
-        self._exchange.uses.used(digest)
+        self._exchange.used(digest)
         return slot
 
     def finish_loading(self, digest: str) -> int:
@@ -144,7 +144,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def offer(self) -> Offer | None:
         """Return the idle adapter that is worth least."""
-        values = {digest: self._value(digest) for digest in super()._idle()}
+        values = {digest: self._value(digest) for digest in self._exchange.old(super()._idle())}
         if not values:
             return None
         digest = min(values, key=lambda one: values[one])
@@ -174,7 +174,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def _idle(self) -> list[str]:
         """Return who may be evicted, the least valuable first, of equal ones the oldest."""
-        return sorted(super()._idle(), key=self._value)
+        return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:
         return self._exchange.uses.value(digest, self._num_bytes(self._placed[digest]))

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lora_jax.adapters.use_ledger import UseLedger
@@ -24,6 +24,7 @@ _LEAVING_PARTS = 8
 # What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
 # ahead of the next ones for some steps.
 _AHEAD_PARTS, _AHEAD_STEPS = 32, 64
+_FRESH_STEPS = 8  # an adapter that has come stays for so many without a use: one will take it
 _PATIENCE_S = 1.0  # who asks again only after so long has not waited
 _SHARE = 0.1  # of a new measurement in the mean
 
@@ -89,6 +90,7 @@ class PageExchange:
         """`kept` pages are for good somebody's who takes no part, as the base's experts."""
         self.pool, self._kept, self._clock = pool, kept, clock
         self._wanted: dict[str, _Wanted] = {}
+        self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
         self.num_steps = 0  # that were planned since the start
@@ -196,6 +198,7 @@ class PageExchange:
 
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device; its wait for pages counts as time to load."""
+        self._fresh[digest] = self.num_steps
         wanted = self._wanted.pop(digest, None)
         if wanted is not None and num_bytes:
             seconds = self._clock() - wanted.first
@@ -204,7 +207,19 @@ class PageExchange:
     def forget(self, digest: str) -> None:
         """Nobody asks for these weights any more."""
         self._wanted.pop(digest, None)
+        self._fresh.pop(digest, None)
         self.uses.forget(digest)
+
+    def used(self, digest: str) -> None:
+        """Count a use of an adapter."""
+        self._fresh.pop(digest, None)
+        self.uses.used(digest)
+
+    def old(self, digests: Iterable[str]) -> list[str]:
+        """Return the adapters that did not come just now, for a request that is to find them."""
+        first = self.num_steps - _FRESH_STEPS
+        self._fresh = {digest: step for digest, step in self._fresh.items() if step > first}
+        return [digest for digest in digests if digest not in self._fresh]
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device; steps end in this order."""
