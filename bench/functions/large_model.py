@@ -1,8 +1,10 @@
 """A bfloat16 checkpoint of a large Llama shape, written as fast as its bytes are: one random block
 stands, shifted, for all matrices. Answers mean nothing, times and bytes are the shape's."""
 
-import dataclasses
+import functools
 import json
+import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -13,7 +15,8 @@ from tokenizers.models import WordLevel
 
 from bench.random_model import LlamaShape, llama_config, write_adapter
 
-_BLOCK = (1 << 24) + 12289  # numbers; no multiple of a row, so that rows differ
+_SPARE = 1 << 20  # numbers by which the starts of matrices in the block differ
+_WRITING = 8  # files at a time
 SHAPES = {
     "llama-2-7b": LlamaShape(32000, 4096, 11008, 32, 32, 32, 4096),
     "small": LlamaShape(512, 64, 128, 2, 4, 2, 1024),
@@ -22,34 +25,41 @@ SHAPES = {
 
 def write_large(folder: Path, shape: LlamaShape) -> None:
     """Write config, tokenizer and a file of weights per layer."""
-    block = np.random.default_rng(0).standard_normal(_BLOCK, dtype=np.float32)
-    block = block.astype(ml_dtypes.bfloat16)
-    taken = 0
-
-    def normal(*dims: int) -> np.ndarray:
-        nonlocal taken
-        count, scale = int(np.prod(dims)), ml_dtypes.bfloat16(2.0 ** -round(np.log2(dims[-1]) / 2))
-        taken = (taken + 7919) % _BLOCK
-        part = np.concatenate([block[taken:], block[:taken]]) if taken else block
-        return (np.resize(part, count) * scale).reshape(dims)
-
     folder.mkdir(parents=True, exist_ok=True)
     ones = np.ones(shape.hidden_size, ml_dtypes.bfloat16)
     rest = {
-        "model.embed_tokens.weight": normal(shape.vocab_size, shape.hidden_size),
-        "lm_head.weight": normal(shape.vocab_size, shape.hidden_size),
-        "model.norm.weight": ones,
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        "lm_head.weight": (shape.vocab_size, shape.hidden_size),
     }
     parts = [rest]
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
-        tensors = {f"{prefix}{n}_layernorm.weight": ones for n in ("input", "post_attention")}
-        tensors |= {f"{prefix}{n}.weight": normal(*dims) for n, dims in shape.linears().items()}
-        parts.append(tensors)
-        if len(parts) > 1:
-            _save(folder, layer, parts.pop())
-    _save(folder, shape.num_layers, parts.pop())
-    index = {name: file for file, names in _names(folder).items() for name in names}
+        parts.append({f"{prefix}{n}.weight": dims for n, dims in shape.linears().items()})
+    largest = max(math.prod(dims) for part in parts[:2] for dims in part.values())
+    blocks = {
+        d_in: _block(largest + _SPARE, d_in) for part in parts[:2] for _, d_in in part.values()
+    }
+
+    def save(number: int) -> dict[str, str]:
+        tensors = {}
+        for place, (name, dims) in enumerate(parts[number].items()):
+            start = (number * 7919 + place * 104729) % _SPARE
+            tensors[name] = blocks[dims[1]][start : start + math.prod(dims)].reshape(dims)
+        if number:
+            norms = ("input_layernorm", "post_attention_layernorm")
+            tensors |= {f"model.layers.{number - 1}.{norm}.weight": ones for norm in norms}
+        else:
+            tensors["model.norm.weight"] = ones
+        file = f"part-{number:03}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        return dict.fromkeys(tensors, file)
+
+    with ThreadPoolExecutor(_WRITING) as pool:
+        index = {
+            name: file
+            for names in pool.map(save, range(len(parts)))
+            for name, file in names.items()
+        }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     config = llama_config(shape) | {"torch_dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -57,22 +67,15 @@ def write_large(folder: Path, shape: LlamaShape) -> None:
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
 
 
-def _save(folder: Path, number: int, tensors: dict[str, np.ndarray]) -> None:
-    file = folder / f"part-{number:03}.safetensors"
-    save_file(tensors, file, metadata={"format": "pt"})
-    (folder / f"part-{number:03}.names").write_text(json.dumps(sorted(tensors)))
-
-
-def _names(folder: Path) -> dict[str, list[str]]:
-    found = {}
-    for file in sorted(folder.glob("part-*.names")):
-        found[f"{file.stem}.safetensors"] = json.loads(file.read_text())
-        file.unlink()
-    return found
+@functools.cache
+def _block(count: int, d_in: int) -> np.ndarray:
+    """Return random numbers of the size that a map of so many inputs has."""
+    few = np.random.default_rng(0).standard_normal((1 << 20) + 12289, dtype=np.float32)
+    return np.resize((few * d_in**-0.5).astype(ml_dtypes.bfloat16), count)
 
 
 def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[Path]:
-    """Write adapters of rank 16 on the attention's maps: the first, and others by its scaling."""
+    """Write adapters of rank 16 on all maps: the first, and others by its scaling."""
     made = []
     for number in range(count):
         one = folder / f"f{number}"
@@ -83,6 +86,6 @@ def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[Path]:
             config["lora_alpha"] *= 1 + number / 4
             (one / "adapter_config.json").write_text(json.dumps(config))
         else:
-            write_adapter(one, dataclasses.replace(shape), 16, seed=1)
+            write_adapter(one, shape, 16, seed=1)
         made.append(one)
     return made

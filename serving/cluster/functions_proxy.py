@@ -289,7 +289,7 @@ class FunctionsProxy(AbstractFront):
             self._metrics.started(function.name, time.perf_counter() - start)
 
 
-async def _ended(process: Running | None) -> None:
+async def _ended(process: Running | Tenant | None) -> None:
     """Return when the process is known to have ended: it is not asked again; or after a while."""
     end = time.monotonic() + _END_S
     while process is not None and not process.ended and time.monotonic() < end:

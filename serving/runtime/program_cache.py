@@ -77,7 +77,8 @@ def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    programs, _ = jax_cache.get_file_cache(folder)
+    cache = jax_cache.get_file_cache(folder)
+    programs = None if cache is None else cache[0]
     if not isinstance(programs, ProgramFiles):
         return None
     try:
