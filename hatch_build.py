@@ -28,9 +28,8 @@ class KernelsHook(BuildHookInterface):
         if version == "editable":  # the sources are not only a wheel's
             return
         root = Path(self.root)
-        if os.environ.get(VARIABLE, "0") != "0":
-            for old in (root / KERNELS).glob("*.so"):
-                old.unlink()
+        if _is_asked():
+            self._remove()
             path = os.pathsep.join([str(root / "src"), *filter(None, sys.path)])
             subprocess.run(
                 [sys.executable, "-m", "lora_jax.ops.cpu.prebuilt"],
@@ -42,3 +41,16 @@ class KernelsHook(BuildHookInterface):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was compiled: beside the sources it would also be taken for them."""
+        if version != "editable" and _is_asked():
+            self._remove()
+
+    def _remove(self) -> None:
+        for old in Path(self.root, KERNELS).glob("*.so*"):
+            old.unlink()
+
+
+def _is_asked() -> bool:
+    return os.environ.get(VARIABLE, "0") != "0"

@@ -138,7 +138,7 @@ class Times:
         return (self.at[-1] - self.at[0]) / max(1, len(self.at) - 1)
 
 
-def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, float]:
+def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, Any]:
     """Hand in one request for each name at once; return tokens per second and base rows' TPOT."""
     rng, ended = random.Random(seed), queue.SimpleQueue()
     sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)

@@ -45,7 +45,8 @@ def make_runner(
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
     names, longest = base.catalogue.module_names, base.size.max_model_len
-    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
+    where = names, longest, base.split
+    encoder = base.images and make_encoder(config, base.images, base.config, *where)
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),

@@ -112,8 +112,8 @@ class PageExchange:
         pool, size = self.pool, self.pool.page_bytes
         total = pool.num_pages - self._kept
         used = pool.num_pages - pool.num_available - self._kept
-        sizes = (pages * size for pages in (total, kv_pages, used - kv_pages))
-        return PoolShares(*sizes, self.num_given)
+        of_adapters = used - kv_pages
+        return PoolShares(total * size, kv_pages * size, of_adapters * size, self.num_given)
 
     def join(self, side: Side, promised: Callable[[], int] | None = None) -> None:
         """Let a side's offers count from now on; `promised` pages it has yet to take."""

@@ -229,7 +229,7 @@ class Speculation:
     def _draft(self, sequence: Sequence, unknown: int, room: int) -> tuple[int, ...]:
         """Return a sequence's draft, after `unknown` tokens on their way from the device."""
         state = sequence.draft_state
-        if state.repetitions.num_known < len(sequence.token_ids):
+        if state.trust < _LEAST_CHANCE or state.repetitions.num_known < len(sequence.token_ids):
             return ()
         left = sequence.max_outputs - sequence.num_scheduled_outputs
         count = state.length(min(self._config.num_speculative_tokens + unknown, left, room))

@@ -31,7 +31,7 @@ from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
 from serving.steps.host_inputs import HostInputs
 from serving.steps.image_encoder import ImageOperands
-from serving.steps.kept_steps import KeptSteps
+from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -120,7 +120,9 @@ class CompiledStep:
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
 
-    def lower(self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool) -> Lowered:
+    def lower(
+        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
+    ) -> Lowered | KeptProgram:
         """Return the program that `run` runs for the same arguments, ready to compile."""
         source = self.inputs.table if self._in_place else table
         arguments = self._arguments(operands, source, bucket, lora=lora)
@@ -145,7 +147,7 @@ class CompiledStep:
 
     def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
-    ) -> tuple[Lowered, Lowered]:
+    ) -> tuple[Lowered | KeptProgram, Lowered | KeptProgram]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
         source = self.inputs.table if self._in_place else table
         forwarded = jax.tree.map(self._place, _no_logits(self._sizes, bucket, self._vocab_size))

@@ -6,6 +6,8 @@ of every sequence row, the encoder row (-1: text) and the three positions of M-R
 """
 
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +19,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.vision import AbstractTower, TowerInputs
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches, ProcessorSettings
@@ -24,6 +27,7 @@ from lora_jax.vision.rope_positions import rope_positions
 from serving.api.images import PreparedImage
 from serving.api.request import Sequence
 from serving.steps.device_stopwatch import DeviceStopwatch
+from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
@@ -49,8 +53,12 @@ class ImageEncoder:
         num_rows: int,
         max_image_tokens: int,
         max_rank: int,
+        split: Split | None = None,
     ):
-        """`num_rows` is the size of the cache; no image is larger than `max_image_tokens`."""
+        """`num_rows` is the size of the cache; no image is larger than `max_image_tokens`.
+
+        With `split` every device has the whole tower, and computes every image.
+        """
         self._config, self._tower_config = config, config.tower
         self._num_rows, self._values = num_rows, settings.values
         graphdef, state = nnx.split(tower, graph=False)
@@ -58,7 +66,9 @@ class ImageEncoder:
         self._dtype = self._leaves[0].dtype
         most = _most_patches(settings, config, max_image_tokens)
         self.buckets = layout.buckets(config.tower, most)
-        self._encode = _jit_encode(graphdef, treedef, module_names, max_rank)
+        self._encode = _jit_encode(graphdef, treedef, module_names, max_rank, split)
+        # Without adapters a GPU computes a map and what follows it in one launch.
+        self._has_plain = jax.default_backend() == "gpu"
         self.stopwatch = DeviceStopwatch()  # of the tower
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
@@ -74,9 +84,15 @@ class ImageEncoder:
     def warm_up(self, slots: AdapterSlots | None) -> None:
         """Compile every program and run it on nothing."""
         size = self._tower_config.patch_size
-        for bucket in self.buckets:
-            pixels = np.zeros((0, 3 * size * size), np.uint8)
-            self._run(Patches(pixels, (0, 0)), (), -1, bucket, slots)
+        none = Patches(np.zeros((0, 3 * size * size), np.uint8), (0, 0))
+        with_slots = (-1, 0) if slots is not None and self._has_plain else (-1,)
+        jobs = [(slot, bucket, slots) for bucket in self.buckets for slot in with_slots]
+        # A call finds what was lowered from arguments like its own, and compiled here side by side.
+        lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda one: one.compile(), lowered))
+        for job in jobs:
+            self._run(none, (), *job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
 
     def admit(self, sequence: Sequence) -> None:
@@ -121,17 +137,27 @@ class ImageEncoder:
     ) -> tuple[jax.Array, jax.Array]:
         """Return what is there before the tower begins, and what is there when it ends."""
         before = _mark(self.operands.places)
+        done, after = self._encode(*self._arguments(image, rows, slot, bucket, slots))
+        self.operands = self.operands._replace(rows=done)
+        return before, after
+
+    def _arguments(
+        self,
+        image: Patches,
+        rows: tuple[int, ...],
+        slot: int,
+        bucket: int,
+        slots: AdapterSlots | None,
+    ) -> tuple[Any, ...]:
+        """Return what the tower's program takes; it donates the cache."""
         arrays = layout.arrange(self._tower_config, image, bucket)
         # Rows of padding go to distinct places past the end and are dropped.
         targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
         targets[: len(rows)] = rows
-        adapters, tree = jax.tree.flatten(slots)
+        adapters, tree = jax.tree.flatten(None if slot < 0 and self._has_plain else slots)
         inputs = {**vars(arrays), "values": self._values}
-        done, after = self._encode(
-            self._leaves, self.operands.rows, inputs, adapters, np.int32(slot), targets, tree
-        )
-        self.operands = self.operands._replace(rows=done)
-        return before, after
+        given = (self._leaves, self.operands.rows, inputs, adapters)
+        return *given, np.int32(slot), targets, tree
 
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
@@ -141,11 +167,19 @@ def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: 
     return layout.most_patches(config.tower, tokens)
 
 
-def _jit_encode(graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: int) -> Any:
+def _jit_encode(
+    graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: int, split: Split | None
+) -> Any:
     """Return the tower's program: everything goes in as leaves, the cache is donated."""
 
     @functools.partial(jax.jit, static_argnames="adapters_tree", donate_argnums=1)
     def encode(leaves, cache, inputs, adapters, slot, targets, adapters_tree):
+        local = functools.partial(encode_here, adapters_tree=adapters_tree)
+        if split is not None:
+            local = encode_on_every_device(local, adapters_tree, split)
+        return local(leaves, cache, inputs, adapters, slot, targets)
+
+    def encode_here(leaves, cache, inputs, adapters, slot, targets, *, adapters_tree):
         tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots = jax.tree.unflatten(adapters_tree, adapters)
         row_to_slot = jnp.full((inputs["patches"].shape[0],), slot, jnp.int32)

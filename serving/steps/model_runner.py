@@ -87,7 +87,7 @@ class ModelRunner:
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
-        of all heads. `encoder` is that of a model that takes images, on one device. With `merged`
+        of all heads. `encoder` is that of a model that takes images. With `merged`
         steps may take those weights, with `mixture` steps whose rows have other adapters too.
         `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
         is given every StepInput and SampleInput before it is done, for the runners of other

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.adapters.row_copies import has_ended
 from lora_jax.kv_cache import (
     Blocks,
     KVShape,
@@ -71,8 +72,8 @@ class PageCopies:
         for size in _PAGES:
             nowhere = np.full(size, self._nowhere, np.int32)
             blocks = _read(cache, np.zeros(size, np.int32))
-            host = Blocks(*(np.zeros(part.shape, part.dtype) for part in blocks))
-            cache = _write(cache, nowhere, Blocks(*(self._place(part) for part in host)))
+            zeros = [np.zeros(part.shape, part.dtype) for part in blocks]
+            cache = _write(cache, nowhere, Blocks(*(self._place(part) for part in zeros)))
         return cache
 
     def run(self, cache: PagedKVCache, moves: Sequence[PageMove]) -> PagedKVCache:
@@ -105,7 +106,7 @@ class PageCopies:
 
     def _land(self) -> None:
         """Write what has arrived to its slots."""
-        while self._pending and all(part.is_ready() for part in self._pending[0][0]):
+        while self._pending and all(has_ended(part) for part in self._pending[0][0]):
             self._land_first()
 
     def _land_first(self) -> None:

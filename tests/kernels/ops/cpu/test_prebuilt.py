@@ -99,6 +99,8 @@ def test_a_wheel_has_new_kernels_where_they_are_asked_for(hook, monkeypatch):
     assert ran[0][1:] == ["-m", "lora_jax.ops.cpu.prebuilt"]
     assert data["pure_python"] is False
     assert data["tag"].startswith("py3-none-linux_")
+    made.finalize("standard", data, "")
+    assert list(kernels.iterdir()) == []
 
 
 def test_a_wheel_is_for_its_platform_only_where_it_has_kernels(hook, monkeypatch):
