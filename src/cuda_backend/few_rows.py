@@ -130,13 +130,15 @@ def check_support(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "
             f"and {d_out}"
         )
-    served = SCALE_COLUMNS[form.coding]
-    whole = form.coding == FLOAT8 and (
-        form.scale_columns % served[0] == 0 or form.scale_columns == d_in
-    )
-    if form.coding != PLAIN and form.scale_columns not in served and not whole:
-        raise Declined(f"cuda grouped_matmul takes no groups of {form.scale_columns} weights")
-    if form.coding != PLAIN and d_in // form.scale_columns * SCALE_BYTES[form.coding] % 4:
-        raise Declined(
-            f"cuda grouped_matmul copies scales in pairs, not {d_in} / {form.scale_columns}"
-        )
+    if form.coding != PLAIN:
+        _check_scales(form.coding, form.scale_columns, d_in)
+
+
+def _check_scales(coding: int, columns: int, d_in: int) -> None:
+    """Raise Declined unless a thread can read the scales, one for so many `columns`."""
+    served = SCALE_COLUMNS[coding]
+    whole = coding == FLOAT8 and (columns % served[0] == 0 or columns == d_in)
+    if columns not in served and not whole:
+        raise Declined(f"cuda grouped_matmul takes no groups of {columns} weights")
+    if d_in // columns * SCALE_BYTES[coding] % 4:
+        raise Declined(f"cuda grouped_matmul copies scales in pairs, not {d_in // columns}")

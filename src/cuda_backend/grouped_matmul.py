@@ -8,7 +8,7 @@ x and matrix.
 import jax
 import jax.numpy as jnp
 
-from cuda_backend import ffi, few_rows
+from cuda_backend import few_rows, ffi
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul import QUANTISED, composed
 from lora_jax.ops.grouped_matmul.weights import Weight

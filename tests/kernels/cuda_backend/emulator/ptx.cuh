@@ -95,7 +95,7 @@ template <class T> inline T load_now(const T* p) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) emu::fail("a load off its boundary");
   return *p;
 }
-inline uint2 load_own(const uint2* p) { return *p; }
+template <class T> inline T load_own(const T* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
