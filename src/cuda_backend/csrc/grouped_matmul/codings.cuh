@@ -17,6 +17,7 @@ constexpr int kStepColumns = C == Coding::kPlain ? 64 : C == Coding::kFloat8 ? 1
 template <Coding C>
 constexpr int kScaleBytes = C == Coding::kPlain ? 0 : C == Coding::kInteger || C == Coding::kE2m1 ? 2 : 4;
 constexpr int kTableRepeats = 32;  // a lane reads a table of its own: no bank is asked twice
+constexpr uint32_t kTableBytes = 16 * 4 * kTableRepeats;
 
 // Words of the scales of a row in a stage: G columns share one, and where that is more than a stage, whole stages do.
 template <Coding C, int G>

@@ -39,7 +39,7 @@ struct FewRowsWork {
 template <Coding C, int G, int ROWS, int W>
 struct FewRowsLayout {
   static constexpr int kWeights = W * 8192, kX = ROWS * kStepColumns<C> * 2;
-  static constexpr int kBarriers = 256, kTable = C == Coding::kTable ? 16 * 4 * kTableRepeats : 0;
+  static constexpr int kBarriers = 256, kTable = C == Coding::kTable ? 2 * kTableBytes : 0;
   static constexpr int kResults = ROWS / 8 * 2 * 4 * 128;  // of a pair of warpgroups
   static constexpr int kStage = (kWeights + kX + W * 256 * scale_words<C, G>() + 1023) & ~1023;
   static __host__ __device__ int fixed(bool gated, int works) {
@@ -74,7 +74,7 @@ struct FewRowsKernel {
   __device__ __forceinline__ FewRowsKernel(const FewRowsArgs& p, unsigned char* shared) : p(p), works(0) {
     stage0 = smem_u32(shared);
     unsigned char* rest = shared + p.stages * Layout::kStage;
-    table = smem_u32(rest) + (threadIdx.x & 31) * 4;
+    table = ((smem_u32(rest) + kTableBytes - 1) & ~(kTableBytes - 1)) + (threadIdx.x & 31) * 4;  // codes fill up the rest
     rest += Layout::kTable;
     full = reinterpret_cast<uint64_t*>(rest), empty = full + 16;
     rest += Layout::kBarriers;
