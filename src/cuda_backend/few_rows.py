@@ -23,6 +23,8 @@ FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_ROWS = 16  # of a likely group in the mean
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
 TILE_ROWS = (16, 32)
+DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
+SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +120,11 @@ def check_support(
 ) -> None:
     """Raise Declined, saying why, for what the kernel does not serve, or is not the faster for."""
     likely = min(groups, likely_groups or groups)
-    if rows < 1 or groups < 1 or rows > likely * MOST_ROWS:
+    if groups == 1:
+        _check_dense(rows, d_out)
+    elif form.coding == PLAIN:
+        raise Declined("cuda grouped_matmul takes quantised weights, where there are groups")
+    elif rows < 1 or rows > likely * MOST_ROWS:
         raise Declined(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
             f"not {rows}"
@@ -132,6 +138,16 @@ def check_support(
         )
     if form.coding != PLAIN:
         _check_scales(form.coding, form.scale_columns, d_in)
+
+
+def _check_dense(rows: int, d_out: int) -> None:
+    """Raise Declined unless all tiles of one matrix are on the SMs at a time."""
+    tiles = -(-rows // TILE_ROWS[0]) * -(-d_out // DENSE_COLUMNS)
+    if not 1 <= tiles <= SLOTS:
+        raise Declined(
+            f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "
+            f"{tiles} of {rows} rows by {d_out}"
+        )
 
 
 def _check_scales(coding: int, columns: int, d_in: int) -> None:

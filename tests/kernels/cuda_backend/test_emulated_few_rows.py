@@ -30,7 +30,7 @@ CODINGS = {
 
 def drawn(name: str, d_out: int, d_in: int, seed: int) -> tuple:
     """Return weights as stored, scales and plain values in float32, rounded to bfloat16."""
-    coding, bits, group, scale_dtype, table = CODINGS[name]
+    _, bits, group, scale_dtype, table = CODINGS[name]
     rng, groups = np.random.default_rng(seed), len(SIZES)
     if bits == 16:
         plain = rng.standard_normal((groups, d_out, d_in)).astype(BF16)

@@ -60,6 +60,7 @@ struct FewRowsKernel {
   using Layout = FewRowsLayout<C, G, ROWS, W>;
   static constexpr int kColumns = W * 64 / (GATED ? 2 : 1);  // of d_out in a tile
   static constexpr int kStep = kStepColumns<C>, kRowBytes = 128;
+  static constexpr int kPairs = W > 1 ? W / 2 : 1;               // of warpgroups, with gate and up
   static constexpr int kChunks = kStep / 64;                     // of 64 columns, in a stage
   static constexpr int kWords = C == Coding::kFloat8 ? 8 : 4;    // of a thread in each
   static constexpr int kScaleWords = scale_words<C, G>();        // of a row in a stage
@@ -260,12 +261,15 @@ struct FewRowsKernel {
         *reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(addend) + at));
     return add_bf16x2(pair, f.x, f.y);
   }
-  __device__ __forceinline__ static float gated(float gate, float up) { return gate * (1.f / (1.f + expf(-gate))) * up; }
+  // As Mosaic's kernel has it, bit for bit.
+  __device__ __forceinline__ static float gated(float gate, float up) {
+    return gate * reciprocal_approx(1.f + expf(-gate)) * up;
+  }
 
   template <int N>
   __device__ __forceinline__ void finish(const FewRowsWork& w, int tile, float (&sums)[N / 2]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32, group = warp / 4;
-    const int matrix = GATED && group >= W / 2, pair = GATED ? group % (W / 2) : 0;
+    const int matrix = GATED && group >= kPairs, pair = GATED ? group % kPairs : 0;
     const int first = tile * kColumns + (warp * 16 - matrix * kColumns);  // of the warp's columns of d_out
     if (p.bias) {
       const int low = first + lane / 4, high = low + 8;
@@ -300,9 +304,9 @@ struct FewRowsKernel {
     // The pair meets when up's results are there, and when they are read.
     if (GATED && matrix) {
       named_barrier_wait(2 + pair, 256);
-      named_barrier_wait(2 + W / 2 + pair, 256);
+      named_barrier_wait(2 + kPairs + pair, 256);
     } else if (GATED) {
-      named_barrier_wait(2 + W / 2 + pair, 256);
+      named_barrier_wait(2 + kPairs + pair, 256);
     }
   }
 

@@ -6,10 +6,11 @@ namespace lora_jax {
 
 static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b.untyped_data() : nullptr; }
 
-constexpr int kWarpgroups = 2;  // of a CTA
+constexpr int kWarpgroups = 2;  // of a CTA; one, where tiles of one matrix are few
 
 template <Coding C, int G>
 static cudaError_t launch_coding(const FewRowsCall& call, int tile_rows, cudaStream_t stream) {
+  if (call.args.groups == 1 && !call.gated) return launch_few_rows<C, G, 16, 1, false>(call, stream);
   if (call.gated) return tile_rows == 16 ? launch_few_rows<C, G, 16, kWarpgroups, true>(call, stream)
                                          : launch_few_rows<C, G, 32, kWarpgroups, true>(call, stream);
   return tile_rows == 16 ? launch_few_rows<C, G, 16, kWarpgroups, false>(call, stream)

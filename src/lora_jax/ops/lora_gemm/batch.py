@@ -56,5 +56,6 @@ def float_rows(rows: Num[Array, "*lead items"]) -> Float[Array, "*lead width"]:
     """Return rank rows of a pool in float32: those in 8 bits times their scale."""
     if rows.dtype != jnp.int8:
         return rows.astype(jnp.float32)
-    scales = jax.lax.bitcast_convert_type(rows[..., -TAIL_BYTES : SCALE_BYTES - TAIL_BYTES], jnp.float32)
+    scale = slice(-TAIL_BYTES, SCALE_BYTES - TAIL_BYTES)
+    scales = jax.lax.bitcast_convert_type(rows[..., scale], jnp.float32)
     return rows[..., :-TAIL_BYTES].astype(jnp.float32) * scales[..., None]

@@ -221,6 +221,7 @@ template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
 inline void more_registers() {}
+inline float reciprocal_approx(float x) { return 1 / x; }
 inline float exp2_approx(float x) { return std::exp2f(x); }
 
 inline uint32_t bf16x2(float lo, float hi) {
