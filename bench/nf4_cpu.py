@@ -1,10 +1,10 @@
 """NF4 products on a CPU beside those of the bitsandbytes CPU library, in one process.
 
-`python -m bench.nf4_cpu --out DIR` needs torch, bitsandbytes (`pip install --target FOLDER --no-deps
-bitsandbytes`, and FOLDER on PYTHONPATH) and a CPU with AVX512-BF16, for which that library has its
-product. Both multiply the same codes by rows in bfloat16, on one core. Turns of one alternate with
-turns of the other; a time is processor time, which other programs on the machine change little.
-Ours has the bits of the plain weights; the library rounds the scales of blocks to bfloat16.
+`python -m bench.nf4_cpu --out DIR` needs torch, bitsandbytes (`pip install bitsandbytes --no-deps
+--target FOLDER`, and FOLDER on PYTHONPATH) and a CPU with AVX512-BF16, for which that library has
+its product. Both multiply the same codes by rows in bfloat16, on one core. Turns of one alternate
+with turns of the other; a time is processor time, which other programs change little. Ours has the
+bits of the plain weights; the library rounds the scales of blocks to bfloat16.
 """
 
 import argparse

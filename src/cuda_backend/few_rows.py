@@ -20,9 +20,9 @@ PLAIN, FLOAT8, INTEGER, E2M1, TABLE = range(5)  # Coding of csrc/grouped_matmul/
 SCALE_COLUMNS = {PLAIN: (), FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-MOST_ROWS = 16  # of a likely group in the mean
+MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
-TILE_ROWS = (16, 32)
+TILE_ROWS = 16
 DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
 SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
@@ -67,15 +67,8 @@ def product(
         none if bias is None else bias,
         *added,
         **{name: np.int32(value) for name, value in attributes.items()},
-        tile_rows=np.int32(tile_rows(rows, groups, likely_groups)),
         table=np.array(form.table, np.float32),
     )
-
-
-def tile_rows(rows: int, groups: int, likely_groups: int | None) -> int:
-    """Return the rows of a tile: twice what a group has in the mean."""
-    likely = min(groups, rows, likely_groups or groups)
-    return next((n for n in TILE_ROWS if 2 * rows <= likely * n), TILE_ROWS[-1])
 
 
 def parts(w: Weight) -> tuple[Array, Array | None]:
@@ -129,7 +122,7 @@ def check_support(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
             f"not {rows}"
         )
-    if min(groups, rows) + rows // TILE_ROWS[0] > MOST_WORKS:
+    if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
         raise Declined(f"cuda grouped_matmul: {rows} rows in {groups} groups are too many blocks")
     if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:
         raise Declined(
@@ -142,7 +135,7 @@ def check_support(
 
 def _check_dense(rows: int, d_out: int) -> None:
     """Raise Declined unless all tiles of one matrix are on the SMs at a time."""
-    tiles = -(-rows // TILE_ROWS[0]) * -(-d_out // DENSE_COLUMNS)
+    tiles = -(-rows // TILE_ROWS) * -(-d_out // DENSE_COLUMNS)
     if not 1 <= tiles <= SLOTS:
         raise Declined(
             f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "

@@ -93,8 +93,8 @@ def test_few_rows_are_served(name):
 @pytest.mark.parametrize(
     ("name", "sizes", "why"),
     [
-        ("fp8", (8192, 128, 768, 2048, 128), "up to 16 rows for each of 128 groups, not 8192"),
-        ("fp8", (512, 128, 768, 2048, 16), "up to 16 rows for each of 16 groups, not 512"),
+        ("fp8", (8192, 128, 768, 2048, 128), "up to 8 rows for each of 128 groups, not 8192"),
+        ("fp8", (512, 128, 768, 2048, 16), "up to 8 rows for each of 16 groups, not 512"),
         ("bfloat16", (512, 128, 768, 2048, 128), "takes quantised weights, where there are groups"),
         ("int4", (64, 1, 14336, 4096, None), "tiles of one matrix that are on the SMs at a time"),
         ("int4", (4, 8, 768, 2000, None), "d_in in steps of 64"),
@@ -117,9 +117,3 @@ def test_declines_forms_that_it_cannot_decode():
         few_rows.form_of((dataclasses.replace(other, zeros=zeros),))
     with pytest.raises(NotImplementedError, match="scales of one row"):
         few_rows.form_of((dataclasses.replace(one, block=(128, 128)),))
-
-
-def test_a_tile_has_twice_the_rows_of_a_group_in_the_mean():
-    assert few_rows.tile_rows(512, 128, None) == 16
-    assert few_rows.tile_rows(128, 8, None) == 32
-    assert few_rows.tile_rows(512, 1024, 128) == 16

@@ -6,21 +6,19 @@ namespace lora_jax {
 
 static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b.untyped_data() : nullptr; }
 
-constexpr int kWarpgroups = 2;  // of a CTA; one, where tiles of one matrix are few
+constexpr int kTileRows = 16, kWarpgroups = 2;  // of a CTA; one, where tiles of one matrix are few
 
 template <Coding C, int G>
-static cudaError_t launch_coding(const FewRowsCall& call, int tile_rows, cudaStream_t stream) {
-  if (call.args.groups == 1 && !call.gated) return launch_few_rows<C, G, 16, 1, false>(call, stream);
-  if (call.gated) return tile_rows == 16 ? launch_few_rows<C, G, 16, kWarpgroups, true>(call, stream)
-                                         : launch_few_rows<C, G, 32, kWarpgroups, true>(call, stream);
-  return tile_rows == 16 ? launch_few_rows<C, G, 16, kWarpgroups, false>(call, stream)
-                         : launch_few_rows<C, G, 32, kWarpgroups, false>(call, stream);
+static cudaError_t launch_coding(const FewRowsCall& call, cudaStream_t stream) {
+  if (call.gated) return launch_few_rows<C, G, kTileRows, kWarpgroups, true>(call, stream);
+  return call.args.groups == 1 ? launch_few_rows<C, G, kTileRows, 1, false>(call, stream)
+                               : launch_few_rows<C, G, kTileRows, kWarpgroups, false>(call, stream);
 }
 
 // Arrays of no elements are none. `scale_columns` of d_in share a scale.
 static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer w, ffi::AnyBuffer up, ffi::AnyBuffer scales,
                           ffi::AnyBuffer up_scales, BF16 bias, ffi::AnyBuffer addend, ffi::AnyBuffer up_addend,
-                          ffi::Result<BF16> y, int32_t coding, int32_t scale_columns, int32_t tile_rows, int32_t base,
+                          ffi::Result<BF16> y, int32_t coding, int32_t scale_columns, int32_t base,
                           ffi::Span<const float> table) {
   FewRowsCall call{};
   FewRowsArgs& p = call.args;
@@ -36,13 +34,13 @@ static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer
   p.base = static_cast<uint32_t>(base);
   std::copy(table.begin(), table.end(), p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kPlain: return status(launch_coding<Coding::kPlain, 1>(call, tile_rows, stream));
-    case Coding::kFloat8: return status(launch_coding<Coding::kFloat8, 128>(call, tile_rows, stream));
+    case Coding::kPlain: return status(launch_coding<Coding::kPlain, 1>(call, stream));
+    case Coding::kFloat8: return status(launch_coding<Coding::kFloat8, 128>(call, stream));
     case Coding::kInteger:
-      return status(scale_columns == 64 ? launch_coding<Coding::kInteger, 64>(call, tile_rows, stream)
-                                        : launch_coding<Coding::kInteger, 128>(call, tile_rows, stream));
-    case Coding::kE2m1: return status(launch_coding<Coding::kE2m1, 32>(call, tile_rows, stream));
-    case Coding::kTable: return status(launch_coding<Coding::kTable, 64>(call, tile_rows, stream));
+      return status(scale_columns == 64 ? launch_coding<Coding::kInteger, 64>(call, stream)
+                                        : launch_coding<Coding::kInteger, 128>(call, stream));
+    case Coding::kE2m1: return status(launch_coding<Coding::kE2m1, 32>(call, stream));
+    case Coding::kTable: return status(launch_coding<Coding::kTable, 64>(call, stream));
   }
   return ffi::Error::InvalidArgument("no such coding");
 }
@@ -62,7 +60,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_few_rows, lora_jax::FewRows,
                                   .Ret<BF16>()
                                   .Attr<int32_t>("coding")
                                   .Attr<int32_t>("scale_columns")
-                                  .Attr<int32_t>("tile_rows")
                                   .Attr<int32_t>("base")
                                   .Attr<ffi::Span<const float>>("table"),
                               {ffi::Traits::kCmdBufferCompatible});
