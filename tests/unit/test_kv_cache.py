@@ -20,4 +20,4 @@ def test_pages_in_8_bits_have_a_scale_for_each_row():
     assert held == 3 * 4 * shape.bytes_per_token(CODED) == 3 * 4 * 2 * 2 * 2 * (128 + 16)
     assert shape.bytes_per_token(CODED) < 0.57 * shape.bytes_per_token(jnp.dtype("bfloat16"))
     latent = KVShape(num_layers=1, num_kv_heads=1, k_dim=20, v_dim=0)
-    assert latent.bytes_per_token(CODED) == 24
+    assert latent.bytes_per_token(CODED) == 36
