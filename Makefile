@@ -21,8 +21,8 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE=
 # XLA compiles most of the suite's time. Empty: as in a user's process.
 FAST_COMPILE ?= 1
 
-# A worker takes whole files: their fixtures are made once.
-BY_FILE := --dist loadfile --no-loadscope-reorder
+# A worker takes whole files, and imports them then: their fixtures are made once.
+BY_FILE := --dist loadfile --no-loadscope-reorder -o console_output_style=classic
 
 # jax as pyproject.toml pins it: the plugins that compile for other devices must be of the same one.
 JAX_VERSION := $(shell sed -n 's/.*"jax==\([0-9.]*\)".*/\1/p' pyproject.toml)
@@ -50,10 +50,13 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve wheel test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
+
+wheel: .venv/.serve  ## a wheel with the C++ kernels for every level of this architecture, in dist/
+	LORA_JAX_PREBUILT=1 $(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 HARDWARE := gpu or multigpu or aot or ascend
 

@@ -7,6 +7,7 @@ order: with random weights that changes tokens, not time.
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -30,7 +31,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # kinds of tokens
 
 def write_gguf(model: Path, shape: LlamaShape, kind: str, path: Path) -> None:
     """Write a model of write_llama as a GGUF of one of FORMATS; of q4_0 the head is q8_0."""
-    import gguf
+    import gguf  # pyright: ignore[reportMissingImports]
 
     types = gguf.GGMLQuantizationType
     asked = {"float32": types.F32, "bfloat16": types.BF16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
@@ -58,7 +59,7 @@ def write_gguf(model: Path, shape: LlamaShape, kind: str, path: Path) -> None:
     writer.close()
 
 
-def _write_vocabulary(writer: object, size: int) -> None:
+def _write_vocabulary(writer: Any, size: int) -> None:
     """Write tokens as a SentencePiece model has them: three of control, the bytes, words."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     kinds = [_UNKNOWN, _CONTROL, _CONTROL, *[_BYTE] * 256]
@@ -90,7 +91,7 @@ class LlamaCpp:
 
     def __init__(self, path: Path, requests: int, tokens: int):
         """`tokens` bounds a prompt and its answer."""
-        import xllamacpp
+        import xllamacpp  # pyright: ignore[reportMissingImports]
 
         params = xllamacpp.CommonParams()
         params.model.path = str(path)

@@ -1,18 +1,24 @@
 """A workload that shifts between adapters and long contexts: one page pool against fixed shares.
 
-`python -m bench.page_pool --out DIR`: a Llama of random weights with 5 million parameters on a CPU,
-60 MiB for KV pages and adapters. Three phases come one after the other, several times:
+`python -m bench.page_pool --out DIR`: a Llama of random weights. Three phases come one after the
+other, several times:
 
-    adapters   160 short requests over 48 adapters of rank 16 (57 MB)
-    long       72 questions about 16 documents of 768 tokens (48 MB of KV)
+    adapters   short requests over many adapters, which fill the budget
+    long       questions about documents, whose KV fills it
     both       both kinds, over half of the adapters and half of the documents
 
+On a CPU 5 million parameters, 60 MiB for KV pages and adapters; with `--large` on a GPU 16 layers
+of Llama-3.1-8B's shape and 3 GiB, documents that no two requests share, and wall-clock seconds.
+
 Engines with fixed shares of the same bytes get them too. Of those the best is the one that takes
-least time over all phases. Times are processor seconds of the process, for the machine may have
-other work; a phase counts with its own transition.
+least time over all phases. On a CPU times are processor seconds of the process, for the machine may
+have other work; a phase counts with its own transition. `--engine NAME` runs one engine and adds it
+to the results of others in DIR; with `--lock FILE` engines of several processes, which all start at
+once, measure by turns.
 """
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -26,124 +32,195 @@ from typing import Any
 
 import jax
 
+from bench import tier_throughput
 from bench.random_model import LlamaShape, write_adapter, write_llama
+from bench.turns import turn
 from serving import Engine, Sampling
 
-SHAPE = LlamaShape(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=704,
-    num_layers=4,
-    num_heads=4,
-    num_kv_heads=2,
-    max_positions=1024,
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, a budget, and what is asked for."""
+
+    shape: LlamaShape
+    budget: int  # bytes
+    shares: tuple[float, ...]  # of adapters, in engines with fixed ones
+    adapters: int
+    rank: int
+    documents: int  # 0: each request has its own
+    tokens: int  # of a document
+    answer: int  # tokens
+    phases: dict[str, tuple[int, int]]  # requests of each kind
+    fields: dict[str, Any]
+
+
+PHASES = ("adapters", "long", "both")
+SMALL = Case(
+    shape=LlamaShape(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=704,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=1024,
+    ),
+    budget=60 << 20,
+    shares=(0.2, 0.35, 0.5, 0.65, 0.8),
+    adapters=48,
+    rank=16,
+    documents=16,
+    tokens=768,
+    answer=12,
+    phases={"adapters": (160, 0), "long": (0, 72), "both": (80, 36)},
+    fields={
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "max_loras": 64,
+        "max_lora_rank": 16,
+    },
 )
-BUDGET = 60 << 20
-SHARES = (0.2, 0.35, 0.5, 0.65, 0.8)  # of adapters, in engines with fixed ones
-ADAPTERS, DOCUMENTS, TOKENS, RANK = 48, 16, 768, 16
-PHASES = {"adapters": (160, 0), "long": (0, 72), "both": (80, 36)}  # requests of each kind
-ANSWER = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
-FIELDS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 1024,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 256,
-    "max_loras": 64,
-    "max_lora_rank": RANK,
-    "max_queue": 4096,
-    "structured_outputs": False,
-}
+LARGE = Case(
+    shape=dataclasses.replace(tier_throughput.LLAMA_8B, num_layers=16, max_positions=4096),
+    budget=3 << 30,
+    shares=(0.25, 0.4, 0.55, 0.7),
+    adapters=64,
+    rank=16,
+    documents=0,
+    tokens=2048,
+    answer=96,
+    phases={"adapters": (256, 0), "long": (0, 48), "both": (128, 24)},
+    fields={
+        "load_format": "dummy",
+        "max_model_len": 2304,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 1024,
+        "max_loras": 80,
+        "max_lora_rank": 16,
+        "max_total_adapter_bytes": 32 << 30,
+    },
+)
 
 
-def requests(phase: str, rng: random.Random) -> list[tuple[list[int], str | None]]:
+def requests(case: Case, phase: str, rng: random.Random) -> list[tuple[list[int], str | None]]:
     """Return prompts and adapters of a phase, in a random order."""
-    short, long = PHASES[phase]
-    parts = 2 if phase == "both" else 1
+    short, long = case.phases[phase]
+    parts, most = 2 if phase == "both" else 1, case.shape.vocab_size - 1
     asked: list[tuple[list[int], str | None]] = []
     for _ in range(short):
-        prompt = [rng.randrange(3, SHAPE.vocab_size - 1) for _ in range(8)]
-        asked.append((prompt, f"a{rng.randrange(ADAPTERS // parts)}"))
+        prompt = [rng.randrange(3, most) for _ in range(8)]
+        asked.append((prompt, f"a{rng.randrange(case.adapters // parts)}"))
     for _ in range(long):
-        words = random.Random(rng.randrange(DOCUMENTS // parts))
-        document = [words.randrange(3, SHAPE.vocab_size - 1) for _ in range(TOKENS)]
-        asked.append((document + [rng.randrange(3, 4000) for _ in range(8)], None))
+        words = rng
+        if case.documents:
+            words = random.Random(rng.randrange(case.documents // parts))
+        document = [words.randrange(3, most) for _ in range(case.tokens)]
+        asked.append((document + [rng.randrange(3, most) for _ in range(8)], None))
     rng.shuffle(asked)
     return asked
 
 
-def run(engine: Engine, rounds: int) -> dict[str, Any]:
+def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
     """Return seconds of each phase and round, and what the engine answered."""
-    seconds: dict[str, list[float]] = {phase: [] for phase in PHASES}
-    walls: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    answer = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
+    took: dict[str, dict[str, list[float]]] = {
+        kind: {phase: [] for phase in PHASES} for kind in ("processor", "wall", "steps")
+    }
     answers, failed = [], 0
     for number in range(rounds + 1):  # the first round fills and is not counted
         for phase in PHASES:
-            asked = requests(phase, random.Random(f"{number} {phase}"))
+            asked = requests(case, phase, random.Random(f"{number} {phase}"))
             prompts, adapters = (list(each) for each in zip(*asked, strict=True))
-            begun, wall = time.process_time(), time.perf_counter()
-            outputs = engine.generate(prompts, adapters, [ANSWER] * len(asked))
+            begun, wall, steps = time.process_time(), time.perf_counter(), engine.stats().steps
+            outputs = engine.generate(prompts, adapters, [answer] * len(asked))
             if number:
-                seconds[phase].append(time.process_time() - begun)
-                walls[phase].append(time.perf_counter() - wall)
+                took["processor"][phase].append(time.process_time() - begun)
+                took["wall"][phase].append(time.perf_counter() - wall)
+                took["steps"][phase].append(engine.stats().steps - steps)
             tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-            failed += sum(len(each) != ANSWER.max_tokens for each in tokens)
+            failed += sum(len(each) != case.answer for each in tokens)
             answers.append(tokens)
     stats = engine.stats()
     return {
-        "seconds": seconds,
-        "wall": walls,
+        **took,
         "failed": failed,
         "loads": stats.adapter_swaps,
         "prefix_hit_rate": stats.prefix_hit_rate,
         "preemptions": stats.preemptions,
-        "steps": stats.steps,
         "given": stats.pool.given,
+        "pool_bytes": stats.pool.total_bytes,
+        "compilations_after_warmup": stats.compilations_after_warmup,
         "answers": hash(tuple(map(tuple, answers))),
     }
 
 
-def measure(folder: Path, rounds: int, shares: Sequence[float]) -> dict[str, Any]:
-    """Return what each engine gave, by its name."""
-    write_llama(folder / "model", SHAPE)
-    adapters = {}
-    for number in range(ADAPTERS):
-        write_adapter(folder / f"a{number}", SHAPE, RANK, seed=number)
-        adapters[f"a{number}"] = str(folder / f"a{number}")
-    sizes = {"pool": {"page_pool_bytes": BUDGET}}
-    for share in shares:
-        lora = int(BUDGET * share)
-        sizes[f"{share:.0%}"] = {
-            "lora_memory_bytes": lora,
-            "kv_cache_memory_bytes": BUDGET - lora,
-        }
-    found = {}
-    for name, fields in sizes.items():
-        with Engine(str(folder / "model"), adapters, **FIELDS, **fields) as engine:
-            found[name] = run(engine, rounds)
-        print(name, {p: [round(s, 2) for s in t] for p, t in found[name]["seconds"].items()})
+def write_files(folder: Path, case: Case) -> dict[str, str]:
+    """Write the model and the adapters; return the adapters' folders by name."""
+    names = [f"a{number}" for number in range(case.adapters)]
+    if case.fields.get("load_format") == "dummy":
+        tier_throughput.write_model(folder / "model", case.shape)
+        targets = tuple(case.shape.linears())
+        tier_throughput.write_adapters(folder, case.shape, case.adapters, targets, distinct=8)
+    else:
+        write_llama(folder / "model", case.shape)
+        for number, name in enumerate(names):
+            write_adapter(folder / name, case.shape, case.rank, seed=number)
+    return {name: str(folder / name) for name in names}
+
+
+def engines(case: Case) -> dict[str, dict[str, int]]:
+    """Return the memory of each engine, by its name."""
+    found = {"pool": {"page_pool_bytes": case.budget}}
+    for share in case.shares:
+        lora = int(case.budget * share)
+        left = case.budget - lora
+        found[f"{share:.0%}"] = {"lora_memory_bytes": lora, "kv_cache_memory_bytes": left}
     return found
 
 
-def summary(found: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    folder: Path, case: Case, rounds: int, names: Sequence[str], lock: Path | None
+) -> dict[str, Any]:
+    """Return what each engine gave, by its name."""
+    adapters, found = write_files(folder, case), {}
+    for name in names:
+        how = {**case.fields, **engines(case)[name], "structured_outputs": False}
+        with Engine(str(folder / "model"), adapters, max_queue=4096, **how) as engine, turn(lock):
+            found[name] = run(engine, case, rounds)
+        print(name, json.dumps(found[name]), flush=True)
+    return found
+
+
+def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
     """Return tokens a second of each engine and phase, and the pool's against the best share."""
-    rates: dict[str, dict[str, float]] = {}
-    for name, one in found.items():
-        rates[name] = {
-            phase: sum(PHASES[phase]) * ANSWER.max_tokens / statistics.median(seconds)
-            for phase, seconds in one["seconds"].items()
-        }
-    total = {
-        name: sum(statistics.median(s) for s in one["seconds"].values())
+    took = {
+        name: {phase: statistics.median(seconds) for phase, seconds in one[kind].items()}
         for name, one in found.items()
     }
-    best = min((name for name in found if name != "pool"), key=lambda name: total[name])
+    rates = {
+        name: {phase: sum(case.phases[phase]) * case.answer / of[phase] for phase in PHASES}
+        for name, of in took.items()
+    }
+    total = {name: sum(of.values()) for name, of in took.items()}
+    shares = [name for name in found if name != "pool"]
+    if "pool" not in found or not shares:
+        return {"tokens_per_s": rates}
+    best = min(shares, key=lambda name: total[name])
     ratios = {phase: rates["pool"][phase] / rates[best][phase] for phase in PHASES}
+    of_phase = {
+        phase: rates["pool"][phase] / max(rates[name][phase] for name in shares) for phase in PHASES
+    }
     return {
-        "tokens_per_processor_s": rates,
+        "seconds_are": kind,
+        "tokens_per_s": rates,
         "seconds_of_all_phases": total,
         "best_share": best,
         "pool_to_best_share": ratios,
         "in_its_worst_phase": max(ratios.values()),
+        "all_phases": total[best] / total["pool"],
+        "pool_to_best_share_of_each_phase": of_phase,
         "failed": {name: one["failed"] for name, one in found.items()},
         "same_answers": len({one["answers"] for one in found.values()}) == 1,
     }
@@ -155,23 +232,30 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
+    parser.add_argument("--large", action="store_true", help="on a GPU")
+    parser.add_argument("--engine", help="this one alone: pool, or a share such as 25%%")
+    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
     args = parser.parse_args()
-    before = os.getloadavg()[0]
+    case, before = LARGE if args.large else SMALL, os.getloadavg()[0]
+    names = [args.engine] if args.engine else list(engines(case))
     with tempfile.TemporaryDirectory() as place:
-        found = measure(Path(place), args.rounds, args.shares)
+        found = measure(Path(place), case, args.rounds, names, args.lock)
     device = jax.devices()[0].device_kind.replace(" ", "_").lower()
-    result = {
-        "device": device,
-        "cores": os.cpu_count(),
-        "load_average_before": before,
-        "date": datetime.date.today().isoformat(),
-        "bytes": BUDGET,
-        "summary": summary(found),
-        "engines": found,
-    }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"page_pool_{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    file = args.out / f"page_pool_{device}.json"
+    with turn(args.lock):
+        told = json.loads(file.read_text()) if args.engine and file.exists() else {"engines": {}}
+        all_found = {**told["engines"], **found}
+        result = {
+            "device": device,
+            "cores": os.cpu_count(),
+            "load_average_before": before,
+            "date": datetime.date.today().isoformat(),
+            "case": dataclasses.asdict(case),
+            "summary": summary(all_found, case, "wall" if args.large else "processor"),
+            "engines": all_found,
+        }
+        file.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result["summary"], indent=1))
 
 

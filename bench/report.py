@@ -18,7 +18,7 @@ from bench.functions.plots import plot_functions
 from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
-from bench.parallel.plots import plot_exchange
+from bench.parallel.plots import plot_cluster, plot_exchange
 from bench.vision.plots import plot_applications
 
 BARS = {
@@ -104,6 +104,7 @@ PLOTS = {
     "esft_speed_": plot_esft_speed,
     "lora_server_": plot_lora_server,
     "functions_simulated": plot_functions,
+    "parallel_cluster_": plot_cluster,
     "parallel_exchange_": plot_exchange,
     "vision_applications_": plot_applications,
 }

@@ -11,6 +11,7 @@ import jax
 
 STEPS = 3
 TOP = 14
+KEPT = 40  # kernels of a profile in a JSON file
 _TURN = "turn of a step "
 KINDS = {  # the first that matches a kernel's name
     "experts": r"grouped_matmul",
@@ -74,6 +75,12 @@ def _kernels(folder: Path, turns: int) -> list[Kernels]:
         {name: (len(took) / STEPS, sum(took) / STEPS) for name, took in turn.items()}
         for turn in found
     ]
+
+
+def longest(kernels: Kernels, parts: int = 1) -> Kernels:
+    """Return the kernels that take longest, with the share that one of equal parts has in them."""
+    kept = sorted(kernels.items(), key=lambda item: -item[1][1])[:KEPT]
+    return {name: (round(n / parts, 2), round(us / parts, 2)) for name, (n, us) in kept}
 
 
 def show_profile(title: str, kernels: Kernels) -> str:

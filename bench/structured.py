@@ -2,8 +2,8 @@
 
 `python -m bench.structured --model small --out DIR` serves one model and takes turns: all rows
 plain, half of them bound by a JSON schema, all of them. A figure is the mean time between two
-tokens of the row that came last, while every row decodes. "masks" is the part of it in which the
-host fills token masks, while the device computes the step's logits; "host" is what the engine's
+tokens of the row that came last, while every row decodes. "masks" is the time in which the host's
+threads fill token masks, while the device computes the step's logits; "host" is what the engine's
 thread does in a step, part by part. Processor time is that of the whole process, for a CPU that
 others use too. "shipped" is assets/tiny-moe; the others have random weights and a vocabulary of
 Qwen3's size: that of `--tokens FILE` (.tiktoken or .tiktoken.gz), or one made up of words, digits,
@@ -131,7 +131,10 @@ class Parts:
         self.seconds: dict[str, list[float]] = {}
         self._time(parts.scheduler, "plan", "complete")
         self._time(parts.runner, "dispatch", "forward", "sample", "read")
-        self._time(engine.grammars.masks, "fill")
+        self._time(parts.runner._step, "_step", "_forward", "_sample", launch="launch ")
+        self._time(parts.runner._step.inputs, "set_table", "set_masks")
+        self._time(engine.grammars.masks, "start", "finish")
+        self._time(engine.grammars.masks, "_work")
         self._time(loop, "_hand_out")
 
     def start(self) -> None:
@@ -139,15 +142,15 @@ class Parts:
         for seconds in self.seconds.values():
             seconds.clear()
 
-    def _time(self, owner: Any, *names: str) -> None:
+    def _time(self, owner: Any, *names: str, launch: str = "") -> None:
         for name in names:
-            seconds = self.seconds[name.lstrip("_")] = []
+            seconds = self.seconds[launch + name.lstrip("_")] = []
             setattr(owner, name, functools.partial(_timed, getattr(owner, name), seconds))
 
 
-def _timed(call: Callable, seconds: list[float], *args: Any) -> Any:
+def _timed(call: Callable, seconds: list[float], *args: Any, **names: Any) -> Any:
     began = time.perf_counter()
-    result = call(*args)
+    result = call(*args, **names)
     seconds.append(time.perf_counter() - began)
     return result
 
@@ -219,7 +222,7 @@ def _row(
         [(one[place], other[place]) for one, other in zip(taken, plain, strict=True)]
         for place in (0, 1)
     )
-    masks = spent["fill"] or [0.0]
+    masks = spent["work"] or [0.0]
     return {
         "rows": rows,
         "case": name,

@@ -5,12 +5,15 @@ made on the device, and adapters of rank 16 on q_proj and v_proj in bfloat16, 13
 adapters' files have bytes of their own; the others are hard links to them beside a config of their
 own, so that each has its own digest and reads and copies as many bytes. A tenth of the requests
 ask the base model. First-token times of 1, 2, 4 and 8 adapters for each slot come last, as
-`bench.adapter_slots` measures them. `--small` runs the same on a CPU in a minute, to try it.
+`bench.adapter_slots` measures them, in an engine with a slot for each row: with fewer slots 70% of
+the rows' load may name more adapters at a time than there are slots, which no order of loads can
+serve. `--small` runs the same on a CPU in a minute, to try it.
 """
 
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import queue
@@ -18,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from safetensors.numpy import save_file
 
 from bench import adapter_slots
 from bench.random_model import LlamaShape, llama_config
+from bench.turns import turn
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
 
@@ -53,6 +57,7 @@ SMALL = LlamaShape(
 )
 TARGETS = ("self_attn.q_proj", "self_attn.v_proj")
 RANK, DISTINCT = 16, 32
+PARTS = ("throughput", "slots")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +70,12 @@ class Case:
     rows: int = 64
     prompt: int = 128
     answer: int = 128
-    requests: int = 384
-    rounds: int = 2
+    requests: int = 1024  # handed in at once; the last ones of a few leave rows and slots idle
+    fill: int = 256  # requests that come before, of which nothing is counted
+    rounds: int = 1
     zipf: float = 1.0
     base_share: float = 0.1
+    uniform: int = 320  # requests of each ratio of adapters to slots
 
 
 def write_model(folder: Path, shape: LlamaShape) -> None:
@@ -78,13 +85,20 @@ def write_model(folder: Path, shape: LlamaShape) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[str]:
-    """Write adapters, all but the first by hard links; return their names."""
+def write_adapters(
+    folder: Path,
+    shape: LlamaShape,
+    count: int,
+    targets: tuple[str, ...] = TARGETS,
+    *,
+    distinct: int = DISTINCT,
+) -> list[str]:
+    """Write adapters, all but the first ones by hard links; return their names."""
     rng, files = np.random.default_rng(0), []
-    for number in range(min(DISTINCT, count)):
+    for number in range(min(distinct, count)):
         tensors = {}
         for layer in range(shape.num_layers):
-            for name in TARGETS:
+            for name in targets:
                 d_out, d_in = shape.linears()[name]
                 path = f"base_model.model.model.layers.{layer}.{name}"
                 for part, dims in (("lora_A", (RANK, d_in)), ("lora_B", (d_out, RANK))):
@@ -101,7 +115,7 @@ def write_adapters(folder: Path, shape: LlamaShape, count: int) -> list[str]:
             "revision": name,  # its own digest
             "r": RANK,
             "lora_alpha": RANK,
-            "target_modules": [target.split(".")[-1] for target in TARGETS],
+            "target_modules": [target.split(".")[-1] for target in targets],
         }
         (folder / name / "adapter_config.json").write_text(json.dumps(config))
     return names
@@ -124,7 +138,7 @@ class Times:
         return (self.at[-1] - self.at[0]) / max(1, len(self.at) - 1)
 
 
-def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, float]:
+def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, Any]:
     """Hand in one request for each name at once; return tokens per second and base rows' TPOT."""
     rng, ended = random.Random(seed), queue.SimpleQueue()
     sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
@@ -153,10 +167,10 @@ def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) ->
     }
 
 
-def asked_by(names: list[str], case: Case, rng: random.Random) -> list[str | None]:
+def asked_by(names: list[str], count: int, case: Case, rng: random.Random) -> list[str | None]:
     """Return the adapter of each request of a round; None: the base model."""
     weights = [(rank + 1) ** -case.zipf for rank in range(len(names))]
-    chosen: list[str | None] = list(rng.choices(names, weights, k=case.requests))
+    chosen: list[str | None] = list(rng.choices(names, weights, k=count))
     return [None if rng.random() < case.base_share else name for name in chosen]
 
 
@@ -167,63 +181,101 @@ def tier_hits(engine: Engine) -> dict[str, float]:
     return {tier: sample(name, {"tier": tier}) or 0.0 for tier in ("device", "host", "disk")}
 
 
-def measure(case: Case, shape: LlamaShape, keep: Callable[[dict], None]) -> None:
-    """Measure one adapter and each population; `keep` gets what is known so far."""
-    rng = random.Random(1)
+def fields_of(case: Case, shape: LlamaShape, folder: Path, slots: int) -> dict[str, Any]:
+    """Return the settings of an engine with so many adapter slots."""
+    length = case.prompt + case.answer + 16
+    token = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # bytes of KV in bfloat16
+    return {
+        "load_format": "dummy",
+        "max_model_len": length,
+        "max_num_seqs": case.rows,
+        "max_num_batched_tokens": max(512, case.rows),
+        "kv_cache_memory_bytes": (case.rows + 1) * (length + 16) * token,
+        "max_queue": 8192,
+        "structured_outputs": False,
+        "enable_prefix_caching": False,
+        "max_lora_rank": RANK,
+        "max_loras": slots,
+        "max_cpu_loras": case.on_host,
+        "max_total_adapter_bytes": 64 << 30,
+        "lora_dir": str(folder / "adapters"),
+        "max_adapter_loads_per_minute": 1_000_000,
+        "adapter_wait_s": 600.0,
+    }
+
+
+def measure_throughput(
+    engine: Engine, names: list[str], case: Case, keep: Callable[[dict], None]
+) -> dict[str, Any]:
+    """Return the figures of one adapter and of each population; `keep` gets those so far."""
+    rng, result = random.Random(1), {}
+    cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
+    for key, population in cases.items():
+        rounds = []
+        for number in range(case.rounds + 1):  # the first fills the tiers
+            before, steps = tier_hits(engine), engine.stats().steps
+            count = case.requests if number and key != "one" else case.fill
+            asked = asked_by(population, count, case, rng)
+            figures = run_round(engine, asked, case, number)
+            after = tier_hits(engine)
+            figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
+            figures["steps"] = engine.stats().steps - steps
+            figures["requests"] = len(asked)
+            rounds.append(figures)
+            print(key, figures, flush=True)
+        found = {
+            name: statistics.median(one[name] for one in rounds[1:])
+            for name in ("tokens_per_s", "base_tpot_ms")
+        }
+        result[key] = found | {"rounds": rounds}
+        if key != "one":
+            found["ratio"] = found["tokens_per_s"] / result["one"]["tokens_per_s"]
+            found["base_tpot_ratio"] = found["base_tpot_ms"] / result["one"]["base_tpot_ms"]
+            result[key] |= found
+        keep(result)
+    return result
+
+
+def measure_slots(engine: Engine, names: list[str], case: Case) -> dict[str, Any]:
+    """Return first-token times of more adapters than slots, of which there are as many as rows."""
+    uniform = adapter_slots.Case(
+        requests=case.uniform, turns=1, prompt=case.prompt, answer=case.answer // 2
+    )
+    names = names[: case.rows * max(uniform.ratios)]
+    return adapter_slots.measure(engine, names, case.rows, uniform)
+
+
+def measure(
+    case: Case,
+    shape: LlamaShape,
+    parts: Sequence[str],
+    lock: Path | None,
+    keep: Callable[[dict], None],
+) -> None:
+    """Measure what is asked for; `keep` gets what is known so far."""
     result: dict[str, Any] = {"case": dataclasses.asdict(case)}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         write_model(folder / "model", shape)
         (folder / "adapters").mkdir()
         names = write_adapters(folder / "adapters", shape, max(case.populations))
-        fields = {
-            "load_format": "dummy",
-            "max_model_len": case.prompt + case.answer + 16,
-            "max_num_seqs": case.rows,
-            "max_num_batched_tokens": max(512, case.rows),
-            "max_queue": 8192,
-            "structured_outputs": False,
-            "enable_prefix_caching": False,
-            "max_lora_rank": RANK,
-            "max_loras": case.on_device,
-            "max_cpu_loras": case.on_host,
-            "max_total_adapter_bytes": 64 << 30,
-            "lora_dir": str(folder / "adapters"),
-            "max_adapter_loads_per_minute": 1_000_000,
-            "adapter_wait_s": 600.0,
-        }
-        with Engine(str(folder / "model"), **fields) as engine:
-            cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
-            for key, population in cases.items():
-                rounds = []
-                for turn in range(case.rounds + 1):  # the first fills the tiers
-                    before = tier_hits(engine)
-                    asked = asked_by(population, case, rng)
-                    figures = run_round(engine, asked, case, turn)
-                    after = tier_hits(engine)
-                    figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
-                    rounds.append(figures)
-                    print(key, figures, flush=True)
-                found = {
-                    name: statistics.median(one[name] for one in rounds[1:])
-                    for name in ("tokens_per_s", "base_tpot_ms")
-                }
-                result[key] = found | {"rounds": rounds}
-                if key != "one":
-                    found["ratio"] = found["tokens_per_s"] / result["one"]["tokens_per_s"]
-                    found["base_tpot_ratio"] = found["base_tpot_ms"] / result["one"]["base_tpot_ms"]
-                    result[key] |= found
-                keep(result)
-            uniform = adapter_slots.Case(
-                requests=case.requests, turns=1, prompt=case.prompt, answer=case.answer // 2
-            )
-            most = case.on_device * max(uniform.ratios)
-            if most <= case.on_host:  # first-token times of more adapters than slots
-                found = adapter_slots.measure(engine, names[:most], case.on_device, uniform)
-                result["adapters_to_slots"] = found
-                print(found, flush=True)
-            result["compilations_after_warmup"] = engine.stats().compilations_after_warmup
+        for part in parts:
+            slots = case.on_device if part == "throughput" else case.rows
+            how = fields_of(case, shape, folder, slots)
+            with Engine(str(folder / "model"), **how) as engine, turn(lock):
+                if part == "throughput":
+                    keep_so_far = functools.partial(_keep_more, keep, dict(result))
+                    result |= measure_throughput(engine, names, case, keep_so_far)
+                else:
+                    result["adapters_to_slots"] = measure_slots(engine, names, case)
+                    print(result["adapters_to_slots"], flush=True)
+                told = "compilations_after_warmup"
+                result[told] = result.get(told, 0) + engine.stats().compilations_after_warmup
             keep(result)
+
+
+def _keep_more(keep: Callable[[dict], None], known: dict, more: dict) -> None:
+    keep(known | more)
 
 
 def _write(file: Path, result: dict[str, Any]) -> None:
@@ -236,15 +288,19 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--part", choices=PARTS, help="this one alone")
+    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
     args = parser.parse_args()
     case, shape = Case(), LLAMA_8B
     if args.small:
-        case, shape = Case((40, 100), 8, 64, 8, 16, 16, 64, 1), SMALL
+        case, shape = Case((40, 100), 8, 64, 8, 16, 16, 64, 32, uniform=64), SMALL
+    parts = PARTS if args.part is None else (args.part,)
     device = jax.devices()[0].device_kind.replace(" ", "_").lower()
     told = {"device": device, "date": datetime.date.today().isoformat()}
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"tier_throughput_{device}.json"
-    measure(case, shape, lambda result: _write(file, told | result))
+    of_part = f"_{args.part}" if args.part else ""
+    file = args.out / f"tier_throughput{of_part}_{device}.json"
+    measure(case, shape, parts, args.lock, lambda result: _write(file, told | result))
 
 
 if __name__ == "__main__":

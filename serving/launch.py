@@ -146,7 +146,7 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         sock = _listen(options)
         stack.callback(sock.close)
-        if options.functions.functions is not None:
+        if options.functions.functions is not None and options.cluster.is_single:
             from serving.cluster.functions_front import serve_functions
 
             serve_functions(options, sock)

@@ -22,8 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # `make test` compiles for speed of the compiler: a quarter of the time for the same program. Tests
 # marked as_shipped, `make test-all` and `make test-avx2` compile what a user's process does.
+sys.path.insert(0, str(Path(__file__).parent))  # for the shared modules beside this file
 if os.environ.get("FAST_COMPILE"):
-    sys.path.insert(0, str(Path(__file__).parent))
     from support.processes.compiler import compile_fast
 
     compile_fast(os.environ)
@@ -31,9 +31,9 @@ if os.environ.get("FAST_COMPILE"):
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # for the shared modules beside this file
 
 # Of this process alone: servers and ranks of tests have one, and share their programs.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -83,8 +83,20 @@ FURTHER_NOTEBOOKS = (
     "4_functions.ipynb",
     "5_agents.ipynb",
 )
-# Files that share what one worker makes once: a server of the shipped model, an engine.
+# Files that share what one worker makes once: a server of the shipped model, an engine, torch.
 TOGETHER = (
+    (
+        "tests/model/models/",
+        "tests/model/finetune/test_peft_export.py",
+        "tests/model/nn/test_rope.py",
+        "tests/model/nn/test_vision.py",
+        "tests/unit/vision/",
+        "tests/kernels/npu_backend/",
+        "tests/system/serving/test_brought_adapters.py",
+        "tests/system/serving/test_esft_with_images.py",
+        "tests/system/serving/test_image_families.py",
+        "tests/system/serving/test_image_requests.py",
+    ),
     ("tests/system/clients/",),
     (
         "tests/system/serving/http/",
@@ -118,6 +130,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker how tests are dealt out: pytest-xdist does not."""
+    node.workerinput["dist"] = node.config.getvalue("dist")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Deal out files, and those of TOGETHER to one worker."""
     if config.getvalue("dist") != "loadfile":
@@ -129,7 +147,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file = super()._split_scope(nodeid)
             return next((group[0] for group in TOGETHER if file.startswith(group)), file)
 
+        def _reschedule(self, node: Any) -> None:
+            """Give a worker its next file when it has one left: it may wait behind a long one."""
+            if self._pending_of(self.assigned_work[node]) < 2:
+                super()._reschedule(node)
+
     return Scheduling(config, log)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> LateFile | None:
+    """Let a worker collect a file when it runs it."""
+    return late_file(module_path, parent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run the tests of a file that is collected late."""
+    if not isinstance(item, LateFile):
+        return None
+    item.run_tests(nextitem)
+    return True
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -145,7 +182,7 @@ def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
     share: one family's tests stand for them.
     """
     place = item.path.relative_to(ROOT).as_posix()
-    if not place.startswith(SAMPLED):
+    if isinstance(item, LateFile) or not place.startswith(SAMPLED):
         return False
     of_each = getattr(item.cls, "of_each_family", None)
     if of_each is not None and not item.cls.stands_for_others and item.originalname not in of_each:

@@ -6,6 +6,8 @@ for four hours of the Azure Functions trace; every baseline is a model of its id
 `python -m bench.functions --isolation MODEL --adapter DIR --out DIR`: the price of each isolation
 level, for --tenants adapters at once.
 `python -m bench.functions --pages GB --out DIR`: pages of so many GB that processes attach to.
+`python -m bench.functions --device llama-2-7b --out DIR`: starts, bytes and turns of functions on
+a GPU, with random weights of that shape.
 `python -m bench.functions --measure MODEL --adapter DIR --out DIR`: starts, and turns of 2 and 4.
 """
 
@@ -16,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import device_pages, isolation, measured, policies
+from bench.functions import device_functions, device_pages, isolation, measured, policies
+from bench.functions.large_model import SHAPES
 from bench.functions.run import simulate
 from bench.functions.sweeps import sweeps
 from bench.functions.systems import ABLATIONS, SYSTEMS
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--isolation", type=Path, metavar="MODEL", help="levels over this model")
     parser.add_argument("--adapter", type=Path, help="of --measure and --isolation")
     parser.add_argument("--pages", type=float, nargs="+", metavar="GB", help="sizes to attach to")
+    parser.add_argument("--device", choices=SHAPES, help="functions of a model of this shape")
     parser.add_argument("--importers", type=int, default=4, help="of --pages")
     parser.add_argument("--tenants", type=int, default=8, help="of --isolation")
     parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="of --isolation")
@@ -58,9 +62,11 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    named = given.measure, given.isolation, given.pages
+    named = given.measure, given.isolation, given.pages, given.device
     if given.policies + given.simulate + sum(one is not None for one in named) != 1:
-        parser.error("give one of --policies, --simulate, --measure, --isolation and --pages.")
+        parser.error(
+            "give one of --policies, --simulate, --measure, --isolation, --pages and --device."
+        )
     if (given.measure or given.isolation) and given.adapter is None:
         parser.error("--measure and --isolation need --adapter.")
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
@@ -80,6 +86,9 @@ def main() -> None:
     elif given.pages:
         command, kind = f"--pages {' '.join(map(str, given.pages))}", "pages"
         result = device_pages.measure(given.pages, [given.importers])
+    elif given.device:
+        command, kind = f"--device {given.device} --seconds {given.seconds:g}", "device"
+        result = device_functions.measure(given.device, given.counts, given.seconds)
     else:
         command, kind = "--simulate", "simulated"
         command += "" if given.times is None else f" --times {given.times.name}"

@@ -1,6 +1,7 @@
 """The best pre-loading plan by mixed-integer programming, for comparison with the greedy one."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -27,14 +28,15 @@ def best_value(
     column = {name: i for i, name in enumerate(names)}
     tier = {place.name: place.on_device for place in places}
     named = {artifact.name: artifact for artifact in artifacts}
-    value = [named[a].seconds(tier[p]) * named[a].rate(rates) for a, p in names]
+    value = [(named[a].seconds(tier[p]) or 0.0) * named[a].rate(rates) for a, p in names]
     rows, limits = _constraints(artifacts, places, column)
     entries = [(i, j, weight) for i, row in enumerate(rows) for j, weight in row.items()]
     i, j, weights = zip(*entries, strict=True)
     matrix = coo_array((weights, (i, j)), shape=(len(rows), len(names))).tocsr()
+    most: Any = np.array(limits)
     found = milp(
         -np.array(value),
-        constraints=LinearConstraint(matrix, -np.inf, np.array(limits)),
+        constraints=LinearConstraint(matrix, -np.inf, most),
         integrality=np.ones(len(names)),
         bounds=Bounds(0, 1),
         options={"time_limit": limit_s, "mip_rel_gap": 1e-4},

@@ -1,4 +1,4 @@
-"""Figures 7 to 15 of ServerlessLoRA (arXiv 2505.14468), drawn from simulated runs.
+"""Figures 2 and 7 to 15 of ServerlessLoRA (arXiv 2505.14468), drawn from simulated runs.
 
 Baselines are models of an idea, as their labels say. Figure 13 is the switches and Table 2.
 """
@@ -19,7 +19,7 @@ COLOURS = ("#1f77b4", "#d95f02", "#e6ab02", "#9a9a9a", "#7570b3")
 def plot_functions(result: dict[str, Any], path: Path) -> None:
     """Draw one panel for each figure, a colour for each system, and write a PNG to `path`."""
     rows = result["simulated"]
-    fig, axes = plt.subplots(3, 3, figsize=(12, 10), layout="constrained")
+    fig, axes = plt.subplots(4, 3, figsize=(12, 13), layout="constrained")
     names = [row["system"] for row in rows["normal"]]
     _bars(axes[0, 0], rows, names, "mean_ttft_s", "figure 7: mean TTFT, s")
     _bars(axes[0, 1], rows, names, "mean_tpot_s", "figure 8: mean TPOT, s")
@@ -48,6 +48,19 @@ def plot_functions(result: dict[str, Any], path: Path) -> None:
         axes[2, 2].plot(quantiles, shares, color=COLOURS[at], lw=1)
     axes[2, 2].set_xscale("log")
     _say(axes[2, 2], 'figure 15: TTFT, "normal"', "s", "share of requests")
+    for at, count in enumerate(sorted({row["functions"] for row in rows["one_and_four"]})):
+        own = [row for row in rows["one_and_four"] if row["functions"] == count]
+        base = next(r for r in own if r["system"].endswith("engine per adapter"))
+        shares = [row["cost_effectiveness"] / base["cost_effectiveness"] for row in own]
+        axes[3, at].bar(range(len(own)), shares, color=COLOURS)
+        axes[3, at].set_xticks([])
+        _say(
+            axes[3, at],
+            f"figure 2{'ab'[at]}: {count} of 7B, cost-effectiveness",
+            "",
+            "of an engine",
+        )
+    axes[3, 2].axis("off")
     handles = [Line2D([], [], color=c, marker="o", ls="") for c in COLOURS]
     fig.legend(handles, names, loc="outside lower center", ncol=3, fontsize=7, frameon=False)
     fig.suptitle(f"Simulated, {result['date']}: {result['command']}", fontsize=9)

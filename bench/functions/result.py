@@ -10,6 +10,7 @@ from serving.functions.policies.prices import (
     always_on,
     cost_effectiveness,
     dollars,
+    published_bill,
     share_backbone,
 )
 
@@ -37,9 +38,19 @@ def figures(simulation: Simulation, seconds: float) -> dict[str, Any]:
         "dollars": cost,
         "dollars_with_idle_backbone": cost + dollars(idle),
         "dollars_whole_device": dollars(_whole_devices(simulation, seconds)),
+        "published_bill": _published_bill(simulation, mean),
         "cost_effectiveness": cost_effectiveness(mean, cost),
         "seconds_by_part": simulation.load_s | {"waiting and prefill": sum(ttft)},
     }
+
+
+def _published_bill(simulation: Simulation, mean_e2e_s: float) -> float | None:
+    """Return the bill of a serverless system as table 1's costs are made; None for others."""
+    system = simulation.system
+    if system.always_on:
+        return None
+    each = len(simulation.functions) // len(simulation.times.models)
+    return published_bill(mean_e2e_s, each if system.shares else 1)
 
 
 def _per_token(simulation: Simulation, request: Request) -> float:

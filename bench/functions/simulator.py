@@ -88,7 +88,7 @@ class Simulation:
         function.cold += bool(self._missing(device, function)) or function.ready_at is not None
 
     def _missing(self, device: Device, function: FunctionState) -> set[str]:
-        missing = set(PARTS) - function.there
+        missing = {str(part) for part in PARTS} - function.there
         return missing if device.backbone_at is not None else missing | {"backbone"}
 
     def _load(self, device: Device, function: FunctionState, parts: set[str]) -> bool:

@@ -20,22 +20,34 @@ from serving.functions.policies.batching import PrefillTime, largest_batch
 SHARES = (0.125, 0.25, 0.5, 1.0)  # of the calls: figure 11
 MEMORIES_GB = (28.0, 32.0, 40.0, 48.0)  # of a device: figure 14
 KEEP_ALIVE_S = (60.0, 300.0, 600.0)
+FUNCTIONS = (1, 4)  # of one backbone: figures 2a and 2b
 # Figure 12: weights of 140 GB over four cards taken as one device; times of prefill and decoding
 # are assumptions of the order of its bars.
 LARGE = Model("70b", 140.0, PrefillTime(1.5, 0.1), 7.5, 0.06, 0.33, 32)
-_SHOWN = ("mean_ttft_s", "mean_e2e_s", "dollars", "dollars_whole_device", "cost_effectiveness")
+_SHOWN = ("mean_ttft_s", "mean_e2e_s", "dollars", "dollars_whole_device")
+_SHOWN += ("published_bill", "cost_effectiveness")
 
 
 def sweeps(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of every sweep; all under "normal" arrivals but the large model's."""
     normal = read_classes(traces)["normal"]
     return {
+        "one_and_four": _one_and_four(normal, times),
         "load": _load(normal, times),
         "memory": _memory(normal, times),
         "keep_alive": _keep_alive(normal, times),
         "batches": peak_batches(times),
         "large": _large(read_llm(traces / "azure_llm_2023_conv.csv.gz", 4), times),
     }
+
+
+def _one_and_four(normal: list[list[float]], times: Times) -> list[dict[str, Any]]:
+    """Return rows of the first backbone alone, with one function and with four."""
+    one, rows = dataclasses.replace(times, models=times.models[:1]), []
+    for count in FUNCTIONS:
+        copies = dataclasses.replace(one, devices_per_model=min(count, times.devices_per_model))
+        rows += [{"functions": count} | _row(s, copies, normal[:count]) for s in SYSTEMS]
+    return rows
 
 
 def _load(normal: list[list[float]], times: Times) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """A model over several devices of one host: `python -m bench.parallel PART --out DIR` writes JSON.
 
 Parts: `exchange` (all-gather, ours beside NCCL's), `bits` (answers against those of one device),
-`steps` (decode and prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine). Parts
+`steps` (decode, prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine), `cluster`
+(instances behind the router, and one alone), `remote` (an instance beside a LoRA Server). Parts
 that run side by side share `--lock FILE`, so that each measures alone. `--exchange lax` takes
 `jax.lax.all_gather` in place of the own kernel. `--tiny` is for a CPU.
 """
@@ -18,14 +19,14 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 import jax
 
-from bench.parallel import bits, graphs, served, steps
+from bench.parallel import bits, cluster, graphs, remote, served, steps
 from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
 from lora_jax.models import split as model_split
 from serving.engine.devices import make_cpu_devices
 
-PARTS = ("exchange", "bits", "steps", "graphs", "served")
+PARTS = ("exchange", "bits", "steps", "graphs", "served", "cluster", "remote")
 TINY_SIZES = steps.Sizes(rows=8, position=20, prompts=2, prompt=12)
 
 
@@ -40,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
     )
+    parser.add_argument("--ranks", type=int, default=2, help="of the LoRA Server")
     parser.add_argument("--position", type=int, default=512, help="of rows that decode")
     parser.add_argument("--prompts", type=int, default=8, help="of a step of prompts; 0: none")
     parser.add_argument("--profile", action="store_true", help="keep the kernels of the steps")
@@ -49,9 +51,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any]:
+def measure(args: argparse.Namespace, folder: Path, quiet: Quiet) -> dict[str, Any] | list[Any]:
     """Return the rows of the part that was asked for."""
-    quiet = Quiet(args.lock)
     raw, devices = _shape(args), args.devices[0]
     sizes = steps.Sizes(position=args.position, prompts=args.prompts)
     sizes = TINY_SIZES if args.tiny else sizes
@@ -65,7 +66,11 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any] | list[Any
         return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
     if args.part == "graphs":
         return graphs.measure(raw, devices, args.expert_parallel, sizes)
-    return served.measure(raw, devices, folder, quiet)
+    if args.part == "cluster":
+        return cluster.measure(raw, devices, folder, quiet, args.out / "logs", tiny=args.tiny)
+    if args.part == "remote":
+        return remote.measure(raw, devices, args.ranks, folder, quiet)
+    return served.measure(raw, devices, folder, quiet, profiled=args.profile)
 
 
 def _shape(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,8 +85,9 @@ def main() -> None:
     make_cpu_devices(max(args.devices))
     if args.exchange == "lax":
         model_split.open_group = lambda devices: None
+    quiet = Quiet(args.lock)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(args, Path(folder))
+        rows = measure(args, Path(folder), quiet)
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     kind = jax.devices()[0].device_kind
     over = "_".join(map(str, args.devices))
@@ -90,7 +96,8 @@ def main() -> None:
     lax = ["lax"] if args.exchange == "lax" else []
     name = "_".join(["parallel", *parts, *experts, *lax, *kind.lower().split(), f"x{over}", date])
     result = {"what": args.part, "device": kind, "date": date, "model": args.model}
-    result |= {"layers": _shape(args)["num_hidden_layers"], "rows": rows}
+    result |= {"layers": _shape(args)["num_hidden_layers"], "alone": quiet.was_alone}
+    result |= {"rows": rows}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     shown = (

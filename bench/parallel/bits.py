@@ -19,7 +19,7 @@ from bench.parallel.shapes import write_config, write_esft, write_lora
 from serving import Engine, RequestOutput, Sampling
 
 REQUESTS, LONGEST, ANSWER = 20, 300, 24
-PAGES, PAGE = 64, 16  # sixteen sequences of up to 300 tokens want up to 300 pages
+SEQUENCES, PAGES, PAGE = 16, 64, 16  # sequences of 300 tokens want 300 pages
 RANKS = (8, 16, 32)
 PAUSE_S = 0.5  # between engines, for parts that wait to measure alone
 SCORED = Sampling(
@@ -81,22 +81,19 @@ def run(
     """Return the answers of an engine over so many devices."""
     per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
     fields |= {"load_format": "dummy", "tensor_parallel_size": devices, "dtype": "bfloat16"}
-    fields |= {"max_num_seqs": 16, "max_num_batched_tokens": 256, "max_model_len": 512}
+    fields |= {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
     fields |= {"max_loras": 2, "max_lora_rank": max(RANKS), "structured_outputs": False}
     fields |= {"kv_cache_memory_bytes": PAGES * PAGE * per_token // devices, "block_size": PAGE}
     fields |= {"max_esft_adapters": 0}
     if any(name.startswith("e") for name in adapters):
         fields |= {"max_esft_adapters": 1, "max_esft_experts": 3, "esft_memory_bytes": 512 << 20}
-    rng = np.random.default_rng(5)
-    lengths = rng.integers(3, LONGEST, REQUESTS)
-    prompts = [rng.integers(4, raw["vocab_size"], n).tolist() for n in lengths]
-    names = list(itertools.islice(itertools.cycle([None, *adapters]), REQUESTS))
-    samplings = [SCORED if number % 3 else DRAWN for number in range(REQUESTS)]
+    names = [None, *adapters]
     begun = time.perf_counter()
     with Engine(str(model), adapters, **fields) as engine:
         ready = time.perf_counter()
-        outputs = engine.generate(prompts, names, samplings)
-        outputs += engine.generate(prompts[:6], names[:6], SCORED)  # loaded again
+        outputs = outputs_of(engine, raw["vocab_size"], names, LONGEST)
+        outputs += outputs_of(engine, raw["vocab_size"], names[:6], LONGEST)[:6]  # loaded again
+        outputs += _crowded(engine, raw["vocab_size"], names)
         stats = engine.stats()
     took = {"start_s": ready - begun, "answers_s": time.perf_counter() - ready}
     chosen = stats.implementations.get("all_gather", [])
@@ -107,12 +104,32 @@ def run(
         "all_gather": sorted({choice["implementation"] for choice in chosen}),
         **{name: round(seconds, 2) for name, seconds in took.items()},
     }
-    answers = [_answer(output) for output in outputs]
+    answers = [answer(output) for output in outputs]
     facts["digest"] = hashlib.sha256(repr(answers).encode()).hexdigest()[:16]
     return Run(answers, facts)
 
 
-def _answer(output: RequestOutput) -> tuple[Any, ...]:
+def outputs_of(
+    engine: Engine, vocab: int, names: list[str | None], longest: int
+) -> list[RequestOutput]:
+    """Return the answers to prompts of random lengths, with log-probabilities or drawn."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(4, vocab, n).tolist() for n in rng.integers(3, longest, REQUESTS)]
+    asked = list(itertools.islice(itertools.cycle(names), REQUESTS))
+    samplings = [SCORED if number % 3 else DRAWN for number in range(REQUESTS)]
+    return engine.generate(prompts, asked, samplings)
+
+
+def _crowded(engine: Engine, vocab: int, names: list[str | None]) -> list[RequestOutput]:
+    """Return long answers to short prompts: all are admitted, and outgrow the pages together."""
+    rng = np.random.default_rng(6)
+    prompts = rng.integers(4, vocab, (SEQUENCES, PAGE)).tolist()
+    asked = list(itertools.islice(itertools.cycle(names), SEQUENCES))
+    sampling = dataclasses.replace(SCORED, max_tokens=2 * PAGES * PAGE // SEQUENCES)
+    return engine.generate(prompts, asked, sampling)
+
+
+def answer(output: RequestOutput) -> tuple[Any, ...]:
     """Return all that a caller sees of a request."""
     first = output.outputs[0]
     return tuple(first.token_ids), first.logprobs, first.finish_reason, output.prompt_logprobs

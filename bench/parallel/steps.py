@@ -2,8 +2,8 @@
 
 `python -m bench.parallel steps --devices N --out DIR`. The model and its adapters are random and
 made on the devices; programs are those of the engine's runner. One process measures one number of
-devices and one way to split experts. Equal `base_tokens` mean that the whole model drew the same
-tokens as on another number of devices.
+devices and one way to split experts. Equal `base_tokens`, and `prompt_tokens` behind adapters, mean
+that the whole model drew the same tokens as on another number of devices.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from bench import decode_step
 from bench.decode_step import ADAPTERS, GREEDY, PAGE_SIZE, RANK, Case
 from bench.parallel.quiet import Quiet
-from bench.step_profile import profile_step
+from bench.step_profile import Kernels, longest, profile_step
 from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.steps.compiling import compile_all
@@ -30,7 +30,6 @@ from serving.steps.step_programs import Program
 BASE = Case("base", (-1,), GREEDY)
 MIXED = Case(f"{ADAPTERS} adapters", tuple(range(ADAPTERS)), GREEDY)
 CASES = (BASE, MIXED)
-KERNELS = 40  # of a profile
 FEW_TURNS = (5, 8)  # turns, and steps of each: a step of prompts takes long
 
 
@@ -83,7 +82,7 @@ def make_runners(raw: dict[str, Any], sizes: Sizes, split: Split | None) -> Runn
     lowered = list(decode.lowered([Program(sizes.rows, lora) for lora in (False, True)]))
     if prompts is not None:
         lowered += prompts.lowered([Program(sizes.tokens)])
-    compile_all(lowered, len(lowered), progress=False)
+    compile_all(lowered, [str(place) for place in range(len(lowered))], progress=False)
     return Runners(decode, prompts)
 
 
@@ -124,11 +123,14 @@ def measure(
         turns = {f"decode, {n}": t for n, t in _turns(runners.decode, plans).items()}
         decode_step.start(runners.decode, plans[BASE.name])
         tokens = decode_step.digest(decode_step.sampled(runners.decode, plans[BASE.name]))
-        prompts = {}
+        prompts, prompt_tokens = {}, None
         if runners.prompts is not None:
             prompts = {c.name: prompt_plan(c, runners.prompts, vocab, sizes) for c in CASES}
             found = _turns(runners.prompts, prompts, *FEW_TURNS)
             turns |= {f"prompts, {name}": took for name, took in found.items()}
+            decode_step.start(runners.prompts, prompts[MIXED.name])
+            last = decode_step.sampled(runners.prompts, prompts[MIXED.name])
+            prompt_tokens = decode_step.digest(last)
         profiles = _profiles(runners, plans, prompts, devices) if profiled else {}
     if split is not None:
         split.check()
@@ -140,6 +142,7 @@ def measure(
         "adapters": ADAPTERS,
         "rank": RANK,
         "base_tokens": tokens,
+        "prompt_tokens": prompt_tokens,
         "ms": {name: round(statistics.median(took), 4) for name, took in turns.items()},
         "kernels": profiles,
         "turns_ms": {name: [round(t, 4) for t in took] for name, took in turns.items()},
@@ -156,7 +159,7 @@ def _turns(runner: ModelRunner, plans: dict[str, StepPlan], *how: int) -> dict[s
 
 def _profiles(
     runners: Runners, decode: dict[str, StepPlan], prompts: dict[str, StepPlan], devices: int
-) -> dict[str, dict[str, list[float]]]:
+) -> dict[str, Kernels]:
     """Return (launches, us) of the kernels that take longest in a step, by case and name."""
     found, both = {}, [("decode", runners.decode, decode)]
     if runners.prompts is not None:
@@ -165,11 +168,7 @@ def _profiles(
         for name, plan in plans.items():
             decode_step.start(runner, plan)
             kernels = profile_step(functools.partial(decode_step.sampled, runner, plan))
-            longest = sorted(kernels.items(), key=lambda item: -item[1][1])[:KERNELS]
-            found[f"{what}, {name}"] = {
-                kernel: [round(number / devices, 2) for number in numbers]
-                for kernel, numbers in longest
-            }
+            found[f"{what}, {name}"] = longest(kernels, devices)
     return found
 
 

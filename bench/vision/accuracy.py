@@ -59,6 +59,6 @@ def headed(engine: Engine, name: str, examples: list[tasks.Example]) -> float:
     prompts, images = asked(examples)
     answers = [a.outputs for a in engine.classify(prompts, name, images=images)]
     if answers[0].boxes is not None:
-        return round(boxes.f1([answer.boxes for answer in answers], examples), 3)
+        return round(boxes.f1([answer.boxes or () for answer in answers], examples), 3)
     pairs = zip(answers, examples, strict=True)
     return round(float(np.mean([set(a.labels) == set(e.labels) for a, e in pairs])), 3)

@@ -72,6 +72,7 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         app = front_app(cluster, options, keys, audit)
         names = [module.name for module in options.adapters]
         names += sorted(folder_adapters(options.engine.lora_dir))
+        names += sorted(folder_adapters(options.functions.functions))
         examples, chats = examples_of(options), has_template(options.engine)
         url = url_of(options, sock)
         lines = logs.ready_lines(url, base, options.http.has_api_keys, names, examples, chats)

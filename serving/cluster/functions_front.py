@@ -1,9 +1,13 @@
-"""`--functions DIR`: an agent with its functions, and the OpenAI routes in front of them."""
+"""`--functions DIR`: an agent with its functions, and the OpenAI routes in front of them.
+
+With `--instances` each instance is such an agent, on a device of its own, behind one front.
+"""
 
 import dataclasses
 import logging
 import socket
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,7 +15,14 @@ from starlette.types import ASGIApp
 
 from serving.api.examples import read_examples
 from serving.cli.options import Options
-from serving.cli.serve import StartError, front_server, has_template, run_server, url_of
+from serving.cli.serve import (
+    Started,
+    StartError,
+    front_server,
+    has_template,
+    run_server,
+    url_of,
+)
 from serving.cluster.abstract_front import BodyLimits
 from serving.cluster.functions_proxy import FunctionsProxy
 from serving.engine import logs
@@ -32,17 +43,24 @@ logger = logging.getLogger(__name__)
 _FUNCTIONS_SHARE = 0.3  # of the time after SIGTERM, for the processes to end
 
 
-def serve_functions(options: Options, sock: socket.socket) -> None:
+def serve_functions(
+    options: Options,
+    sock: socket.socket,
+    announce: Callable[[Started], None] = lambda started: None,
+) -> None:
     """Load the backbone, start the base model's function, answer until SIGTERM or SIGINT.
 
-    Raises StartError for what cannot be shared, and for a name that stands twice.
+    `announce` is called once requests are answered. Raises StartError for what cannot be shared,
+    and for a name that stands twice.
     """
     logger.info("%s", logs.version_line())
     folder = options.functions.functions
     assert folder is not None, "functions without a folder"
     names = _names(options)
     with ExitStack() as stack:
-        budgets = stack.enter_context(tempfile.TemporaryDirectory(prefix="lora-jax-"))
+        budgets = options.http.budgets_folder  # of all instances
+        if budgets is None:
+            budgets = stack.enter_context(tempfile.TemporaryDirectory(prefix="lora-jax-"))
         try:
             agent = stack.enter_context(_agent(options, names, budgets))
             base = agent.function(name=names[0])  # its sizes are those of all
@@ -55,7 +73,8 @@ def serve_functions(options: Options, sock: socket.socket) -> None:
         except OSError as error:
             raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
         if options.http.keys_file is not None:
-            stack.enter_context(KeyWatch(options.http.keys_file, keys, audit))
+            told = AuditLog() if options.http.is_behind_front else audit
+            stack.enter_context(KeyWatch(options.http.keys_file, keys, told))
         metrics = HttpMetrics()
         most = options.http.max_body_bytes or Bounds(max_model_len, 1).body_bytes
         limits = BodyLimits(most, options.http.body_timeout_s)
@@ -65,7 +84,12 @@ def serve_functions(options: Options, sock: socket.socket) -> None:
         app = _app(proxy, options, keys, audit, metrics)
         lines = _ready_lines(options, sock, names[0])
         end_s = options.shutdown_timeout * _FUNCTIONS_SHARE
-        server = front_server(app, options, sock, lambda: logs.log_all(lines), 2, end_s)
+
+        def ready() -> None:
+            logs.log_all(lines)
+            announce(Started(dict, most))
+
+        server = front_server(app, options, sock, ready, 2, end_s)
         run_server(server, sock)
 
 

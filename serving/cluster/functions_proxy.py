@@ -33,7 +33,7 @@ from serving.cluster.proxy import parts_of
 from serving.cluster.relay import relay, send_whole, while_there
 from serving.cluster.upstream import Headers, UpstreamBroken, UpstreamSlow, send_over
 from serving.functions.callers import token_of
-from serving.functions.handle import Function, FunctionRefused
+from serving.functions.handle import DeviceFull, Function, FunctionRefused
 from serving.functions.running import Running
 from serving.functions.tenants import Tenant
 from serving.http.access.keys import Caller
@@ -59,6 +59,7 @@ _WAITING = 1024  # requests of one function without a process
 _TRIES = 3  # connections to a function that loses its process each time
 _END_S = 30.0  # from a broken answer to the end of its process, on a busy machine
 _BUSY = {"Retry-After": RETRY_S}
+_PROBE_S = 5.0  # between two looks at a device on which nothing starts
 
 
 class AbstractFunctions(Protocol):
@@ -95,16 +96,21 @@ class FunctionsProxy(AbstractFront):
         self._threads = ThreadPoolExecutor(_STARTING, thread_name_prefix="start")
         self._starts: dict[str, asyncio.Task[None]] = {}
         self._waiting: dict[str, int] = {}
+        self._is_lost = False  # nothing starts on this device
+        self._probing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Start no more functions."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _health(self, path: str) -> Response:
-        functions = self._agent.functions
-        return JSONResponse(
-            {"status": "ok", "functions": {n: f.state for n, f in functions.items()}}
-        )
+        """Return the functions' states; 503 where the device starts none any more, not even the
+        base model's, so that a front before this one asks another instance.
+        """
+        states = {n: f.state for n, f in self._agent.functions.items()}
+        down = self._is_lost and path != "/live"
+        status = {"status": "lost" if self._is_lost else "ok", "functions": states}
+        return JSONResponse(status, 503 if down else 200, _BUSY if down else {})
 
     async def _answer_here(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> bool:
         path, method = scope["path"], scope["method"]
@@ -249,9 +255,32 @@ class FunctionsProxy(AbstractFront):
         except ConnectionError as error:
             if isinstance(error, ClientLeft):
                 raise
+            if not isinstance(error, DeviceFull):
+                self._look_at_device()
             raise ApiError(503, scrub(str(error)), headers=_BUSY) from None
         finally:
             self._waiting[name] -= 1
+
+    def _look_at_device(self) -> None:
+        """See whether the base model's function starts: if not, it was not the adapter's fault."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.get_running_loop().create_task(self._probe())
+
+    async def _probe(self) -> None:
+        base = self._agent.function(name=self._base_names[0], lazy=True)
+        while True:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._threads, base.warm)
+            except (DeviceFull, RuntimeError):  # full, or the front ends
+                return
+            except ConnectionError as error:
+                if not self._is_lost:
+                    logger.error("No function starts on this device: %s", error)
+                self._is_lost = True
+            else:
+                self._is_lost = False
+                return
+            await asyncio.sleep(_PROBE_S)
 
     async def _start(self, function: Function) -> None:
         start, before = time.perf_counter(), function.starts
@@ -260,7 +289,7 @@ class FunctionsProxy(AbstractFront):
             self._metrics.started(function.name, time.perf_counter() - start)
 
 
-async def _ended(process: Running | None) -> None:
+async def _ended(process: Running | Tenant | None) -> None:
     """Return when the process is known to have ended: it is not asked again; or after a while."""
     end = time.monotonic() + _END_S
     while process is not None and not process.ended and time.monotonic() < end:

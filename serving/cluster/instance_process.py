@@ -196,6 +196,11 @@ def instance_main(
                 stack.callback(caller.close)
                 access = server_access(place, caller, seat.name)
             announce = functools.partial(_announce, life, sock, orphaned=orphaned)
+            if options.functions.functions is not None:
+                from serving.cluster.functions_front import serve_functions  # here: of few
+
+                serve_functions(options, sock, announce)
+                return
             serve(options, sock, access, gang_of(options, seat.gang), announce=announce)
     except StartError as error:
         logger.error("Instance %d: %s", seat.number, error)

@@ -8,6 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 def merge(text_of: Mapping[str, str]) -> str:
     """Return the exposition texts of the instances as one, with the label `engine`.
 
+    A label `engine` that a sample has is replaced where it is an instance's own, "0", and goes
+    behind where it is a function's: "0/law".
     vLLM labels the engines of its data parallel so; `instance` is a label of Prometheus' own.
     Families come in the order of their first sight, with all samples together, as the format asks.
     """
@@ -25,7 +27,9 @@ def merge(text_of: Mapping[str, str]) -> str:
                 ]
                 lines[name] = []
             for sample in family.samples:
-                labels = {**sample.labels, "engine": instance}
+                inner = sample.labels.get("engine")
+                whose = instance if inner in (None, "0") else f"{instance}/{inner}"
+                labels = {**sample.labels, "engine": whose}
                 shown = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
                 lines[name].append(f"{sample.name}{{{shown}}} {_number(sample.value)}")
     return "".join(line + "\n" for name in heads for line in (*heads[name], *lines[name]))

@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.vision import AbstractTower
+from lora_jax.sharding import Split
 from lora_jax.vision.processor import ProcessorSettings, read_settings
 from serving.api.config import EngineConfig
 from serving.engine.images.front import ImageFront
@@ -83,6 +84,7 @@ def make_encoder(
     model_config: ModelConfig,
     module_names: tuple[str, ...],
     max_model_len: int,
+    split: Split | None = None,
 ) -> ImageEncoder:
     """Return the encoder of a model runner."""
     return ImageEncoder(
@@ -93,6 +95,7 @@ def make_encoder(
         num_rows=parts.num_rows,
         max_image_tokens=min(parts.num_rows, max_model_len),
         max_rank=config.max_lora_rank,
+        split=split,
     )
 
 

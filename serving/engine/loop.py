@@ -175,9 +175,7 @@ class EngineLoop:
             self._sleep()
         progress = early if finished is None else self._take_in(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
-            step = self._sample(step)
-            if self._planned is not None:  # and soon for the next one
-                self._untold, progress = progress or [], None
+            step, progress = self._sample(step, progress or []), None
         if progress is not None:
             self._hand_out(progress)
         self._flying = step
@@ -255,19 +253,31 @@ class EngineLoop:
         with self._lock:
             return self._parts.scheduler.waiting_since()
 
-    def _sample(self, held: HeldStep) -> InFlightStep:
-        """Send the rest of a step, masked by the tokens taken in; plan the next one before."""
-        parts = self._parts
-        rows = parts.grammars.masks.rows(held.plan)  # the next plan may take them away
+    def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
+        """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
+
+        While the masks are made, the next step is planned.
+        """
+        parts, masks = self._parts, self._parts.runner.new_masks()
+        # The next plan may take rows away.
+        rows = parts.grammars.masks.rows(held.plan, held.first_samples)
+        filling = parts.grammars.masks.start(rows, masks.words)
         # The device is idle from the end of this step to the next one's dispatch.
-        if parts.turns is None and not held.plan.is_short and not self._pacer.waits:
+        settled = not (held.plan.is_short or held.plan.has_drafts)
+        if parts.turns is None and settled and not self._pacer.waits:
             planned = self._plan(time.monotonic())
             self._planned = planned if planned.plan or planned.ended or planned.expired else None
-        masks = parts.runner.new_masks()
-        self._failed = parts.grammars.masks.fill(rows, masks.words, masks.is_masked)
+        if filling.job is not None:
+            self._hand_out(progress)
+        self._failed = parts.grammars.masks.finish(filling, masks.row_to_mask)
         if self._failed and self._planned is None:
             self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
-        return parts.runner.sample(held, masks)
+        step = parts.runner.sample(held, masks)
+        if filling.job is None and self._planned is not None:  # and soon for the next one
+            self._untold = progress
+        elif filling.job is None:
+            self._hand_out(progress)
+        return step
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""

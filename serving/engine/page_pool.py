@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, saved_rows
+from lora_jax.adapters.vocabulary import brings_tokens
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import KVShape
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
+from lora_jax.memory.virtual import AbstractVirtualMemory
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 LARGEST_PAGE, LARGEST_EXTENT = 2 << 20, 16 << 20  # bytes
 _EXTENTS = 128  # in all of the pool, unless they were larger than the largest
 _PAGES = 1024  # at least, of a pool whose memory has smaller ones
+KERNEL_HEADS = (64, 128, 256)  # dimensions of heads that a CUDA kernel writes in place
+KERNEL_GROUP = 32  # rank rows that a CUDA kernel may read at once, whatever the rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +91,47 @@ def check_page_pool(config: EngineConfig, **others: bool) -> None:
             f"page_pool_bytes does not go with {', '.join(found)}: KV pages and adapters share "
             "its bytes on one device. Leave one of them out."
         )
-    if jax.default_backend() != "cpu":
+    platform = jax.default_backend()
+    if platform not in ("cpu", "gpu"):
         raise ValueError(
-            f"page_pool_bytes is for CPUs; on {jax.default_backend()} it was not run yet. Set "
-            "kv_cache_memory_bytes and lora_memory_bytes."
+            f"page_pool_bytes is for CPUs and NVIDIA GPUs; on {platform} nothing writes KV in "
+            "place. Set kv_cache_memory_bytes and lora_memory_bytes."
         )
-    if not build.available():
+    if platform == "cpu" and not build.available():
         raise ValueError(
             "page_pool_bytes needs the C++ kernels, which write KV in place: install g++ or "
             "clang++, or leave it out."
+        )
+
+
+def check_kernels(
+    config: EngineConfig, model_config: ModelConfig, catalogue: LoraCatalogue, dtype: jnp.dtype
+) -> None:
+    """Raise ValueError for what no GPU kernel writes or reads in a pool."""
+    brings = brings_tokens(catalogue) or catalogue.most_saved > 0
+    refused = {
+        f"dtype {dtype.name}, but bfloat16": dtype != jnp.bfloat16,
+        f"kv_cache_dtype {config.kv_cache_dtype}": kv_dtype(config, dtype) != dtype,
+        "latent attention": model_config.mla is not None,
+        f"heads of {model_config.head_dim}, but {KERNEL_HEADS}": (
+            model_config.head_dim not in KERNEL_HEADS
+        ),
+        "adapters that bring rows of the vocabulary": brings,
+    }
+    if found := [name for name, is_set in refused.items() if is_set]:
+        raise ValueError(
+            f"page_pool_bytes on a GPU does not go with {'; '.join(found)}. Set "
+            "kv_cache_memory_bytes and lora_memory_bytes in its place."
+        )
+
+
+def check_free(memory: AbstractVirtualMemory, num_bytes: int) -> None:
+    """Raise ValueError where the device has less than so many bytes outside of jax's own."""
+    free = memory.usage().device_free
+    if free is not None and free < num_bytes:
+        raise ValueError(
+            f"page_pool_bytes takes {num_bytes} bytes outside of jax's own memory; the device has "
+            f"{free} left. Lower it, or XLA_PYTHON_CLIENT_MEM_FRACTION."
         )
 
 
@@ -115,25 +151,31 @@ def make_page_pool(
     """
     if config.page_pool_bytes is None:
         return None
-    memory = for_platform(jax.default_backend())
+    memory, on_gpu = for_platform(jax.default_backend()), jax.default_backend() != "cpu"
+    if on_gpu:
+        check_kernels(config, model_config, catalogue, dtype)
     tensors = None if esft is None else esft.room.tensors
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
     sides = kv_sides(shape, config.block_size, kv_dtype(config, dtype))
     page = page_size(config, memory.granularity) if tensors is None else tensors.pool.page_bytes
-    adapter = rows_by_bytes(one, of_rows.itemsize)
-    sizes = pool_sizes(config, sides, adapter, model_config.max_positions, page)
-    kept = 0
-    if tensors is None:
-        pool = PagePool(memory, page_bytes=page, budget_bytes=sizes.pages * page)
-    else:
-        pool, kept = tensors.pool, tensors.base_pages
-    most = sizes.pages - -(-sizes.least_kv // sizes.extent) * sizes.extent_pages
     row = {width: rows_nbytes({width: 1}, of_rows.itemsize) for width in one}
+    overrun = max(KERNEL_GROUP, config.max_lora_rank) if on_gpu else 0
+    of_kernels = sum(-(-2 * overrun * num_bytes // page) for num_bytes in row.values())
+    adapter = rows_by_bytes({w: n + overrun for w, n in one.items()}, of_rows.itemsize)
+    sizes = pool_sizes(config, sides, adapter, model_config.max_positions, page, of_kernels)
+    if tensors is None:
+        num_bytes = (sizes.pages + of_kernels) * page
+        check_free(memory, num_bytes)
+        pool, kept = PagePool(memory, page_bytes=page, budget_bytes=num_bytes), of_kernels
+    else:
+        pool, kept = tensors.pool, tensors.base_pages + of_kernels
+    most = sizes.pages - -(-sizes.least_kv // sizes.extent) * sizes.extent_pages
     rows = {w: min(config.max_loras * count, most * page // row[w]) for w, count in one.items()}
-    pages = PooledPages(pool, shape, sizes.kv_pages, config.block_size, kv_dtype(config, dtype))
-    room = PageRoom(pool, pages, PooledRows(pool, rows, of_rows))
+    kv = shape, sizes.kv_pages, config.block_size, kv_dtype(config, dtype)
+    pages = PooledPages(pool, *kv, cleared=on_gpu)
+    room = PageRoom(pool, pages, PooledRows(pool, rows, of_rows, overrun=overrun))
     exchange = PageExchange(pool, kept=kept)
     sizes_of_rows = config.max_loras, rows, of_rows.itemsize
     allocator = PooledSlotAllocator(catalogue, *sizes_of_rows, room, exchange, most)
@@ -184,16 +226,18 @@ def pool_sizes(
     adapter_sides: tuple[int, ...],
     model_positions: int,
     page: int,
+    kept: int = 0,
 ) -> PoolSizes:
     """Return the sizes of a pool of page_pool_bytes in pages of so many bytes.
 
     `kv_sides` are the bytes of K and V of a KV page, `adapter_sides` those of an adapter's rows by
-    width: KV never takes what one adapter needs, nor adapters what the longest sequence does. A
-    max_model_len that was not asked for is at most half of the pool. Raises ValueError.
+    width, `kept` the pages that are neither's. KV never takes what one adapter needs, nor adapters
+    what the longest sequence does. A max_model_len that was not asked for is at most half of the
+    pool. Raises ValueError.
     """
     budget = config.page_pool_bytes
     assert budget is not None
-    pages = budget // page
+    pages = budget // page - kept
     extent = math.lcm(*(page // math.gcd(page, side) for side in kv_sides))
     extent *= max(1, min(LARGEST_EXTENT, budget // _EXTENTS) // (extent * sum(kv_sides)))
     extent_pages = sum(extent * side for side in kv_sides) // page

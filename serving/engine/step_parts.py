@@ -45,7 +45,8 @@ def make_runner(
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
     names, longest = base.catalogue.module_names, base.size.max_model_len
-    encoder = base.images and make_encoder(config, base.images, base.config, names, longest)
+    where = names, longest, base.split
+    encoder = base.images and make_encoder(config, base.images, base.config, *where)
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -91,10 +92,10 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    On a CPU alone: programs of accelerators were not tried.
+    On one device of a kind that was tried.
     """
     alone = base.split is None and base.remote is None
-    files = step_files() if alone and jax.default_backend() == "cpu" else None
+    files = step_files() if alone and jax.default_backend() in ("cpu", "gpu") else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

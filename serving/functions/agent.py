@@ -123,6 +123,7 @@ class Agent:
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._starting = threading.Lock()  # functions start one at a time
+        self._filling, self._filled = threading.Lock(), False  # kept programs of functions
         self._zygote = Zygote()
         self._closing = threading.Event()
         self._published: Published | None = None
@@ -213,13 +214,17 @@ class Agent:
             self._published.close()
 
     def _fail_over(self, changed: list[str]) -> None:
-        """Load the backbone anew; its functions end and start again over the new pages."""
+        """Load the backbone anew; its functions end, and start again over the new pages.
+
+        Raises what `Published.renew` raises; functions then stay without processes.
+        """
         logger.error(
             "%d arrays of the backbone have changed, %s first: it is loaded anew.",
             len(changed),
             changed[0],
         )
-        for connection in self._backbone.renew():  # also of those that still start
+        why = "The bytes of the backbone have changed, and it has to be loaded anew."
+        for connection in self._backbone.condemn(why):  # also of those that still start
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._tenants is not None and (engine := self._tenants.engine) is not None:
@@ -227,6 +232,7 @@ class Agent:
         for function in self.functions.values():
             if (running := function.running) is not None:
                 running.close()
+        self._backbone.renew()
 
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
@@ -236,27 +242,45 @@ class Agent:
         if self._tenants is not None:
             running = self._tenants.start(name, folder)
         else:
-            running = Running(*self._launch({"name": name, "adapter": folder}))
+            running = Running(*self._launch_function({"name": name, "adapter": folder}))
         self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
         return running
 
+    def _launch_function(self, order: dict[str, Any]) -> tuple[socket.socket, int, dict[str, Any]]:
+        """Launch a function, which reads its programs; where they are not kept, a process without
+        an adapter makes them first, so that nothing of a tenant can change what others load.
+        """
+        launched = self._launch(order, programs={"writes": False, "demands": not self._filled})
+        if launched[2]["ready"]:
+            return launched
+        launched[0].close()
+        with self._filling:
+            if not self._filled:
+                filler = {"name": "programs", "adapter": None, "http": None}
+                self._launch(filler, programs={"writes": True})[0].close()
+                self._filled = True
+        return self._launch(order, programs={"writes": False})
+
     def _launch(
-        self, order: dict[str, Any], *, backbone: bool = True
+        self,
+        order: dict[str, Any],
+        *,
+        backbone: bool = True,
+        programs: dict[str, bool] | None = None,
     ) -> tuple[socket.socket, int, dict[str, Any]]:
         """Fork a process for an order; return its socket, its pid and what it says when ready.
 
-        Without `backbone` it is one of an adapter alone. Raises ValueError with its reason,
-        ConnectionError where it ends.
+        Without `backbone` it is one of an adapter alone. `programs` says what it may do with those
+        of functions. Raises ValueError with its reason, ConnectionError where it ends.
         """
-        ours, theirs = socket.socketpair()
+        tenants = self._tenant_sizes is not None
+        ours, pid = self._zygote.fork({"device": self._backbone.device, "tenants": tenants})
         try:
-            with theirs:
-                tenants = self._tenant_sizes is not None
-                how: dict[str, Any] = {"device": self._backbone.device, "tenants": tenants}
-                pid = self._zygote.fork(theirs.fileno(), how)
             # Tenants and guards answer no HTTP: its settings name files of keys.
             http = self._http if backbone and not order.get("guard") else None
             order = {"model": self.model, "fields": self._fields, "http": http} | order
+            makes = backbone and not order.get("guard")
+            order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             jailed = self._backbone.device == "cpu" and self._isolation != "none"
             order["jail"] = {"memory_bytes": self._room.limit} if jailed else None
             takes_turns = self._turns is not None and backbone and not order.get("guard")
@@ -275,6 +299,16 @@ class Agent:
             ours.close()
             raise
         return ours, pid, ready
+
+    def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
+        """Return how a process keeps programs. None: as a server of this user does.
+
+        The engine of isolation "server" has a folder of its own, which nothing else reads.
+        """
+        if self._isolation == "none":
+            return None
+        kind = "functions" if self._isolation == "process" else "engines"
+        return {"kind": kind, "writes": True, **given}
 
 
 def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: float) -> None:

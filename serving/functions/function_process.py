@@ -30,10 +30,12 @@ from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
 from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
 from serving.lora_server.transport.tenants import Seat
+from serving.runtime.program_cache import keep_programs_apart
+from serving.steps.kept_steps import NotKept
 
 logger = logging.getLogger(__name__)
 
-_CALLS = 256  # answered at a time; more wait
+_CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
@@ -41,8 +43,10 @@ _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 def main(connection) -> None:
     """Be a function until the other side of the connection has gone."""
     order = receive_header(connection)
+    programs = order.get("programs")
+    folders = [] if programs is None else keep_programs_apart(**programs)
     if order.get("jail") is not None:
-        _enter_jail(order)
+        _enter_jail(order, folders)
     _shut_others_out()
     if order.get("tenant"):
         tenant_process.run(connection, order, private_bytes)
@@ -64,6 +68,9 @@ def main(connection) -> None:
         engine = Engine(order["model"], adapters, **shared, **order["fields"])
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
+    except NotKept:
+        send_header(connection, {"ready": False})
+        return
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
@@ -82,12 +89,11 @@ def main(connection) -> None:
         _Calls(connection, engine, arena, adapter, side, tenants and tenants.side).answer()
 
 
-def _enter_jail(order: dict[str, Any]) -> None:
+def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
     """Leave this process no files but its own and the system's, and no network.
 
-    It reads the model's files, its adapter, and what the settings name; it writes the cache of
-    programs, which all functions share, and the folder of budgets. A tenant makes no programs, and
-    only reads those that others run.
+    It reads the model's files, its adapter, what the settings name, and programs in `folders`,
+    which it writes only where the order says so; it writes the folder of budgets.
     """
     model, http = Path(order["model"]), order.get("http") or {}
     named = [order["adapter"], *order["fields"].values(), *http.get("settings", {}).values()]
@@ -96,12 +102,11 @@ def _enter_jail(order: dict[str, Any]) -> None:
     private = [model, *paths]
     with contextlib.suppress(OSError):  # who uses it says why it cannot be there
         own_files.own_folder(dispatch.cache_folder())
-    kept = [http.get("budgets_folder"), jax.config.jax_compilation_cache_dir]
-    programs: list[str | Path] = [dispatch.cache_folder(), *filter(None, kept)]
-    only_read = programs if order.get("tenant") else []
+    budgets = http.get("budgets_folder")
+    makes_programs = bool(order.get("programs") and order["programs"]["writes"])
     failed = jail.enter(
-        [*jail.code_folders(private), *inside, *paths, *only_read],
-        [] if only_read else programs,
+        [*jail.code_folders(private), *inside, *paths, dispatch.cache_folder(), *folders],
+        [*filter(None, [budgets]), *(folders if makes_programs else [])],
         [model],
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
@@ -137,7 +142,7 @@ class _Calls:
 
     def answer(self) -> None:
         """Return when the other side has gone."""
-        pool = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+        pools: dict[str | None, ThreadPoolExecutor] = {}
         seating = ThreadPoolExecutor(1, thread_name_prefix="seat")
         try:
             while True:
@@ -149,9 +154,12 @@ class _Calls:
                     fds = receive_fds(self._connection, 3) if is_sit else []
                     seating.submit(self._answer, call | {"fds": fds})
                 else:
-                    pool.submit(self._answer, call)
+                    owner = call.get("adapter")
+                    if owner not in pools:  # threads are made as calls need them
+                        pools[owner] = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")
+                    pools[owner].submit(self._answer, call)
         except ShareError:
-            for calls in (pool, seating):
+            for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
 
     def _adopt(self, number: int) -> None:

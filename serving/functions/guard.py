@@ -17,6 +17,8 @@ from serving.functions.running import Running
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0  # from a failed start to the next
+_LONGEST_AGAIN_S = 60.0  # from a failed load of the backbone to the next
+_CLOSE_S = 30.0
 _LONGEST_CHECK_S = 600.0
 
 Launch = Callable[..., tuple[socket.socket, int, dict[str, Any]]]
@@ -29,7 +31,7 @@ class Guard:
         """Check every `verify_s` seconds and whenever `look` is called.
 
         `changed` gets the names of arrays whose bytes are not the published ones, on the guard's
-        thread; it returns when others are in their place.
+        thread; it returns when others are in their place, and is called again where it fails.
         """
         self._launch, self._verify_s, self._changed = launch, verify_s, changed
         self._running: Running | None = None
@@ -61,7 +63,9 @@ class Guard:
         self._look.set()
         if (running := self._running) is not None:
             running.close()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():  # it loads a large backbone, and ends behind that
+            logger.warning("The backbone's guard has not ended within %g s.", _CLOSE_S)
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -94,10 +98,22 @@ class Guard:
         ended = running.ended
         running.close()
         reading.join()
-        if found and not self._closing.is_set():
-            self._changed(found)
+        if found:
+            self._replace(found)
         elif ended and not self._closing.is_set():
             logger.warning("The backbone's guard has ended; a backup takes its place.")
+
+    def _replace(self, found: list[str]) -> None:
+        """Return when other pages are in the place of those that have changed."""
+        wait_s = _AGAIN_S
+        while not self._closing.is_set():
+            try:
+                self._changed(found)
+                return
+            except (OSError, ValueError) as error:
+                logger.error("The backbone cannot be loaded anew, functions stay off: %s", error)
+            self._closing.wait(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_AGAIN_S)
 
     def _count(self, more: int) -> None:
         with self._checked:

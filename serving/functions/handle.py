@@ -256,7 +256,8 @@ class Function:
             if self._closed or self._running is not running:  # offloaded
                 return
             self._running = None
-        self._deaths += 1
+        if not running.ended_by_others:
+            self._deaths += 1
         self._restart(f"process {running.pid} has ended")
 
     def _restart(self, reason: str) -> None:
@@ -278,8 +279,9 @@ class Function:
         text = f"Function {self.name!r} does not start: {reason}"
         self._give_up(ConnectionError(f"{text} ({self._deaths} times before an answer)."))
 
-    def _give_up(self, why: ConnectionError, for_s: float = _GIVEN_UP_S) -> None:
+    def _give_up(self, why: ConnectionError, for_s: float | None = None) -> None:
         """Take no calls for some time: a process costs seconds, and others wait for them."""
+        for_s = _GIVEN_UP_S if for_s is None else for_s
         logger.error("Function %r is given up for %g s: %s", self.name, for_s, why)
         with self._ready:
             self._failed, self._failed_until = why, time.monotonic() + for_s

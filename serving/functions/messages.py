@@ -30,7 +30,7 @@ def sampling_fields(sampling: Sampling) -> dict[str, Any]:
 
 def sampling_of(fields: dict[str, Any]) -> Sampling:
     """Return the sampling of `sampling_fields`. Raises ValueError and TypeError for others."""
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
     if "logit_bias" in values:
         values["logit_bias"] = {int(token): float(bias) for token, bias in values["logit_bias"]}
     return Sampling(**values)
@@ -60,7 +60,7 @@ def http_fields(settings: HttpSettings) -> dict[str, Any]:
 
 def http_of(fields: dict[str, Any]) -> HttpSettings:
     """Return the settings of `http_fields`, for a server behind a front."""
-    names = {"served_names": tuple(fields["served_names"])}
+    names: dict[str, Any] = {"served_names": tuple(fields["served_names"])}
     return HttpSettings(**fields | names, docs=False, is_behind_front=True)
 
 
@@ -96,8 +96,8 @@ def _logprobs_fields(entry: TokenLogprobs) -> list[Any]:
 
 
 def _logprobs_of(values: list[Any]) -> TokenLogprobs:
-    *numbers, top = values
-    return TokenLogprobs(*numbers, {int(token): logprob for token, logprob in top})
+    token_id, logprob, rank, top = values
+    return TokenLogprobs(token_id, logprob, rank, {int(token): value for token, value in top})
 
 
 def _completion_of(fields: dict[str, Any]) -> Completion:

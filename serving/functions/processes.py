@@ -30,18 +30,23 @@ class Zygote:
         with self._lock:
             expect(self._control, "ready")
 
-    def fork(self, end: int, order: dict[str, Any]) -> int:
-        """Return the process id of a new function, whose connection is the descriptor `end`.
+    def fork(self, order: dict[str, Any]) -> tuple[socket.socket, int]:
+        """Return the connection and the process id of a new function.
 
-        Raises OSError where neither this zygote nor a new one forks.
+        Each attempt has a connection of its own: a zygote that ended behind its fork may have left
+        a child, which reads its connection's end. Raises OSError where neither this zygote nor a
+        new one forks.
         """
         with self._lock:
             for attempt in range(2):
+                ours, theirs = socket.socketpair()
                 try:
-                    send_header(self._control, {"fork": True, **order})
-                    send_fds(self._control, [end])
-                    return receive_header(self._control)["pid"]
+                    with theirs:
+                        send_header(self._control, {"fork": True, **order})
+                        send_fds(self._control, [theirs.fileno()])
+                    return ours, receive_header(self._control)["pid"]
                 except OSError:
+                    ours.close()
                     if attempt or self._closed:
                         raise
                     self._control.close()

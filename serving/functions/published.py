@@ -16,6 +16,7 @@ from serving.functions.processes import end_process, expect, spawn
 logger = logging.getLogger(__name__)
 
 _LOADS = 2
+_RENEW_S = 600.0  # that a start waits for pages that are being loaded anew
 
 
 class Published:
@@ -26,7 +27,9 @@ class Published:
         ConnectionError where the backup's process ends too.
         """
         self._model, self._dtype = model, dtype
-        self._lock = threading.Lock()  # manifest and descriptors, while they are sent
+        self._lock = threading.Condition()  # manifest and descriptors, while they are sent
+        self._unfit = self._failed = ""  # why these pages are sent to nobody; and will not be
+        self._closed = False
         self._sent: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # to whom, of these pages
         self._manifest, self._fds, self.device = self._load()
 
@@ -41,35 +44,56 @@ class Published:
         return self._manifest["leaves"]
 
     def send(self, connection: socket.socket, order: dict[str, Any]) -> None:
-        """Send an order with the manifest in it, and the descriptors behind it."""
+        """Send an order with the manifest in it, and the descriptors behind it.
+
+        Waits while the pages are loaded anew. Raises ConnectionError where that has failed.
+        """
         with self._lock:
+            self._lock.wait_for(lambda: not self._unfit or self._failed, _RENEW_S)
+            if self._unfit:
+                raise ConnectionError(f"{self._unfit} {self._failed}".strip())
             self._sent.add(connection)
             send_header(connection, {**order, "manifest": self._manifest})
             send_fds(connection, self._fds)
 
-    def renew(self) -> list[socket.socket]:
+    def condemn(self, why: str) -> list[socket.socket]:
+        """Send these pages to nobody any more; return the connections of those who got them."""
+        with self._lock:
+            self._unfit, self._failed = why, ""
+            sent, self._sent = list(self._sent), weakref.WeakSet()
+        return sent
+
+    def renew(self) -> None:
         """Load the backbone into new pages, which are sent from now on.
 
-        Returns the connections of those who got the old ones, and keep them. Raises ValueError
-        where the model's folder is not what it was, and what the first load raises; then the old
-        pages stay.
+        Raises ValueError where the model's folder is not what it was, and what the first load
+        raises; condemned pages are then still sent to nobody.
         """
-        manifest, fds, _ = self._load()
-        if manifest["leaves"] != self.leaves:
-            close_all(fds)
-            raise ValueError(
-                f"The files of {self._model} are not those that were loaded before: start anew."
-            )
+        try:
+            manifest, fds, _ = self._load()
+            if manifest["leaves"] != self.leaves:
+                close_all(fds)
+                raise ValueError(
+                    f"The files of {self._model} are not those that were loaded before: start anew."
+                )
+        except (OSError, ValueError) as error:
+            with self._lock:
+                self._failed = str(error)
+                self._lock.notify_all()
+            raise
         with self._lock:
-            old, self._fds, self._manifest = self._fds, fds, manifest
-            sent, self._sent = list(self._sent), weakref.WeakSet()
+            old = self._fds
+            if self._closed:
+                old = fds
+            else:
+                self._fds, self._manifest, self._unfit = fds, manifest, ""
+            self._lock.notify_all()
         close_all(old)
-        return sent
 
     def close(self) -> None:
         """Close the descriptors. A second call does nothing."""
         with self._lock:
-            fds, self._fds = self._fds, []
+            fds, self._fds, self._closed = self._fds, [], True
         close_all(fds)
 
     def _load(self) -> tuple[dict[str, Any], list[int], str]:

@@ -23,6 +23,7 @@ class Running:
         self._waiting: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._owners: dict[int, str] = {}  # of calls that wait, where several share the process
         self.ended = False
+        self.has_answered = False  # a call of one of several owners
         # Called with the name and epoch of an adapter's process that no longer answers.
         self.on_lost: Callable[[str, int], None] = lambda name, epoch: None
 
@@ -99,6 +100,11 @@ class Running:
         with self._lock:
             return not self._waiting
 
+    @property
+    def ended_by_others(self) -> bool:
+        """Whether it ended with a process that others use too."""
+        return False
+
     def end_if_idle(self) -> bool:
         """Let the process end unless calls are under way; return whether it does."""
         with self._lock:
@@ -124,7 +130,8 @@ class Running:
                     last = "piece" not in answer
                     answers = self._waiting.pop(number, None) if last else self._waiting.get(number)
                     if last:
-                        self._owners.pop(number, None)
+                        owner = self._owners.pop(number, None)
+                        self.has_answered |= owner is not None and "value" in answer
                 if answers is not None:
                     answers.put(answer)
         except OSError:

@@ -185,6 +185,11 @@ class Tenant:
         """Whether no call of this function is under way."""
         return not self.engine.has_calls(self.name)
 
+    @property
+    def ended_by_others(self) -> bool:
+        """Whether it ended with the engine, which had answered calls: not by this adapter alone."""
+        return self.engine.ended and self.engine.has_answered
+
     def end_if_idle(self) -> bool:
         """Let the process end unless calls are under way; return whether it does."""
         if self.ended or not self.is_idle:

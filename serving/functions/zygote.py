@@ -52,8 +52,8 @@ def _be_function(control: socket.socket, end: int) -> None:
         with socket.socket(fileno=end) as connection:
             function_process.main(connection)
         status = 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

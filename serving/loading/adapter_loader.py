@@ -157,9 +157,13 @@ class AdapterLoader[P: AnyPlacement, S]:
         """Return whether the adapter has a place but is not yet resident."""
         return self._allocator.is_loading(digest)
 
+    def is_resident(self, digest: str) -> bool:
+        """Return whether all of the adapter is on the device."""
+        return self._allocator.slot_of(digest) is not None
+
     def is_placed(self, digest: str) -> bool:
         """Return whether the adapter is resident or loading."""
-        return self.is_loading(digest) or self._allocator.slot_of(digest) is not None
+        return self.is_loading(digest) or self.is_resident(digest)
 
     def is_pinned(self, digest: str) -> bool:
         """Return whether the adapter stays on the device whoever else needs its place."""

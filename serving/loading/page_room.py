@@ -13,6 +13,7 @@ import numpy as np
 
 from lora_jax.adapters.allocator import Placed
 from lora_jax.adapters.lora_allocator import LoraPlacement, Rows
+from lora_jax.adapters.row_copies import joined
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.retirement import Retirement
@@ -36,6 +37,7 @@ class PageRoom:
         self.mapped_pages: Callable[[], Iterable[int]] = lambda: ()  # as KV's books have them
         self._retirement = Retirement()
         self._left: list[Callable[[], None]] = []  # since the last look
+        self._left_slots: list[int] = []  # likewise
 
     # Memory, as scheduling.page_extents.ExtentMemory and pooled_allocator.RowMemory say.
 
@@ -73,8 +75,18 @@ class PageRoom:
             self._books.reclaim(placed)
 
         self._left.append(free)
+        self._left_slots.append(placed.slot)
 
     # The engine's side.
+
+    def take_left_slots(self) -> tuple[int, ...]:
+        """Return, once, the slots of adapters that have left, whose rows lose their memory soon.
+
+        A program that masks rows afterwards must not find them in the table: where holes may not be
+        read, empty these slots before `collect`.
+        """
+        left, self._left_slots = tuple(self._left_slots), []
+        return left if self.rows.overrun else ()
 
     def jobs(self, allocator: PooledSlotAllocator) -> Callable[..., "PooledLoadJob"]:
         """Return what makes the load of an adapter that this allocator has placed."""
@@ -132,7 +144,7 @@ class PooledLoadJob:
         """The allocator says whether the rows have memory."""
         self._placement, self._rows, self._allocator = placement, rows, allocator
         self._writes = deque(
-            (width, write) for width, writes in placement.writes.items() for write in writes
+            (width, write) for width, writes in placement.writes.items() for write in joined(writes)
         )
         self._bytes_left = sum(_nbytes(rows, write.rows) for _, write in self._writes)
         self._published = False
@@ -161,8 +173,8 @@ class PooledLoadJob:
                 width, write = self._writes.popleft()
                 self._rows.begin_write(width, write.offset, write.rows)
                 self._bytes_left -= _nbytes(self._rows, write.rows)
-            if self._bytes_left:
-                return slots
+            if self._bytes_left or not self._rows.writes_done:
+                return slots  # nobody waits for the bytes: the next call looks again
             self._rows.finish_writes()
         except _TROUBLE as error:
             raise LoadFailed(str(error), may_pass=False) from error

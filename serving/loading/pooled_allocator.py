@@ -14,6 +14,8 @@ from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.rank_rows import rows_nbytes
 from serving.scheduling.page_exchange import Offer, PageExchange
 
+_RESERVED_STEPS = 4  # a slot is kept for who asked so many steps ago at most
+
 
 class RowMemory(Protocol):
     """Memory below rank rows, in pages of the pool."""
@@ -53,6 +55,7 @@ class PooledSlotAllocator(SlotAllocator):
         self._memory, self._exchange, self._most_pages = memory, exchange, most_pages
         self._leaving: list[Placed[Rows]] = []
         self._sizes: dict[Placed[Rows], int] = {}  # bytes of those that are placed
+        self._reserved: dict[str, int] = {}  # adapters for whose sake slots leave: last step asked
         self._unmapped: set[str] = set()  # placed, but the system had no page for them
         exchange.join(self)
 
@@ -66,7 +69,7 @@ class PooledSlotAllocator(SlotAllocator):
             )
 
     def can_place(self, weights: AdapterWeights) -> bool:
-        if weights.digest in self._placed or not self._free_slots:
+        if weights.digest in self._placed or not self._has_slot(weights.digest):
             return False
         missing = self._missing(weights)
         return missing is not None and self._exchange.would_meet(missing)
@@ -76,17 +79,23 @@ class PooledSlotAllocator(SlotAllocator):
         if weights.digest in self._placed:
             return False
         self._exchange.wanted(weights.digest)
+        if weights.digest in self._reserved:
+            self._reserved[weights.digest] = self._exchange.num_steps
         if self.can_place(weights):
             return True
-        missing = self._missing(weights) if self._free_slots else None
+        has_slot = self._has_slot(weights.digest)
+        missing = self._missing(weights) if has_slot else None
         if missing is not None:
             self._exchange.claim(missing, self, own=True)
         elif not self._leaving and (offer := self.offer()) is not None:
             self._exchange.take(offer)  # slots are short, or addresses of rows
+            if not has_slot:
+                self._reserved[weights.digest] = self._exchange.num_steps
         return False
 
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         placement = super().place(weights, pinned=pinned)
+        self._reserved.pop(weights.digest, None)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
         return placement
@@ -168,6 +177,13 @@ class PooledSlotAllocator(SlotAllocator):
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Nobody goes at once for another's sake: see `make_room`."""
         return () if self.can_place(weights) else None
+
+    def _has_slot(self, digest: str) -> bool:
+        """Return whether a slot is free that has not become so for another adapter's sake."""
+        first = self._exchange.num_steps - _RESERVED_STEPS
+        self._reserved = {one: last for one, last in self._reserved.items() if last >= first}
+        others = len(self._reserved) - (digest in self._reserved)
+        return len(self._free_slots) > (0 if digest in self._reserved else others)
 
     def _free(self, digest: str) -> None:
         placed = self._placed.pop(digest)

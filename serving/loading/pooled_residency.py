@@ -1,5 +1,7 @@
 """LoRA adapters whose rank rows lie in a pool of pages that KV shares."""
 
+from lora_jax.adapters.row_copies import Copier
+from lora_jax.adapters.slots import clear_slots
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.page_room import PageRoom
@@ -9,13 +11,21 @@ from serving.loading.residency import DeviceTables, Failures
 class PooledLoraResidency(LoraResidency):
     """LoRA adapters of an engine with a page pool; it frees what KV leaves there, too."""
 
-    def __init__(self, loader: AdapterLoader, room: PageRoom, host_form: HostForm | None = None):
-        super().__init__(loader, None, host_form)
+    def __init__(
+        self,
+        loader: AdapterLoader,
+        room: PageRoom,
+        copier: Copier | None = None,
+        host_form: HostForm | None = None,
+    ):
+        super().__init__(loader, copier, host_form)
         self._room = room
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:
+        if (left := self._room.take_left_slots()) and device.slots is not None:
+            device.slots = clear_slots(device.slots, left)
         if self._room.collect(dispatched, read) and not self._room.is_short:
             self._loader.look_again()
         return super().advance(device, max_chunks, dispatched, read)

@@ -84,6 +84,10 @@ class Residencies:
         """Return whether the adapter has a place but is not yet resident."""
         return self._knowing(digest).is_loading(digest)
 
+    def is_resident(self, digest: str) -> bool:
+        """Return whether `acquire` would return a slot, as far as that is known."""
+        return self._knowing(digest).is_resident(digest)
+
     def pool_of(self, digest: str) -> AdapterKind | None:
         """Name the slots that the adapter takes one of; None where nobody may take its place."""
         return self._knowing(digest).pool_of(digest)
@@ -196,10 +200,11 @@ def make_residencies(
     """
     if room is not None:
         assert isinstance(allocator, PooledSlotAllocator), "a pool has an allocator of its own"
-        loads = AdapterLoader(allocator, room.jobs(allocator), on_loaded=on_loaded)
-        return _beside_experts(
-            PooledLoraResidency(loads, room, host_form), allocator, esft, on_loaded
-        )
+        at_once = 1 if copier is None else _COPIED_AT_ONCE
+        loads = AdapterLoader(allocator, room.jobs(allocator), at_once=at_once, on_loaded=on_loaded)
+        pins = None if copier is None else room.pool.memory  # which copies the rows of this engine
+        pooled = PooledLoraResidency(loads, room, pins, host_form)
+        return _beside_experts(pooled, allocator, esft, on_loaded)
     make_job, at_once = functools.partial(LoraLoadJob, tell=tell), 1
     if copier is not None:
         make_job, at_once = functools.partial(LoraCopyJob, copier=copier), _COPIED_AT_ONCE

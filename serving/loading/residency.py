@@ -73,6 +73,11 @@ class AbstractResidency(abc.ABC):
     def is_loading(self, digest: str) -> bool:
         """Return whether the adapter has a place but is not yet resident."""
 
+    def is_resident(self, digest: str) -> bool:
+        """Return whether `acquire` would return a slot, as far as that is known."""
+        del digest
+        return False
+
     @abc.abstractmethod
     def pool_of(self, digest: str) -> AdapterKind | None:
         """Name the slots that the adapter takes one of; None where nobody may take its place."""
@@ -170,6 +175,9 @@ class AbstractLoaderResidency(AbstractResidency):
 
     def is_loading(self, digest: str) -> bool:
         return self._loader.is_loading(digest)
+
+    def is_resident(self, digest: str) -> bool:
+        return self._loader.is_resident(digest)
 
     def pool_of(self, digest: str) -> AdapterKind | None:
         return None if self._loader.is_pinned(digest) else self.kind

@@ -22,6 +22,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport
 from lora_jax.models.loader import read_config
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
 from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, LayerExchange, RemoteTable
@@ -45,7 +46,7 @@ class TenantLink:
     def __init__(self, layout: TenantLayout, client: TenantClient):
         self.layout, self.client = layout, client
 
-    def start(self, table: RemoteTable, split: None = None) -> "TenantStep":
+    def start(self, table: RemoteTable, split: Split | None = None) -> "TenantStep":
         """Return what the layers of one step push to; only while that step is traced."""
         assert split is None, "tenants beside several devices"
         return TenantStep(self.layout, self.client, table)

@@ -3,6 +3,9 @@
 jax asks for them; `program_files` keeps them. A folder that is set in jax
 (`JAX_COMPILATION_CACHE_DIR`) stays jax's own, but is turned off where other users may write it: a
 program is code. `JAX_ENABLE_COMPILATION_CACHE=false` turns all of this off.
+
+Isolated functions have folders apart (`keep_programs_apart`), so that a server never loads what one
+of them has written.
 """
 
 import hashlib
@@ -43,12 +46,39 @@ def keep_programs() -> None:
     jax_cache.reset_cache()  # jax looks at the settings once, maybe before this
 
 
+def keep_programs_apart(kind: str, *, writes: bool, demands: bool = False) -> list[Path]:
+    """Do as `keep_programs` in folders that processes of this kind have; return those there are.
+
+    Without `writes` nothing is added to them; with `demands` a step that is not there is NotKept.
+    A later `keep_programs` leaves it so. Folders are made here, also those of steps, before a
+    process may lose the right to.
+    """
+    named = jax.config.jax_compilation_cache_dir
+    if named is not None and "://" in named:
+        return []
+    base = dispatch.cache_folder() / "programs" if named is None else Path(named)
+    try:
+        own_files.own_folder(base)
+        folder = own_files.own_folder(base / kind / _machine())
+    except OSError as error:
+        jax.config.update("jax_compilation_cache_dir", None)
+        logger.warning("Programs are compiled anew at each start: %s", error)
+        return []
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # one start makes all
+    _give_jax(ProgramFiles(folder, _MAX_BYTES, writes=writes, demands=demands), str(folder))
+    jax_cache.reset_cache()
+    steps = step_files()
+    return [folder] if steps is None else [folder, steps[0].folder]
+
+
 def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
     """Return files for whole steps, and those of `keep_programs` around them; None: that is off."""
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    programs, _ = jax_cache.get_file_cache(folder)
+    cache = jax_cache.get_file_cache(folder)
+    programs = None if cache is None else cache[0]
     if not isinstance(programs, ProgramFiles):
         return None
     try:
@@ -56,7 +86,8 @@ def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
     except OSError as error:
         logger.warning("Steps are traced anew at each start: %s", error)
         return None
-    return ProgramFiles(steps, _MAX_STEP_BYTES), programs
+    how = {"writes": programs.writes, "demands": programs.demands}
+    return ProgramFiles(steps, _MAX_STEP_BYTES, **how), programs
 
 
 def _give_jax(files: ProgramFiles, folder: str) -> None:

@@ -23,10 +23,19 @@ _SUFFIX = ".program"
 class ProgramFiles:
     """Programs by jax's keys; the ones used longest ago are removed first. Needs no lock."""
 
-    def __init__(self, folder: Path, max_bytes: int):
+    def __init__(self, folder: Path, max_bytes: int, *, writes: bool = True, demands: bool = False):
+        """Without `writes` nothing in the folder changes; `demands` says that whoever uses the
+        files is not to make a program that is not there.
+        """
         self._path = folder  # jax says it in its messages
         self._max_bytes = max_bytes
+        self.writes, self.demands = writes, demands
         self._reading = threading.local()
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self._path
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
@@ -47,7 +56,11 @@ class ProgramFiles:
         """Return a program, or None where there is none or its file is damaged."""
         if getattr(self._reading, "off", False):
             return None
-        path = self._file(key)
+        program = self._read(self._file(key))
+        self._reading.found = program is not None or getattr(self._reading, "found", False)
+        return program
+
+    def _read(self, path: Path) -> bytes | None:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -55,16 +68,17 @@ class ProgramFiles:
         program = data[_DIGEST_BYTES:]
         if hashlib.sha256(program).digest() != data[:_DIGEST_BYTES]:
             logger.warning("%s is damaged, the program is compiled again", path)
-            path.unlink(missing_ok=True)
+            if self.writes:
+                path.unlink(missing_ok=True)
             return None
-        _touch(path)
-        self._reading.found = True
+        if self.writes:
+            _touch(path)
         return program
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a program, unless it is larger than all of them may be together."""
         size = len(value) + _DIGEST_BYTES
-        if size > self._max_bytes:
+        if size > self._max_bytes or not self.writes:
             return
         self._make_room(size)
         own_files.write_whole(self._file(key), hashlib.sha256(value).digest() + value)

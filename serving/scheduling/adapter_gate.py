@@ -5,10 +5,13 @@ ever: after half of its time, at most 30 s, one busy adapter is drained for it, 
 more sequences with later deadlines until the waiter has its slot.
 """
 
+import itertools
+from collections.abc import Iterable
 from typing import Protocol
 
 from serving.api.request import Sequence
 
+_MOST_LOOKED_AT = 256  # waiting sequences in a step
 _PATIENCE_S = 30.0  # a waiter is passed by others for so long at most
 
 
@@ -32,6 +35,10 @@ class AdapterResidency(Protocol):
         """True if the adapter has a place and will be resident soon."""
         ...
 
+    def is_resident(self, digest: str) -> bool:
+        """True if `acquire` would return a slot."""
+        ...
+
     def pool_of(self, digest: str) -> str | None:
         """Name the slots that the adapter takes one of; None: nobody may take its place."""
         ...
@@ -47,6 +54,9 @@ class NoAdapters:
         raise ValueError(f"This engine serves no adapters, so not {digest[:12]}.")
 
     def is_loading(self, digest: str) -> bool:
+        return False
+
+    def is_resident(self, digest: str) -> bool:
         return False
 
     def pool_of(self, digest: str) -> str | None:
@@ -85,6 +95,24 @@ class AdapterGate:
         sequence.slot = slot
         self._users[digest] = self._users.get(digest, 0) + 1
         return True
+
+    def hold(self, waiting: Iterable[Sequence], count: int, now: float) -> list[Sequence]:
+        """Give up to `count` sequences the slots of resident adapters that nobody uses.
+
+        Before this step's loads: a request whose adapter is there may run in this step, and an
+        earlier one whose adapter is not would have it evicted. The caller lets those `leave` that
+        do not run. No more than the first ones of a long line are looked at.
+        """
+        held: list[Sequence] = []
+        for sequence in itertools.islice(waiting, _MOST_LOOKED_AT):
+            if len(held) == count:
+                break
+            digest = sequence.request.adapter_digest
+            if sequence.slot >= 0 or not digest or digest in self._users:
+                continue
+            if self._residency.is_resident(digest) and self.enter(sequence, now):
+                held.append(sequence)
+        return held
 
     def leave(self, sequence: Sequence) -> None:
         """Take the slot back from a sequence that has one."""

@@ -87,6 +87,7 @@ class PageExchange:
         self.pool, self._kept, self._clock = pool, kept, clock
         self._wanted: dict[str, _Wanted] = {}
         self._promises: list[Callable[[], int]] = []
+        self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
@@ -105,8 +106,8 @@ class PageExchange:
         pool, size = self.pool, self.pool.page_bytes
         total = pool.num_pages - self._kept
         used = pool.num_pages - pool.num_available - self._kept
-        sizes = (pages * size for pages in (total, kv_pages, used - kv_pages))
-        return PoolShares(*sizes, self.num_given)
+        of_adapters = used - kv_pages
+        return PoolShares(total * size, kv_pages * size, of_adapters * size, self.num_given)
 
     def join(self, side: Side, promised: Callable[[], int] | None = None) -> None:
         """Let a side's offers count from now on; `promised` pages it has yet to take."""
@@ -147,6 +148,7 @@ class PageExchange:
     def start_step(self) -> None:
         """Begin to add up the claims of a step."""
         self._asked = 0
+        self.num_steps += 1
 
     @property
     def is_short(self) -> bool:

@@ -153,8 +153,8 @@ class Speculation:
     def extend(self, step: StepBudget, pages: SequencePages, num_running: int) -> None:
         """Give sequences of a step in which all decode their drafts, if they pay.
 
-        A step that is full, short, begins or continues a prompt, or has a row that a grammar binds
-        stays as it is.
+        A step that is full, short, or begins or continues a prompt stays as it is. Drafts of rows
+        that a grammar binds take a token mask each, of which a step has as many as one row may use.
         """
         chunks = step.chunks
         if not chunks:
@@ -166,13 +166,16 @@ class Speculation:
             return
         self._follow([chunk.sequence for chunk in chunks])
         drafts, expected = [], {}
+        masks = self._config.num_speculative_tokens
         for place, chunk in enumerate(chunks):
             unknown = chunk.start + 1 - len(chunk.sequence.token_ids)
-            draft = self._draft(chunk.sequence, unknown, room)
+            is_bound = chunk.sequence.request.grammar is not None
+            draft = self._draft(chunk.sequence, unknown, min(room, masks) if is_bound else room)
             if draft:
                 drafts.append((place, draft))
                 expected[place] = chunk.sequence.draft_state.expected(unknown, len(draft))
                 room -= len(draft)
+                masks -= len(draft) if is_bound else 0
         num_drafts = sum(len(draft) for _, draft in drafts)
         total = sum(expected.values())
         if not drafts or not self._times.pays(len(chunks), num_drafts, total):
@@ -226,7 +229,7 @@ class Speculation:
     def _draft(self, sequence: Sequence, unknown: int, room: int) -> tuple[int, ...]:
         """Return a sequence's draft, after `unknown` tokens on their way from the device."""
         state = sequence.draft_state
-        if state.repetitions.num_known < len(sequence.token_ids):
+        if state.trust < _LEAST_CHANCE or state.repetitions.num_known < len(sequence.token_ids):
             return ()
         left = sequence.max_outputs - sequence.num_scheduled_outputs
         count = state.length(min(self._config.num_speculative_tokens + unknown, left, room))
@@ -240,6 +243,6 @@ class Speculation:
 
 
 def _decodes(chunk: ScheduledChunk) -> bool:
-    """Return whether a chunk is one token and its drafts, drawn without a grammar."""
+    """Return whether a chunk is one token and its drafts, of which one or more are drawn."""
     alone = chunk.num_tokens - len(chunk.drafts) == 1 and chunk.samples
-    return alone and not chunk.prompt_logprobs and chunk.sequence.request.grammar is None
+    return alone and not chunk.prompt_logprobs

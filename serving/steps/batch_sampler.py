@@ -42,7 +42,7 @@ def sample(
     live = jnp.arange(logits.shape[0], dtype=jnp.int32) < rows.num_rows
     seqs, targets = rows.row_to_seq, rows.targets
     if masks is not None:
-        logits = mask_rows(logits, masks, seqs, live & (targets < 0))
+        logits = mask_rows(logits, masks, live & (targets < 0))
     branches = [functools.partial(choose, state) for choose in (_greedy, _drawn, _kept, _edited)]
     need = _most_demanding(live & (targets < 0), seqs, state)
     tokens = lax.switch(need, branches, logits, rows.positions, seqs)

@@ -29,18 +29,20 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
+from serving.steps.host_inputs import HostInputs
 from serving.steps.image_encoder import ImageOperands
-from serving.steps.kept_steps import KeptSteps
+from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     Sample,
     StepSizes,
     forward_step,
+    history_with_drafts,
     sample_step,
     with_drafts,
 )
-from serving.steps.token_masks import TokenMasks, host_masks
+from serving.steps.token_masks import HostMasks, unpack_masks
 
 _HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
 _HOLES = 32  # of each size
@@ -109,33 +111,20 @@ class CompiledStep:
             steps = tuple(kept.keep(name, one, *facts) for name, one in named)
         self._step, self._forward, self._sample = steps
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
-        self._table = self._place(np.zeros((sizes.table_rows, sizes.max_seqs), np.int32))
-        self._pages = self._place(np.zeros((sizes.max_seqs, sizes.max_pages), np.int32))
+        self.inputs = HostInputs(sizes, self._place, in_place=in_place)
         self._spacers = _make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
         self._forwarded: dict[int, Forwarded] = {}  # by bucket
-        self._masks: TokenMasks | None = None
+        self._sent: np.ndarray | jax.Array | None = None  # the table of a forward part
         self._status: jax.Array | None = None  # of a LoRA Server's ranks
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
 
-    def set_pages(self, tables: np.ndarray) -> None:
-        """Use these block tables, int32 [seqs, max_pages], from the next step on."""
-        new = tables.copy()
-        self._pages = _overwrite(self._pages, new) if self._in_place else self._place(new)
-
-    def replace(self, old: Any, new: Any) -> Any:
-        """Return a tree of arrays with the host's values of `new`, where those of `old` lie.
-
-        The old ones are donated; None: there are none yet.
-        """
-        if old is None or not self._in_place:
-            return jax.tree.map(self._place, new)
-        return jax.tree.map(_overwrite, old, new)
-
-    def lower(self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool) -> Lowered:
+    def lower(
+        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
+    ) -> Lowered | KeptProgram:
         """Return the program that `run` runs for the same arguments, ready to compile."""
-        source = self._table if self._in_place else table
+        source = self.inputs.table if self._in_place else table
         arguments = self._arguments(operands, source, bucket, lora=lora)
         return self._step.lower(*arguments, bucket=bucket, lora=lora)
 
@@ -146,9 +135,7 @@ class CompiledStep:
 
         Pages of a pool are not donated, but written where they lie.
         """
-        if self._in_place:
-            self._table = _overwrite(self._table, table)
-        source = self._table if self._in_place else table
+        source = self.inputs.set_table(table)
         arguments = self._arguments(operands, source, bucket, lora=lora)
         cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
         cache = operands.cache if self._pooled else cache
@@ -160,14 +147,14 @@ class CompiledStep:
 
     def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
-    ) -> tuple[Lowered, Lowered]:
+    ) -> tuple[Lowered | KeptProgram, Lowered | KeptProgram]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
-        source = self._table if self._in_place else table
+        source = self.inputs.table if self._in_place else table
         forwarded = jax.tree.map(self._place, _no_logits(self._sizes, bucket, self._vocab_size))
-        masks = jax.tree.map(self._place, host_masks(self._sizes.max_seqs, self._vocab_size))
-        sample = self._sample_arguments(operands.state, forwarded, masks, bucket)
+        masks = self.inputs.set_masks(self.new_masks().packed)
+        sample = self._sample_arguments(operands.state, forwarded, masks, source, bucket)
         if self._in_place:
-            self._forwarded[bucket], self._masks = forwarded, masks
+            self._forwarded[bucket] = forwarded
         forward = self._forward_arguments(operands, source, bucket)
         return self._forward.lower(*forward, bucket=bucket), self._sample.lower(*sample)
 
@@ -178,9 +165,7 @@ class CompiledStep:
 
         `sample` with these logits must come before the next `forward` or `run`.
         """
-        if self._in_place:
-            self._table = _overwrite(self._table, table)
-        source = self._table if self._in_place else table
+        source = self._sent = self.inputs.set_table(table)
         arguments = self._forward_arguments(operands, source, bucket)
         cache, logits, (rows, heads), status = self._forward(*arguments, bucket=bucket)
         forwarded = Forwarded(logits, rows, heads)
@@ -192,11 +177,12 @@ class CompiledStep:
         return cache, forwarded, status
 
     def sample(
-        self, state: RowState, forwarded: Forwarded, masks: TokenMasks, bucket: int
+        self, state: RowState, forwarded: Forwarded, packed: np.ndarray, bucket: int
     ) -> tuple[RowState, Sampled]:
-        """Return the state (donated) after the step, and its samples; `masks` are the host's."""
-        self._masks = self.replace(self._masks, masks)
-        arguments = self._sample_arguments(state, forwarded, self._masks, bucket)
+        """Return the state (donated) after the step, and its samples; `packed` is HostMasks'."""
+        masks = self.inputs.set_masks(packed)
+        assert self._sent is not None, "a sample part before its forward part"
+        arguments = self._sample_arguments(state, forwarded, masks, self._sent, bucket)
         state, sampled = self._sample(*arguments)
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
@@ -212,17 +198,28 @@ class CompiledStep:
         donated, donated_tree = jax.tree.flatten((cache, results, self._status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        rest = (adapters, table, self._pages, operands.images, slot, pooled, operands.state.history)
+        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled)
+        rest = (*rest, operands.state.history)
         rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
 
+    def new_masks(self) -> HostMasks:
+        """Return masks on the host in which no row is masked."""
+        return HostMasks(self._sizes.num_masks, self._sizes.max_logit_rows, self._vocab_size)
+
     def _sample_arguments(
-        self, state: RowState, forwarded: Forwarded, masks: TokenMasks | None, bucket: int
+        self,
+        state: RowState,
+        forwarded: Forwarded,
+        masks: jax.Array,
+        table: np.ndarray | jax.Array,
+        bucket: int,
     ) -> tuple[Any, ...]:
         """Return the arguments of a sample part: leaves of what is donated, of the rest."""
         results = self._results_of(bucket) if self._in_place else None
         donated, donated_tree = jax.tree.flatten((state, results))
-        rest, rest_tree = jax.tree.flatten((forwarded, masks))
+        drafted = table if self._sizes.max_drafts else None
+        rest, rest_tree = jax.tree.flatten((forwarded, masks, drafted))
         return donated, rest, (donated_tree, rest_tree)
 
     def _arguments(
@@ -235,7 +232,7 @@ class CompiledStep:
         donated, donated_tree = jax.tree.flatten((cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        rest = (adapters, table, self._pages, operands.images, slot, pooled)
+        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled)
         rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
 
@@ -340,6 +337,8 @@ def _jit_steps(
     def local_forward(leaves, donated, rest, *, trees, bucket):
         cache, *_ = jax.tree.unflatten(trees[0], donated)
         *rest, history = jax.tree.unflatten(trees[1], rest)
+        if sizes.max_drafts:
+            history = history_with_drafts(history, rest[1])
         return run_forward(leaves, cache, history, rest, bucket, True)
 
     @functools.partial(jax.jit, static_argnames="trees", donate_argnums=0, keep_unused=True)
@@ -351,7 +350,10 @@ def _jit_steps(
 
     def local_sample(donated, rest, *, trees):
         state, *_ = jax.tree.unflatten(trees[0], donated)
-        (logits, rows, heads), masks = jax.tree.unflatten(trees[1], rest)
+        (logits, rows, heads), packed, table = jax.tree.unflatten(trees[1], rest)
+        masks = unpack_masks(packed, sizes.num_masks, logits.shape[1])
+        if table is not None:
+            state = with_drafts(state, table)
         return sample_step(logits, rows, state, sample, masks, heads)
 
     return (step, forward, sample_part), tuple(leaves)
@@ -367,12 +369,6 @@ def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:
     jax.block_until_ready(arrays)
     step = len(_HOLE_BYTES)
     return [array for i, array in enumerate(arrays) if i // step % 2]
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _overwrite(old: Int[Array, "*shape"], new: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Return `new` in the memory of `old`."""
-    return old.at[...].set(new)
 
 
 @jax.jit

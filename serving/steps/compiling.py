@@ -1,8 +1,9 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
 import os
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from jax.stages import Lowered
 from tqdm import tqdm
@@ -12,23 +13,54 @@ from serving.steps.kept_steps import KeptProgram
 _COMPILING = 4  # programs at a time at most: each takes two cores, and memory
 
 
-def compile_all(programs: Iterable[Lowered | KeptProgram], total: int, *, progress: bool) -> None:
-    """Compile every program, several at a time: XLA works outside Python's lock."""
-    workers = max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
-    bar = tqdm(total=total, desc="Compile", unit="program", disable=not progress)
-    with bar, ThreadPoolExecutor(workers) as pool:
-        jobs = []
-        for lowered in programs:
-            jobs.append(pool.submit(lowered.compile))
-            jobs[-1].add_done_callback(lambda _: bar.update())
+def compile_all(
+    programs: Iterable[Lowered | KeptProgram], names: SequenceOf[str], *, progress: bool
+) -> None:
+    """Compile every program, several at a time: XLA works outside Python's lock.
+
+    The bar says by their names which program is lowered, and which ones are compiled.
+    """
+    bar = tqdm(total=len(names), desc="Compile", unit="program", disable=not progress)
+    at_work: dict[int, str] = {}
+
+    def say(lowered: str = "") -> None:
+        parts = [f"lowers {lowered}"] if lowered else []
+        parts += [f"compiles {', '.join(list(at_work.values()))}"] if at_work else []
+        bar.set_postfix_str("; ".join(parts))
+
+    def done(number: int) -> None:
+        at_work.pop(number, None)
+        bar.update()
+        say()
+
+    with bar, ThreadPoolExecutor(_workers()) as pool:
+        jobs: list[Future] = []
+        say(names[0])
+        for number, program in enumerate(programs):
+            at_work[number] = names[number]
+            jobs.append(pool.submit(program.compile))
+            jobs[-1].add_done_callback(lambda _, number=number: done(number))
+            say(*names[number + 1 : number + 2])
         for job in jobs:
             job.result()
 
 
-def read_kept(programs: Sequence[KeptProgram]) -> None:
-    """Read the first program, and the others behind it: their first calls wait for them."""
-    programs[0].compile()
-    pool = ThreadPoolExecutor(1, thread_name_prefix="programs")
-    for program in programs[1:]:
+def read_kept(programs: SequenceOf[Lowered | KeptProgram], *, at_once: bool = False) -> bool:
+    """Read programs if all of them are kept; return whether they are.
+
+    The first one is read, and the others behind it: their first calls wait for them. With `at_once`
+    several are read at a time, and calls may begin with any of them.
+    """
+    if not all(isinstance(program, KeptProgram) and program.is_kept for program in programs):
+        return False
+    if not at_once:
+        programs[0].compile()
+    pool = ThreadPoolExecutor(_workers() if at_once else 1, thread_name_prefix="programs")
+    for program in programs if at_once else programs[1:]:
         pool.submit(program.compile)
     pool.shutdown(wait=False)
+    return True
+
+
+def _workers() -> int:
+    return max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))

@@ -17,6 +17,7 @@ from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ModelConfig
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.vision import AbstractTower, TowerInputs
+from lora_jax.sharding import Split
 from lora_jax.typing import Array, Float, Int
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches, ProcessorSettings
@@ -24,6 +25,7 @@ from lora_jax.vision.rope_positions import rope_positions
 from serving.api.images import PreparedImage
 from serving.api.request import Sequence
 from serving.steps.device_stopwatch import DeviceStopwatch
+from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
@@ -49,8 +51,12 @@ class ImageEncoder:
         num_rows: int,
         max_image_tokens: int,
         max_rank: int,
+        split: Split | None = None,
     ):
-        """`num_rows` is the size of the cache; no image is larger than `max_image_tokens`."""
+        """`num_rows` is the size of the cache; no image is larger than `max_image_tokens`.
+
+        With `split` every device has the whole tower, and computes every image.
+        """
         self._config, self._tower_config = config, config.tower
         self._num_rows, self._values = num_rows, settings.values
         graphdef, state = nnx.split(tower, graph=False)
@@ -58,7 +64,7 @@ class ImageEncoder:
         self._dtype = self._leaves[0].dtype
         most = _most_patches(settings, config, max_image_tokens)
         self.buckets = layout.buckets(config.tower, most)
-        self._encode = _jit_encode(graphdef, treedef, module_names, max_rank)
+        self._encode = _jit_encode(graphdef, treedef, module_names, max_rank, split)
         self.stopwatch = DeviceStopwatch()  # of the tower
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
@@ -141,11 +147,19 @@ def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: 
     return layout.most_patches(config.tower, tokens)
 
 
-def _jit_encode(graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: int) -> Any:
+def _jit_encode(
+    graphdef: Any, treedef: Any, names: tuple[str, ...], max_rank: int, split: Split | None
+) -> Any:
     """Return the tower's program: everything goes in as leaves, the cache is donated."""
 
     @functools.partial(jax.jit, static_argnames="adapters_tree", donate_argnums=1)
     def encode(leaves, cache, inputs, adapters, slot, targets, adapters_tree):
+        local = functools.partial(encode_here, adapters_tree=adapters_tree)
+        if split is not None:
+            local = encode_on_every_device(local, adapters_tree, split)
+        return local(leaves, cache, inputs, adapters, slot, targets)
+
+    def encode_here(leaves, cache, inputs, adapters, slot, targets, *, adapters_tree):
         tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots = jax.tree.unflatten(adapters_tree, adapters)
         row_to_slot = jnp.full((inputs["patches"].shape[0],), slot, jnp.int32)

@@ -37,6 +37,10 @@ _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
 
+class NotKept(LookupError):
+    """There is no file of a step that this process is to read, not to make."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:
     """Where programs of steps are kept, and what all of them are made from."""
@@ -94,6 +98,8 @@ class KeptProgram:
         self._steps, self._key = steps, key
         kept = steps.files.get(key)
         self._kept = None if kept is None else _unpacked(kept)
+        if self._kept is None and steps.files.demands:
+            raise NotKept(f"step {key} is not kept in {steps.files.folder}")
         self._lower, self._lowered = lower, None if self.is_kept else lower()
         self._compiling: Future[Compiled] = Future()
 
@@ -179,6 +185,7 @@ def identity(fields: dict[str, Any], model: Path) -> str:
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "machine": native.cpu_name(),
         "device": [d.device_kind for d in jax.devices()],
+        "platform": jax.devices()[0].client.platform_version,  # versions of CUDA's libraries too
         "cores": len(os.sched_getaffinity(0)),
         "environment": env,
         "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},

@@ -18,7 +18,7 @@ from jax.stages import Lowered
 
 from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
 from lora_jax.adapters.slots import AdapterSlots, warm_up
-from lora_jax.kv_cache import KVShape, PagedKVCache, init_cache, pages_sharding
+from lora_jax.kv_cache import KVShape, PagedKVCache, pages_sharding
 from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int
 from serving.api.request import SequenceResult, StepPlan
@@ -31,12 +31,18 @@ from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.merged_weights import MergedWeights
-from serving.steps.page_copies import PageCopies
+from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
-from serving.steps.step_programs import Program, lora_slot, lora_slots, token_buckets
+from serving.steps.step_programs import (
+    Program,
+    lora_slot,
+    lora_slots,
+    names_of,
+    token_buckets,
+)
 from serving.steps.step_results import (
     HeldStep,
     HostArrays,
@@ -45,7 +51,7 @@ from serving.steps.step_results import (
     in_flight,
     num_targets,
 )
-from serving.steps.token_masks import TokenMasks, host_masks
+from serving.steps.token_masks import HostMasks
 
 
 class ModelRunner:
@@ -81,7 +87,7 @@ class ModelRunner:
         adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
-        of all heads. `encoder` is that of a model that takes images, on one device. With `merged`
+        of all heads. `encoder` is that of a model that takes images. With `merged`
         steps may take those weights, with `mixture` steps whose rows have other adapters too.
         `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
         is given every StepInput and SampleInput before it is done, for the runners of other
@@ -92,6 +98,7 @@ class ModelRunner:
         self._specialize_lora = specialize_lora and slots is not None
         self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
+        self._eager = jax.default_backend() != "cpu"  # each program's first run makes its graph
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         pages = pages_sharding(kv_shape, split)
@@ -101,7 +108,7 @@ class ModelRunner:
             link,
             vocab_size,
             in_place=jax.default_backend() != "cpu",
-            compiler_options=NO_REMAT if reroute_tables is not None else None,
+            compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
         )
@@ -109,7 +116,7 @@ class ModelRunner:
         # committed only after its first step would make every program compile twice.
         place = functools.partial(put, sharding=self._step.sharding)
         self._pooled = pooled is not None
-        self._cache = pooled or _own_pages(kv_shape, sizes, dtype, split, place)
+        self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:
             where = (self._step.sharding, split)
@@ -128,7 +135,6 @@ class ModelRunner:
         self.remote_table: RemoteTable | None = None
         if link is not None and slots is not None:
             self.set_remote(np.full(slots.num_slots, -1), 0)
-        self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
 
     def warm_up(
         self, *, progress: bool = False, compiled: Callable[[], None] = lambda: None
@@ -149,21 +155,22 @@ class ModelRunner:
             self.encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.warm_up(self.slots)
-        self._step.set_pages(self._tables)
+        self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
-        programs = list(self._lowered(table)) if self._step.keeps else []
-        if programs and all(isinstance(p, KeptProgram) and p.is_kept for p in programs):
-            read_kept(programs)
-            jax.block_until_ready(self._run(table, self.programs[0]))
-            return
-        compile_all(programs or self._lowered(table), self.num_programs, progress=progress)
-        compiled()
+        programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
+        if self._step.keeps and read_kept(programs := list(programs), at_once=self._eager):
+            if not self._eager:
+                jax.block_until_ready(self._run(table, self.programs[0]))
+                return
+        else:
+            compile_all(programs, names, progress=progress)
+            compiled()
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks(), program.bucket)
-            jax.block_until_ready((sampled, status))
+            packed = self.new_masks().packed
+            jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)
@@ -255,10 +262,10 @@ class ModelRunner:
         forwarded, status = self._run_forward(table, program)
         return HeldStep(plan, first_rows(plan), is_scored(plan), bucket, forwarded, status)
 
-    def sample(self, held: HeldStep, masks: TokenMasks) -> InFlightStep:
+    def sample(self, held: HeldStep, masks: HostMasks) -> InFlightStep:
         """Send the rest of a step to the device, with the masks of its rows."""
-        self._tell(SampleInput(masks, held.bucket))
-        sampled = self._run_sample(held.forwarded, masks, held.bucket)
+        self._tell(SampleInput(masks.packed, held.bucket))
+        sampled = self._run_sample(held.forwarded, masks.packed, held.bucket)
         return in_flight(held.plan, held.first_rows, sampled, held.scored, held.remote_status)
 
     def follow(self, command: StepInput | SampleInput | RowChunk | SlotEntry) -> None:
@@ -276,9 +283,9 @@ class ModelRunner:
             assert self.slots is not None, "rank rows without slots"
             self.slots = write(self.slots, command)
 
-    def new_masks(self) -> TokenMasks:
+    def new_masks(self) -> HostMasks:
         """Return masks on the host in which no row is masked."""
-        return host_masks(self.sizes.max_seqs, self._vocab_size)
+        return self._step.new_masks()
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
@@ -302,9 +309,7 @@ class ModelRunner:
         for row, packed in made.admitted:
             self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
         for new in made.pages:
-            self._tables[new.row, new.first : new.first + len(new.pages)] = new.pages
-        if made.pages:
-            self._step.set_pages(self._tables)
+            self._step.inputs.add_pages(new.row, new.first, new.pages)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
         """Wait for a step and return a result for each chunk, in the plan's order.
@@ -327,7 +332,7 @@ class ModelRunner:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
         old, new = self.remote_table, (slot_to_number.astype(np.int32), np.int32(version))
         before = None if old is None else (old.slot_to_number, old.version)
-        self.remote_table = RemoteTable(*self._step.replace(before, new))
+        self.remote_table = RemoteTable(*self._step.inputs.replace(before, new))
 
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if plan.merged is not None:
@@ -360,7 +365,7 @@ class ModelRunner:
         self._cache, forwarded, status = self._step.forward(operands, table, program.bucket)
         return forwarded, status
 
-    def _run_sample(self, forwarded: Forwarded, masks: TokenMasks, bucket: int) -> Sampled:
+    def _run_sample(self, forwarded: Forwarded, masks: np.ndarray, bucket: int) -> Sampled:
         self._state, sampled = self._step.sample(self._state, forwarded, masks, bucket)
         return sampled
 
@@ -386,15 +391,3 @@ class ModelRunner:
             f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
             f"{buckets[-1]} and {most} fit."
         )
-
-
-def _own_pages(
-    shape: KVShape,
-    sizes: StepSizes,
-    dtype: jnp.dtype,
-    split: Split | None,
-    place: Callable[[PagedKVCache], PagedKVCache],
-) -> PagedKVCache:
-    """Return pages that are donated to each step."""
-    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
-    return cache if split is not None else place(cache)

@@ -1,4 +1,4 @@
-"""Moves KV pages between the device and host memory, in the order of a plan.
+"""KV pages: those on the device, and copies to and from host memory in the order of a plan.
 
 On the device a page lies in as many places as the model has layers; one program gathers them into a
 block, which is one copy to the host. No step waits for a copy out: it is read when it has arrived,
@@ -8,17 +8,19 @@ or when its slot is needed. Programs have a fixed number of pages, so that no st
 import collections
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.adapters.row_copies import has_ended
 from lora_jax.kv_cache import (
     Blocks,
     KVShape,
     PagedKVCache,
     blocks_sharding,
+    init_cache,
     read_blocks,
     write_blocks,
 )
@@ -30,6 +32,18 @@ from serving.steps.step import StepSizes
 
 _PAGES = (2, 16)  # of one program
 _MOST_PENDING = 4  # gathered blocks whose bytes the host does not have yet
+
+
+def own_pages(
+    shape: KVShape,
+    sizes: StepSizes,
+    dtype: jnp.dtype,
+    split: Split | None,
+    place: Callable[[PagedKVCache], PagedKVCache],
+) -> PagedKVCache:
+    """Return pages that are donated to each step."""
+    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
+    return cache if split is not None else place(cache)
 
 
 class PageCopies:
@@ -58,8 +72,8 @@ class PageCopies:
         for size in _PAGES:
             nowhere = np.full(size, self._nowhere, np.int32)
             blocks = _read(cache, np.zeros(size, np.int32))
-            host = Blocks(*(np.zeros(part.shape, part.dtype) for part in blocks))
-            cache = _write(cache, nowhere, Blocks(*(self._place(part) for part in host)))
+            zeros = [np.zeros(part.shape, part.dtype) for part in blocks]
+            cache = _write(cache, nowhere, Blocks(*(self._place(part) for part in zeros)))
         return cache
 
     def run(self, cache: PagedKVCache, moves: Sequence[PageMove]) -> PagedKVCache:
@@ -92,7 +106,7 @@ class PageCopies:
 
     def _land(self) -> None:
         """Write what has arrived to its slots."""
-        while self._pending and all(part.is_ready() for part in self._pending[0][0]):
+        while self._pending and all(has_ended(part) for part in self._pending[0][0]):
             self._land_first()
 
     def _land_first(self) -> None:

@@ -71,7 +71,7 @@ def sample(
 
     def body(i: Int[Array, ""], results: Sampled) -> Sampled:
         seq, target, row = rows.row_to_seq[i], rows.targets[i], logits[i]
-        row = row if masks is None else mask_row(row, masks, seq, target < 0)
+        row = row if masks is None else mask_row(row, masks, i, target < 0)
         result = _sample_row(row, rows.positions[i], target, state, seq)
         return jax.tree.map(lambda all_, one: all_.at[i].set(one), results, result)
 

@@ -33,8 +33,8 @@ class StepSplit:
         """
         cache, *_ = donated.children()
         donated_specs = _of_leaves(donated, self.pages, cache.num_leaves)
-        pools = _num_pools(rest)
-        rest_specs = _of_leaves(rest, self.split.rows.spec, pools)
+        slots, *_ = rest.children()[0].children()
+        rest_specs = _of_leaves(rest, self.split.rows.spec, _num_pools(slots))
         return jax.shard_map(
             step,
             mesh=self.split.mesh,
@@ -54,6 +54,21 @@ class StepSplit:
         )
 
 
+def encode_on_every_device(encode: Callable, slots: Any, split: Split) -> Callable:
+    """Return encode(leaves, cache, inputs, slots' leaves, slot, targets) of a whole tower.
+
+    `slots` is the tree of the adapter slots; all devices give the same (cache, number).
+    """
+    adapters = _of_leaves(slots, split.rows.spec, _num_pools(slots))
+    return jax.shard_map(
+        encode,
+        mesh=split.mesh,
+        in_specs=(WHOLE, WHOLE, WHOLE, adapters, WHOLE, WHOLE),
+        out_specs=(WHOLE, WHOLE),
+        check_vma=False,
+    )
+
+
 def weight_specs(leaves: Sequence[Any]) -> tuple[PartitionSpec, ...]:
     """Return how each weight of a split model is split."""
     return tuple(leaf.sharding.spec for leaf in leaves)
@@ -64,8 +79,6 @@ def _of_leaves(tree: Any, first: PartitionSpec, count: int) -> list[PartitionSpe
     return [first] * count + [WHOLE] * (tree.num_leaves - count)
 
 
-def _num_pools(rest: Any) -> int:
+def _num_pools(slots: Any) -> int:
     """Return how many leaves are pools of rank rows, which are the first of AdapterSlots."""
-    adapters, *_ = rest.children()
-    slots, *_ = adapters.children()
     return slots.children()[0].num_leaves if slots.num_leaves else 0

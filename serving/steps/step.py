@@ -60,6 +60,11 @@ class StepSizes:
         """Pages of the longest sequence."""
         return -(-self.max_len // self.page_size)
 
+    @property
+    def num_masks(self) -> int:
+        """Token masks of a step: one for each sequence, and as many as one may have drafts."""
+        return self.max_seqs + self.max_drafts
+
     def logit_rows(self, bucket: int) -> int:
         """Logit rows of the program for steps of up to `bucket` tokens."""
         return min(bucket, self.max_logit_rows)
@@ -138,7 +143,14 @@ def sample_step(
 
 
 def with_drafts(state: RowState, table: Int[Array, "table_rows seqs"]) -> RowState:
-    """Return the state with the drafts of each sequence in its history, as the last input tokens.
+    """Return the state with the drafts of each sequence in its history."""
+    return dataclasses.replace(state, history=history_with_drafts(state.history, table))
+
+
+def history_with_drafts(
+    history: Int[Array, "seqs max_len"], table: Int[Array, "table_rows seqs"]
+) -> Int[Array, "seqs max_len"]:
+    """Return the history with the drafts of each sequence in it, as the last input tokens.
 
     A sequence that draws several tokens has a draft for each but the first.
     """
@@ -149,8 +161,7 @@ def with_drafts(state: RowState, table: Int[Array, "table_rows seqs"]) -> RowSta
     positions = (table[START] + table[NUM_TOKENS] - count)[None] + place
     # Others go to distinct rows past the end and are dropped.
     row = jnp.where(place < count[None], seq, seqs + place * seqs + seq)
-    history = state.history.at[row, positions].set(drafts, mode="drop", unique_indices=True)
-    return dataclasses.replace(state, history=history)
+    return history.at[row, positions].set(drafts, mode="drop", unique_indices=True)
 
 
 def unpack_batch(

@@ -23,7 +23,6 @@ from serving.steps.step import (
 )
 from serving.steps.step_programs import Program
 from serving.steps.step_results import num_targets
-from serving.steps.token_masks import TokenMasks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,7 +50,7 @@ class StepInput:
 class SampleInput:
     """Masks of the rows of a step whose forward part has been sent."""
 
-    masks: TokenMasks
+    masks: np.ndarray  # HostMasks.packed
     bucket: int
 
 

@@ -1,6 +1,6 @@
 """Programs that a step may be, and what of its rows chooses among them. No jax."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from serving.api.request import StepPlan
@@ -45,3 +45,16 @@ def lora_slot(slot: int, num_lora: int, num_esft: int) -> int:
     if pair >= 0 and num_lora:
         return pair % num_lora
     return slot if slot < num_lora else -1
+
+
+def names_of(programs: Iterable[Program], in_two_parts: Iterable[Program]) -> Iterator[str]:
+    """Yield a name of each compiled program: of whole steps, then of both parts of others."""
+    yield from map(_name, programs)
+    for program in in_two_parts:
+        yield from (f"{_name(program)} ({part})" for part in ("forward", "sample"))
+
+
+def _name(program: Program) -> str:
+    kinds = "lora", "merged", "brings"
+    marks = [kind for kind in kinds if getattr(program, kind)]
+    return " ".join([f"{program.bucket} tokens", *marks])

@@ -32,6 +32,12 @@ class HeldStep:
     forwarded: Forwarded
     remote_status: jax.Array | None
 
+    @property
+    def first_samples(self) -> list[int]:
+        """The logit row of each chunk's first sample."""
+        chunks = zip(self.plan.chunks, self.first_rows, strict=True)
+        return [first + num_targets(chunk) for chunk, first in chunks]
+
 
 def in_flight(
     plan: StepPlan,

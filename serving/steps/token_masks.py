@@ -1,7 +1,8 @@
-"""Token masks of sequence rows on the device: one bit for each token that a row may take.
+"""Token masks of logit rows on the device: one bit for each token that a row may take.
 
 The host fills the masks of rows that a grammar binds, while the step's forward part runs; see
-compiled_step. Rows without a mask keep their logits bit for bit.
+compiled_step. A sequence with drafts has a mask for each of its rows. Rows without a mask keep
+their logits bit for bit.
 """
 
 import dataclasses
@@ -14,26 +15,39 @@ from jax import lax
 from lora_jax.typing import Array, Bool, Float, Int
 
 _BITS = 32
+NO_MASK = -1  # of a row that may take every token
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenMasks:
-    """Masks by sequence row; bit b of word w allows token 32 w + b."""
+    """Masks, and which one each logit row has; bit b of word w allows token 32 w + b."""
 
-    words: Int[Array, "seqs words"]
-    is_masked: Int[Array, "seqs"]  # 0: every token is allowed, whatever the words say
+    words: Int[Array, "masks words"]
+    row_to_mask: Int[Array, "rows"]  # NO_MASK: every token is allowed
+
+
+class HostMasks:
+    """Masks in the host's memory, in one piece, so that one copy brings them to the device."""
+
+    def __init__(self, num_masks: int, num_rows: int, vocab: int):
+        """No row has a mask yet, and no mask a meaning."""
+        size = num_masks * num_words(vocab)
+        self.packed = np.empty(size + num_rows, np.int32)
+        self.words = self.packed[:size].reshape(num_masks, -1)
+        self.row_to_mask = self.packed[size:]
+        self.row_to_mask[:] = NO_MASK
+
+
+def unpack_masks(packed: Int[Array, "numbers"], num_masks: int, vocab: int) -> TokenMasks:
+    """Return the masks of HostMasks.packed."""
+    size = num_masks * num_words(vocab)
+    return TokenMasks(packed[:size].reshape(num_masks, -1), packed[size:])
 
 
 def num_words(vocab: int) -> int:
-    """Return the int32 words of one row's mask."""
+    """Return the int32 words of one mask."""
     return -(-vocab // _BITS)
-
-
-def host_masks(max_seqs: int, vocab: int) -> TokenMasks:
-    """Return masks of numpy arrays in which no row is masked yet."""
-    words = np.empty((max_seqs, num_words(vocab)), np.int32)
-    return TokenMasks(words, np.zeros(max_seqs, np.int32))  # type: ignore[arg-type]
 
 
 def allowed_tokens(words: Int[Array, "*rows words"], vocab: int) -> Bool[Array, "*rows vocab"]:
@@ -46,24 +60,23 @@ def allowed_tokens(words: Int[Array, "*rows words"], vocab: int) -> Bool[Array, 
 def mask_row(
     logits: Float[Array, "vocab"],
     masks: TokenMasks,
-    seq: Int[Array, ""],
+    row: Int[Array, ""],
     is_sampled: Bool[Array, ""],
 ) -> Float[Array, "vocab"]:
-    """Return the logits with tokens that are not allowed at -inf; only a sampled row is masked."""
+    """Return a row's logits with tokens that are not allowed at -inf; only if it is sampled."""
+    mask = masks.row_to_mask[row]
     return lax.cond(
-        is_sampled & (masks.is_masked[seq] != 0),
-        lambda: jnp.where(allowed_tokens(masks.words[seq], logits.shape[0]), logits, -jnp.inf),
+        is_sampled & (mask >= 0),
+        lambda: jnp.where(allowed_tokens(masks.words[mask], logits.shape[0]), logits, -jnp.inf),
         lambda: logits,
     )
 
 
 def mask_rows(
-    logits: Float[Array, "rows vocab"],
-    masks: TokenMasks,
-    row_to_seq: Int[Array, "rows"],
-    is_sampled: Bool[Array, "rows"],
+    logits: Float[Array, "rows vocab"], masks: TokenMasks, is_sampled: Bool[Array, "rows"]
 ) -> Float[Array, "rows vocab"]:
     """Return what mask_row does, of all rows at once."""
-    allowed = allowed_tokens(masks.words[row_to_seq], logits.shape[1])
-    free = ~(is_sampled & (masks.is_masked[row_to_seq] != 0))
+    mask = masks.row_to_mask[: logits.shape[0]]
+    allowed = allowed_tokens(masks.words[jnp.maximum(mask, 0)], logits.shape[1])
+    free = ~(is_sampled & (mask >= 0))
     return jnp.where(allowed | free[:, None], logits, -jnp.inf)

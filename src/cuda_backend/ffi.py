@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 from pathlib import Path
 
 import jax
@@ -62,6 +63,8 @@ STATEFUL = (
     "lora_jax_cuda_lora_expand",
 )
 
+_LOADING = threading.Lock()
+
 
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
@@ -80,12 +83,17 @@ def library() -> native.Library:
     )
 
 
-@functools.cache
 def available() -> bool:
     """Return whether the kernels are registered with XLA, building them at the first call.
 
-    Failure is logged once as a warning; the ops then run as portable JAX.
+    Failure is logged once as a warning; the ops then run as portable JAX. Any thread may ask.
     """
+    with _LOADING:
+        return _loaded()
+
+
+@functools.cache
+def _loaded() -> bool:
     return library().load_or_warn(dispatch.cache_folder(), log)
 
 

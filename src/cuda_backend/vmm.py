@@ -125,6 +125,11 @@ class CudaDriver(AbstractDriver):
             self._cuda.call("cuMemcpyDtoD_v2", address, source, num_bytes)
             self._cuda.call("cuStreamSynchronize", None)  # the call itself does not wait
 
+    def clear(self, address: int, num_bytes: int) -> None:
+        with self._current():
+            self._cuda.call("cuMemsetD8Async", address, 0, num_bytes, None)
+            self._cuda.call("cuStreamSynchronize", None)
+
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))
 

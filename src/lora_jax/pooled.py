@@ -28,14 +28,25 @@ class PooledPages:
     """
 
     def __init__(
-        self, pool: PagePool, shape: KVShape, num_pages: int, page_size: int, dtype: np.dtype
+        self,
+        pool: PagePool,
+        shape: KVShape,
+        num_pages: int,
+        page_size: int,
+        dtype: np.dtype,
+        *,
+        cleared: bool = False,
     ):
         """Reserve addresses for so many pages; none has memory.
+
+        With `cleared` pages are zeros when they come: kernels of a device multiply what lies behind
+        a sequence's end by zero, and a NaN of another array would stay one.
 
         Raises:
             ValueError: a layer's part of a page begins where no array of jax may.
         """
         self.pool, self.stride, self.num_pages = pool, shape.num_layers, num_pages
+        self._cleared = cleared
         self._tensors: list[WeightTensor] = []
         self._arrays: list[jax.Array] = []
         lead = (page_size, shape.num_kv_heads)
@@ -44,7 +55,7 @@ class PooledPages:
         self.cache: PagedKVCache = tuple(LayerCache(k, v, in_place=True) for k, v in layers)
 
     def map(self, pages: range) -> None:
-        """Give pages memory of undefined contents: all of them, or OutOfPages and none."""
+        """Give pages memory: all of them, or OutOfPages and none."""
         _map_all([(tensor, pages) for tensor in self._tensors])
 
     def unmap(self, pages: range) -> None:
@@ -69,9 +80,8 @@ class PooledPages:
         shape = ((self.num_pages - 1) * self.stride + 1, *lead, items)
         if not items:
             return [jnp.zeros(shape, dtype)] * self.stride
-        tensor = WeightTensor(
-            self.pool, (self.num_pages, self.stride * lead[0] * lead[1], items), dtype
-        )
+        of_page = self.stride * lead[0] * lead[1], items
+        tensor = WeightTensor(self.pool, (self.num_pages, *of_page), dtype, cleared=self._cleared)
         self._tensors.append(tensor)
         layer_bytes = tensor.expert_bytes // self.stride
         addresses = [tensor.address + n * layer_bytes for n in range(self.stride)]
@@ -83,13 +93,23 @@ class PooledPages:
 class PooledRows:
     """Rank rows of every width. One thread maps, writes and unmaps."""
 
-    def __init__(self, pool: PagePool, rows: dict[int, int], dtype: np.dtype):
-        """Reserve addresses for so many rows of each width; none has memory."""
-        self.pool, self.dtype = pool, np.dtype(dtype)
-        self._tensors = {
-            width: WeightTensor(pool, (count, 1, stored_width(width, self.dtype)), self.dtype)
-            for width, count in sorted(rows.items())
-        }
+    def __init__(self, pool: PagePool, rows: dict[int, int], dtype: np.dtype, *, overrun: int = 0):
+        """Reserve addresses for so many rows of each width.
+
+        Kernels of a device read rows in groups: up to `overrun` rows behind an adapter's, which
+        they multiply by zero, and the first rows for an adapter that has none. Where there is an
+        overrun these rows have memory, and memory is zeros when it comes. Else nothing has memory.
+
+        Raises OutOfPages where the pool has no room for the first rows.
+        """
+        self.pool, self.dtype, self.overrun = pool, np.dtype(dtype), overrun
+        how = {"overrun": overrun, "cleared": overrun > 0}
+        self._tensors: dict[int, WeightTensor] = {}
+        for width, count in sorted(rows.items()):
+            shape = count, 1, stored_width(width, self.dtype)
+            self._tensors[width] = WeightTensor(pool, shape, self.dtype, **how)
+            if overrun:
+                self._tensors[width].keep(range(min(count, overrun)))
         self.arrays: dict[str, jax.Array] = {
             str(width): pool.memory.array(t.address, (t.shape[0], t.shape[2]), self.dtype)
             for width, t in self._tensors.items()
@@ -103,12 +123,14 @@ class PooledRows:
         """Return the most pages that so many rows of each width take, wherever they lie."""
         size = self.pool.page_bytes
         sizes = (
-            count * self._tensors[width].expert_bytes for width, count in rows.items() if count
+            (count + self.overrun) * self._tensors[width].expert_bytes
+            for width, count in rows.items()
+            if count
         )
         return sum(-(-num_bytes // size) + 1 for num_bytes in sizes)
 
     def map(self, rows: Sequence[Rows]) -> None:
-        """Give rows memory of undefined contents: all of them, or OutOfPages and none."""
+        """Give rows memory: all of them, or OutOfPages and none."""
         _map_all([(self._tensors[width], run) for width, run in _runs(rows)])
 
     def unmap(self, rows: Sequence[Rows]) -> None:
@@ -119,6 +141,11 @@ class PooledRows:
     def begin_write(self, width: int, start: int, values: np.ndarray) -> None:
         """Write rows [n, items] that have memory, at the latest when `finish_writes` returns."""
         self._tensors[width].begin_write(start, values.astype(self.dtype, copy=False)[:, None])
+
+    @property
+    def writes_done(self) -> bool:
+        """True if `finish_writes` returns at once."""
+        return self.pool.memory.writes_done()
 
     def finish_writes(self) -> None:
         """Return when all that was begun is there; raises what failed."""

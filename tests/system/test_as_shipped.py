@@ -1,6 +1,7 @@
 """Bits that depend on the compiler, where the other tests compile fast."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,8 @@ import pytest
 from support.processes.compiler import as_shipped
 from support.processes.server_process import ROOT
 
-FILES = [f for f in (ROOT / "tests").rglob("test_*.py") if "mark.as_shipped" in f.read_text()]
+MARK = re.compile(r"(?<!\.long\n    @pytest\.)mark\.as_shipped")  # of a test that is not long
+FILES = [f for f in (ROOT / "tests").rglob("test_*.py") if MARK.search(f.read_text())]
 CHOICE = "as_shipped and not (gpu or multigpu or aot or slow or long)"
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -57,10 +58,15 @@ class Switchboard:
         threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
 
     def ticket(self) -> tuple[Connection, Ticket]:
-        """Return this side of a new connection, and the ticket to its other side."""
+        """Return this side of a new connection, and the ticket to its other side.
+
+        Tickets that nobody has redeemed end with their connection's own side.
+        """
         ours, inner = Pipe()
         ticket = Ticket(self.address, self.secret, secrets.token_hex(16).encode())
         with self._lock:
+            for name in [name for name, end in self._waiting.items() if _is_left(end)]:
+                self._waiting.pop(name).close()
             self._waiting[ticket.name] = inner
         return ours, ticket
 
@@ -130,6 +136,13 @@ def _pump(source: Connection, target: Connection) -> None:
             target.send_bytes(source.recv_bytes())
     for end in (source, target):
         _shut_down(end)
+
+
+def _is_left(end: Connection) -> bool:
+    """Return whether the other end of a pipe has been closed."""
+    poll = select.poll()
+    poll.register(end.fileno(), select.POLLHUP)
+    return bool(poll.poll(0))
 
 
 def _shut_down(connection: Connection) -> None:

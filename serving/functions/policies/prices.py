@@ -109,3 +109,13 @@ def cost_effectiveness(mean_e2e_s: float, cost: float) -> float:
     if mean_e2e_s <= 0 or cost <= 0:
         raise ValueError(f"latency and cost must be above 0, got {mean_e2e_s} s, ${cost}.")
     return 1 / (mean_e2e_s * cost)
+
+
+def published_bill(mean_e2e_s: float, sharing: int) -> float:
+    """Return what a serverless system costs by table 1's own figures, in an arbitrary unit.
+
+    Each of the table's 18 costs of serverless systems is the mean end-to-end latency of its row
+    times one number of its workload and backbone, over the functions that share a backbone: 4 for
+    ServerlessLoRA, 1 for the others (within 0.4%). Neither residency nor batches enter.
+    """
+    return mean_e2e_s / sharing

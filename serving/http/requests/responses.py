@@ -122,7 +122,7 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     if given == []:
         raise _error("input", "must not be empty")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    system = [] if body.instructions is None else [body.instructions]
+    system: list[str | list[Any]] = [] if body.instructions is None else [body.instructions]
     messages: list[dict[str, Any]] = []
     for place, item in enumerate(items):
         if not messages and _is_for_system(item):

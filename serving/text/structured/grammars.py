@@ -131,7 +131,8 @@ class Grammars:
         return None if outputs is None else self.compile(outputs)
 
     def close(self) -> None:
-        """End the process that checks, if it runs."""
+        """End the process that checks and the thread that fills masks, if they run."""
+        self.masks.close()
         if self._checker is not None:
             self._checker.close()
 

@@ -6,8 +6,10 @@ keeps its place, and a step whose results are void changes nothing.
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
+_THREADS = 16  # at most: a row takes 0.1 ms, and threads without work look for some all the time
+_BITS = 32
 
 
 @dataclasses.dataclass(eq=False)
@@ -28,8 +32,12 @@ class GrammarState:
     num_seen: int = 0  # output tokens that the matcher has consumed
 
 
-# Sequences, each with its row in the step.
-type BoundRows = SequenceOf[tuple[Sequence, int]]
+class BoundRow(NamedTuple):
+    """A sequence that takes a mask in its logit row `first`, and one after each of its drafts."""
+
+    sequence: Sequence
+    first: int
+    drafts: tuple[int, ...] = ()
 
 
 def is_bound(plan: StepPlan) -> bool:
@@ -44,63 +52,136 @@ class RowMasks:
         """`end_ids` are the model's own end-of-sequence ids."""
         self._end_ids = tuple(end_ids)
         self._executor: LLExecutor | None = None
+        self._num_threads = min(_THREADS, len(os.sched_getaffinity(0)) * 4 // 5)
+        self._few = _FEW if self._num_threads > 1 else 1 << 30  # fewer rows are the caller's work
+        self._worker: ThreadPoolExecutor | None = None
 
     @staticmethod
-    def rows(plan: StepPlan) -> BoundRows:
-        """Return the plan's rows that take a mask, asked while the sequences still have them."""
-        return [(c.sequence, c.sequence.row) for c in plan.chunks if _takes_mask(c)]
+    def rows(plan: StepPlan, first_rows: SequenceOf[int]) -> list[BoundRow]:
+        """Return the plan's rows that take masks; `first_rows` has the first sample of each chunk.
 
-    def fill(self, rows: BoundRows, words: Any, is_masked: Any) -> list[tuple[Sequence, str]]:
-        """Write the masks of bound rows, numpy int32 [seqs, words] and int32 [seqs].
-
-        Returns sequences that cannot go on, with the reason; their rows are not masked.
+        To be asked before the next plan, which may end sequences.
         """
-        failed = [(sequence, why) for sequence, _ in rows if (why := _catch_up(sequence))]
-        lost = {id(sequence) for sequence, _ in failed}
-        bound = [(sequence, row) for sequence, row in rows if id(sequence) not in lost]
-        self._compute(bound, words)
-        for sequence, row in bound:
-            matcher, mask = sequence.grammar_state.matcher, words[row]
-            if matcher.is_error() or not mask.any():
-                why = matcher.get_error() or "no token fits."
-                failed.append((sequence, _TOO_HARD.format(why=why.splitlines()[0])))
-                continue
-            self._hold_back(sequence, mask)
-            is_masked[row] = 1
+        chunks = zip(plan.chunks, first_rows, strict=True)
+        return [BoundRow(c.sequence, first, c.drafts) for c, first in chunks if _takes_mask(c)]
+
+    def start(self, rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
+        """Begin to write the masks of bound rows, numpy int32 [masks, words].
+
+        Many rows are the work of other threads, and the caller may plan meanwhile.
+        """
+        behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
+        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
+        filling = Filling(rows, places, words)
+        if len(rows) < self._few:
+            self._work(filling, behind)
+        else:
+            self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
+            filling.job = self._worker.submit(self._work, filling, behind)
+        return filling
+
+    def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
+        """Wait for the masks and write which logit row has which.
+
+        Returns sequences that cannot go on, with the reason; their rows are not masked. After a
+        draft that its mask does not allow no row is masked, as none of them will count.
+        """
+        if filling.job is not None:
+            filling.job.result()
+        self._hold_back(filling)
+        words, failed = filling.words, []
+        fits = words[: filling.places[-1]].any(axis=1).tolist()
+        for row, place in zip(filling.rows, filling.places, strict=False):
+            matcher = row.sequence.grammar_state.matcher
+            if id(row.sequence) in filling.lost:
+                failed.append((row.sequence, _why(matcher, "a token")))
+            elif matcher.is_error() or not fits[place]:
+                failed.append((row.sequence, _why(matcher, "no token fits.")))
+            else:
+                for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
+                    row_to_mask[row.first + ahead] = place + ahead
         return failed
 
-    def _compute(self, rows: BoundRows, words: np.ndarray) -> None:
-        row_bytes = words.shape[1] * words.itemsize
-        if len(rows) < _FEW:
-            for sequence, row in rows:
-                address = words[row].ctypes.data
-                sequence.grammar_state.matcher.unsafe_compute_mask_ptr(address, row_bytes)
-            return
-        executor = self._executor = self._executor or _new_executor()
-        matchers = [(sequence.grammar_state.matcher, row) for sequence, row in rows]
-        address = words.ctypes.data
-        executor.unsafe_compute_mask_ptr(matchers, address, row_bytes, words.shape[0])
+    def close(self) -> None:
+        """End the thread, if it runs."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
 
-    def _hold_back(self, sequence: Sequence, row: np.ndarray) -> None:
+    def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
+        filling.lost = self._catch_up(behind)
+        self._compute(filling)
+
+    def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
+        """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
+        behind = [(sequence, new) for sequence, new in behind if new]
+        single = [(s.grammar_state.matcher, new[0]) for s, new in behind if len(new) == 1]
+        if len(single) < max(self._few, len(behind)):
+            done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
+        else:  # each has one new token, as in most steps
+            done = self._threads().consume_token_par(single)
+        return {id(s) for (s, _), is_done in zip(behind, done, strict=True) if not is_done}
+
+    def _compute(self, filling: "Filling") -> None:
+        words = filling.words
+        alone, drafted, size = [], [], words.shape[1] * words.itemsize
+        for row, place in zip(filling.rows, filling.places, strict=False):
+            if id(row.sequence) in filling.lost:
+                continue
+            matcher = row.sequence.grammar_state.matcher
+            if row.drafts:
+                words[place : place + 1 + len(row.drafts)] = 0  # not all of them may be reached
+                drafted.append((matcher, place, list(row.drafts)))
+            else:
+                alone.append((matcher, place))
+        where = words.ctypes.data, size, words.shape[0]
+        if len(alone) >= self._few:
+            self._threads().unsafe_compute_mask_ptr(alone, *where)
+        else:
+            for matcher, place in alone:
+                matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+        if drafted:
+            self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+
+    def _threads(self) -> "LLExecutor":
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(max(1, self._num_threads))
+        return self._executor
+
+    def _hold_back(self, filling: "Filling") -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
-        sampling, ends = sequence.request.sampling, ()
-        if len(sequence.output_ids) < sampling.min_tokens:
-            ends = (*self._end_ids, *sampling.stop_token_ids)
-        elif sampling.ignore_eos:
-            ends = self._end_ids
-        if not ends:
-            return
-        kept = row.view(np.uint32).copy()
-        for token in ends:
-            kept[token // 32] &= ~np.uint32(1 << token % 32)
-        if kept.any():
-            row.view(np.uint32)[:] = kept
+        by_ends: dict[tuple[int, ...], list[int]] = {}
+        for row, place in zip(filling.rows, filling.places, strict=False):
+            for ahead in range(1 + len(row.drafts)):
+                if ends := self._held_ends(row.sequence, ahead):
+                    by_ends.setdefault(ends, []).append(place + ahead)
+        bits = filling.words.view(np.uint32)
+        for ends, rows in by_ends.items():
+            columns = sorted({token // _BITS for token in ends})
+            before = bits[np.ix_(rows, columns)]
+            for token in ends:
+                bits[rows, token // _BITS] &= ~np.uint32(1 << token % _BITS)
+            empty = np.flatnonzero(~bits[rows].any(axis=1))
+            bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
+
+    def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
+        """Return the tokens that may not end an answer that is `ahead` tokens longer than now."""
+        sampling = sequence.request.sampling
+        if sampling.min_tokens and len(sequence.output_ids) + ahead < sampling.min_tokens:
+            return (*self._end_ids, *sampling.stop_token_ids)
+        return self._end_ids if sampling.ignore_eos else ()
 
 
-def _new_executor() -> "LLExecutor":
-    from llguidance import LLExecutor
+@dataclasses.dataclass(eq=False)
+class Filling:
+    """Masks that are being written."""
 
-    return LLExecutor()
+    rows: SequenceOf[BoundRow]
+    places: SequenceOf[int]  # the first mask of each row, and their number
+    words: np.ndarray
+    lost: set[int] = dataclasses.field(default_factory=set)  # ids of sequences with a wrong token
+    job: Future[None] | None = None
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:
@@ -110,13 +191,23 @@ def _takes_mask(chunk: ScheduledChunk) -> bool:
     return chunk.samples and runs and sequence.request.grammar is not None
 
 
-def _catch_up(sequence: Sequence) -> str | None:
-    """Feed the matcher the tokens it has not seen; return what is wrong with them."""
+def _unseen(sequence: Sequence) -> list[int]:
+    """Return the output tokens that the sequence's matcher has not consumed, as if it had."""
     state = sequence.grammar_state
     if state is None:
         state = sequence.grammar_state = GrammarState(sequence.request.grammar.start())
     new = sequence.token_ids[sequence.num_prompt + state.num_seen :]
     state.num_seen += len(new)
-    if not new or state.matcher.consume_tokens(new):
-        return None
-    return _TOO_HARD.format(why=(state.matcher.get_error() or "a token").splitlines()[0])
+    return new
+
+
+def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
+    """Return how many drafts, from the first on, the masks before them allow."""
+    for place, token in enumerate(drafts):
+        if not masks[place].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
+            return place
+    return len(drafts)
+
+
+def _why(matcher: "LLMatcher", otherwise: str) -> str:
+    return _TOO_HARD.format(why=(matcher.get_error() or otherwise).splitlines()[0])

@@ -7,7 +7,7 @@ bus instead, and only the table, which names them, is written by a program.
 
 import collections
 from collections.abc import Iterable, Iterator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -46,7 +46,7 @@ def pin_matrices[W: AnyWeights](weights: W, copier: Copier | None) -> W:
     first = next(packed.matrices(), None)
     if first is not None:
         copier.pin(first)  # and the block that all are views of
-    return packed
+    return cast(W, packed)
 
 
 class LoraCopyJob:
@@ -106,7 +106,7 @@ class LoraCopyJob:
         if self._waits:
             if self._mark is None:
                 slots, self._mark = fenced(clear_slots(slots, self._placement.cleared_slots))
-            if not _has_ended(self._mark):
+            if not has_ended(self._mark):
                 return slots
             self._waits = False
         before = self._chunks_left
@@ -169,6 +169,6 @@ def _as_one(writes: list[RowWrite]) -> RowWrite:
     return RowWrite(first.offset, rows)
 
 
-def _has_ended(mark: jax.Array) -> bool:
-    """Return whether the program has ended that a mark comes from."""
+def has_ended(mark: Any) -> bool:
+    """Return whether the program has ended that an array comes from; jax's stubs lack the call."""
     return mark.is_ready()

@@ -117,6 +117,10 @@ class AbstractDriver(abc.ABC):
     def device_used(self) -> int:
         """Return the bytes in use on the whole device, by everybody."""
 
+    def clear(self, address: int, num_bytes: int) -> None:
+        """Set bytes to zeros; done on return, and no program waits for it."""
+        raise NotImplementedError(f"{type(self).__name__} clears no memory")
+
     def device_free(self) -> int | None:
         """Return the bytes of the device that nobody uses, or None where nobody knows."""
         return None
@@ -237,6 +241,11 @@ class DriverMemory(AbstractVirtualMemory):
             self._ledger.check_access("write", address, array.nbytes, Access.READ_WRITE)
         source = array.block_until_ready().unsafe_buffer_pointer()
         self._driver.copy_within(address, source, array.nbytes)
+
+    def clear(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_access("clear", address, num_bytes, Access.READ_WRITE)
+        self._driver.clear(address, num_bytes)
 
     def read(self, address: int, num_bytes: int) -> bytes:
         with self._lock:

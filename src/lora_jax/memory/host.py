@@ -265,6 +265,11 @@ class HostMemory(AbstractVirtualMemory):
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
         ctypes.memmove(address, data.ctypes.data, data.nbytes)
 
+    def clear(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_access("clear", address, num_bytes, Access.READ_WRITE)
+        ctypes.memset(address, 0, num_bytes)
+
     def read(self, address: int, num_bytes: int) -> bytes:
         with self._lock:
             readable = (Access.READ, Access.READ_WRITE)

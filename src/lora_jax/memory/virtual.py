@@ -112,6 +112,15 @@ class AbstractVirtualMemory(abc.ABC):
     def write(self, address: int, data: np.ndarray) -> None:
         """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""
 
+    @abc.abstractmethod
+    def clear(self, address: int, num_bytes: int) -> None:
+        """Set mapped and writable addresses to zeros; done on return.
+
+        Raises:
+            MappingError: not mapped, or not writable.
+            NotImplementedError: the device has no such call.
+        """
+
     def begin_write(self, address: int, data: np.ndarray) -> None:
         """Copy as `write` does, but the bytes may arrive as late as `finish_writes` returns.
 

@@ -40,16 +40,30 @@ class WeightTensor:
     caller unmaps and closes only what no step in flight can read (see Retirement).
     """
 
-    def __init__(self, pool: PagePool, shape: tuple[int, int, int], dtype: np.dtype):
+    def __init__(
+        self,
+        pool: PagePool,
+        shape: tuple[int, int, int],
+        dtype: np.dtype,
+        *,
+        overrun: int = 0,
+        cleared: bool = False,
+    ):
         """Reserve the addresses; no page is taken.
 
+        Programs may read up to `overrun` experts behind a mapped one: the pages of those are there
+        as long as the mapped one is. With `cleared` pages are zeros when they come.
+
         Raises:
-            ValueError: a shape that is not three positive numbers.
+            ValueError: a shape that is not three positive numbers, or a negative overrun.
             OutOfPages: there is no address space for it.
         """
         if len(shape) != 3 or min(shape) < 1:
             raise ValueError(f"shape {shape} must be (experts_total, d_out, d_in), all positive")
+        if overrun < 0:
+            raise ValueError(f"overrun {overrun} must be at least 0")
         self.pool, self.shape, self.dtype = pool, shape, np.dtype(dtype)
+        self._overrun, self._cleared, self._kept = overrun, cleared, range(0)
         self.expert_bytes = math.prod(shape[1:]) * self.dtype.itemsize
         self._reserved = -(-shape[0] * self.expert_bytes // pool.page_bytes) * pool.page_bytes
         self._lock = threading.Lock()
@@ -103,6 +117,19 @@ class WeightTensor:
                 self.pool.retain(block)
             return dict(sorted(used.items())), tuple(sorted(self._mapped))
 
+    def keep(self, indices: range) -> None:
+        """Have pages below some experts for good, mapped or not; once, before any is mapped.
+
+        Raises what `map` raises.
+        """
+        with self._lock:
+            self._check(indices)
+            assert not self._placed, "something is mapped already"
+            self._fill(indices)
+            self._kept = indices
+            for placed, count in self._users_among(indices).items():
+                placed.users += count
+
     def num_missing(self, indices: range) -> int:
         """Return how many pages `map` of consecutive experts would take."""
         with self._lock:
@@ -110,7 +137,7 @@ class WeightTensor:
             return sum(len(run) for run in self._missing(indices))
 
     def map(self, indices: range) -> None:
-        """Give consecutive experts memory, whose contents are undefined until written.
+        """Give consecutive experts memory; without `cleared`, of undefined contents until written.
 
         Pages that hold nobody else's bytes are taken as one block, and leave together, when the
         last of these experts does.
@@ -174,6 +201,7 @@ class WeightTensor:
             if array is not None:
                 array.delete()
             self._mapped.clear()
+            self._kept = range(0)
             self._empty(set(self._placed.values()))
             self.pool.memory.release(self.address, self._reserved)
             self._open = False
@@ -187,6 +215,8 @@ class WeightTensor:
             ):
                 numbers = [number for _, number in run]
                 users.update(self._users_among(range(numbers[0], numbers[-1] + 1)))
+            if self._kept:
+                users.update(self._users_among(self._kept))
             placed = set(self._placed.values())
             assert {p for p in placed if not p.users} == self._stuck, "a page without users"
             assert users == Counter({p: p.users for p in placed if p.users}), (
@@ -222,20 +252,23 @@ class WeightTensor:
             raise MappingError(f"experts {sorted(missing)} are not mapped")
 
     def _users_among(self, indices: range) -> Counter[_Placed]:
-        """Return the blocks under some experts, and on each how many of those experts lie."""
+        """Return the blocks under some experts, and on each how many of those experts need it."""
         size, users = self.pool.page_bytes, Counter[_Placed]()
-        number, end = self._numbers(indices.start, indices.stop).start, indices.stop
-        while number * size < end * self.expert_bytes:
+        numbers, end = self._numbers(indices.start, indices.stop), indices.stop
+        number = numbers.start
+        while number < numbers.stop:
             placed = self._placed[number]
-            first = max(indices.start, placed.start * size // self.expert_bytes)
+            first = placed.start * size // self.expert_bytes - self._overrun
+            first = max(indices.start, first)
             last = min(end, -(-placed.numbers.stop * size // self.expert_bytes))
             users[placed] = last - first
             number = placed.numbers.stop
         return users
 
     def _numbers(self, start: int, stop: int) -> range:
-        """Return the pages on which experts start .. stop - 1 lie."""
+        """Return the pages that experts start .. stop - 1 need, those of the overrun included."""
         first = start * self.expert_bytes // self.pool.page_bytes
+        stop = min(stop + self._overrun, self.shape[0])
         return range(first, -(-stop * self.expert_bytes // self.pool.page_bytes))
 
     def _fill(self, indices: range) -> None:
@@ -253,6 +286,8 @@ class WeightTensor:
                 memory.map_run(self.address + run[0].start * size, handles, num_bytes)
                 self._placed.update((number, placed) for placed in run for number in placed.numbers)
                 done += run
+                if self._cleared:
+                    memory.clear(self.address + run[0].start * size, num_bytes)
         except BaseException:
             for block in blocks[len(done) :]:
                 self.pool.release(block)
@@ -270,7 +305,8 @@ class WeightTensor:
     def _cut(self, run: range, indices: range) -> Iterator[range]:
         """Yield the blocks of a run: what lies within these experts in one, the ends by page."""
         size = self.pool.page_bytes
-        first = -(-indices.start * self.expert_bytes // size)
+        start = indices.start + (self._overrun if indices.start else 0)  # others' before it
+        first = -(-start * self.expert_bytes // size)
         last = max(first, indices.stop * self.expert_bytes // size)
         inner = range(max(run.start, first), min(run.stop, last))
         if not inner:

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.adapters.catalogue import LoraModule, NameRule
+from lora_jax.adapters.catalogue import WHOLE, LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.models.sources import WeightRule, weight
 from lora_jax.models.vision_names import tower_weights
@@ -107,7 +107,7 @@ class ClipTower(AbstractTower):
             ("projector.linear_1", size, out, (0,)),
             ("projector.linear_2", out, out, (0,)),
         ]
-        return [LoraModule(PREFIX + name, i, o, at) for name, i, o, at in shapes]
+        return [LoraModule(PREFIX + name, i, o, at, split=WHOLE) for name, i, o, at in shapes]
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:

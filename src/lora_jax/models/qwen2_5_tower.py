@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.adapters.catalogue import LoraModule, NameRule
+from lora_jax.adapters.catalogue import WHOLE, LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.models.sources import WeightRule
 from lora_jax.models.vision_names import tower_weights
@@ -116,7 +116,7 @@ class Qwen25Tower(AbstractTower):
             ("merger.mlp.0", merged, merged, (0,)),
             ("merger.mlp.2", merged, config.out_size, (0,)),
         ]
-        return [LoraModule(PREFIX + name, i, o, at) for name, i, o, at in shapes]
+        return [LoraModule(PREFIX + name, i, o, at, split=WHOLE) for name, i, o, at in shapes]
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.adapters.catalogue import LoraModule, NameRule
+from lora_jax.adapters.catalogue import WHOLE, LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.models.sources import WeightRule
 from lora_jax.models.vision_names import tower_weights
@@ -152,7 +152,7 @@ class Qwen3Tower(AbstractTower):
             ("deepstack_merger_list.linear_fc1", merged, merged, mergers),
             ("deepstack_merger_list.linear_fc2", merged, config.out_size, mergers),
         ]
-        return [LoraModule(PREFIX + name, i, o, at) for name, i, o, at in shapes if at]
+        return [LoraModule(PREFIX + name, i, o, at, split=WHOLE) for name, i, o, at in shapes if at]
 
     @staticmethod
     def rules(config: VisionConfig) -> tuple[NameRule, ...]:

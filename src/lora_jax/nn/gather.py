@@ -19,6 +19,11 @@ def gather(x: Float[Array, "rows part"], split: Split | None) -> Float[Array, "r
     return x if split is None else all_gather(x, AXIS, group=split.group)
 
 
+def gather_rows(x: Float[Array, "part width"], split: Split) -> Float[Array, "whole width"]:
+    """Return the rows of all devices, one device's after the other's."""
+    return gather(x.reshape(1, -1), split).reshape(-1, x.shape[1])
+
+
 def pick(
     x: Float[Array, "rows width"], owner: Int[Array, "rows"], split: Split | None
 ) -> Float[Array, "rows width"]:

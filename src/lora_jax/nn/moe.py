@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.gather import gather, local_index, swap
+from lora_jax.nn.gather import gather, gather_rows, local_index, swap
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
@@ -20,6 +20,8 @@ from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, pl
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
+
+SPLIT_ROUTER_TOKENS = 512  # from so many on a part of the product and an exchange take less time
 
 
 class Router(nnx.Module):
@@ -39,7 +41,7 @@ class Router(nnx.Module):
         exchange = routing.exchange(name, self.layer)
         if exchange is not None:
             x = exchange.push(x)
-        logits = matmul(x.astype(jnp.float32), self.weight[...], routing.num_rows, bias)
+        logits = self._logits(x, routing, bias)
 
         def added(y: Float[Array, "tokens experts"]) -> Float[Array, "tokens experts"]:
             if exchange is not None:
@@ -52,6 +54,22 @@ class Router(nnx.Module):
         nothing = jnp.zeros(logits.shape, x.dtype)
         delta = added(nothing)
         return logits if delta is nothing else logits + delta.astype(jnp.float32)
+
+    def _logits(
+        self,
+        x: Float[Array, "tokens hidden"],
+        routing: AdapterRouting,
+        bias: Float[Array, "experts"] | None,
+    ) -> Float[Array, "tokens experts"]:
+        """Return the base's logits; of long prompts each device of a split has some rows."""
+        tokens, split, num_rows = x.shape[0], routing.split, routing.num_rows
+        if split is None or tokens < SPLIT_ROUTER_TOKENS or tokens % split.size:
+            return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
+        own = tokens // split.size
+        first = jax.lax.axis_index(AXIS) * own
+        mine = jax.lax.dynamic_slice_in_dim(x, first, own).astype(jnp.float32)
+        logits = matmul(mine, self.weight[...], jnp.clip(num_rows - first, 0, own), bias)
+        return gather_rows(logits, split)
 
 
 class Experts(nnx.Module):

@@ -4,9 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from lora_jax.nn.gather import gather, local_index, pick, swap, worst_of_devices
+from lora_jax.config import MoeConfig
+from lora_jax.nn import moe
+from lora_jax.nn.gather import gather, gather_rows, local_index, pick, swap, worst_of_devices
+from lora_jax.nn.lora import AdapterRouting
 from lora_jax.sharding import AXIS, Split, make_mesh
 
 
@@ -49,6 +53,38 @@ def test_each_device_has_its_columns_of_all(dtype):
     got = over_devices(split, swapped, P(AXIS), x)
     want = np.stack([x[:, :, :4], x[:, :, 4:]]).swapaxes(1, 2)  # by device, row and sender
     np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
+
+
+def test_rows_of_all_devices_one_after_the_other():
+    split, x = Split(make_mesh(4)), awkward((8, 4), jnp.float32)
+    got = over_devices(split, lambda x: gather_rows(x, split), P(AXIS), x)
+    np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
+
+
+@pytest.mark.parametrize("num_rows", [3, 8])
+def test_a_router_over_devices_has_the_logits_of_one(num_rows, monkeypatch):
+    """Each device multiplies some of a prompt's rows; rows that are none count on no device."""
+    monkeypatch.setattr(moe, "SPLIT_ROUTER_TOKENS", 8)
+    split, config = Split(make_mesh(4)), MoeConfig(8, 2, 32, layers=(0,))
+    router = moe.Router(64, config, 0, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
+    seen = []
+
+    def logits(x, split):
+        routing = AdapterRouting(
+            jnp.int32(num_rows), jnp.full(8, -1, jnp.int32), None, (), 4, split=split
+        )
+        return router(x, routing)
+
+    def gathered(x, split):
+        seen.append(x.shape)
+        return gather_rows(x, split)
+
+    monkeypatch.setattr(moe, "gather_rows", gathered)
+    want = np.asarray(jax.jit(lambda x: logits(x, None))(x))[:num_rows]
+    got = over_devices(split, lambda x: logits(x, split), P(), x)[:num_rows]
+    np.testing.assert_array_equal(got, want)
+    assert seen == [(2, 8)]
 
 
 def test_the_worst_status_of_all_devices():

@@ -95,7 +95,6 @@ REFUSED = {
     ("tokens and saved modules", "adapters in 8 bits"): "max_lora_modules_to_save does not go with",
     ("tokens and saved modules", "several devices"): "does not go with tensor_parallel_size",
     ("tokens and saved modules", "LoRA Server"): "does not go with a LoRA Server",
-    ("images", "several devices"): "several devices do not serve yet",
     ("images", "LoRA Server"): "has none in this config",
     ("images", "shared backbone"): "a model that takes images",
     ("merged modes", "merged primary"): "set one of them",

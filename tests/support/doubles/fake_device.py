@@ -172,6 +172,9 @@ class FakeResidency:
     def is_loading(self, adapter: str) -> bool:
         return adapter in self.ready_in
 
+    def is_resident(self, adapter: str) -> bool:
+        return adapter in self.order and adapter not in self.ready_in
+
     def can_merge(self, adapter: str) -> bool:
         return adapter in self.order and adapter != "e"
 

@@ -78,6 +78,10 @@ class FaultyMemory(AbstractVirtualMemory):
         self._pass("write")
         self._memory.write(address, data)
 
+    def clear(self, address: int, num_bytes: int) -> None:
+        self._pass("clear")
+        self._memory.clear(address, num_bytes)
+
     def read(self, address: int, num_bytes: int) -> bytes:
         return self._memory.read(address, num_bytes)
 

@@ -70,6 +70,10 @@ def test_who_measures_is_alone(tmp_path):
     assert order == ["busy", "alone"]
     with Quiet(None).alone(), Quiet(None).alone():
         pass
+    hurried = Quiet(tmp_path / "lock", patience_s=0.1)
+    with quiet.busy(), hurried.alone():
+        assert not hurried.was_alone
+    assert quiet.was_alone
 
 
 def _measure(quiet, order):
@@ -89,7 +93,8 @@ def test_steps_of_a_tiny_model_draw_the_same_tokens_on_two_devices():
     raw = shapes.tiny(shapes.QWEN3_30B)
     sizes = steps.Sizes(rows=4, position=10, prompts=2, prompt=8)
     found = [steps.measure(raw, n, None, sizes, Quiet(None)) for n in (1, 2)]
-    assert len({row["base_tokens"] for row in found}) == 1
+    for tokens in ("base_tokens", "prompt_tokens"):
+        assert len({row[tokens] for row in found}) == 1
     assert all(ms > 0 for row in found for ms in row["ms"].values())
 
 

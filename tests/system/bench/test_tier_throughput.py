@@ -14,7 +14,6 @@ def test_adapters_of_shared_files_have_digests_of_their_own(tmp_path):
 
 
 def test_a_tenth_of_the_requests_asks_the_base_model():
-    case = bench.Case(requests=2000)
-    asked = bench.asked_by(["a0", "a1"], case, bench.random.Random(0))
+    asked = bench.asked_by(["a0", "a1"], 2000, bench.Case(), bench.random.Random(0))
     assert 120 < asked.count(None) < 280
     assert asked.count("a0") > 1.5 * asked.count("a1")

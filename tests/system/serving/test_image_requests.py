@@ -105,6 +105,24 @@ def test_answers_are_those_of_transformers(engine: Engine, oracle, folder: Path)
     assert list(got) == out[0, len(ids) :].tolist()
 
 
+@pytest.mark.long  # test_feature_pairs.py has adapters of the language model
+def test_two_devices_answer_with_the_bits_of_one(engine: Engine, folder: Path, adapters):
+    """Each has the whole tower, whose adapters lie whole on each too."""
+    sizes = {"max_num_batched_tokens": 64, "max_lora_cls_labels": 3, "tensor_parallel_size": 2}
+    names = [None, "text", "tower"]
+    with Engine(folder, adapters, **sizes, **FIELDS) as two:
+        answers = [ask(two, PICTURES[:2], adapter=name) for name in names]
+        assert answers == [ask(engine, PICTURES[:2], adapter=name) for name in names]
+        assert len(set(answers)) == len(names)
+        images = [PICTURES[:2], PICTURES[1:3], PICTURES[:2]]
+        together = two.generate([PROMPT] * 3, names, ASKED, images=images)
+        alone = two.generate([PROMPT], ["text"], ASKED, images=[PICTURES[1:3]])
+        assert [bits(together[0]), bits(together[2])] == [answers[0], answers[2]]
+        assert bits(together[1]) == bits(alone[0])
+        assert two.stats().compilations_after_warmup == 0
+        two.check_integrity()
+
+
 def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Path):
     """Its weights are rows of the LM head: so its logits differ as the log-probabilities do."""
     (output,) = engine.generate([PROMPT], None, ASKED, images=[PICTURES[:2]])

@@ -297,3 +297,28 @@ def test_a_demanded_call_comes_whole_and_in_pieces(client):
         assert text == call["function"]["arguments"]
         assert chunks[-1]["finish_reason"] == reason
         assert all(not chunk["delta"].get("content") for chunk in chunks)
+
+
+def test_drafts_of_bound_rows_change_no_bit(engine):
+    """A mask follows each draft, so answers under a schema have those of speculation too."""
+    ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    item = {"type": "object", "properties": {"city": {"enum": ["Berlin", "Paris"]}}}
+    item |= {"required": ["city"], "additionalProperties": False}
+    schema = {"type": "array", "items": item, "minItems": 4, "maxItems": 6}
+    outputs = {"json": schema}, {"regex": "([ab]c)+[.]"}, None
+    samplings = [
+        bound(i, structured_outputs=outputs[i % 3], min_tokens=12 * (i % 2), logprobs=i % 3)
+        for i in range(6)
+    ]
+    samplings = [dataclasses.replace(one, max_tokens=120) for one in samplings]
+    names = [None, None, "law"] * 2
+    want = engine.generate(TEXTS[:3] * 2, names, samplings)
+    adapters = {"law": ADAPTERS["law"]}
+    with Engine(str(MODEL), adapters, speculative_config=ngram, **SIZES) as drafting:
+        drafting._loop._parts.scheduler._speculation._times.pays = lambda *_: True
+        got = [drafting.generate(TEXTS[:3], names[:3], samplings[i : i + 3]) for i in (0, 3)]
+        labels = {"model_name": drafting.model_info.name, "engine": "0"}
+        name = "vllm:spec_decode_num_accepted_tokens_total"
+        assert drafting.metrics.registry.get_sample_value(name, labels) > 20
+        assert drafting.stats().compilations_after_warmup == 0
+    assert [answer(one) for few in got for one in few] == [answer(one) for one in want]

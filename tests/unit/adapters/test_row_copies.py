@@ -21,7 +21,7 @@ CATALOGUE = cases.moe(layers=2)
 @pytest.fixture(autouse=True)
 def _wait_for_marks(monkeypatch):
     """Make what a job finds independent of how soon the machine runs a program."""
-    monkeypatch.setattr(row_copies, "_has_ended", lambda mark: int(mark.block_until_ready()) == 0)
+    monkeypatch.setattr(row_copies, "has_ended", lambda mark: int(mark.block_until_ready()) == 0)
 
 
 def make(dtype):
@@ -101,12 +101,12 @@ def test_rows_are_written_when_programs_have_ended_and_nobody_waits_for_them(mon
     placement, copier = allocator.place(cases.weights(CATALOGUE, 4)), LateCopier()
     job = LoraCopyJob(placement, slots, copier)
     whole = job.remaining
-    monkeypatch.setattr(row_copies, "_has_ended", lambda mark: False)
+    monkeypatch.setattr(row_copies, "has_ended", lambda mark: False)
     for _ in range(3):
         slots = job.advance(slots, 1000)
         assert job.remaining == whole
     assert not copier.log
-    monkeypatch.setattr(row_copies, "_has_ended", lambda mark: True)
+    monkeypatch.setattr(row_copies, "has_ended", lambda mark: True)
     slots = job.advance(slots, 1000)
     assert copier.log[0] == "begin"
 
@@ -157,12 +157,12 @@ def test_several_loads_are_under_way_and_none_waits_for_the_table_of_another(mon
         weights = pin_matrices(cases.weights(CATALOGUE, 4, seed=seed), copier)
         jobs.append(LoraCopyJob(allocator.place(weights), slots, copier))
     copier.log.clear()
-    ended, waited = row_copies._has_ended, []
-    monkeypatch.setattr(row_copies, "_has_ended", lambda mark: waited.append(mark))
+    ended, waited = row_copies.has_ended, []
+    monkeypatch.setattr(row_copies, "has_ended", lambda mark: waited.append(mark))
     for job in jobs:
         slots = job.advance(slots, 1000)
     assert (len(waited), copier.log) == (2, [])
-    monkeypatch.setattr(row_copies, "_has_ended", ended)
+    monkeypatch.setattr(row_copies, "has_ended", ended)
     for job in jobs:
         slots = job.advance(slots, 1000)
         assert job.done  # though the table of the one before was written meanwhile

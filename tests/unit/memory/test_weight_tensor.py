@@ -452,3 +452,45 @@ class TestMachineForTenThousandSteps(Machine.TestCase):
     settings = settings(
         max_examples=101, stateful_step_count=100, deadline=None, suppress_health_check=HEALTH
     )
+
+
+def test_what_a_program_may_read_behind_an_expert_has_memory_as_long_as_it_has():
+    memory = FaultyMemory(HostMemory("none"))  # pyright: ignore[reportArgumentType]
+    pool = PagePool(memory, page_bytes=PAGE, budget_bytes=8 * PAGE)
+    rows = WeightTensor(pool, (64, 1, 256), F32, overrun=4)  # 4 a page
+    rows.map(range(0, 3))
+    assert pool.stats().in_use == 2, "rows 3 to 6 may be read"
+    rows.map(range(3, 9))
+    assert pool.stats().in_use == 4, "rows 9 to 12"
+    rows.check_integrity()
+    rows.unmap(range(0, 3))
+    assert pool.stats().in_use == 4, "row 3 is on the first page"
+    assert rows.num_missing(range(60, 64)) == 1, "behind the last one there is nothing"
+    rows.unmap(range(3, 9))
+    assert pool.stats().in_use == 0
+    rows.check_integrity()
+    rows.close()
+
+
+def test_pages_that_are_kept_stay_and_pages_come_cleared():
+    pool = PagePool(HostMemory(), page_bytes=PAGE, budget_bytes=2 * PAGE)
+    rows = WeightTensor(pool, (64, 1, 256), F32, cleared=True)
+    rows.keep(range(0, 2))
+    rows.map(range(0, 4))
+    rows.write(0, np.full((4, 1, 256), np.nan, np.float32))
+    rows.unmap(range(0, 4))
+    assert pool.stats().in_use == 1
+    rows.check_integrity()
+    rows.map(range(4, 8))
+    rows.write(4, np.full((4, 1, 256), np.nan, np.float32))
+    rows.unmap(range(4, 8))
+    rows.map(range(8, 12))
+    assert not read(rows, 8).any(), "another's bytes came with the page"
+    rows.close()
+    assert pool.stats().in_use == 0
+
+
+def test_a_negative_overrun_is_refused():
+    pool = PagePool(HostMemory(), page_bytes=PAGE, budget_bytes=2 * PAGE)
+    with pytest.raises(ValueError, match="overrun -1 must be at least 0"):
+        WeightTensor(pool, SHAPE, F32, overrun=-1)

@@ -68,6 +68,9 @@ struct Rows {
   }
 };
 
+// An engine shares its cores with its tenants: what it spins they wait.
+constexpr Patience kEngine{kYieldNanos, kSleepNanos, 0};
+
 class Client {
  public:
   // With `each`, servers are tenants who do not know each other: what one answered counts whatever
@@ -190,7 +193,8 @@ class Client {
     Counter& responses = link->responses();
     for (uint64_t want = link->sequence;;) {
       auto ready = [&] { return !stop() && responses.value.load() >= want; };
-      if (!wait_until(responses, deadline, ready, stop)) return fail(*link, stop());
+      const Patience patience = each_ ? kEngine : Patience{};
+      if (!wait_until(responses, deadline, ready, stop, patience)) return fail(*link, stop());
       uint64_t seen = responses.value.load();
       Header header;
       if (accept(*link, num_rows, &header)) {

@@ -24,7 +24,7 @@ static_assert(sizeof(TenantMap) == 48);
 
 // A tenant shares its cores with the engine that it answers, so it sleeps at once: eight that yield
 // would take most of the time of two cores.
-constexpr Patience kTenant{0, 50'000'000};
+constexpr Patience kTenant{0, 50'000'000, 0};
 constexpr uint64_t kLookNanos = 1'000'000'000;
 
 class Tenant {

@@ -13,6 +13,7 @@ import gzip
 import json
 import pathlib
 import zlib
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -90,7 +91,7 @@ def read_digits() -> Pictures:
     """Return scikit-learn's digits of 8 x 8; each fifth is held out."""
     from sklearn.datasets import load_digits
 
-    found = load_digits()
+    found: Any = load_digits()
     images = np.clip(found.images * 16, 0, 255).astype(np.uint8)[..., None]
     names = found.target.astype(str)
     return Pictures(images, names, np.arange(len(names)) % 5 == 0, np.full(len(names), ""))

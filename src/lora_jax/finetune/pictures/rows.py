@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +172,7 @@ def image_rows_of(
     if batch.cells is None:
         assert batch.pixels is not None
         pixels = batch.pixels.reshape(-1, *batch.pixels.shape[2:])
-        rows = tower_rows(model.tower, pixels, values, grid, lora)
+        rows = tower_rows(cast(Any, model).tower, pixels, values, grid, lora)
     else:
         rows = batch.cells.reshape(-1, *batch.cells.shape[2:])
     first = jnp.arange(count, dtype=jnp.int32)[:, None] * (rows.shape[0] // count)
@@ -190,7 +190,7 @@ def with_cells(
 
     @jax.jit
     def cells_of(state: Any, pixels: Array) -> Array:
-        tower = nnx.merge(graphdef, state).tower
+        tower = cast(Any, nnx.merge(graphdef, state)).tower
         return tower_rows(tower, pixels, values, rows.grid)
 
     assert rows.pixels is not None

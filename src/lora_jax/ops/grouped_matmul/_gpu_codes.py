@@ -7,6 +7,7 @@ column and the next, are then one register of two bfloat16.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,15 +58,15 @@ def decoded(
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     reduced = plgpu.Layout.WGMMA.reduce(1)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA_8BIT, (reduced,) * len(scales), (reduced,) * len(zeros)),
-        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.bfloat16, plgpu.Layout.WGMMA),
-    )
     def in_registers(ctx, codes, scales, zeros):
         del ctx
         return _decoded(codes, scales, zeros, (rows, columns), decoding)
 
-    return in_registers(codes, scales, zeros)
+    inline: Any = plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_8BIT, (reduced,) * len(scales), (reduced,) * len(zeros)),
+        return_type=plgpu.ShapeDtypeStruct((rows, columns), jnp.bfloat16, plgpu.Layout.WGMMA),
+    )
+    return inline(in_registers)(codes, scales, zeros)
 
 
 def interpreted(

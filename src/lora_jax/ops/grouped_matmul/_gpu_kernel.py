@@ -57,7 +57,7 @@ def kernel_body(
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
         y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
-        addend_smem, arrived = refs[7:9] if addend_refs else (None, None)
+        addend_smem, arrived = refs[7:9] if addend_refs else (y_ref, y_ref)  # or not used
         plain_smem = refs[-1]  # it is there if weights are made plain by the interpreter
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         num_rows = num_rows_ref[0]

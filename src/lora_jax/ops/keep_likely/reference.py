@@ -1,5 +1,6 @@
 """The likely tokens of one row by min_p, top_k and top_p, in plain jnp: the meaning of the op."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,7 +17,9 @@ def keep_likely(
     top_p: Float[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
     """Return logits with the tokens that a row drops at -inf, by min_p, then top_k, then top_p."""
-    return jax.vmap(lambda *row: keep_in_row(*row, threshold_by_bits))(logits, min_p, top_k, top_p)
+    return jax.vmap(functools.partial(keep_in_row, search=threshold_by_bits))(
+        logits, min_p, top_k, top_p
+    )
 
 
 def keep_in_row(

@@ -1,6 +1,9 @@
 """Kernels compiled beforehand: the best level that the CPU has, never one of other sources."""
 
+import importlib.util
+
 import pytest
+from support.processes.server_process import ROOT
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu import build, prebuilt
@@ -63,3 +66,52 @@ def test_levels_of_this_machine_compile_and_load(tmp_path):
     assert [prebuilt.find(tmp_path)] == made
     library = native.ctypes.CDLL(str(made[0]))
     assert all(hasattr(library, name) for name in build.TARGETS)
+
+
+@pytest.fixture
+def hook(tmp_path, monkeypatch):
+    """What hatchling asks before a wheel of a tree, and the commands that it has run."""
+    file = ROOT / "hatch_build.py"
+    spec = importlib.util.spec_from_file_location("hatch_build", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kernels = tmp_path / module.KERNELS
+    kernels.mkdir(parents=True)
+    (kernels / "old.so").touch()
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        (kernels / "new.so").touch()
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    monkeypatch.delenv(module.VARIABLE, raising=False)
+    made = module.KernelsHook(str(tmp_path), {}, None, None, "", "wheel")
+    return made, module.VARIABLE, kernels, ran
+
+
+def test_a_wheel_has_new_kernels_where_they_are_asked_for(hook, monkeypatch):
+    made, variable, kernels, ran = hook
+    monkeypatch.setenv(variable, "1")
+    data = {}
+    made.initialize("standard", data)
+    assert [file.name for file in kernels.glob("*.so")] == ["new.so"]
+    assert ran[0][1:] == ["-m", "lora_jax.ops.cpu.prebuilt"]
+    assert data["pure_python"] is False
+    assert data["tag"].startswith("py3-none-linux_")
+    made.finalize("standard", data, "")
+    assert list(kernels.iterdir()) == []
+
+
+def test_a_wheel_is_for_its_platform_only_where_it_has_kernels(hook, monkeypatch):
+    made, variable, kernels, ran = hook
+    data = {}
+    made.initialize("standard", data)
+    assert data["tag"].startswith("py3-none-linux_")  # those that lie there
+    (kernels / "old.so").unlink()
+    data = {}
+    made.initialize("standard", data)
+    monkeypatch.setenv(variable, "1")
+    made.initialize("editable", data)
+    assert data == {}
+    assert ran == []

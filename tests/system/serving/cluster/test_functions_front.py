@@ -1,6 +1,7 @@
 """`--functions DIR`: answers of one engine, to zero and back, deaths apart, bad folders by name."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -113,6 +114,45 @@ def _check(url: str, outputs) -> None:
         text, logprobs = tokens(url, name)
         assert text == output.text
         assert logprobs == [pytest.approx(entry.logprob, abs=1e-6) for entry in output.logprobs]
+
+
+@pytest.mark.long
+def test_two_agents_behind_one_front_and_one_is_killed(tmp_path):
+    """Its functions are answered by the other one, and it comes back."""
+    adapters = {name: MODEL / "adapters" / name for name in ("law", "summary")}
+    fixed = SIZES | {"structured_outputs": False, "max_esft_adapters": 0}
+    with Engine(MODEL, adapters, **fixed) as engine:
+        sampling = Sampling(max_tokens=12, temperature=0, logprobs=1)
+        outputs = {n: engine.generate(PROMPT, n, sampling)[0].outputs[0] for n in adapters}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    flags += ["--no-structured-outputs", "--instances", "2"]
+    log = tmp_path / "log"
+    args = str(MODEL), "--functions", str(MODEL / "adapters"), *flags
+    with serve_process(*args, log=log) as (process, port):
+        url = f"http://127.0.0.1:{port}"
+        _check(url, outputs)
+        assert httpx.get(f"{url}/health").json()["instances"] == ["up", "up"]
+        text = httpx.get(f"{url}/metrics").text
+        assert "lora_jax:function_state{" in text
+        engines = set(re.findall(r'engine="([^"]*)"', text))
+        assert any(name.endswith("/law") for name in engines)
+        for number in (0, 1):
+            instance = roles(process.pid)[number]
+            below = children(instance)
+            os.kill(instance, signal.SIGKILL)
+            _check(url, outputs)  # by the other
+            waited(lambda below=below: not any(Path(f"/proc/{p}").exists() for p in below))
+            waited(lambda: httpx.get(f"{url}/health").json()["instances"] == ["up", "up"])
+            _check(url, outputs)
+        left = children(process.pid)
+    waited(lambda: not any(Path(f"/proc/{pid}").exists() for pid in left))
+
+
+def roles(pid: int) -> list[int]:
+    """Return the instances' processes of a server: those with children of their own."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    direct = [int(c) for t in threads for c in (t / "children").read_text().split()]
+    return sorted(child for child in direct if children(child))
 
 
 @pytest.mark.long

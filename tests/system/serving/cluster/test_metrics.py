@@ -35,6 +35,14 @@ def test_every_sample_says_whose_it_is():
     assert len(found) == 2 * sum(len(family.samples) for family in single)
 
 
+def test_a_label_of_a_function_stays_behind_its_instance():
+    registry = CollectorRegistry()
+    Gauge("running", "Now", ["engine"], registry=registry).labels("law").set(1)
+    text = generate_latest(registry).decode()
+    merged = list(text_string_to_metric_families(merge({"0": text, "1": text})))
+    assert [s.labels["engine"] for s in merged[0].samples] == ["0/law", "1/law"]
+
+
 def test_nothing_is_nothing():
     assert merge({}) == ""
 

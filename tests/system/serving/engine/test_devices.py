@@ -184,15 +184,16 @@ def test_a_lora_server_wants_experts_that_divide(tmp_path):
     check_split(None, split)
 
 
-def test_a_model_with_images_is_refused_by_name(tmp_path):
+def test_a_model_with_images_over_several_processes_is_refused_by_name(tmp_path):
     raw = {
         "model_type": "qwen3_vl",
         "text_config": {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": ROPE},
         "vision_config": VISION,
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="qwen3_vl takes images, which several devices"):
-        split_of(EngineConfig(model=str(tmp_path), tensor_parallel_size=2))
+    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="qwen3_vl takes images, which one process serves"):
+        split_of(config, SimpleNamespace(size=2))
 
 
 def test_the_log_says_where_the_model_lies(tmp_path, caplog):

@@ -78,6 +78,9 @@ class NeverThere:
     def is_loading(self, digest):
         return False
 
+    def is_resident(self, digest):
+        return self.slot is not None
+
     def pool_of(self, digest):
         return None
 

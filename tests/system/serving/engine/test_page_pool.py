@@ -1,14 +1,18 @@
 """KV and adapters over one budget of pages: its sizes, what it refuses, an engine that shifts."""
 
 import dataclasses
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
-from support.cases import engine_cases
+from support.cases import adapter_cases, engine_cases
 from support.cases.engine_cases import GREEDY, SHAPES, answer, prompts_of, settle
 
+from lora_jax.memory.virtual import Usage
 from serving import Engine
 from serving.api.config import EngineConfig
-from serving.engine.page_pool import check_page_pool, pool_sizes
+from serving.engine.page_pool import check_free, check_kernels, check_page_pool, pool_sizes
 
 KIB = 1 << 10
 
@@ -65,6 +69,31 @@ def test_neighbours_are_refused_by_name():
     check_page_pool(config(), lora_server=False)
     with pytest.raises(ValueError, match="does not go with lora server"):
         check_page_pool(config(), lora_server=True)
+
+
+def test_what_no_gpu_kernel_serves_is_refused_by_name(monkeypatch):
+    catalogue = adapter_cases.llama(hidden=64, inner=48, layers=2)
+    plain = SimpleNamespace(head_dim=128, mla=None)
+    check_kernels(config(), plain, catalogue, jnp.dtype(jnp.bfloat16))
+    refused = {
+        "dtype float32, but bfloat16": (config(), plain, jnp.float32),
+        "kv_cache_dtype fp8": (config(kv_cache_dtype="fp8"), plain, jnp.bfloat16),
+        "latent attention": (config(), SimpleNamespace(head_dim=128, mla=1), jnp.bfloat16),
+        "heads of 80": (config(), SimpleNamespace(head_dim=80, mla=None), jnp.bfloat16),
+    }
+    for words, (asked, model, dtype) in refused.items():
+        with pytest.raises(ValueError, match=f"on a GPU does not go with {words}"):
+            check_kernels(asked, model, catalogue, jnp.dtype(dtype))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pytest.raises(ValueError, match="CPUs and NVIDIA GPUs; on tpu"):
+        check_page_pool(config())
+
+
+def test_a_pool_beyond_the_devices_memory_is_refused_before_any_is_taken():
+    memory = SimpleNamespace(usage=lambda: Usage(0, 0, 90, 10))
+    check_free(memory, 10)
+    with pytest.raises(ValueError, match=r"takes 11 bytes .* the device has 10 left"):
+        check_free(memory, 11)
 
 
 @pytest.fixture(scope="module")

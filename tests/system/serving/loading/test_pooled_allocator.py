@@ -123,3 +123,33 @@ def test_a_device_without_memory_fails_the_load_and_loses_nothing(monkeypatch):
     allocator.place(ONE)
     assert allocator.has_memory("one")
     assert Entry("a", ONE).digest == "one"
+
+
+def test_a_slot_that_left_for_an_adapter_is_kept_for_it():
+    room, allocator, _ = make(60, slots=1)
+    allocator.place(ONE)
+    allocator.finish_loading("one")
+    assert not allocator.make_room(TWO)
+    room.collect(dispatched=1, read=1)
+    allocator._exchange.start_step()
+    assert not allocator.make_room(BIG), "a busier adapter would take what left for another"
+    assert allocator.make_room(TWO)
+    allocator.place(TWO)
+    allocator.abandon_loading("two")
+    room.collect(dispatched=2, read=2)
+    for _ in range(6):
+        allocator._exchange.start_step()
+    assert allocator.make_room(BIG), "nobody else asks any more"
+
+
+def test_slots_that_left_are_emptied_where_holes_may_not_be_read():
+    room, allocator, _ = make(60)
+    allocator.place(ONE)
+    allocator.finish_loading("one")
+    allocator.retire("one")
+    assert room.take_left_slots() == (), "on a host holes are zeros"
+    room.rows.overrun = 32
+    allocator.place(TWO)
+    allocator.abandon_loading("two")
+    assert room.take_left_slots() == (1,)
+    assert room.take_left_slots() == ()

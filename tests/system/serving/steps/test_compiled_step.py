@@ -17,7 +17,6 @@ from serving.lora_server.client import RemoteTable
 from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
-from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape()
 SAMPLING = Sampling(temperature=0.9, top_p=0.9, logprobs=2, presence_penalty=0.5)
@@ -60,7 +59,7 @@ def decode(loaded, sampling, *, in_place, in_parts=False):
         packed = pack_row(sampling, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
         state = admit(state, np.int32(row), packed.ints, packed.floats)
     tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages
-    step.set_pages(tables)
+    step.inputs.set_pages(tables)
     tables[:] = 0  # the step has its own copy
     samples, seen = [], set()
     for start, count in ((0, 3), *((place, 1) for place in range(3, 8))):
@@ -72,14 +71,14 @@ def decode(loaded, sampling, *, in_place, in_parts=False):
             if start == 0:
                 step.lower_parts(operands, table, 8)
             cache, forwarded, status = step.forward(operands, table, 8)
-            masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
-            state, sampled = step.sample(state, forwarded, masks, 8)
+            state, sampled = step.sample(state, forwarded, step.new_masks().packed, 8)
         else:
             cache, state, sampled, status = step.run(operands, table, 8, lora=True)
         assert status is None
         samples.append(sampled)
-        stays = (step._table, step._pages, step._results, cache, state)
-        seen.add(tuple(pointers((*stays, step._forwarded, step._masks))))
+        inputs = (step.inputs.table, step.inputs.pages, step.inputs.masks)
+        stays = (*inputs, step._results, cache, state)
+        seen.add(tuple(pointers((*stays, step._forwarded))))
     return samples, seen
 
 
@@ -141,7 +140,7 @@ def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     found, seen = [], set()
     for version in range(4):
         new = np.arange(4, dtype=np.int32), np.int32(10 * version)
-        table = step.replace(table, new)
+        table = step.inputs.replace(table, new)
         operands = Operands(cache, state, None, None, RemoteTable(*table))
         plan = np.zeros((TABLE_ROWS, SIZES.max_seqs), np.int32)
         cache, state, _, status = step.run(operands, plan, 8, lora=True)

@@ -105,9 +105,9 @@ def dispatch_in_parts(runner, plan):
     """Dispatch a step in two parts; the row of the request that came last takes even tokens."""
     held, masks = runner.forward(plan), runner.new_masks()
     masks.words[:] = 0x55555555
-    for chunk in plan.chunks:
-        request = chunk.sequence.request
-        masks.is_masked[chunk.sequence.row] = request.sampling.stop_token_ids == EVEN
+    for chunk, first in zip(plan.chunks, held.first_samples, strict=True):
+        if chunk.samples and chunk.sequence.request.sampling.stop_token_ids == EVEN:
+            masks.row_to_mask[first] = 0
     return runner.sample(held, masks)
 
 
@@ -278,7 +278,7 @@ def test_a_runner_that_follows_does_the_same_on_its_device(runner, monkeypatch):
 
     def forget():
         runner._cache = jax.tree.map(jnp.zeros_like, runner._cache)
-        runner._tables[:] = 0
+        runner._step.inputs.set_pages(np.zeros_like(runner._step.inputs.pages))
 
     commands = []
     forget()

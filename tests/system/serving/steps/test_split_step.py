@@ -11,12 +11,12 @@ from support.cases.tiny_checkpoint import TinyShape
 from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models import load
 from lora_jax.models.split import make_split
+from lora_jax.nn import layers, moe
 from serving.api.sampling import Sampling
 from serving.steps.compiled_step import CompiledStep, Operands
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
-from serving.steps.token_masks import host_masks
 
 SHAPE = TinyShape(layers=1)
 SIZES = StepSizes(max_seqs=4, max_len=32, page_size=4, num_pages=20, max_logit_rows=8, max_rank=4)
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make_step(folder, devices, *, in_place=False):
+def make_step(folder, devices, *, in_place=False, vocab=SHAPE.vocab):
     """A step of the model over so many devices, and its operands."""
     config = load(folder)[1]
     split = make_split(config, devices)
@@ -38,7 +38,7 @@ def make_step(folder, devices, *, in_place=False):
     shape = type(model).kv_shape(config)
     pages = pages_sharding(shape, split)
     over = None if pages is None else StepSplit(split, pages.spec)
-    step = CompiledStep(model, SIZES, None, SHAPE.vocab, in_place=in_place, split=over)
+    step = CompiledStep(model, SIZES, None, vocab, in_place=in_place, split=over)
     cache = init_cache(shape, SIZES.num_pages, SIZES.page_size, jnp.dtype(jnp.float32), split)
     cache = jax.device_put(cache, step.sharding) if split is None else cache
     state = jax.device_put(init_row_state(SIZES.max_seqs, SIZES.max_len), step.sharding)
@@ -58,13 +58,14 @@ def decode(step, operands, *, in_parts=False):
     for row in (0, 1):
         packed = pack_row(SAMPLING, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
         state = admit(state, np.int32(row), packed.ints, packed.floats)
-    step.set_pages(np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages)
+    tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1)
+    step.inputs.set_pages(tables % SIZES.num_pages)
     operands, samples, seen = operands._replace(state=state), [], set()
     for start, count in ((0, 3), *((place, 1) for place in range(3, 7))):
         if in_parts:
             cache, forwarded, _ = step.forward(operands, table_of(start, count), 8)
-            masks = host_masks(SIZES.max_seqs, SHAPE.vocab)
-            state, sampled = step.sample(operands.state, forwarded, masks, 8)
+            packed = step.new_masks().packed
+            state, sampled = step.sample(operands.state, forwarded, packed, 8)
         else:
             cache, state, sampled, _ = step.run(operands, table_of(start, count), 8, lora=True)
         operands = operands._replace(cache=cache, state=state)
@@ -113,6 +114,26 @@ def test_one_device_has_no_trace_of_a_split(folder):
     # The embedding, o and down before and after in one layer, the logits.
     assert split.count("stablehlo.all_gather") == 1 + 4 * SHAPE.layers + 1
     assert "all_reduce" not in split
+
+
+def test_code_for_splits_leaves_nothing_in_the_program_of_one_device(tmp_path, monkeypatch):
+    """It is the program that is there when exchanges return what they are given."""
+    shape = TinyShape(layers=1, experts=4)
+    tiny_checkpoint.write_model(tmp_path, shape)
+
+    def program():
+        step, operands = make_step(tmp_path, 1, vocab=shape.vocab)
+        return step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+
+    plain = program()
+    for module, name in ((layers, "gather"), (moe, "gather")):
+        monkeypatch.setattr(module, name, lambda x, split: x)
+    for module, names in ((layers, ("pick", "local_index")), (moe, ("gather_rows", "swap"))):
+        for name in names:
+            monkeypatch.delattr(module, name)
+    assert program() == plain
+    for word in ("all_gather", "all_to_all", "manual_computation"):
+        assert word not in plain
 
 
 def test_weights_lie_in_parts_and_pools_come_first(folder):

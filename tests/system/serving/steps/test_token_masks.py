@@ -9,7 +9,7 @@ import pytest
 from support.cases.sampler_cases import MIXED, SEQS, VOCAB, make_logits, make_state, run_with
 
 from serving.steps import batch_sampler, sampler
-from serving.steps.token_masks import TokenMasks, allowed_tokens, host_masks, num_words
+from serving.steps.token_masks import HostMasks, allowed_tokens, num_words, unpack_masks
 
 BUCKET = 8
 SAMPLERS = {"rows": sampler.sample, "at once": batch_sampler.sample}
@@ -17,14 +17,14 @@ SAMPLERS = {"rows": sampler.sample, "at once": batch_sampler.sample}
 
 def masks_of(allowed):
     """Masks of some rows: ids by row."""
-    masks = host_masks(SEQS, VOCAB)
-    words = np.full(masks.words.shape, 0x55555555, np.int32)  # of rows without a mask: never read
-    for row, ids in allowed.items():
-        bits = np.zeros(32 * words.shape[1], np.uint8)
+    masks = HostMasks(SEQS, BUCKET + 1, VOCAB)
+    masks.words[...] = 0x55555555  # of rows without a mask: never read
+    for place, (row, ids) in enumerate(allowed.items()):
+        bits = np.zeros(32 * masks.words.shape[1], np.uint8)
         bits[list(ids)] = 1
-        words[row] = np.packbits(bits, bitorder="little").view(np.int32)
-    used = np.array([int(row in allowed) for row in range(SEQS)], np.int32)
-    return jax.tree.map(jnp.asarray, TokenMasks(words, used))
+        masks.words[SEQS - 1 - place] = np.packbits(bits, bitorder="little").view(np.int32)
+        masks.row_to_mask[row] = SEQS - 1 - place
+    return unpack_masks(jnp.asarray(masks.packed), SEQS, VOCAB)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 300])

@@ -92,7 +92,7 @@ void fuzz_server(Random& random, Tally* tally) {
 void fuzz_client(Random& random, Tally* tally) {
   Layout layout(random);
   Guarded guarded(layout);
-  Client client(layout.numbers.data(), 1, random.chance(30));
+  Client client(layout.numbers.data(), 1, random.chance(30), random.chance(50));
   const Shapes& s = client.shapes;
   auto link = std::make_shared<Link>();
   uint64_t epoch = random.from(1, 3);

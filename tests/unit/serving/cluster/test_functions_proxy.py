@@ -5,6 +5,7 @@ import itertools
 import os
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -38,6 +39,7 @@ class Functions:
         self.functions: dict[str, Function] = {}
         self.starts: dict[str, int] = {}
         self.go = threading.Event()  # for "slow"
+        self.crashing: set[str] = set()
         self.heads: list[str] = []
 
     def function(self, adapter=None, *, name=None, lazy=False):
@@ -50,6 +52,8 @@ class Functions:
         self.starts[name] = self.starts.get(name, 0) + 1
         if name == "foreign":
             raise ValueError("Function 'foreign' cannot start: /a/b/weights do not fit the base.")
+        if name in self.crashing:
+            raise ConnectionError("A process ended before it was ready.")
         if name == "slow":
             assert self.go.wait(60)
         ours, theirs = socket.socketpair()
@@ -166,6 +170,33 @@ def test_others_do_not_wait_for_a_start(client, agent):
 def test_a_request_whose_function_dies_is_answered_by_its_next_process(client, agent):
     assert ask(client, "mortal").text == "mortal"
     assert agent.starts["mortal"] == 2
+
+
+def test_a_device_is_lost_when_the_base_model_does_not_start_either(client, agent, monkeypatch):
+    """A front of several devices then asks another one; one adapter's crashes are its own."""
+    monkeypatch.setattr("serving.cluster.functions_proxy._PROBE_S", 0.01)
+    monkeypatch.setattr("serving.functions.handle._GIVEN_UP_S", 0.05)
+    agent.crashing = {"law"}
+    assert ask(client, "law").status_code == 503
+    until(lambda: agent.starts.get("base"))
+    until(lambda: agent.functions["base"].state == "running")
+    assert client.get("/health").json()["status"] == "ok"
+    agent.crashing = {"law", "base"}
+    agent.functions["base"].offload()
+    until(lambda: ask(client, "law").status_code == 503 and client.get("/ready").is_error)
+    assert client.get("/ready").json()["status"] == "lost"
+    assert client.get("/live").status_code == 200
+    agent.crashing = set()
+    until(lambda: client.get("/ready").is_success)
+    until(lambda: ask(client, "law").text == "law")
+
+
+def until(holds) -> None:
+    """Return once `holds` says so."""
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_functions_learn_callers_and_never_keys(proxy, agent):

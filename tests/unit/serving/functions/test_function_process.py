@@ -1,6 +1,10 @@
 """A function's side of its connection: bad orders, bad calls, and what it says of its memory."""
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,6 +15,7 @@ from lora_jax.memory.wire import close_all, receive_header, send_fds, send_heade
 from lora_jax.models.shared_weights import load_into_arena
 from serving.functions import function_process
 from serving.functions.function_process import _Calls, backbone_memory
+from serving.runtime import program_cache
 
 MODEL = str(ROOT / "assets" / "stories260k")
 SMAPS = """\
@@ -58,11 +63,86 @@ def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, mo
     assert "Function 'f' cannot start" in answer["error"]
 
 
+PLANT = """
+import json, os, sys
+from pathlib import Path
+from serving.functions.function_process import _enter_jail
+from serving.runtime.program_cache import keep_programs_apart
+made, order = [], json.loads(sys.argv[1])
+folders = keep_programs_apart(**order["programs"])
+_enter_jail(order, folders)
+for folder in folders:
+    for file in (folder / "planted.program", folder.parent / "planted", folder / "kept.program"):
+        try:
+            file.write_bytes(b"code of an attacker")
+            made.append(str(file))
+        except PermissionError:
+            pass
+read = [(folder / "kept.program").read_text() for folder in folders]
+print(json.dumps([[str(f) for f in folders], made, read]))
+"""
+
+
+@pytest.mark.parametrize("writes", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_function_cannot_plant_a_program_that_others_would_load(tmp_path, writes):
+    """The one process that makes programs has no adapter."""
+    programs = {"kind": "functions", "writes": writes}
+    order = {"model": MODEL, "adapter": None, "fields": {}, "programs": programs}
+    order["jail"] = {"memory_bytes": None}
+    machine = program_cache._machine()
+    for folder in ("programs/functions", "programs/functions/steps"):
+        (tmp_path / folder / machine).mkdir(parents=True, mode=0o700)
+        (tmp_path / folder / machine / "kept.program").write_text("kept")
+    tmp_path.chmod(0o700)
+    command = [sys.executable, "-c", PLANT, json.dumps(order)]
+    env = {n: v for n, v in os.environ.items() if n != "JAX_COMPILATION_CACHE_DIR"}
+    env |= {"LORA_JAX_CACHE": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    if "Landlock" in done.stderr:
+        pytest.skip("this kernel has no Landlock")
+    folders, made, _ = json.loads(done.stdout)
+    assert len(folders) == 2
+    here = [f"{folder}/{name}.program" for folder in folders for name in ("planted", "kept")]
+    assert made == (here if writes else [])
+
+
 class NoEngine:
     """An engine that refuses everything."""
 
     def generate(self, prompts, adapter, sampling):
         raise ValueError(f"{adapter} got {len(prompts)} prompts, {sampling[0].max_tokens}")
+
+
+class StuckEngine:
+    """An engine whose answers for one adapter do not come before the end."""
+
+    def __init__(self):
+        self.end = threading.Event()
+
+    def generate(self, prompts, adapter, sampling):
+        if adapter == "busy":
+            self.end.wait(60)
+        return []
+
+
+def test_calls_of_one_adapter_do_not_hold_up_those_of_others(monkeypatch):
+    """More than are answered at a time, in an engine that adapters share."""
+    monkeypatch.setattr(function_process, "_CALLS", 2)
+    ours, theirs = socket.socketpair()
+    engine = StuckEngine()
+    with ours, theirs:
+        thread = threading.Thread(target=_Calls(theirs, engine, None, None, None).answer)
+        thread.start()
+        ask = {"call": "generate", "prompts": ["a"], "sampling": [{}]}
+        for number in range(5):
+            send_header(ours, {"id": number, "adapter": "busy", **ask})
+        send_header(ours, {"id": 5, "adapter": "other", **ask})
+        assert receive_header(ours) == {"id": 5, "value": []}
+        engine.end.set()
+        assert {receive_header(ours)["id"] for _ in range(5)} == {*range(5)}
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
 
 
 def test_bad_calls_are_answered_and_the_next_ones_too():

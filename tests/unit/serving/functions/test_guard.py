@@ -83,3 +83,38 @@ def test_changed_bytes_are_reported_and_what_comes_after_is_checked_anew(process
     before = guard.starts
     assert guard.wait_checked(guard.checks + before + 2, 60)
     guard.close()
+
+
+def test_a_backbone_that_cannot_be_loaded_anew_is_tried_again(processes, monkeypatch, caplog):
+    """Until then its functions stay off: `changed` ends them before it loads."""
+    monkeypatch.setattr("serving.functions.guard._AGAIN_S", 0.01)
+    tried = queue.SimpleQueue()
+
+    def changed(names):
+        tried.put(names)
+        if tried.qsize() < 3:
+            raise ValueError("the files are not those that were loaded before")
+        processes.found = []
+
+    processes.found = ["embedding"]
+    guard = Guard(processes.launch, 1e5, changed)
+    assert guard.wait_checked(1, 60)
+    guard.close()
+    assert tried.qsize() == 3
+    assert caplog.text.count("cannot be loaded anew, functions stay off: the files are not") == 2
+
+
+def test_closing_does_not_wait_for_a_load_without_end(processes, monkeypatch, caplog):
+    monkeypatch.setattr("serving.functions.guard._CLOSE_S", 0.01)
+    loading, end = threading.Event(), threading.Event()
+
+    def changed(names):
+        loading.set()
+        end.wait(60)
+
+    processes.found = ["embedding"]
+    guard = Guard(processes.launch, 1e5, changed)
+    assert loading.wait(60)
+    guard.close()
+    assert "has not ended within 0.01 s" in caplog.text
+    end.set()

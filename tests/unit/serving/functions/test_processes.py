@@ -1,11 +1,14 @@
 """Processes of an agent: reasons of those that do not get ready; forks are in test_agent.py."""
 
 import socket
+import threading
+from types import SimpleNamespace
 
 import pytest
 
-from lora_jax.memory.wire import send_header
-from serving.functions.processes import expect
+from lora_jax.memory.wire import receive_fds, receive_header, send_header
+from serving.functions import processes
+from serving.functions.processes import Zygote, expect
 
 
 def test_a_process_that_is_not_ready_says_why_or_has_ended():
@@ -19,3 +22,36 @@ def test_a_process_that_is_not_ready_says_why_or_has_ended():
             expect(ours, "ready")
         with pytest.raises(ConnectionError, match="ended before it was ready"):
             expect(ours, "ready")
+
+
+def test_a_child_of_a_zygote_that_ended_has_no_connection_to_its_successors_child(monkeypatch):
+    """The first zygote forks and ends before it says so: its child reads the end of its own."""
+    children = []
+
+    def zygote(control, number) -> None:
+        send_header(control, {"ready": True})
+        receive_header(control)
+        children.extend(receive_fds(control, 1))
+        if number:
+            send_header(control, {"pid": 7})
+            control.recv(1)
+        control.close()
+
+    def spawn(module):
+        ours, theirs = socket.socketpair()
+        threading.Thread(target=zygote, args=(theirs, len(started)), daemon=True).start()
+        started.append(SimpleNamespace(wait=lambda seconds: 0, pid=1))
+        return started[-1], ours
+
+    started = []
+    monkeypatch.setattr(processes, "spawn", spawn)
+    one = Zygote()
+    one.expect_ready()
+    ours, pid = one.fork({})
+    first, second = (socket.socket(fileno=fd) for fd in children)
+    with ours, first, second:
+        assert (pid, len(started)) == (7, 2)
+        assert first.recv(1) == b""
+        ours.send(b"x")
+        assert second.recv(1) == b"x"
+    one.close()

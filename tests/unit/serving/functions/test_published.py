@@ -89,3 +89,30 @@ def test_equal_pages_take_over_and_others_are_refused(monkeypatch):
         pages.renew()
     assert sent(pages)[1] == second
     pages.close()
+
+
+def test_condemned_pages_are_sent_to_nobody(monkeypatch):
+    pages = loads(monkeypatch, LEAVES, {"embedding": [[4], "float32", 0, "11"]}, LEAVES)
+    _, first = sent(pages)
+    pages.condemn("Bytes have changed.")
+    with pytest.raises(ValueError, match="not those that were loaded before"):
+        pages.renew()
+    with pytest.raises(ConnectionError, match=r"Bytes have changed\. The files of /model are not"):
+        sent(pages)
+    pages.condemn("Bytes have changed.")
+    waiting = []
+    thread = threading.Thread(target=lambda: waiting.append(sent(pages)[1]))
+    thread.start()  # a start meanwhile waits for the new pages
+    pages.renew()
+    thread.join(60)
+    assert waiting
+    assert waiting != [first]
+    pages.close()
+
+
+def test_pages_that_come_after_the_end_are_closed(monkeypatch):
+    pages = loads(monkeypatch, LEAVES, LEAVES)
+    pages.close()
+    before = len(os.listdir("/proc/self/fd"))
+    pages.renew()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -156,3 +156,15 @@ def test_without_isolation_the_engine_reads_the_adapter(processes):
     law.close()
     read(law).join(20)
     tenants.close()
+
+
+def test_an_engine_that_had_answered_ends_without_its_tenants_fault(tenants, processes):
+    for calls in (0, 1):
+        law = tenants.start("law", "/adapters/law")
+        for _ in range(calls):
+            assert law.send({"call": "generate"}).get(timeout=60)["value"] == "law"
+        reading = read(law)
+        processes.ends["engine"].shutdown(socket.SHUT_RDWR)
+        reading.join(60)
+        assert law.ended
+        assert law.ended_by_others is bool(calls)

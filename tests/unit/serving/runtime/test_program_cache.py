@@ -108,3 +108,35 @@ def test_steps_are_not_kept_in_a_cache_of_jax_itself(cache, tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
     program_cache.keep_programs()
     assert program_cache.step_files() is None
+
+
+def test_functions_have_folders_apart_and_read_alone(cache, monkeypatch):
+    """What a function's process compiles is not kept, and a server finds nothing of theirs."""
+    folders = program_cache.keep_programs_apart("functions", writes=False)
+    assert [folder.relative_to(cache).parts[:2] for folder in folders] == 2 * [
+        ("programs", "functions")
+    ]
+    program_cache.keep_programs()  # as an engine does, in the same process
+    assert jax.config.jax_compilation_cache_dir == str(folders[0])
+    assert [compile_anew(304), compile_anew(304)] == [0, 0]
+    steps, programs = program_cache.step_files()
+    steps.put("key", b"step")
+    programs.put("key", b"program")
+    assert not list(cache.rglob("*.program"))
+    program_cache.keep_programs_apart("functions", writes=True)
+    assert [compile_anew(304), compile_anew(304)] == [0, 1]
+    jax.config.update("jax_compilation_cache_dir", None)
+    monkeypatch.setattr(program_cache, "_MIN_COMPILE_S", 0.0)
+    program_cache.keep_programs()
+    assert compile_anew(304) == 0
+
+
+def test_functions_of_a_folder_set_in_jax_have_a_folder_in_it(cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
+    folders = program_cache.keep_programs_apart("functions", writes=True)
+    assert [folder.relative_to(tmp_path).parts[:2] for folder in folders] == 2 * [
+        ("mine", "functions")
+    ]
+    compile_anew(305)
+    assert not list((tmp_path / "mine").glob("*.*"))
+    assert list(folders[0].glob("*.program"))

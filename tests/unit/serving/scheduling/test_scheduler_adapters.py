@@ -116,3 +116,33 @@ def test_who_still_awaits_scores_of_the_prompt_cannot_start_anew():
     assert harm(driver, "b") == [scored]
     assert scored.finish_reason is FinishReason.ERROR
     driver.run()
+
+
+def test_a_miss_leaves_the_adapter_that_a_later_request_finds_there():
+    driver = Driver(limits(), num_slots=2, ticks=1)
+    for name in "ab":
+        driver.add([1], adapter=name, max_tokens=1)
+        driver.run()
+    (miss,) = driver.add([2], adapter="c", deadline_s=0.0)
+    (hit,) = driver.add([3], adapter="a", deadline_s=1.0)
+    plan = driver.step()
+    assert [chunk.sequence for chunk in plan.chunks] == [hit]
+    driver.run()
+    check_answer(driver, miss)
+    assert driver.residency.loads == ["a", "b", "c"], "a, used longer ago than b, was there"
+
+
+def test_a_sequence_that_cannot_run_yet_holds_no_slot():
+    driver = Driver(limits(num_pages=16), num_slots=1, ticks=1)
+    driver.add([1], adapter="a", max_tokens=1)
+    driver.run()
+    driver.add([1] * 40, max_tokens=8, ignore_eos=True)
+    driver.step()
+    (late,) = driver.add([2] * 30, adapter="a", deadline_s=50.0)  # pages are short
+    (early,) = driver.add([3], adapter="b", deadline_s=40.0)
+    for _ in range(3):
+        driver.step()
+    assert late.slot == -1
+    driver.run(max_steps=200)
+    check_answer(driver, late)
+    check_answer(driver, early)

@@ -169,7 +169,7 @@ def test_drafts_pay_again_when_a_text_begins_to_repeat_itself():
     assert sum(chosen[-1000:]) > 950
 
 
-def test_grammars_scores_and_prompts_are_left_alone():
+def test_steps_that_read_a_prompt_have_no_drafts():
     speculation = Knowing(random.Random(2))
     driver = Driver(limits(num_pages=64, max_num_batched_tokens=6), speculation=speculation)
     driver.add([5, 6, 7], max_tokens=45, ignore_eos=True)
@@ -182,3 +182,20 @@ def test_grammars_scores_and_prompts_are_left_alone():
     assert not any(plan.has_drafts for plan in reading)
     driver.run()
     assert speculation.stats.drafts > before
+
+
+def test_drafts_of_bound_rows_take_no_more_masks_than_there_are():
+    speculation = Knowing(random.Random(5))
+    driver = Driver(limits(num_pages=64, max_num_batched_tokens=24), speculation=speculation)
+    bound = [
+        one
+        for row in range(3)
+        for one in driver.add([5, 6, 7 + row], max_tokens=40, ignore_eos=True)
+    ]
+    for one in bound:
+        object.__setattr__(one.request, "grammar", object())
+    driver.run()
+    drafts = [sum(len(c.drafts) for c in plan.chunks) for plan in driver.plans]
+    assert max(drafts) == CONFIG.num_speculative_tokens
+    for sequence in bound:
+        check_answer(driver, sequence)

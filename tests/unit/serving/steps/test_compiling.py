@@ -5,10 +5,13 @@ import threading
 import pytest
 
 from serving.steps.compiling import compile_all, read_kept
+from serving.steps.kept_steps import KeptProgram
 
 
-class Program:
+class Program(KeptProgram):
     """Notes its compiling; waits for `may` before."""
+
+    is_kept = True
 
     def __init__(self, may: threading.Event | None = None, error: Exception | None = None):
         self.done, self._may, self._error = threading.Event(), may, error
@@ -23,17 +26,45 @@ class Program:
 
 def test_all_are_compiled_when_it_returns_and_errors_are_raised():
     programs = [Program() for _ in range(5)]
-    compile_all(iter(programs), 5, progress=False)
+    compile_all(iter(programs), list("abcde"), progress=False)
     assert all(program.done.is_set() for program in programs)
     with pytest.raises(ValueError, match="no"):
-        compile_all([Program(), Program(error=ValueError("no"))], 2, progress=False)
+        compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=False)
 
 
 def test_the_first_is_read_and_the_others_behind_it():
     may = threading.Event()
     first, *others = Program(), Program(may), Program(may)
-    read_kept([first, *others])
+    assert read_kept([first, *others])
     assert first.done.is_set()
     assert not any(other.done.is_set() for other in others)
     may.set()
     assert all(other.done.wait(60) for other in others)
+
+
+def test_all_may_be_read_at_once_and_nothing_is_unless_all_are_kept():
+    may = threading.Event()
+    first, other = Program(may), Program()
+    assert read_kept([first, other], at_once=True)
+    assert not first.done.is_set()
+    may.set()
+    assert first.done.wait(60)
+    assert other.done.wait(60)
+    gone = Program()
+    gone.is_kept = False
+    assert not read_kept([Program(), gone])
+    assert not gone.done.is_set()
+
+
+def test_the_bar_names_what_is_lowered_and_compiled(capsys):
+    may = threading.Event()
+
+    def programs():
+        yield Program(may)
+        may.set()
+        yield Program()
+
+    compile_all(programs(), ["8 tokens", "32 tokens"], progress=True)
+    said = capsys.readouterr().err
+    assert "lowers 8 tokens" in said
+    assert "lowers 32 tokens; compiles 8 tokens" in said

@@ -12,7 +12,7 @@ from support.processes.server_process import ROOT
 
 from serving.runtime.program_files import ProgramFiles
 from serving.steps import kept_steps
-from serving.steps.kept_steps import KeptSteps, code_digest, identity
+from serving.steps.kept_steps import KeptSteps, NotKept, code_digest, identity
 
 MODEL = ROOT / "assets" / "stories260k"
 
@@ -129,3 +129,14 @@ def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
     monkeypatch.setitem(os.environ, "LORA_JAX_OPS", "reference")
     assert before != identity({"max_num_seqs": 2}, MODEL)
     assert len(code_digest()) == 64
+
+
+def test_a_step_that_is_demanded_is_not_made(kept, tmp_path):
+    run(kept, traced=[])
+    demanding = ProgramFiles(tmp_path, 1 << 20, writes=False, demands=True)
+    reading = KeptSteps(demanding, kept.programs, "code")
+    traced = []
+    assert run(reading, traced=traced)[1]
+    with pytest.raises(NotKept, match=f"not kept in {tmp_path}"):
+        run(reading, "other sizes", traced=traced)
+    assert traced == []

@@ -274,3 +274,21 @@ def until(condition, limit_s=280.0):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_functions_on_two_hosts_outlive_the_loss_of_an_agent(model):
+    """An agent per host; a killed one's functions are answered by the other at once."""
+    with contextlib.ExitStack() as stack:
+        nodes = RayNodes(model, stack)
+        server = Served(nodes, model, stack, f"--instances 2 --functions {model / 'adapters'}")
+        server.wait()
+        want = {name: server.ask(name) for name in ("model", "a1", "a2")}
+        assert want["a1"] != want["a2"]
+        found = members(nodes)
+        assert sorted(found) == ["instance-0", "instance-1"]
+        os.kill(found["instance-0"], signal.SIGKILL)
+        assert {name: server.ask(name) for name in want} == want
+        server.until(200)
+        assert {name: server.ask(name) for name in want} == want

@@ -83,3 +83,19 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_tickets_whose_own_side_has_gone_hold_no_descriptors(board):
+    """A role whose host is lost before its process starts redeems none."""
+    for _ in range(3):
+        ours, given_up = board.ticket()
+        ours.close()
+    ours, ticket = board.ticket()
+    assert list(board._waiting) == [ticket.name]
+    theirs = ticket.redeem()
+    theirs.send_bytes(b"here")
+    assert ours.recv_bytes() == b"here"
+    with pytest.raises((EOFError, OSError)):
+        given_up.redeem().recv_bytes()
+    ours.close()
+    theirs.close()

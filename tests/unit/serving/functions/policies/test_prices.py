@@ -9,6 +9,7 @@ from serving.functions.policies.prices import (
     always_on,
     cost_effectiveness,
     dollars,
+    published_bill,
     share_backbone,
 )
 
@@ -61,3 +62,30 @@ def test_impossible_numbers_are_refused():
     with pytest.raises(ValueError, match="above 0"):
         cost_effectiveness(0.0, 1.0)
     assert cost_effectiveness(2.0, 4.0) == 0.125
+
+
+# Table 1 of ServerlessLoRA: seconds end to end and dollars, Llama2-7B and 13B, by workload.
+TABLE_1 = {
+    "InstaInfer": [
+        *((3.811, 24.32), (4.512, 32.68), (5.620, 24.73)),
+        *((5.777, 53.30), (7.318, 51.46), (7.986, 36.58)),
+    ],
+    "ServerlessLLM": [
+        *((3.807, 24.29), (4.569, 33.10), (5.168, 22.74)),
+        *((4.733, 43.67), (5.690, 40.01), (6.474, 29.65)),
+    ],
+    "xLoRA": [
+        *((2.922, 4.66), (3.061, 5.54), (3.050, 3.35)),
+        *((3.166, 7.30), (3.338, 5.87), (3.631, 4.16)),
+    ],
+}
+
+
+@pytest.mark.parametrize("column", range(6))
+def test_the_published_costs_are_latencies_over_the_functions_that_share(column):
+    sharing = {"xLoRA": 4}
+    rates = []
+    for system, cells in TABLE_1.items():
+        seconds, cost = cells[column]
+        rates.append(cost / published_bill(seconds, sharing.get(system, 1)))
+    assert max(rates) / min(rates) < 1.004

@@ -43,13 +43,21 @@ def plan_of(*sequences, samples=True):
     return StepPlan(tuple(ScheduledChunk(s, 1, 1, samples) for s in sequences))
 
 
-def fill(plan, seqs=8):
-    words = np.full((seqs, WORDS), -1, np.int32)
-    masked = np.zeros(seqs, np.int32)
+def fill(plan, rows=8):
+    """Ids that each logit row may take, None for any; and sequences that cannot go on.
+
+    A sequence's first logit row is its row in the step.
+    """
+    words = np.full((rows, WORDS), -1, np.int32)
+    row_to_mask = np.full(rows, -1, np.int32)
     masks = RowMasks(ENDS)
-    failed = masks.fill(masks.rows(plan), words, masked)
+    first = [chunk.sequence.row for chunk in plan.chunks]
+    filling = masks.start(masks.rows(plan, first), words)
+    failed = masks.finish(filling, row_to_mask)
+    masks.close()
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
-    return [set(np.flatnonzero(row).tolist()) for row in bits], masked.tolist(), failed
+    ids = [set(np.flatnonzero(row).tolist()) for row in bits]
+    return [None if place < 0 else ids[place] for place in row_to_mask.tolist()], failed
 
 
 def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
@@ -61,19 +69,19 @@ def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
     assert is_bound(plan)
     assert not is_bound(plan_of(bound, samples=False))
     assert not is_bound(plan_of(free))
-    allowed, masked, failed = fill(plan)
-    assert masked == [0, 0, 1, 0, 0, 0, 0, 0]
-    assert allowed[2] == {token_of("Q")}
+    allowed, failed = fill(plan)
+    assert allowed == [None, None, {token_of("Q")}, None, None, None, None, None]
     assert failed == []
 
 
-@pytest.mark.parametrize("count", [1, 8])  # one thread, and several
-def test_a_mask_follows_from_the_tokens_so_far_however_they_came(sequence, count):
+@pytest.mark.parametrize(("count", "cores"), [(1, 8), (8, 8), (8, 1)])  # threads for eight
+def test_a_mask_follows_from_the_tokens_so_far(sequence, count, cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     rows = [sequence(row=i) for i in range(count)]
     fill(plan_of(*rows))
     for one in rows:
         one.token_ids.append(token_of("Q"))
-    after, _, _ = fill(plan_of(*rows))
+    after, _ = fill(plan_of(*rows))
     assert after[:count] == [{token_of("Z"), *ENDS}] * count
     # Preempted before its second token was masked: two tokens at once.
     late = sequence(row=0)
@@ -85,7 +93,7 @@ def test_min_tokens_and_ignore_eos_hold_ends_back_where_there_is_a_choice(sequen
     for fields in ({"min_tokens": 2, "max_tokens": 9}, {"ignore_eos": True}):
         one = sequence("Q(Z)?", **fields)
         one.token_ids.append(token_of("Q"))
-        allowed, _, _ = fill(plan_of(one))
+        allowed, _ = fill(plan_of(one))
         assert not allowed[0] & set(ENDS)
         assert token_of("Z") in allowed[0]
         one = sequence("Q", **fields)
@@ -102,11 +110,10 @@ def test_stop_tokens_are_held_back_before_min_tokens(sequence):
 def test_tokens_outside_of_the_grammar_fail_their_sequence_alone(sequence):
     bad, good = sequence(row=0), sequence(row=1)
     bad.token_ids.append(token_of("X"))
-    allowed, masked, failed = fill(plan_of(bad, good))
+    allowed, failed = fill(plan_of(bad, good))
     assert [one for one, _ in failed] == [bad]
     assert "grammar" in failed[0][1]
-    assert masked[:2] == [0, 1]
-    assert allowed[1] == {token_of("Q")}
+    assert allowed[:2] == [None, {token_of("Q")}]
 
 
 def test_a_grammar_that_runs_out_of_states_fails_its_sequence(sequence, tokenizer):
@@ -116,9 +123,40 @@ def test_a_grammar_that_runs_out_of_states_fails_its_sequence(sequence, tokenize
     object.__setattr__(one.request, "grammar", Grammar(matcher, 0))
     failed = []
     for _ in range(200):
-        _, _, failed = fill(plan_of(one))
+        _, failed = fill(plan_of(one))
         if failed:
             break
         one.token_ids.append(token_of("Q"))
     assert failed
     assert "too many states" in failed[0][1]
+
+
+def drafted(sequence, *texts):
+    """A step of one sequence with drafts."""
+    drafts = tuple(token_of(text) for text in texts)
+    chunk = ScheduledChunk(sequence, 1, 1 + len(drafts), True, drafts=drafts)
+    return StepPlan((chunk,))
+
+
+def test_each_draft_is_followed_by_the_mask_of_what_stands_before(sequence):
+    one = sequence("QZX?", row=1)
+    want, alone = [], sequence("QZX?", row=1)
+    for text in ("Q", "Z"):
+        want.append(fill(plan_of(alone))[0][1])
+        alone.token_ids.append(token_of(text))
+    want.append(fill(plan_of(alone))[0][1])
+    assert fill(drafted(one, "Q", "Z"))[0] == [None, *want, None, None, None, None]
+    # The drafts are not taken: without them the mask is that of the start.
+    assert fill(plan_of(one))[0][1] == {token_of("Q")}
+
+
+def test_rows_after_a_draft_that_does_not_fit_are_free(sequence):
+    allowed, failed = fill(drafted(sequence("QZX"), "Q", "X", "X"))
+    assert allowed == [{token_of("Q")}, {token_of("Z")}, *[None] * 6]
+    assert failed == []
+
+
+def test_ends_are_held_back_by_the_length_with_drafts(sequence):
+    one = sequence("Q*", min_tokens=2, max_tokens=9)
+    allowed, _ = fill(drafted(one, "Q", "Q"))
+    assert [bool(row & set(ENDS)) for row in allowed[:3]] == [False, False, True]

@@ -1,0 +1,193 @@
+"""Functions of a large backbone on this machine's device: starts by what is there, bytes of each,
+turns, and answers beside those of one engine with all adapters. This process has no device."""
+
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.functions.large_model import SHAPES, write_adapters, write_large
+from serving import Sampling
+from serving.functions import Agent, Function
+
+FIELDS: dict[str, Any] = {
+    "max_num_seqs": 8,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 32,
+    "max_lora_rank": 16,
+    "kv_cache_memory_bytes": 2 << 30,
+}
+PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
+_STARTS, _WARM, _ANSWER = 3, 15, 16
+
+
+def measure(
+    shape: str,
+    counts: list[int],
+    seconds: float,
+    told: Any = print,
+    quiet: Any = contextlib.nullcontext,
+) -> dict[str, Any]:
+    """Return what was found; `told` gets each part as it is known.
+
+    `quiet()` is a context in which nothing else uses the device: times are taken there.
+    """
+    place = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(dir=place) as scratch:
+        model, start = Path(scratch) / "model", time.perf_counter()
+        write_large(model, SHAPES[shape])
+        adapters = write_adapters(Path(scratch) / "adapters", SHAPES[shape], max(counts))
+        found: dict[str, Any] = {"shape": shape, "fields": FIELDS}
+        found["written_s"] = round(time.perf_counter() - start, 1)
+
+        def add(**more: Any) -> None:
+            found.update(more)
+            told(json.dumps(more))
+
+        told(json.dumps(found))
+        add(bare_context_mib=_bare_context_mib())
+        _functions(model, adapters, counts, seconds, add, quiet)
+        add(coupled=_coupled(model, adapters[:4]))
+        same = [a == b for a, b in zip(found["answers"], found["coupled"]["answers"], strict=True)]
+        add(same_answers=same)
+        del found["answers"], found["coupled"]["answers"]
+        return found
+
+
+def _functions(
+    model: Path, adapters: list[Path], counts: list[int], seconds: float, add: Any, quiet: Any
+) -> None:
+    before, start = device_mib(), time.perf_counter()
+    with Agent(model, **FIELDS) as agent:
+        add(
+            agent_s=round(time.perf_counter() - start, 2),
+            backbone_mib=agent.backbone_bytes / 2**20,
+            backbone_used_mib=device_mib() - before,
+        )
+        functions, used, starts = [], [], []
+        for adapter in adapters:
+            start, before = time.perf_counter(), device_mib()
+            functions.append(agent.function(adapter))
+            functions[-1].generate(PROMPTS, _greedy(2))
+            starts.append(round(time.perf_counter() - start, 2))
+            used.append(device_mib() - before)
+            add(**{f"start_{len(starts)}": (starts[-1], used[-1], functions[-1].start_times)})
+        add(first_starts_s=starts, used_mib=used, overhead_mib=_overheads(used))
+        with quiet():
+            add(start=_starts(agent, functions[0]))
+        functions[1].offload()
+        os.kill(functions[2].pid, signal.SIGKILL)
+        time.sleep(0.2)
+        add(answers=[_answers(f) for f in functions[:4]])
+        with quiet():
+            for count in counts:
+                add(**{f"turns_{count}": _turns(functions[:count], seconds)})
+
+
+def _overheads(used: list[float]) -> list[float]:
+    return [one - FIELDS["kv_cache_memory_bytes"] / 2**20 for one in used]
+
+
+def _starts(agent: Agent, function: Function) -> dict[str, Any]:
+    """Return seconds to the first token by what is there, medians or the one time."""
+    warm = statistics.median(_first_s(function) for _ in range(_WARM))
+    zygote, ready, nothing = [], [], []
+    for _ in range(_STARTS):
+        function.offload()
+        zygote.append(_first_s(function))
+        ready.append(function.start_times)
+    for _ in range(2):
+        function.offload()
+        agent._zygote.kill()
+        nothing.append(_first_s(function))
+    return {"warm_s": warm, "zygote_s": zygote, "ready": ready, "no_zygote_s": nothing}
+
+
+def _first_s(function: Function) -> float:
+    start = time.perf_counter()
+    function.generate([PROMPTS[0]], _greedy(1))
+    return time.perf_counter() - start
+
+
+def _answers(function: Function) -> list[list[int]]:
+    return [list(o.outputs[0].token_ids) for o in function.generate(PROMPTS, _greedy(_ANSWER))]
+
+
+def _turns(functions: list[Function], seconds: float) -> dict[str, Any]:
+    """Return tokens a second of a lone function and of all at once, in alternating rounds."""
+    lone, together = [], []
+    for number in range(3):
+        lone.append(_rate([functions[number % len(functions)]], seconds))
+        together.append(_rate(functions, seconds))
+    share = statistics.median(b / a for a, b in zip(lone, together, strict=True))
+    return {
+        "functions": len(functions),
+        "lone_tokens_per_s": [round(rate) for rate in lone],
+        "together_tokens_per_s": [round(rate) for rate in together],
+        "share": round(share, 3),
+    }
+
+
+def _rate(functions: list[Function], seconds: float) -> float:
+    """Return tokens a second of all; each has as many callers as its engine takes."""
+    end, made, lock = time.perf_counter() + seconds, [0], threading.Lock()
+
+    def call(function: Function) -> None:
+        while time.perf_counter() < end:
+            outputs = function.generate([PROMPTS[0]] * 4, _greedy(64))
+            with lock:
+                made[0] += sum(len(o.outputs[0].token_ids) for o in outputs)
+
+    start = time.perf_counter()
+    threads = [threading.Thread(target=call, args=(f,)) for f in functions for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return made[0] / (time.perf_counter() - start)
+
+
+def _greedy(tokens: int) -> Sampling:
+    return Sampling(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
+def _coupled(model: Path, adapters: list[Path]) -> dict[str, Any]:
+    """Return what one engine with these adapters gives, in a process that ends with it."""
+    order = json.dumps({"model": str(model), "adapters": [str(a) for a in adapters]})
+    command = [sys.executable, "-m", "bench.functions.coupled", order]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    if ran.returncode:
+        raise RuntimeError(f"{ran.stdout[-2000:]} {ran.stderr[-4000:]}")
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def _bare_context_mib() -> float:
+    """Return the bytes that a process takes which has done nothing but one sum."""
+    code = "import jax.numpy as jnp; print(jnp.zeros(1).block_until_ready(), flush=True); input()"
+    before = device_mib()
+    one = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert one.stdout is not None
+    one.stdout.readline()
+    used = device_mib() - before
+    one.communicate(b"\n")
+    return used
+
+
+def device_mib() -> float:
+    """Return the bytes in use on this machine's device, by whatever process; 0: no NVIDIA GPU."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    asked = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", card]
+    try:
+        return float(subprocess.run(asked, capture_output=True, text=True).stdout)
+    except (FileNotFoundError, ValueError):
+        return 0.0

@@ -1,0 +1,104 @@
+"""What the host gives each step: the step table, block tables of KV pages, token masks.
+
+In place, every array stays at its address on the device, and new values are written over the old
+ones. A step's table and the pages that are new since the step before go out as one small array: on
+a GPU a copy and the call that takes it cost the engine's thread 0.4 ms, whatever their size.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lora_jax.typing import Array, Int
+from serving.steps.step import StepSizes
+
+_FEW_PAGES = 64  # new ones that every table has room for; twice its sequences if they are more
+
+
+class HostInputs:
+    """Arrays of one engine's steps that the host writes; the runner's thread uses it."""
+
+    def __init__(self, sizes: StepSizes, place: Callable[[Any], jax.Array], *, in_place: bool):
+        """`place` brings an array to the step's devices."""
+        self._place, self._in_place = place, in_place
+        self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
+        self._new: list[np.ndarray] = []  # int32 [3, pages]: row, place in it, page
+        self._room = max(_FEW_PAGES, 2 * sizes.max_seqs)
+        self.table: Int[Array, "table_rows seqs"] = place(
+            np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
+        )
+        self.pages: Int[Array, "seqs max_pages"] = place(self._tables.copy())
+        self.masks: jax.Array | None = None  # HostMasks.packed
+
+    def set_pages(self, tables: np.ndarray) -> None:
+        """Use these block tables, int32 [seqs, max_pages], from now on."""
+        self._tables[...] = tables
+        self._new = []
+        self._send_pages()
+
+    def add_pages(self, row: int, first: int, pages: np.ndarray) -> None:
+        """Put pages into a row of the block tables, from place `first` on, before the next step."""
+        self._tables[row, first : first + len(pages)] = pages
+        places = np.arange(first, first + len(pages), dtype=np.int32)
+        self._new.append(np.stack([np.full_like(places, row), places, pages]))
+
+    def set_table(self, table: np.ndarray) -> np.ndarray | Int[Array, "table_rows seqs"]:
+        """Return the step's table as its program takes it; new pages are in their place then."""
+        new, self._new = self._new, []
+        if new and (not self._in_place or sum(one.shape[1] for one in new) > self._room):
+            self._send_pages()
+            new = []
+        if not self._in_place:
+            return table
+        packed = np.concatenate([table.reshape(-1), self._packed(new).reshape(-1)])
+        self.table, self.pages = _write(self.table, self.pages, packed)
+        return self.table
+
+    def set_masks(self, packed: np.ndarray) -> jax.Array:
+        """Return HostMasks.packed on the device."""
+        masks = self.masks = self.replace(self.masks, packed)
+        return masks
+
+    def replace(self, old: Any, new: Any) -> Any:
+        """Return a tree of arrays with the host's values of `new`, where those of `old` lie.
+
+        The old ones are donated; None: there are none yet.
+        """
+        if old is None or not self._in_place:
+            return jax.tree.map(self._place, new)
+        return jax.tree.map(_overwrite, old, new)
+
+    def _send_pages(self) -> None:
+        new = self._tables.copy()
+        self.pages = _overwrite(self.pages, new) if self._in_place else self._place(new)
+
+    def _packed(self, new: list[np.ndarray]) -> np.ndarray:
+        """Return new pages in an array of one shape; the others' rows do not exist."""
+        packed = np.zeros((3, self._room), np.int32)
+        packed[0] = len(self._tables) + np.arange(self._room)
+        given = np.concatenate(new, axis=1) if new else packed[:, :0]
+        packed[:, : given.shape[1]] = given
+        return packed
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _overwrite(old: Int[Array, "*shape"], new: Int[Array, "*shape"]) -> Int[Array, "*shape"]:
+    """Return `new` in the memory of `old`."""
+    return old.at[...].set(new)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _write(
+    table: Int[Array, "table_rows seqs"],
+    pages: Int[Array, "seqs max_pages"],
+    packed: Int[Array, "numbers"],
+) -> tuple[Int[Array, "table_rows seqs"], Int[Array, "seqs max_pages"]]:
+    """Return the new table, and the block tables with the new pages, in their own memory."""
+    row, place, page = packed[table.size :].reshape(3, -1)
+    new = packed[: table.size].reshape(table.shape)
+    written = pages.at[row, place].set(page, mode="drop", unique_indices=True)
+    return table.at[...].set(jnp.asarray(new)), written

@@ -1,0 +1,41 @@
+"""Tables and masks come to the device as they were given, at their old addresses where in place."""
+
+import jax
+import numpy as np
+import pytest
+
+from serving.steps.host_inputs import HostInputs
+from serving.steps.step import StepSizes
+
+SIZES = StepSizes(max_seqs=4, max_len=640, page_size=4, num_pages=99, max_logit_rows=8, max_rank=4)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_new_pages_are_in_their_rows_before_the_step(in_place):
+    rng = np.random.default_rng(in_place)
+    inputs = HostInputs(SIZES, jax.device_put, in_place=in_place)
+    want = rng.integers(0, 99, (SIZES.max_seqs, SIZES.max_pages), np.int32)
+    inputs.set_pages(want)
+    table = np.zeros((SIZES.table_rows, SIZES.max_seqs), np.int32)
+    inputs.set_table(table)
+    addresses = set()
+    for count in (0, 1, 9, 3 * SIZES.max_pages // SIZES.max_seqs, SIZES.max_pages):
+        for row in range(SIZES.max_seqs):
+            first = int(rng.integers(0, SIZES.max_pages - count + 1))
+            pages = rng.integers(0, 99, count, np.int32)
+            inputs.add_pages(row, first, pages)
+            want[row, first : first + count] = pages
+        table = rng.integers(0, 99, table.shape, np.int32)
+        np.testing.assert_array_equal(inputs.set_table(table), table)
+        np.testing.assert_array_equal(inputs.pages, want)
+        addresses.add((inputs.table.unsafe_buffer_pointer(), inputs.pages.unsafe_buffer_pointer()))
+    assert not in_place or len(addresses) == 1
+
+
+def test_masks_are_written_over_those_of_before():
+    inputs = HostInputs(SIZES, jax.device_put, in_place=True)
+    inputs.set_masks(np.arange(8, dtype=np.int32))  # a CPU may take numpy's own memory
+    first = inputs.set_masks(np.arange(8, 16, dtype=np.int32)).unsafe_buffer_pointer()
+    second = inputs.set_masks(np.arange(16, 24, dtype=np.int32))
+    assert second.unsafe_buffer_pointer() == first
+    np.testing.assert_array_equal(second, np.arange(16, 24))
