@@ -227,7 +227,7 @@ def test_a_budget_holds_twice_the_adapters_in_8_bits():
     catalogue = cases.llama(hidden=512)
     spec = {item: size_slots(catalogue, 100, 8, item, byte_budget=1 << 20) for item in (1, 2)}
     rows = {item: sum(of.rows.values()) for item, of in spec.items()}
-    assert 1.93 * rows[2] < rows[1] < 2 * rows[2]
+    assert 1.9 * rows[2] < rows[1] < 2 * rows[2]
     slots = init_slots(catalogue, spec[1], jnp.dtype(jnp.int8))
     assert sum(pool.nbytes for pool in slots.pools.values()) <= 1 << 20
     allocator = SlotAllocator(catalogue, 1, spec[1].rows, 1)
