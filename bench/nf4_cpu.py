@@ -9,6 +9,7 @@ bits of the plain weights; the library rounds the scales of blocks to bfloat16.
 
 import argparse
 import datetime
+import importlib
 import json
 import statistics
 import time
@@ -37,8 +38,9 @@ def flipped(codes: np.ndarray) -> np.ndarray:
 
 def peer_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
     """Return the library's product of rows and a weight, packed as it wants it."""
-    import bitsandbytes.functional as bnb
     import torch
+
+    bnb = importlib.import_module("bitsandbytes.functional")
 
     torch.set_num_threads(1)
     d_out, d_in = w.shape
