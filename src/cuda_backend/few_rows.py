@@ -1,7 +1,7 @@
 """Products of bfloat16 rows in groups of few, by csrc/grouped_matmul/few_rows.cuh.
 
-Weights are plain, e4m3 or of 4 bits; each is streamed once, made plain in registers. What the
-kernel does not serve is declined, and Mosaic's is next.
+Weights are e4m3 or of 4 bits; each is streamed once and made plain in registers. What the kernel
+does not serve is declined, and Mosaic's is next: so are plain weights, which that streams as fast.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul.weights import CodedWeight, ScaledWeight, Weight
 from lora_jax.typing import Array, Float, Int
 
-PLAIN, FLOAT8, INTEGER, E2M1, TABLE = range(5)  # Coding of csrc/grouped_matmul/codings.cuh
+FLOAT8, INTEGER, E2M1, TABLE = range(4)  # Coding of csrc/grouped_matmul/codings.cuh
 # Of d_in, that share a scale; in 8 bits also multiples, and all.
-SCALE_COLUMNS = {PLAIN: (), FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
+SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
@@ -55,15 +55,13 @@ def product(
     none = jnp.zeros((0,), jnp.bfloat16)
     stored, scales = zip(*(parts(w) for w in weights), strict=True)
     two = tuple(a[i] if i < len(a) else none for a in (stored, scales) for i in range(2))
-    two_scales = tuple(none if s is None else s for s in two[2:])
     added = tuple(none if a is None else a for a in (*addends, None)[:2])
     call = jax.ffi.ffi_call("lora_jax_cuda_few_rows", jax.ShapeDtypeStruct((rows, d_out), x.dtype))
     attributes = {"coding": form.coding, "scale_columns": form.scale_columns, "base": form.base}
     return call(
         x,
         group_sizes,
-        *two[:2],
-        *two_scales,
+        *two,
         none if bias is None else bias,
         *added,
         **{name: np.int32(value) for name, value in attributes.items()},
@@ -71,11 +69,12 @@ def product(
     )
 
 
-def parts(w: Weight) -> tuple[Array, Array | None]:
+def parts(w: Weight) -> tuple[Array, Array]:
     """Return a weight's array that is streamed, and its scales."""
     if isinstance(w, CodedWeight):
         return w.codes, w.scales
-    return (w.values, w.scales) if isinstance(w, ScaledWeight) else (w, None)
+    assert isinstance(w, ScaledWeight)  # form_of lets no other through
+    return w.values, w.scales
 
 
 def form_of(weights: tuple[Weight, ...]) -> Form:
@@ -93,7 +92,7 @@ def _form_of(w: Weight) -> Form:
             raise Declined(f"cuda grouped_matmul takes scales of one row, not of {w.block}")
         return Form(FLOAT8, min(columns, w.shape[-1]))
     if not isinstance(w, CodedWeight):
-        return Form(PLAIN, 1)
+        raise Declined("cuda grouped_matmul takes quantised weights: Mosaic's streams plain ones")
     if w.zeros is not None:
         raise Declined("cuda grouped_matmul takes no zero points")
     narrow, first = w.scales.dtype == jnp.bfloat16, w.table[0]
@@ -115,8 +114,6 @@ def check_support(
     likely = min(groups, likely_groups or groups)
     if groups == 1:
         _check_dense(rows, d_out)
-    elif form.coding == PLAIN:
-        raise Declined("cuda grouped_matmul takes quantised weights, where there are groups")
     elif rows < 1 or rows > likely * MOST_ROWS:
         raise Declined(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
@@ -129,8 +126,7 @@ def check_support(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "
             f"and {d_out}"
         )
-    if form.coding != PLAIN:
-        _check_scales(form.coding, form.scale_columns, d_in)
+    _check_scales(form.coding, form.scale_columns, d_in)
 
 
 def _check_dense(rows: int, d_out: int) -> None:

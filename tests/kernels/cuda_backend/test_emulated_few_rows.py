@@ -19,12 +19,11 @@ SIZES = (0, 3, 0, 9, 17, 1)  # rows of groups; two more are in none
 ROWS = sum(SIZES) + 2
 # coding, bits, weights that share a scale, dtype of scales, table
 CODINGS = {
-    "bfloat16": (0, 16, 0, np.float32, None),
-    "float8": (1, 8, 128, np.float32, None),
-    "int4": (2, 4, 128, BF16, SIGNED),
-    "int4 of 64": (2, 4, 64, BF16, SIGNED),
-    "mxfp4": (3, 4, 32, BF16, E2M1),
-    "nf4": (4, 4, 64, np.float32, NF4),
+    "float8": (0, 8, 128, np.float32, None),
+    "int4": (1, 4, 128, BF16, SIGNED),
+    "int4 of 64": (1, 4, 64, BF16, SIGNED),
+    "mxfp4": (2, 4, 32, BF16, E2M1),
+    "nf4": (3, 4, 64, np.float32, NF4),
 }
 
 
@@ -32,9 +31,6 @@ def drawn(name: str, d_out: int, d_in: int, seed: int) -> tuple:
     """Return weights as stored, scales and plain values in float32, rounded to bfloat16."""
     _, bits, group, scale_dtype, table = CODINGS[name]
     rng, groups = np.random.default_rng(seed), len(SIZES)
-    if bits == 16:
-        plain = rng.standard_normal((groups, d_out, d_in)).astype(BF16)
-        return plain, np.zeros(1, np.float32), plain.astype(np.float32)
     scales = (0.01 + rng.random((groups, d_out, d_in // group))).astype(scale_dtype)
     wide = np.repeat(scales.astype(np.float32), group, axis=-1)
     if bits == 8:
@@ -53,8 +49,7 @@ def run(library, name, x, weights, d_out, tile=16, bias=None, addends=(None, Non
     up, up_scales = others[0][:2] if others else (None, None)
     packed = np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
     groups, d_in = len(SIZES), x.shape[1]
-    scale_groups = gate_scales.shape[-1] if coding else 1
-    sizes = len(x), groups, d_out, d_in, scale_groups, tile, (0x4300 + 8) * 0x10001
+    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], tile, (0x4300 + 8) * 0x10001
     shape = np.array(sizes, np.int32)
     wide = addends[0] is not None and addends[0].dtype == np.float32
     args = (x, gate, up, gate_scales, up_scales, packed, np.array(SIZES, np.int32), bias, *addends)

@@ -10,19 +10,19 @@
 namespace lora_jax {
 
 // Integers and E2M1 have scales in bfloat16 here, whose products need no float32; the others float32.
-enum class Coding { kPlain, kFloat8, kInteger, kE2m1, kTable };
+enum class Coding { kFloat8, kInteger, kE2m1, kTable };
 
 template <Coding C>
-constexpr int kStepColumns = C == Coding::kPlain ? 64 : C == Coding::kFloat8 ? 128 : 256;  // of d_in in a stage
+constexpr int kStepColumns = C == Coding::kFloat8 ? 128 : 256;  // of d_in in a stage
 template <Coding C>
-constexpr int kScaleBytes = C == Coding::kPlain ? 0 : C == Coding::kInteger || C == Coding::kE2m1 ? 2 : 4;
+constexpr int kScaleBytes = C == Coding::kInteger || C == Coding::kE2m1 ? 2 : 4;
 constexpr int kTableRepeats = 32;  // a lane reads a table of its own: no bank is asked twice
 constexpr uint32_t kTableBytes = 16 * 4 * kTableRepeats;
 
 // Words of the scales of a row in a stage: G columns share one, and where that is more than a stage, whole stages do.
 template <Coding C, int G>
 constexpr int scale_words() {
-  return C == Coding::kPlain ? 0 : (kStepColumns<C> + G - 1) / G * kScaleBytes<C> / 4;
+  return (kStepColumns<C> + G - 1) / G * kScaleBytes<C> / 4;
 }
 template <int N>
 __device__ __forceinline__ void load_words(uint32_t (&v)[N], uint32_t address) {
@@ -89,9 +89,7 @@ template <Coding C>
 __device__ __forceinline__ void place_x(uint32_t row, int turn, uint32_t block, int column, uint4 v) {
   const uint32_t at = row + column / 64 * block, side = column / 8 & 1, first = column % 64 / 16 * 32;
   const auto swizzled = [&](uint32_t byte) { return at + (byte ^ turn << 4); };
-  if constexpr (C == Coding::kPlain) {
-    sts128(swizzled(first + side * 16), v);
-  } else if constexpr (C == Coding::kFloat8) {
+  if constexpr (C == Coding::kFloat8) {
     sts64(swizzled(first + side * 8), v.x, v.z);
     sts64(swizzled(first + side * 8 + 16), v.y, v.w);
   } else {

@@ -1,4 +1,4 @@
-// y = w[g] x + bias[g] + addend for groups of few rows, in bfloat16: what decoding does with experts.
+// y = w[g] x + bias[g] + addend for groups of few rows, x in bfloat16 and w in 8 or 4 bits: what decoding does with experts.
 //
 // Weights are wgmma's first operand and rows its second, so that a group of one row costs a tile of 8.
 // A CTA goes through tiles of some group's weights, 64 columns of d_out for each of its W warpgroups;
@@ -128,18 +128,16 @@ struct FewRowsKernel {
             tile_copy(weights_at(ring.at) + m * kColumns * kRowBytes, &p.maps[m], step * kRowBytes / 2, column, group, 0,
                       &full[ring.at]);
         }
-        if constexpr (C != Coding::kPlain) {
-          const int first = step * kStep / p.scale_columns * kScaleBytes<C>;
-          for (int r = lane; r < W * 64; r += 32) {
-            const int m = GATED && r >= kColumns, d = min(column + r - m * kColumns, p.d_out - 1);
-            const auto* from = static_cast<const unsigned char*>(p.scales[m]) +
-                               (static_cast<int64_t>(group) * p.d_out + d) * row_bytes;
-            for (int b = 0; b < kScaleWords * 4; b += p.piece)
-              copy_piece(scales_at(ring.at) + r * kScaleWords * 4 + b, from + min(first + b, row_bytes - p.piece),
-                         p.piece, first + b < row_bytes);
-          }
-          copies_arrive(&full[ring.at]);
+        const int first = step * kStep / p.scale_columns * kScaleBytes<C>;
+        for (int r = lane; r < W * 64; r += 32) {
+          const int m = GATED && r >= kColumns, d = min(column + r - m * kColumns, p.d_out - 1);
+          const auto* from = static_cast<const unsigned char*>(p.scales[m]) +
+                             (static_cast<int64_t>(group) * p.d_out + d) * row_bytes;
+          for (int b = 0; b < kScaleWords * 4; b += p.piece)
+            copy_piece(scales_at(ring.at) + r * kScaleWords * 4 + b, from + min(first + b, row_bytes - p.piece), p.piece,
+                       first + b < row_bytes);
         }
+        copies_arrive(&full[ring.at]);
       }
     }
   }
@@ -214,37 +212,27 @@ struct FewRowsKernel {
   template <int N>
   __device__ __forceinline__ void multiply(FewRowsRing& ring, float (&sums)[N / 2]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    uint32_t places[C == Coding::kPlain ? 1 : kChunks * kWords / 4];
-    if constexpr (C != Coding::kPlain) {
-      const int row = warp * 16 + (lane & 15);
+    const int row = warp * 16 + (lane & 15);
+    uint32_t places[kChunks * kWords / 4];
 #pragma unroll
-      for (int i = 0; i < kChunks * kWords / 4; ++i) places[i] = row * kRowBytes + (((i * 2 + lane / 16) ^ (row & 7)) << 4);
-    }
+    for (int i = 0; i < kChunks * kWords / 4; ++i) places[i] = row * kRowBytes + (((i * 2 + lane / 16) ^ (row & 7)) << 4);
     const uint32_t scales = (warp * 16 + lane / 4) * kScaleWords * 4, selector = exchange_selector();
     for (int step = 0; step < p.steps; ++step, ring.next(p.stages)) {
       const uint32_t stage = weights_at(ring.at);
       mbar_wait(&full[ring.at], ring.phase);
       const uint32_t x = wgmma_place(stage + Layout::kWeights);
-      if constexpr (C == Coding::kPlain) {
-        const uint32_t w = wgmma_place(stage + warp / 4 * 8192);
+      Raw raw;
+      load(raw, stage, places, scales);
+      uint32_t a[2][4][4];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        decode(raw, chunk, selector, a[chunk & 1]);
         wgmma_begin();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) wgmma_few(sums, wgmma_at(w + i * 2), wgmma_at(x + i * 2));
+        for (int i = 0; i < 4; ++i)
+          wgmma_few(sums, a[chunk & 1][i], wgmma_at(x + (chunk * ROWS * kRowBytes >> 4) + i * 2));
         wgmma_commit();
-      } else {
-        Raw raw;
-        load(raw, stage, places, scales);
-        uint32_t a[2][4][4];
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          decode(raw, chunk, selector, a[chunk & 1]);
-          wgmma_begin();
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            wgmma_few(sums, a[chunk & 1][i], wgmma_at(x + (chunk * ROWS * kRowBytes >> 4) + i * 2));
-          wgmma_commit();
-          if (chunk + 1 < kChunks) wgmma_wait<1>();
-        }
+        if (chunk + 1 < kChunks) wgmma_wait<1>();
       }
       wgmma_wait<0>();
       mbar_arrive_if(&empty[ring.at], lane == 0);
@@ -352,7 +340,7 @@ __global__ void __launch_bounds__(W * 128 + kCopyThreads, W >= 4 ? 1 : 2)
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < p.stages; ++s) {
-      mbar_init(&kernel.full[s], 2 + (C == Coding::kPlain ? 0 : 32));
+      mbar_init(&kernel.full[s], 2 + 32);  // the copy engine, x, scales by a warp
       mbar_init(&kernel.empty[s], W * 4);
     }
     fence_barriers();

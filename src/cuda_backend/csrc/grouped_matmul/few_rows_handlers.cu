@@ -34,7 +34,6 @@ static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer
   p.base = static_cast<uint32_t>(base);
   std::copy(table.begin(), table.end(), p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kPlain: return status(launch_coding<Coding::kPlain, 1>(call, stream));
     case Coding::kFloat8: return status(launch_coding<Coding::kFloat8, 128>(call, stream));
     case Coding::kInteger:
       return status(scale_columns == 64 ? launch_coding<Coding::kInteger, 64>(call, stream)

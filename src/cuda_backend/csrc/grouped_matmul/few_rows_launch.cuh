@@ -35,14 +35,10 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   p.tiles = (p.d_out + kColumns - 1) / kColumns;
   p.steps = (p.d_in + kStepColumns<C> - 1) / kStepColumns<C>;
   p.works = std::min(p.groups, p.rows) + p.rows / ROWS;
-  if constexpr (C == Coding::kPlain) {
-    p.scale_columns = p.scale_groups = 1;
-  } else {
-    const int row = p.scale_groups * kScaleBytes<C>, own = scale_words<C, G>() * 4;
-    const bool whole = C == Coding::kFloat8 && (p.scale_groups == 1 || p.scale_columns % G == 0);
-    if (row % 4 || (p.scale_columns != G && !whole)) return cudaErrorInvalidValue;
-    p.piece = own % 16 == 0 && row % 16 == 0 ? 16 : own % 8 == 0 && row % 8 == 0 ? 8 : 4;
-  }
+  const int row = p.scale_groups * kScaleBytes<C>, own = scale_words<C, G>() * 4;
+  const bool whole = C == Coding::kFloat8 && (p.scale_groups == 1 || p.scale_columns % G == 0);
+  if (row % 4 || (p.scale_columns != G && !whole)) return cudaErrorInvalidValue;
+  p.piece = own % 16 == 0 && row % 16 == 0 ? 16 : own % 8 == 0 && row % 8 == 0 ? 8 : 4;
   const int room = (228 << 10) / kPerSm - 2048 - 64, fixed = Layout::fixed(GATED, p.works);
   p.stages = std::min(8, (room - fixed) / Layout::kStage);
   if (p.stages < 2) return cudaErrorInvalidValue;

@@ -1,38 +1,15 @@
-// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernels of heads and latents: warps turn rows of e4m3 into the
+// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernel of heads: warps turn rows of e4m3 into the
 // bfloat16 that those read, in the order in which the copy engine would have brought it.
 //
 // A row's scale is a power of two, so every value is exact in bfloat16, and a result has the bits that pages of
 // bfloat16 with the same values give. A row's tail of 16 bytes begins with its scale, so rows begin at multiples of 16:
 // each warp has the copy engine bring its own positions of a box, several boxes ahead of the one that it turns.
 #pragma once
-#include "paged_attention/stages.cuh"
+#include "paged_attention/coded_words.cuh"
 
 namespace lora_jax {
 
-constexpr int kCodedTail = 16;  // bytes behind a row's values: its scale, and nothing
-constexpr int kMostRaw = 12;    // boxes on their way
-constexpr int coded_threads(int coders) { return (kMostConsumers + coders) * 32; }
-// Registers of a coder's thread where a consumer's has so many: they share out what the kernel is launched with.
-template <int CODERS, int CONSUMER>
-constexpr int kCoderRegisters =
-    (65536 / coded_threads(CODERS) / 8 * 8 * (kMostConsumers + CODERS) - kMostConsumers * CONSUMER) / CODERS / 8 * 8;
-
-// What turns a row's values into bfloat16: a product by a power of two or, for scales above 128, by two.
-struct CodedFactors {
-  uint32_t first, second;  // in both halves
-  bool both;
-  __device__ __forceinline__ explicit CodedFactors(uint32_t scale) {
-    const uint32_t exponent = scale >> 23;  // of 2^(exponent - 127), or 255 for what is not a number
-    both = exponent > 134 && exponent < 255;
-    first = (exponent == 255 ? 0x7fc0u : min(exponent + 120u, 254u) << 7) * 0x10001u;
-    second = ((both ? exponent - 7 : 127u) << 7) * 0x10001u;
-  }
-  // e4m3 in the high bytes of the halves: exponent and mantissa as bfloat16 has them are a number 2^-120 as large.
-  __device__ __forceinline__ uint32_t operator()(uint32_t high) const {
-    const uint32_t v = multiply_bf16x2((high >> 4 & 0x07f007f0u) | (high & 0x80008000u), first);
-    return both ? multiply_bf16x2(v, second) : v;
-  }
-};
+constexpr int kMostRaw = 12;  // boxes on their way
 
 // The boxes of a CTA's shares, one after the other, for a warp.
 struct BoxWalk {
@@ -168,7 +145,10 @@ __global__ void __launch_bounds__(coded_threads(Consumer::kCoders), 1)
     if (warp < consumers) consume_pages<Consumer>(p, ring, behind, consumers * 32);
   } else {
     fewer_registers<kCoderRegisters<Consumer::kCoders, Consumer::kCodedRegisters>>();
-    PageCoder<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, behind + p.raw_from).run(Consumer::kStep);
+    if constexpr (Consumer::kSlotBoxes == 1)
+      produce_words<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, Consumer::kStep);
+    else
+      PageCoder<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, behind + p.raw_from).run(Consumer::kStep);
   }
 }
 

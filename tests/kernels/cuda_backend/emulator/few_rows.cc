@@ -27,7 +27,6 @@ int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_s
   p.base = static_cast<uint32_t>(shape[6]);
   std::memcpy(p.table, table, sizeof p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kPlain: return launch<Coding::kPlain, 1>(call, shape[5]);
     case Coding::kFloat8: return launch<Coding::kFloat8, 128>(call, shape[5]);
     case Coding::kInteger:
       return p.scale_columns == 64 ? launch<Coding::kInteger, 64>(call, shape[5]) : launch<Coding::kInteger, 128>(call, shape[5]);

@@ -10,10 +10,6 @@ inline uint32_t wgmma_place(uint32_t address) {
 }
 inline uint64_t wgmma_at(uint32_t place) { return uint64_t{0x40000040} << 32 | place; }
 template <int N>
-inline void wgmma_few(float (&d)[N], uint64_t a, uint64_t b) {
-  wgmma_rows(d, a, b, true);
-}
-template <int N>
 inline void wgmma_few(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
   struct Fragment { uint32_t a[4]; };
   const auto* slots = emu::exchange("wgmma", Fragment{{a[0], a[1], a[2], a[3]}});
