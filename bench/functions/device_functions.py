@@ -17,6 +17,7 @@ from typing import Any
 from bench.functions.large_model import SHAPES, write_adapters, write_large
 from serving import Sampling
 from serving.functions import Agent, Function
+from serving.functions.policies.batching import fit
 
 FIELDS: dict[str, Any] = {
     "max_num_seqs": 8,
@@ -27,6 +28,8 @@ FIELDS: dict[str, Any] = {
 }
 PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
 _STARTS, _WARM, _ANSWER = 3, 15, 16
+_BATCHES, _REPEATS, _DECODED = (1, 2, 4, 8), 5, 64
+_SLO = 5  # times the first token of one request (ServerlessLoRA, 5.10)
 
 
 def measure(
@@ -54,7 +57,7 @@ def measure(
 
         told(json.dumps(found))
         add(bare_context_mib=_bare_context_mib())
-        _functions(model, adapters, counts, seconds, add, quiet)
+        _functions(model, adapters, counts, seconds, found, add, quiet)
         add(coupled=_coupled(model, adapters[:4]))
         same = [a == b for a, b in zip(found["answers"], found["coupled"]["answers"], strict=True)]
         add(same_answers=same)
@@ -63,7 +66,13 @@ def measure(
 
 
 def _functions(
-    model: Path, adapters: list[Path], counts: list[int], seconds: float, add: Any, quiet: Any
+    model: Path,
+    adapters: list[Path],
+    counts: list[int],
+    seconds: float,
+    found: dict[str, Any],
+    add: Any,
+    quiet: Any,
 ) -> None:
     before, start = device_mib(), time.perf_counter()
     with Agent(model, **FIELDS) as agent:
@@ -83,6 +92,7 @@ def _functions(
         add(first_starts_s=starts, used_mib=used, overhead_mib=_overheads(used))
         with quiet():
             add(start=_starts(agent, functions[0]))
+            add(times=_times(found, functions[0]))
         functions[1].offload()
         os.kill(functions[2].pid, signal.SIGKILL)
         time.sleep(0.2)
@@ -109,6 +119,45 @@ def _starts(agent: Agent, function: Function) -> dict[str, Any]:
         agent._zygote.kill()
         nothing.append(_first_s(function))
     return {"warm_s": warm, "zygote_s": zygote, "ready": ready, "no_zygote_s": nothing}
+
+
+def _times(found: dict[str, Any], function: Function) -> dict[str, Any]:
+    """Return fields of `times.Times` as they are on this device, for `--simulate --times`."""
+    first = {size: _seconds(function, size, 1) for size in _BATCHES}
+    line = fit(list(first), list(first.values()))
+    step_s = (_seconds(function, 1, _DECODED + 1) - first[1]) / _DECODED
+    shape, start = SHAPES[found["shape"]], found["start"]
+    gigabytes = found["backbone_mib"] * 2**20 / 1e9
+    kv_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim  # of a token, bfloat16
+    overhead = statistics.median(found["overhead_mib"]) * 2**20 / 1e9
+    zygote_s = statistics.median(start["zygote_s"])
+    return {
+        "models": [
+            {
+                "name": found["shape"],
+                "backbone_gb": gigabytes,
+                "prefill": {"base_s": line.base_s, "slope_s": line.slope_s},
+                "slo_s": _SLO * line.base_s,
+                "decode_step_s": step_s,
+                "kv_gb": FIELDS["max_model_len"] * kv_bytes / 1e9,
+                "largest_batch": FIELDS["max_num_seqs"],
+            }
+        ],
+        "libraries_s": statistics.median(start["no_zygote_s"]) - zygote_s,
+        "context_s": zygote_s - start["warm_s"],
+        "context_gb": overhead,
+        "storage_gb_per_s": gigabytes / found["agent_s"],
+    }
+
+
+def _seconds(function: Function, prompts: int, tokens: int) -> float:
+    """Return the median seconds of so many prompts at once, each with so many tokens."""
+    found = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        function.generate([PROMPTS[0]] * prompts, _greedy(tokens))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
 
 
 def _first_s(function: Function) -> float:

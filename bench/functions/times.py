@@ -59,7 +59,8 @@ def read_times(path: Path | None) -> Times:
     if path is None:
         return Times()
     given = json.loads(path.read_text())
-    given = given.get("measured", given).get("times", given)  # as `--measure` writes it
+    given = given.get("measured", given.get("device", given))  # as the bench writes it
+    given = given.get("times", given)
     try:
         return times_of(given)
     except ValueError as error:

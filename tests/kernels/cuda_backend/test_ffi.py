@@ -29,7 +29,9 @@ MOST_REGISTERS = {
     "expand_tiles_kernel": 255,  # 1 CTA of 256
     "plain_attention_kernel": 255,  # 1 CTA of 128
     "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
-    "image_attention_kernel": 168,  # the same
+    "image_heads_kernel": 64,
+    "image_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
+    "dense_matmul_kernel": 128,  # the same
     "coded_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
     "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,

@@ -202,7 +202,7 @@ class TransportContract:
             assert [bits(y) for y in got] == [bits(y) for y in ys]
             client.abort(False)
             assert client.lost() == (0,)
-            assert client.rejoin() == ()
+            wait_for(lambda: client.rejoin() == ())  # one try may be too short on a busy machine
             with serving(servers[0], lambda r: exact_deltas(r, terms.shapes)):
                 assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
             client.close()
