@@ -37,7 +37,7 @@ class SiteWeights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RawGain:
-    """What a file says of the outputs of one site, float32 [d_out] each (adapters.gains)."""
+    """Vectors of a file for the outputs of one site, float32 [d_out] each (adapters.gains)."""
 
     magnitude: np.ndarray | None = None  # DoRA's
     shift: np.ndarray | None = None  # scaling * lora_B.bias
