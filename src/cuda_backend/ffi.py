@@ -25,6 +25,7 @@ FLAGS = (
 )
 TARGETS = (
     "lora_jax_cuda_all_gather",
+    "lora_jax_cuda_few_rows",
     "lora_jax_cuda_grouped_f32",
     "lora_jax_cuda_row_items",
     "lora_jax_cuda_lora_gemm",
