@@ -26,6 +26,8 @@ class LateFile(pytest.Item):
             session=session, config=self.config, items=tests
         )
         _freeze_what_was_imported()
+        if not tests:  # the item before kept the folders of this file set up
+            session._setupstate.teardown_exact(nextitem)
         place = session.items.index(self)
         try:
             for test, following in zip(tests, [*tests[1:], nextitem], strict=False):
