@@ -52,7 +52,7 @@ MOST_REGISTERS = {
     "receive_kernel": 128,  # 2 CTAs of 256
     "judge_kernel": 64,
 }
-# Bytes that one instance of these keeps in memory: NF4's gate and up, prompts' heads of 128 in 8 bits.
+# Bytes that one instance keeps in memory: NF4 gate and up, prompts by heads of 128 in 8 bits.
 MOST_STACK = {"few_rows_kernel": 8, "coded_attention_kernel": 8}
 REPORT = re.compile(
     r"entry function '\w*?("
