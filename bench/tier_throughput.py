@@ -70,8 +70,8 @@ class Case:
     rows: int = 64
     prompt: int = 128
     answer: int = 128
-    requests: int = 1024  # handed in at once; the last ones of a few leave rows and slots idle
-    fill: int = 256  # requests that come before, of which nothing is counted
+    requests: int = 768  # handed in at once; the last ones of a few leave rows and slots idle
+    fill: int = 128  # requests that come before, of which nothing is counted
     rounds: int = 1
     zipf: float = 1.0
     base_share: float = 0.1
@@ -205,35 +205,48 @@ def fields_of(case: Case, shape: LlamaShape, folder: Path, slots: int) -> dict[s
 
 
 def measure_throughput(
-    engine: Engine, names: list[str], case: Case, keep: Callable[[dict], None]
+    engine: Engine,
+    names: list[str],
+    case: Case,
+    lock: Path | None,
+    keep: Callable[[dict], None],
 ) -> dict[str, Any]:
     """Return the figures of one adapter and of each population; `keep` gets those so far."""
     rng, result = random.Random(1), {}
     cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
     for key, population in cases.items():
-        rounds = []
-        for number in range(case.rounds + 1):  # the first fills the tiers
-            before, steps = tier_hits(engine), engine.stats().steps
-            count = case.requests if number and key != "one" else case.fill
-            asked = asked_by(population, count, case, rng)
-            figures = run_round(engine, asked, case, number)
-            after = tier_hits(engine)
-            figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
-            figures["steps"] = engine.stats().steps - steps
-            figures["requests"] = len(asked)
-            rounds.append(figures)
-            print(key, figures, flush=True)
-        found = {
-            name: statistics.median(one[name] for one in rounds[1:])
-            for name in ("tokens_per_s", "base_tpot_ms")
-        }
-        result[key] = found | {"rounds": rounds}
+        with turn(lock):
+            found = measure_population(engine, population, case, rng)
         if key != "one":
-            found["ratio"] = found["tokens_per_s"] / result["one"]["tokens_per_s"]
-            found["base_tpot_ratio"] = found["base_tpot_ms"] / result["one"]["base_tpot_ms"]
-            result[key] |= found
+            one = result["one"]
+            found["ratio"] = found["tokens_per_s"] / one["tokens_per_s"]
+            found["base_tpot_ratio"] = found["base_tpot_ms"] / one["base_tpot_ms"]
+        result[key] = found
         keep(result)
+        time.sleep(1.0)  # for another process to have its turn
     return result
+
+
+def measure_population(
+    engine: Engine, population: list[str], case: Case, rng: random.Random
+) -> dict[str, Any]:
+    """Return the figures of some adapters; one alone is asked as often as fills all rows."""
+    rounds, whole = [], case.requests if len(population) > 1 else 4 * case.rows
+    for number in range(case.rounds + 1):  # the first fills the tiers
+        before, steps = tier_hits(engine), engine.stats().steps
+        asked = asked_by(population, whole if number else case.fill, case, rng)
+        figures: dict[str, Any] = run_round(engine, asked, case, number)
+        after = tier_hits(engine)
+        figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
+        figures["steps"] = engine.stats().steps - steps
+        figures["requests"] = len(asked)
+        rounds.append(figures)
+        print(len(population), figures, flush=True)
+    found: dict[str, Any] = {
+        name: statistics.median(one[name] for one in rounds[1:])
+        for name in ("tokens_per_s", "base_tpot_ms")
+    }
+    return found | {"rounds": rounds}
 
 
 def measure_slots(engine: Engine, names: list[str], case: Case) -> dict[str, Any]:
@@ -262,12 +275,13 @@ def measure(
         for part in parts:
             slots = case.on_device if part == "throughput" else case.rows
             how = fields_of(case, shape, folder, slots)
-            with Engine(str(folder / "model"), **how) as engine, turn(lock):
+            with Engine(str(folder / "model"), **how) as engine:
                 if part == "throughput":
                     keep_so_far = functools.partial(_keep_more, keep, dict(result))
-                    result |= measure_throughput(engine, names, case, keep_so_far)
+                    result |= measure_throughput(engine, names, case, lock, keep_so_far)
                 else:
-                    result["adapters_to_slots"] = measure_slots(engine, names, case)
+                    with turn(lock):
+                        result["adapters_to_slots"] = measure_slots(engine, names, case)
                     print(result["adapters_to_slots"], flush=True)
                 told = "compilations_after_warmup"
                 result[told] = result.get(told, 0) + engine.stats().compilations_after_warmup

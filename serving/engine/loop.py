@@ -161,7 +161,7 @@ class EngineLoop:
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
-        early = self._take_in_drafts()
+        early = self._read_draft_results()
         if self._planned is None:
             self._wait_to_plan()
         now = time.monotonic()
@@ -173,7 +173,7 @@ class EngineLoop:
         finished, self._flying = self._flying, None
         if finished is None and early is None and step is None and not (told or loaded):
             self._sleep()
-        progress = early if finished is None else self._take_in(finished)
+        progress = early if finished is None else self._read_results(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
             step, progress = self._sample(step, progress or []), None
         if progress is not None:
@@ -326,16 +326,16 @@ class EngineLoop:
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
-        self._hand_out(self._take_in(step))
+        self._hand_out(self._read_results(step))
 
-    def _take_in_drafts(self) -> list[Progress] | None:
-        """Take in the step that runs if the next one's positions follow from its results."""
+    def _read_draft_results(self) -> list[Progress] | None:
+        """Read the step that runs if the next one's positions follow from its results."""
         if self._flying is None or not self._flying.plan.has_drafts:
             return None
         step, self._flying = self._flying, None
-        return self._take_in(step)
+        return self._read_results(step)
 
-    def _take_in(self, step: InFlightStep) -> list[Progress]:
+    def _read_results(self, step: InFlightStep) -> list[Progress]:
         """Read a step's results; return what it gave, not handed out yet."""
         began = time.monotonic()
         results = self._parts.runner.read(step)

@@ -32,7 +32,7 @@ from serving.scheduling.prefix_cache import PageCache
 
 logger = logging.getLogger(__name__)
 
-LARGEST_PAGE, LARGEST_EXTENT = 2 << 20, 16 << 20  # bytes
+LARGEST_PAGE, LARGEST_EXTENT = 2 << 20, 64 << 20  # bytes
 _EXTENTS = 128  # in all of the pool, unless they were larger than the largest
 _PAGES = 1024  # at least, of a pool whose memory has smaller ones
 KERNEL_HEADS = (64, 128, 256)  # dimensions of heads that a CUDA kernel writes in place

@@ -10,6 +10,7 @@ from typing import Protocol
 from lora_jax.adapters.allocator import Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import LoraPlacement, Rows, SlotAllocator
+from lora_jax.adapters.row_ranges import joined_rows, take_all
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.rank_rows import rows_nbytes
 from serving.scheduling.page_exchange import Offer, PageExchange
@@ -71,6 +72,8 @@ class PooledSlotAllocator(SlotAllocator):
     def can_place(self, weights: AdapterWeights) -> bool:
         if weights.digest in self._placed or not self._has_slot(weights.digest):
             return False
+        if not self._exchange.would_meet(self._least_pages(weights)):
+            return False
         missing = self._missing(weights)
         return missing is not None and self._exchange.would_meet(missing)
 
@@ -83,8 +86,10 @@ class PooledSlotAllocator(SlotAllocator):
             self._reserved[weights.digest] = self._exchange.num_steps
         if self.can_place(weights):
             return True
-        has_slot = self._has_slot(weights.digest)
-        missing = self._missing(weights) if has_slot else None
+        has_slot, missing = self._has_slot(weights.digest), None
+        if has_slot:
+            least = self._least_pages(weights)
+            missing = self._missing(weights) if self._exchange.would_meet(least) else least
         if missing is not None:
             self._exchange.claim(missing, self, own=True)
         elif not self._leaving and (offer := self.offer()) is not None:
@@ -106,7 +111,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def acquire(self, digest: str) -> int:
         slot = super().acquire(digest)
-        self._exchange.uses.used(digest)
+        self._exchange.used(digest)
         return slot
 
     def finish_loading(self, digest: str) -> int:
@@ -139,7 +144,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def offer(self) -> Offer | None:
         """Return the idle adapter that is worth least."""
-        values = {digest: self._value(digest) for digest in super()._idle()}
+        values = {digest: self._value(digest) for digest in self._exchange.old(super()._idle())}
         if not values:
             return None
         digest = min(values, key=lambda one: values[one])
@@ -169,7 +174,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def _idle(self) -> list[str]:
         """Return who may be evicted, the least valuable first, of equal ones the oldest."""
-        return sorted(super()._idle(), key=self._value)
+        return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:
         return self._exchange.uses.value(digest, self._num_bytes(self._placed[digest]))
@@ -194,20 +199,31 @@ class PooledSlotAllocator(SlotAllocator):
         self._leaving.append(placed)
         self._memory.leave_rows(placed, mapped=mapped)
 
+    def _least_pages(self, weights: AdapterWeights) -> int:
+        """Return about the fewest pages that the adapter would take, without looking for rows.
+
+        Its rows of a width mostly follow each other, and share a page at each end.
+        """
+        size = self._exchange.pool.page_bytes
+        sizes = (
+            rows_nbytes({width: count}, self._itemsize)
+            for width, count in weights.rows_by_width().items()
+        )
+        return sum(max(0, -(-num_bytes // size) - 2) for num_bytes in sizes)
+
     def _missing(self, weights: AdapterWeights) -> int | None:
         """Return the pages that the adapter would take where it would lie; None: no rows."""
         if any(width not in self._pools for width in weights.rows_by_width()):
             return None
-        taken: list[tuple[int, int, int]] = []
-        for width, length in weights.demand:
-            start = self._pools[width].take(length)
-            if start is None:
-                break
-            taken.append((width, start, length))
-        missing = self._memory.num_missing(tuple(taken))
-        for width, start, length in taken:
+        starts = take_all(self._pools, weights.demand)
+        if starts is None:
+            return None
+        rows = ((w, start, n) for (w, n), start in zip(weights.demand, starts, strict=True))
+        runs = joined_rows(rows)
+        missing = self._memory.num_missing(tuple(runs))
+        for width, start, length in runs:
             self._pools[width].give(start, length)
-        return missing if len(taken) == len(weights.demand) else None
+        return missing
 
     def _num_bytes(self, placed: Placed[Rows]) -> int:
         if placed not in self._sizes:

@@ -62,7 +62,7 @@ class PooledExpertAllocator(ExpertAllocator):
 
     def acquire(self, digest: str) -> int:
         slot = super().acquire(digest)
-        self._pool.uses.used(digest)
+        self._pool.used(digest)
         return slot
 
     def finish_loading(self, digest: str) -> int:
@@ -105,7 +105,8 @@ class PooledExpertAllocator(ExpertAllocator):
     def _idle(self) -> list[str]:
         """Return who may be evicted, the least valuable first, of equal ones the oldest."""
         size = {digest: self._num_bytes(placed.room) for digest, placed in self._placed.items()}
-        return sorted(super()._idle(), key=lambda d: self._pool.uses.value(d, size[d]))
+        idle = self._pool.old(super()._idle())
+        return sorted(idle, key=lambda d: self._pool.uses.value(d, size[d]))
 
     def _need(self, weights: ExpertWeights) -> int:
         """Return the most pages that an adapter takes, wherever its experts lie in a row."""

@@ -53,7 +53,7 @@ class MergeModes:
 
     @property
     def target(self) -> MergeTarget:
-        """What the policy has chosen for sequences that begin."""
+        """The policy's choice for sequences that begin."""
         return self._target
 
     def reset(self, target: MergeTarget = _ANEW) -> None:
@@ -118,7 +118,7 @@ class MergeModes:
         """The sequence has ended."""
         if sequence.weights:
             self._users -= 1
-            self._let_go()
+            self._release_unused()
 
     def end(
         self, plan: StepPlan | None, running: Iterable[Sequence], now: float
@@ -131,7 +131,7 @@ class MergeModes:
                 self._left_out_s[self._step] = now
             if self._step != PLAIN:
                 plan = dataclasses.replace(plan, merged=self._merged)
-        self._let_go()
+        self._release_unused()
         return plan
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
@@ -151,7 +151,7 @@ class MergeModes:
             names = (request.adapter for request in live if request.adapter_digest == digest)
             self._merged = Merged(digest, slot, next(names, None) or digest[:12])
 
-    def _let_go(self) -> None:
+    def _release_unused(self) -> None:
         if self._merged is not None and not self._users:
             self._residency.release(self._merged.digest)
             self._merged = None

@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lora_jax.adapters.use_ledger import UseLedger
@@ -21,13 +21,17 @@ LOAD_S_PER_BYTE = 1e-9
 COMPUTE_S_PER_TOKEN = 1e-4
 _PROMPT_TOKENS = 64  # a step of so many is mostly prompts
 _LEAVING_PARTS = 8
+# What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
+# ahead of the next ones for some steps.
+_AHEAD_PARTS, _AHEAD_STEPS = 32, 64
+_FRESH_STEPS = 8  # an adapter that has come stays for so many without a use: one will take it
 _PATIENCE_S = 1.0  # who asks again only after so long has not waited
 _SHARE = 0.1  # of a new measurement in the mean
 
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What one side can do without: pages that `give` sends on their way to be free."""
+    """Pages that one side can spare; `give` begins to free them."""
 
     value: float
     num_pages: int
@@ -86,7 +90,9 @@ class PageExchange:
         """`kept` pages are for good somebody's who takes no part, as the base's experts."""
         self.pool, self._kept, self._clock = pool, kept, clock
         self._wanted: dict[str, _Wanted] = {}
+        self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
+        self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
@@ -130,25 +136,31 @@ class PageExchange:
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
+        self._last_claim = self.num_steps
+        self._have_leave(self._asked, None if own else claimant, below)
+        return False
+
+    def _have_leave(self, num_pages: int, but: Side | None, below: float) -> None:
+        """Have offers leave until so many pages are free or on their way."""
         free, leaving = self.available, self.pages_leaving
         most = self.pool.num_pages // _LEAVING_PARTS
-        others = None if own else claimant
-        while free + leaving < self._asked and leaving < most:
-            offer = self.least(others)
+        while free + leaving < num_pages and leaving < most:
+            offer = self.least(but)
             if offer is None or offer.value >= below:
                 break
             leaving += offer.num_pages
             self.take(offer)
-        return False
 
     def would_meet(self, num_pages: int) -> bool:
         """Return whether so many pages are free beside those that earlier claims wait for."""
         return self._asked + num_pages <= self.available
 
     def start_step(self) -> None:
-        """Begin to add up the claims of a step."""
+        """Begin to add up the claims of a step; while claims come, some pages are free ahead."""
         self._asked = 0
         self.num_steps += 1
+        if self.num_steps - self._last_claim <= _AHEAD_STEPS:
+            self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)
 
     @property
     def is_short(self) -> bool:
@@ -186,6 +198,7 @@ class PageExchange:
 
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device; its wait for pages counts as time to load."""
+        self._fresh[digest] = self.num_steps
         wanted = self._wanted.pop(digest, None)
         if wanted is not None and num_bytes:
             seconds = self._clock() - wanted.first
@@ -194,7 +207,19 @@ class PageExchange:
     def forget(self, digest: str) -> None:
         """Nobody asks for these weights any more."""
         self._wanted.pop(digest, None)
+        self._fresh.pop(digest, None)
         self.uses.forget(digest)
+
+    def used(self, digest: str) -> None:
+        """Count a use of an adapter."""
+        self._fresh.pop(digest, None)
+        self.uses.used(digest)
+
+    def old(self, digests: Iterable[str]) -> list[str]:
+        """Return the adapters that did not come just now, for a request that is to find them."""
+        first = self.num_steps - _FRESH_STEPS
+        self._fresh = {digest: step for digest, step in self._fresh.items() if step > first}
+        return [digest for digest in digests if digest not in self._fresh]
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device; steps end in this order."""

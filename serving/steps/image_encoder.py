@@ -6,6 +6,8 @@ of every sequence row, the encoder row (-1: text) and the three positions of M-R
 """
 
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -65,6 +67,8 @@ class ImageEncoder:
         most = _most_patches(settings, config, max_image_tokens)
         self.buckets = layout.buckets(config.tower, most)
         self._encode = _jit_encode(graphdef, treedef, module_names, max_rank, split)
+        # Without adapters a GPU computes a map and what follows it in one launch.
+        self._has_plain = jax.default_backend() == "gpu"
         self.stopwatch = DeviceStopwatch()  # of the tower
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
@@ -80,9 +84,15 @@ class ImageEncoder:
     def warm_up(self, slots: AdapterSlots | None) -> None:
         """Compile every program and run it on nothing."""
         size = self._tower_config.patch_size
-        for bucket in self.buckets:
-            pixels = np.zeros((0, 3 * size * size), np.uint8)
-            self._run(Patches(pixels, (0, 0)), (), -1, bucket, slots)
+        none = Patches(np.zeros((0, 3 * size * size), np.uint8), (0, 0))
+        with_slots = (-1, 0) if slots is not None and self._has_plain else (-1,)
+        jobs = [(slot, bucket, slots) for bucket in self.buckets for slot in with_slots]
+        # A call finds what was lowered from arguments like its own, and compiled here side by side.
+        lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda one: one.compile(), lowered))
+        for job in jobs:
+            self._run(none, (), *job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
 
     def admit(self, sequence: Sequence) -> None:
@@ -127,17 +137,27 @@ class ImageEncoder:
     ) -> tuple[jax.Array, jax.Array]:
         """Return what is there before the tower begins, and what is there when it ends."""
         before = _mark(self.operands.places)
+        done, after = self._encode(*self._arguments(image, rows, slot, bucket, slots))
+        self.operands = self.operands._replace(rows=done)
+        return before, after
+
+    def _arguments(
+        self,
+        image: Patches,
+        rows: tuple[int, ...],
+        slot: int,
+        bucket: int,
+        slots: AdapterSlots | None,
+    ) -> tuple[Any, ...]:
+        """Return what the tower's program takes; it donates the cache."""
         arrays = layout.arrange(self._tower_config, image, bucket)
         # Rows of padding go to distinct places past the end and are dropped.
         targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
         targets[: len(rows)] = rows
-        adapters, tree = jax.tree.flatten(slots)
+        adapters, tree = jax.tree.flatten(None if slot < 0 and self._has_plain else slots)
         inputs = {**vars(arrays), "values": self._values}
-        done, after = self._encode(
-            self._leaves, self.operands.rows, inputs, adapters, np.int32(slot), targets, tree
-        )
-        self.operands = self.operands._replace(rows=done)
-        return before, after
+        given = (self._leaves, self.operands.rows, inputs, adapters)
+        return *given, np.int32(slot), targets, tree
 
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:

@@ -17,8 +17,9 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend import ffi
     from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
-    from cuda_backend.grouped_matmul import grouped_matmul
-    from cuda_backend.image_attention import image_attention
+    from cuda_backend.dense_matmul import dense_matmul
+    from cuda_backend.grouped_matmul import gated_matmul, grouped_matmul
+    from cuda_backend.image_attention import turned_attention
     from cuda_backend.keep_likely import keep_likely
     from cuda_backend.layer_norm import layer_norm
     from cuda_backend.lora_gemm import lora_gemm
@@ -28,9 +29,9 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.reroute import adapter_items, reroute, row_map
     from cuda_backend.rms_norm import rms_norm
 
-    linear = (grouped_matmul, lora_gemm)
+    linear = (dense_matmul, gated_matmul, grouped_matmul, lora_gemm)
     exchanges = (all_gather, all_to_all, gather_group)
-    attention = (image_attention, paged_attention)
+    attention = (paged_attention, turned_attention)
     merges = (merge, merge_apart)
     others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)

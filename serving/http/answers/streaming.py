@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from serving.http.answers.event_writer import EventWriter, event
 from serving.http.answers.generation import ClientGone, Generation, Piece
-from serving.http.answers.json_pieces import dumps
 from serving.http.errors import ApiError, from_exception, logger
 from serving.http.lanes import Lane, run_in
 
@@ -29,11 +29,6 @@ class Chunks(Protocol):
     def failed(self, error: ApiError) -> list[dict[str, Any]]: ...
 
 
-def event(data: dict[str, Any]) -> bytes:
-    """Return one event as it goes over the wire."""
-    return b"data: %b\n\n" % dumps(data)
-
-
 class EventStream(Response):
     """A generation as a stream; it is aborted when the client goes or sending fails."""
 
@@ -51,11 +46,11 @@ class EventStream(Response):
         super().__init__(headers={**always, **(headers or {})})
         del self.headers["content-length"]
         self._generation, self._chunks = generation, chunks
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s, self._writer = keep_alive_s, EventWriter()
 
     def frame(self, chunk: dict[str, Any]) -> bytes:
         """Return a chunk as it goes over the wire."""
-        return event(chunk)
+        return self._writer.event(chunk)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_bytes(data: bytes, more: bool = True) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from serving.http.wire.quick_connection import QuickConnection
+
 logger = logging.getLogger(__name__)
 
 _SPARE = 16  # connections above the limit, which are answered when they ask for a probe
@@ -68,6 +70,9 @@ class BoundedH11(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.conn = QuickConnection(
+            h11.SERVER, max_incomplete_event_size=self.config.h11_max_incomplete_event_size or 65536
+        )
         self._deadline: asyncio.TimerHandle | None = None
         self._stuck: asyncio.TimerHandle | None = None
         self._is_extra = False

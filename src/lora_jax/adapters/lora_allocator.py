@@ -10,7 +10,7 @@ import numpy as np
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.row_ranges import RowRanges
+from lora_jax.adapters.row_ranges import RowRanges, joined_rows, take_all
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.rank_rows import rows_nbytes, value_width
 
@@ -91,7 +91,8 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             raise ValueError(f"There is no room for the adapter {digest[:12]} now.")
         for victim in victims:
             self._free(victim)
-        starts = [self._take(width, length) for width, length in weights.demand]
+        starts = take_all(self._pools, weights.demand)
+        assert starts is not None, "the trial allocation found room that is not there"
         ranges = tuple((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
         slot = self._free_slots.pop(0)
         self._cleared_slots.discard(slot)
@@ -146,13 +147,8 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         """Return who has a slot and rows."""
         return list(self._placed.values())
 
-    def _take(self, width: int, length: int) -> int:
-        start = self._pools[width].take(length)
-        assert start is not None, "the trial allocation found room that is not there"
-        return start
-
     def _take_back(self, placed: Placed[Rows]) -> None:
-        for width, start, length in placed.room:
+        for width, start, length in joined_rows(placed.room):
             self._pools[width].give(start, length)
         self._return_slot(placed.slot)
         self.bringing.discard(placed.slot)
@@ -168,7 +164,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         num_victims = 0 if self._free_slots else 1
         for count in range(len(idle) + 1):
             if count:
-                for width, start, length in self._placed[idle[count - 1]].room:
+                for width, start, length in joined_rows(self._placed[idle[count - 1]].room):
                     if width in trial:
                         trial[width].give(start, length)
             if count >= num_victims and _fits(trial, need, weights.demand):
@@ -195,7 +191,7 @@ def _fits(
     if any(trial[width].num_free < count for width, count in need.items()):
         return False
     pools = {width: pool.copy() for width, pool in trial.items()}
-    return all(pools[width].take(length) is not None for width, length in demand)
+    return take_all(pools, demand) is not None
 
 
 def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[RowWrite, ...]]:

@@ -1,4 +1,8 @@
-"""First-fit allocation of contiguous rows of one pool. No jax."""
+"""First-fit allocation of contiguous rows of one pool, and of one pool for each width. No jax."""
+
+from collections.abc import Iterable, Mapping
+
+Rows = tuple[int, int, int]  # width, first row, number of rows
 
 
 class RowRanges:
@@ -50,3 +54,48 @@ class RowRanges:
         if after and start + length == after[0]:
             end, length = at + 1, length + after[1]
         self._free[first:end] = [(start, length)]
+
+
+def take_all(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) -> list[int] | None:
+    """Take rows for matrices of (width, rows); return where each begins, or None and take nothing.
+
+    Those of a width follow each other where a free run is long enough.
+    """
+    demand, need = list(demand), dict[int, int]()
+    for width, count in demand:
+        need[width] = need.get(width, 0) + count
+    whole = _take_each(pools, need.items())
+    if whole is None:
+        return _take_each(pools, demand)
+    next_row, starts = dict(zip(need, whole, strict=True)), []
+    for width, count in demand:
+        starts.append(next_row[width])
+        next_row[width] += count
+    return starts
+
+
+def joined_rows(rows: Iterable[Rows]) -> list[Rows]:
+    """Return the same rows, sorted, those that follow each other as one run."""
+    runs: list[Rows] = []
+    for width, start, count in sorted(rows):
+        last = runs[-1] if runs else (width, start, 0)
+        if runs and last[0] == width and last[1] + last[2] == start:
+            runs[-1] = (width, last[1], last[2] + count)
+        else:
+            runs.append((width, start, count))
+    return runs
+
+
+def _take_each(
+    pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]
+) -> list[int] | None:
+    """Take a run for each of (width, rows); return their starts, or None and take nothing."""
+    taken: list[Rows] = []
+    for width, count in demand:
+        start = pools[width].take(count)
+        if start is None:
+            for rows in taken:
+                pools[rows[0]].give(*rows[1:])
+            return None
+        taken.append((width, start, count))
+    return [start for _, start, _ in taken]

@@ -56,7 +56,7 @@ class Qwen25Block(nnx.Module):
         routing: AdapterRouting,
         window: int,
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x), angles, inputs, routing, window)
+        x = self.attn(self.norm1(x), angles, inputs, routing, window, addend=x)
         gate, up = apply_linears((self.gate_proj, self.up_proj), self.norm2(x), routing)
         return x + self.down_proj(silu_times(gate, up), routing)
 

@@ -18,6 +18,7 @@ from lora_jax.nn.vision import (
     at_rows,
     axial_cos_sin,
     gelu,
+    mapped,
     normalised,
     vision_linear,
 )
@@ -46,9 +47,9 @@ class Qwen3Block(nnx.Module):
         inputs: TowerInputs,
         routing: AdapterRouting,
     ) -> Float[Array, "patches hidden"]:
-        x = x + self.attn(self.norm1(x), angles, inputs, routing)
-        inner = gelu(self.linear_fc1(self.norm2(x), routing), approximate=True)
-        return x + self.linear_fc2(inner, routing)
+        x = self.attn(self.norm1(x), angles, inputs, routing, addend=x)
+        inner = mapped(self.linear_fc1, self.norm2(x), routing, gelu=True)
+        return mapped(self.linear_fc2, inner, routing, addend=x)
 
 
 class Qwen3Merger(nnx.Module):
@@ -80,7 +81,7 @@ class Qwen3Merger(nnx.Module):
             x = self.norm(x.reshape(-1, self.merged_size))
         else:
             x = self.norm(x).reshape(-1, self.merged_size)
-        return self.linear_fc2(gelu(self.linear_fc1(x, routing)), routing)
+        return mapped(self.linear_fc2, gelu(mapped(self.linear_fc1, x, routing)), routing)
 
 
 class Qwen3Tower(AbstractTower):
@@ -113,8 +114,8 @@ class Qwen3Tower(AbstractTower):
     ) -> Float[Array, "cells parts hidden"]:
         merged = at_rows(routing, inputs.cells.shape[0], inputs.num_patches // self.unit)
         pixels = normalised(self.config, inputs).astype(self.positions.dtype)
-        x = self.patch_embed(pixels, routing)
-        x = x + self._resampled(inputs).astype(x.dtype)
+        learned = self._resampled(inputs).astype(pixels.dtype)
+        x = mapped(self.patch_embed, pixels, routing, addend=learned)
         angles, later = axial_cos_sin(self.config, inputs.positions), []
         for layer, block in enumerate(self.blocks):
             x = block(x, angles, inputs, routing)

@@ -17,7 +17,8 @@ from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.lora import AdapterRouting
-from lora_jax.ops.image_attention import attend_windows, image_attention
+from lora_jax.ops.grouped_matmul import dense_matmul, gelu_tanh
+from lora_jax.ops.image_attention import attend_windows, turned_attention
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float, Int, Shaped
 
@@ -110,22 +111,46 @@ class VisionAttention(nnx.Module):
         inputs: TowerInputs,
         routing: AdapterRouting,
         window: int | None = None,
+        *,
+        addend: Float[Array, "patches hidden"],
     ) -> Float[Array, "patches hidden"]:
-        """Return the output; with `window` patches see only those of their own window.
+        """Return addend plus the output; with `window` patches see those of their own window only.
 
         Without windows the valid patches come first; with them, 0 for a layer that sees all, the
         padding stands between them.
         """
         heads = (x.shape[0], 3, self.config.num_heads, self.config.head_dim)
-        q, k, v = self.qkv(x, routing).reshape(heads).transpose(1, 0, 2, 3)
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        qkv = mapped(self.qkv, x, routing).reshape(heads)
         scale = self.config.head_dim**-0.5
         if window:
+            q, k, v = qkv.transpose(1, 0, 2, 3)
+            q, k = rotate(q, *angles), rotate(k, *angles)
             out = attend_windows(q, k, v, inputs.valid, window, scale)
         else:
             real = inputs.valid, inputs.num_patches
-            out = image_attention(q, k, v, *real, scale, leading=window is None)
-        return self.proj(out.reshape(x.shape), routing)
+            out = turned_attention(qkv, *angles, *real, scale, leading=window is None)
+        return mapped(self.proj, out.reshape(x.shape), routing, addend=addend)
+
+
+def mapped(
+    linear: Linear,
+    x: Float[Array, "rows d_in"],
+    routing: AdapterRouting,
+    *,
+    gelu: bool = False,
+    addend: Float[Array, "rows d_out"] | None = None,
+) -> Float[Array, "rows d_out"]:
+    """Return f(linear(x)) + addend: f is gelu by tanh, or nothing.
+
+    Where no adapter can change the map it is one launch on a GPU.
+    """
+    if routing.adapters is None:
+        bias = None if linear.bias is None else linear.bias[...]
+        weight = linear.weight[...]
+        return dense_matmul(x, weight, routing.num_rows, bias, addend, gelu=gelu)
+    y = linear(x, routing)
+    y = gelu_tanh(y) if gelu else y
+    return y if addend is None else addend + y
 
 
 def vision_linear(
@@ -143,9 +168,9 @@ def vision_linear(
     return Linear(d_in, d_out, **options, layer=layer, dtype=dtype, rngs=rngs)
 
 
-def gelu(x: Float[Array, "*rows"], *, approximate: bool = False) -> Float[Array, "*rows"]:
-    """Return x Phi(x), exact or by tanh, computed in float32."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=approximate).astype(x.dtype)
+def gelu(x: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """Return x Phi(x), computed in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
 def quick_gelu(x: Float[Array, "*rows"]) -> Float[Array, "*rows"]:

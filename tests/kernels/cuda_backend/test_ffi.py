@@ -29,7 +29,9 @@ MOST_REGISTERS = {
     "expand_tiles_kernel": 255,  # 1 CTA of 256
     "plain_attention_kernel": 255,  # 1 CTA of 128
     "attention_kernel": 168,  # 1 CTA of 384, which then share them out otherwise
-    "image_attention_kernel": 168,  # the same
+    "image_heads_kernel": 64,
+    "image_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
+    "dense_matmul_kernel": 128,  # the same
     "coded_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
     "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,
@@ -37,6 +39,7 @@ MOST_REGISTERS = {
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
+    "few_rows_kernel": 128,  # 2 CTAs of 256, or of 384 with 80
     "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
@@ -94,5 +97,5 @@ def test_no_compiler_is_said(tmp_path, monkeypatch):
 def test_without_a_compiler_the_kernels_are_off(monkeypatch, caplog):
     monkeypatch.setattr(ffi.toolkit, "find_compilers", lambda: ())
     with caplog.at_level(logging.WARNING):
-        assert not ffi._loaded.__wrapped__()
+        assert not ffi.available.__wrapped__()
     assert "no nvcc" in caplog.text

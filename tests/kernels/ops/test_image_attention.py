@@ -8,10 +8,18 @@ import numpy as np
 import pytest
 
 from cuda_backend import image_attention as cuda
-from lora_jax.ops.image_attention import attend_windows, cudnn, image_attention
+from lora_jax.ops.image_attention import (
+    attend_windows,
+    cudnn,
+    image_attention,
+    turned_attention,
+)
+from lora_jax.ops.rotary import rotate
 
 SCALE = 0.3
-jitted = jax.jit(image_attention, static_argnames=("scale", "leading", "implementation"))
+STATIC = ("scale", "leading", "implementation")
+jitted = jax.jit(image_attention, static_argnames=STATIC)
+turned = jax.jit(turned_attention, static_argnames=STATIC)
 
 
 def draw(size: int, dtype=jnp.float32):
@@ -71,16 +79,31 @@ def test_bfloat16_keeps_its_dtype():
 def test_kernels_say_what_they_do_not_serve():
     q, k, v = draw(16, jnp.bfloat16)
     args = (q, k, v, jnp.ones(16, bool), jnp.int32(16), SCALE)
-    for name in ("cuda", "cudnn"):
+    angles = jnp.zeros((2, 16, 3))
+    both = (
+        lambda **how: image_attention(*args, implementation="cudnn", **how),
+        lambda **how: turned_attention(
+            jnp.stack(args[:3], 1), *angles, *args[3:], implementation="cuda", **how
+        ),
+    )
+    for attend, wanted in zip(both, ("in steps of 8, not 6", "heads of 72, not 6"), strict=True):
         with pytest.raises(NotImplementedError, match="not the first ones"):
-            image_attention(*args, implementation=name)
-    with pytest.raises(NotImplementedError, match="heads of 72, not 6"):
-        image_attention(*args, leading=True, implementation="cuda")
-    with pytest.raises(NotImplementedError, match="in steps of 8, not 6"):
-        image_attention(*args, leading=True, implementation="cudnn")
+            attend()
+        with pytest.raises(NotImplementedError, match=wanted):
+            attend(leading=True)
     for check in (cuda.check_support, cudnn.check_support):
         with pytest.raises(NotImplementedError, match="takes bfloat16, not float32"):
             check(jnp.dtype(jnp.float32), 72)
+
+
+def test_turned_attention_turns_q_and_k_before():
+    q, k, v = draw(16)
+    angles = jax.random.normal(jax.random.key(1), (16, 3))
+    cos, sin, valid = jnp.cos(angles), jnp.sin(angles), jnp.ones(16, bool)
+    rest = valid, jnp.int32(16), SCALE
+    got = turned_attention(jnp.stack([q, k, v], 1), cos, sin, *rest)
+    want = image_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, *rest)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -93,20 +116,29 @@ def test_bad_input_names_the_sizes():
         image_attention(q, k, v.astype(jnp.bfloat16), valid, count, SCALE)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_angles_are_named():
+    qkv, cos = jnp.zeros((4, 3, 2, 6)), jnp.zeros((4, 2))
+    with pytest.raises(ValueError, match=r"cos has shape \(4, 2\), expected \(4, 3\)"):
+        turned_attention(qkv, cos, cos, jnp.ones(4, bool), jnp.int32(4), SCALE)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["cuda", "cudnn"])
-@pytest.mark.parametrize("count", [37, 800, 1024])
+@pytest.mark.parametrize("name", ["cuda", "xla"])  # that is cuDNN, after a turn
+@pytest.mark.parametrize("count", [37, 800, 1024, 2040])
 def test_on_a_gpu_kernels_match_the_formula_and_the_bucket_has_no_part_in_their_bits(name, count):
-    keys = jax.random.split(jax.random.key(7), 3)
-    q, k, v = (jax.random.normal(key, (2048, 16, 72), jnp.bfloat16) for key in keys)
-    attend = functools.partial(jitted, scale=72**-0.5, leading=True, implementation=name)
-    found = []
-    for size in (1024, 2048):
+    qkv = jax.random.normal(jax.random.key(7), (4096, 3, 16, 72), jnp.bfloat16)
+    angles = jax.random.normal(jax.random.key(8), (4096, 36))
+    cos, sin, found = jnp.cos(angles), jnp.sin(angles), []
+    attend = functools.partial(turned, scale=72**-0.5, leading=True, implementation=name)
+    for size in (2048, 4096):
         real = jnp.arange(size) < count
-        nans = [jnp.where(real[:, None, None], a[:size], jnp.nan) for a in (q, k, v)]
-        out = np.asarray(attend(*nans, real, jnp.int32(count)), np.float32)
+        nans = jnp.where(real[:, None, None, None], qkv[:size], jnp.nan)
+        out = attend(nans, cos[:size], sin[:size], real, jnp.int32(count))
+        out = np.asarray(out, np.float32)
         assert not out[count:].any()
         found.append(out[:count])
     np.testing.assert_array_equal(found[0], found[1])
-    want = plain(*(a[:count] for a in (q, k, v)), np.ones(count), 72**-0.5)
-    np.testing.assert_allclose(found[0], want, atol=1e-2)
+    q, k, v = (qkv[:count, part] for part in range(3))
+    q, k = rotate(q, cos[:count], sin[:count]), rotate(k, cos[:count], sin[:count])
+    np.testing.assert_allclose(found[0], plain(q, k, v, np.ones(count), 72**-0.5), atol=1e-2)

@@ -85,6 +85,17 @@ def test_wrong_prefixes_and_two_spellings_of_one_site_are_refused_by_name(tmp_pa
         peft_format.read(folder_with(tmp_path / "b", *paths), CATALOGUE)
 
 
+def test_adapters_of_another_tower_are_refused_by_name(tmp_path: Path):
+    """One that is wider, and one with more layers."""
+    config = {"r": 2, "target_modules": ["fc"]}
+    for layer, width, wanted in ((0, 12, "visual.blocks.0.fc"), (9, 8, "no visual.fc in layer 9")):
+        path = f"visual.blocks.{layer}.fc"
+        shapes = {f"{path}.lora_A.weight": (2, width), f"{path}.lora_B.weight": (width, 2)}
+        tensors = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+        with pytest.raises(ValueError, match=wanted):
+            peft_format.read(write_adapter(tmp_path / str(layer), tensors, config), CATALOGUE)
+
+
 def test_heads_and_towers_are_found_and_wrong_prefixes_are_not():
     for path in ("lm_head", "language_model.lm_head"):
         assert find_target(path, CATALOGUE).modules[0].name == "lm_head"

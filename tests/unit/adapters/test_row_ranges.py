@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.row_ranges import RowRanges
+from lora_jax.adapters.row_ranges import RowRanges, joined_rows, take_all
 
 
 @settings(max_examples=150, deadline=None)
@@ -46,3 +46,22 @@ def test_bad_calls_are_refused():
     with pytest.raises(ValueError, match="-1 rows"):
         RowRanges(-1)
     assert ranges.ranges == ((4, 6),)
+
+
+def test_matrices_of_a_width_follow_each_other_where_there_is_room():
+    pools = {8: RowRanges(20), 4: RowRanges(6)}
+    demand = ((8, 3), (4, 2), (8, 5), (4, 1))
+    assert take_all(pools, demand) == [0, 0, 3, 2]
+    assert joined_rows([(8, 3, 5), (4, 0, 2), (8, 0, 3), (4, 2, 1)]) == [(4, 0, 3), (8, 0, 8)]
+    assert take_all(pools, ((8, 9), (4, 4))) is None
+    assert (pools[8].num_free, pools[4].num_free) == (12, 3), "nothing was taken"
+
+
+def test_matrices_go_into_gaps_where_no_run_holds_all():
+    pools = {8: RowRanges(12)}
+    starts = take_all(pools, ((8, 4), (8, 4), (8, 4)))
+    assert starts == [0, 4, 8]
+    pools[8].give(0, 4)
+    pools[8].give(8, 4)
+    assert take_all(pools, ((8, 3), (8, 4))) == [0, 8]
+    assert pools[8].ranges == ((3, 1),)

@@ -9,6 +9,7 @@ from lora_jax.finetune.attention import linear
 from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.models.qwen3_tower import Qwen3Block, Qwen3Merger, Qwen3Tower
 from lora_jax.nn.vision import axial_cos_sin, gelu
+from lora_jax.ops.grouped_matmul import gelu_tanh
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Float, Shaped
 from lora_jax.vision.layout import block_positions, table_taps
@@ -70,7 +71,7 @@ def _block(
     scores = jnp.einsum("iqhd,ikhd->ihqk", q, k) * np.float32(config.head_dim**-0.5)
     mixed = jnp.einsum("ihqk,ikhd->iqhd", jax.nn.softmax(scores, axis=-1), v.reshape(per_image))
     x = x + linear(block.attn.proj, mixed.reshape(x.shape), lora)
-    inner = gelu(linear(block.linear_fc1, block.norm2(x), lora), approximate=True)
+    inner = gelu_tanh(linear(block.linear_fc1, block.norm2(x), lora))
     return x + linear(block.linear_fc2, inner, lora)
 
 

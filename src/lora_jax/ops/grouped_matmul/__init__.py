@@ -19,6 +19,7 @@ from lora_jax.ops.dispatch import (
 )
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
+from lora_jax.ops.grouped_matmul.dense import dense_op, gelu_tanh
 from lora_jax.ops.grouped_matmul.weights import (
     QUANTISED,
     CodedWeight,
@@ -32,7 +33,9 @@ __all__ = [
     "QUANTISED",
     "CodedWeight",
     "ScaledWeight",
+    "dense_matmul",
     "gated_matmul",
+    "gelu_tanh",
     "grouped_matmul",
     "matmul",
     "plus",
@@ -53,12 +56,11 @@ def _op(name: str, around: Callable) -> Op:
         return functools.partial(around, product)
 
     fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
-    fused_tpu = lazy_kernel(f"{__name__}.pallas_tpu", name)
-    cuda, plain = backend_kernel("cuda", "grouped_matmul"), (_plain_weights,)
+    fused_tpu, plain = lazy_kernel(f"{__name__}.pallas_tpu", name), (_plain_weights,)
     return Op(
         name,
         (
-            Implementation("cuda", GPU, composed_of(cuda), accepts=plain),
+            Implementation("cuda", GPU, backend_kernel("cuda", name), hints=("likely_groups",)),
             Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
             Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
             Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
@@ -141,6 +143,31 @@ def matmul(
         None if bias is None else bias[None],
         implementation=implementation,
     )
+
+
+DENSE_MATMUL = dense_op(matmul)
+
+
+def dense_matmul(
+    x: Float[Array, "rows d_in"],
+    w: Matrix,
+    num_rows: Int[Array, ""],
+    bias: Float[Array, "d_out"] | None = None,
+    addend: Float[Array, "rows d_out"] | None = None,
+    *,
+    gelu: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "rows d_out"]:
+    """y[t] = f(w @ x[t] + bias) + addend[t] for t < num_rows, exactly 0 for the rest.
+
+    f is gelu by tanh, or nothing; the map, f and the sum are rounded one after the other. It is
+    made for many rows and plain weights: `matmul` serves few rows.
+    """
+    if w.ndim != 2 or num_rows.ndim != 0:
+        raise ValueError(f"dense_matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
+    _check("dense_matmul", x, num_rows.reshape(1), w=w[None])
+    _check_addends("dense_matmul", x, w[None], addend=addend)
+    return DENSE_MATMUL.call(implementation, x, w, num_rows, bias, addend, gelu)
 
 
 def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:

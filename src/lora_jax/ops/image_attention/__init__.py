@@ -1,4 +1,7 @@
-"""Attention between the patches of one image, all to all: softmax(scale q k^T) v."""
+"""Attention between the patches of one image, all to all: softmax(scale q k^T) v.
+
+`turned_attention` turns q and k by their patches' angles before: rotary positions.
+"""
 
 import jax.numpy as jnp
 
@@ -6,9 +9,10 @@ from lora_jax.ops import checks
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel, lazy_kernel
 from lora_jax.ops.image_attention import reference, xla
 from lora_jax.ops.image_attention.xla import attend_windows
+from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float, Int
 
-__all__ = ["attend_windows", "image_attention"]
+__all__ = ["attend_windows", "image_attention", "turned_attention"]
 
 
 def _leading(*args: object) -> str | None:
@@ -19,7 +23,6 @@ def _leading(*args: object) -> str | None:
 IMAGE_ATTENTION = Op(
     "image_attention",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "image_attention"), (_leading,)),
         Implementation("cudnn", GPU, lazy_kernel(f"{__name__}.cudnn", "attend"), (_leading,)),
         Implementation("xla", ANY, xla.attend, stands_in=True),
         Implementation("reference", ANY, reference.attend),
@@ -57,3 +60,56 @@ def image_attention(
     checks.check_dtype("image_attention", jnp.int32, num_patches=num_patches)
     args = (q, k, v, valid, num_patches, scale, leading)
     return IMAGE_ATTENTION.call(implementation, *args)
+
+
+def _turned(
+    qkv: Float[Array, "patches 3 heads dim"],
+    cos: Float[Array, "patches half"],
+    sin: Float[Array, "patches half"],
+    valid: Bool[Array, "patches"],
+    num_patches: Int[Array, ""],
+    scale: float,
+    leading: bool,
+) -> Float[Array, "patches heads dim"]:
+    q, k, v = qkv.transpose(1, 0, 2, 3)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    return image_attention(q, k, v, valid, num_patches, scale, leading=leading)
+
+
+TURNED_ATTENTION = Op(
+    "turned_attention",
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "turned_attention"), (_leading,)),
+        Implementation("xla", ANY, _turned, stands_in=True),
+    ),
+)
+
+
+def turned_attention(
+    qkv: Float[Array, "patches 3 heads dim"],
+    cos: Float[Array, "patches half"],
+    sin: Float[Array, "patches half"],
+    valid: Bool[Array, "patches"],
+    num_patches: Int[Array, ""],
+    scale: float,
+    *,
+    leading: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "patches heads dim"]:
+    """Return `image_attention` of q and k turned by angles, as ops.rotary turns halves, and of v.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    patches, three, _, dim = qkv.shape
+    angles = (patches, dim // 2)
+    checks.check_shapes(
+        "turned_attention",
+        qkv=((three, dim % 2), (3, 0)),
+        cos=(tuple(cos.shape), angles),
+        sin=(tuple(sin.shape), angles),
+        valid=(tuple(valid.shape), (patches,)),
+    )
+    checks.check_dtype("turned_attention", jnp.int32, num_patches=num_patches)
+    args = (qkv, cos, sin, valid, num_patches, scale, leading)
+    return TURNED_ATTENTION.call(implementation, *args)

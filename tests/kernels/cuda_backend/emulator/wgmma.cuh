@@ -4,9 +4,13 @@
 
 namespace lora_jax {
 
-inline uint64_t wgmma_operand(uint32_t address, uint32_t bytes = 16) {
+inline uint64_t wgmma_operand(uint32_t address) {
   if (address % 16) emu::fail("an operand off its boundary of 16");
-  return (address & 0x3ffff) >> 4 | static_cast<uint64_t>(bytes >> 4) << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
+  return (address & 0x3ffff) >> 4 | uint64_t{1} << 16 | uint64_t{64} << 32 | uint64_t{1} << 62;
+}
+inline uint64_t wgmma_pieces(uint32_t address, uint32_t along, uint32_t across) {
+  if ((address | along | across) % 16) emu::fail("an operand off its boundary of 16");
+  return (address & 0x3ffff) >> 4 | uint64_t{along >> 4} << 16 | uint64_t{across >> 4} << 32;
 }
 inline void wgmma_begin() {}
 inline void wgmma_commit() {}
@@ -15,13 +19,24 @@ inline void wgmma_wait() {}
 template <int N>
 inline void wgmma_settle(float (&)[N]) {}
 
-// The element of an operand: row `row` of 128 bytes, column `column` there, block `block` of columns.
-inline float wgmma_element(uint64_t operand, int row, int column, int block = 0) {
-  const auto field = [&](int bit) { return static_cast<uint32_t>(operand >> bit & 0x3fff) << 4; };
-  const uint32_t linear = field(0) + row / 8 * field(32) + row % 8 * 128 + column * 2 + block * field(16);
+inline uint32_t wgmma_field(uint64_t operand, int bit) { return static_cast<uint32_t>(operand >> bit & 0x3fff) << 4; }
+inline float wgmma_value(uint32_t address) {
   uint16_t bits;
-  std::memcpy(&bits, emu::at_shared(linear ^ (linear >> 7 & 7) << 4), 2);
+  std::memcpy(&bits, emu::at_shared(address), 2);
   return emulated_float(bits);
+}
+// The element of an operand whose columns, along which sums go, lie beside each other.
+inline float wgmma_element(uint64_t operand, int row, int column) {
+  const uint32_t first = wgmma_field(operand, 0), across = wgmma_field(operand, 32);
+  if (operand >> 62 == 0)
+    return wgmma_value(first + row / 8 * across + row % 8 * 16 + column / 8 * wgmma_field(operand, 16) + column % 8 * 2);
+  const uint32_t linear = first + row / 8 * across + row % 8 * 128 + column * 2;
+  return wgmma_value(linear ^ (linear >> 7 & 7) << 4);
+}
+// The same of one in pieces whose other elements do: `k` is the place along the sum.
+inline float wgmma_across(uint64_t operand, int k, int n) {
+  return wgmma_value(wgmma_field(operand, 0) + n / 8 * wgmma_field(operand, 32) + n % 8 * 2 +
+                     k / 8 * wgmma_field(operand, 16) + k % 8 * 16);
 }
 template <int N>
 inline void wgmma_rows(float (&d)[N], uint64_t a, uint64_t b, bool add) {
@@ -41,7 +56,8 @@ inline void wgmma_rows(float (&d)[N], uint64_t a, uint64_t b, bool add) {
       }
     }
 }
-inline void wgmma_columns_72(float (&d)[36], const uint32_t (&a)[4], uint64_t b) {
+template <int N>
+inline void wgmma_columns(float (&d)[N], const uint32_t (&a)[4], uint64_t b) {
   struct Fragment { uint32_t a[4]; };
   const auto* slots = emu::exchange("wgmma", Fragment{{a[0], a[1], a[2], a[3]}});
   const int g = emu::lane() >> 2, q = emu::lane() & 3;
@@ -49,12 +65,12 @@ inline void wgmma_columns_72(float (&d)[36], const uint32_t (&a)[4], uint64_t b)
   for (int k = 0; k < 16; ++k)
     for (int r = 0; r < 2; ++r)
       rows[r][k] = emulated_half(emu::shown<Fragment>(slots, g * 4 + k % 8 / 2).a[r + k / 8 * 2], k & 1);
-  for (int n = 0; n < 9; ++n)
+  for (int n = 0; n < N / 4; ++n)
     for (int c = 0; c < 2; ++c) {
       const int at = n * 8 + q * 2 + c;
       for (int r = 0; r < 2; ++r) {
         float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += rows[r][k] * wgmma_element(b, k, at % 64, at / 64);
+        for (int k = 0; k < 16; ++k) sum += rows[r][k] * wgmma_across(b, k, at);
         d[n * 4 + r * 2 + c] += sum;
       }
     }

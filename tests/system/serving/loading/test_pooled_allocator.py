@@ -34,6 +34,13 @@ def make(pages: int, slots: int = 3, most: int | None = None):
     return room, allocator, room.jobs(allocator)
 
 
+def come(allocator: PooledSlotAllocator, digest: str) -> None:
+    """Have a load end, and a first request use the adapter."""
+    allocator.finish_loading(digest)
+    allocator.acquire(digest)
+    allocator.release(digest)
+
+
 def test_an_adapter_beyond_its_part_of_the_pool_is_refused_by_name():
     _, allocator, _ = make(40, most=6)
     with pytest.raises(ValueError, match="pages of the pool; 6 may be adapters'"):
@@ -43,7 +50,7 @@ def test_an_adapter_beyond_its_part_of_the_pool_is_refused_by_name():
 def test_what_leaves_is_free_when_its_steps_have_been_read():
     room, allocator, _ = make(13, slots=3)
     allocator.place(ONE)
-    allocator.finish_loading("one")
+    come(allocator, "one")
     assert not allocator.can_place(TWO)
     assert not allocator.make_room(TWO)
     assert allocator.num_leaving == 1
@@ -62,7 +69,7 @@ def test_an_adapter_without_a_slot_has_the_least_valuable_leave():
     room, allocator, _ = make(60, slots=2)
     for weights in (ONE, TWO):
         allocator.place(weights)
-        allocator.finish_loading(weights.digest)
+        come(allocator, weights.digest)
     for digest in ("one", "one", "two"):
         allocator.acquire(digest)
         allocator.release(digest)
@@ -77,7 +84,7 @@ def test_users_pins_and_loads_stay():
     _, allocator, _ = make(60)
     allocator.place(ONE)
     assert allocator.offer() is None
-    allocator.finish_loading("one")
+    come(allocator, "one")
     allocator.acquire("one")
     assert allocator.offer() is None
     allocator.release("one")
@@ -128,7 +135,7 @@ def test_a_device_without_memory_fails_the_load_and_loses_nothing(monkeypatch):
 def test_a_slot_that_left_for_an_adapter_is_kept_for_it():
     room, allocator, _ = make(60, slots=1)
     allocator.place(ONE)
-    allocator.finish_loading("one")
+    come(allocator, "one")
     assert not allocator.make_room(TWO)
     room.collect(dispatched=1, read=1)
     allocator._exchange.start_step()
@@ -145,7 +152,7 @@ def test_a_slot_that_left_for_an_adapter_is_kept_for_it():
 def test_slots_that_left_are_emptied_where_holes_may_not_be_read():
     room, allocator, _ = make(60)
     allocator.place(ONE)
-    allocator.finish_loading("one")
+    come(allocator, "one")
     allocator.retire("one")
     assert room.take_left_slots() == (), "on a host holes are zeros"
     room.rows.overrun = 32
@@ -153,3 +160,20 @@ def test_slots_that_left_are_emptied_where_holes_may_not_be_read():
     allocator.abandon_loading("two")
     assert room.take_left_slots() == (1,)
     assert room.take_left_slots() == ()
+
+
+def test_an_adapter_that_has_come_stays_until_its_request_finds_it():
+    room, allocator, _ = make(60)
+    allocator.place(ONE)
+    allocator.finish_loading("one")
+    assert allocator.offer() is None, "others would have it leave before it was of use"
+    allocator.acquire("one")
+    allocator.release("one")
+    assert allocator.offer() is not None
+    allocator.place(TWO)
+    allocator.finish_loading("two")
+    for _ in range(8):
+        allocator._exchange.start_step()
+    allocator.acquire("one")
+    assert allocator.offer() is not None, "nobody came for it"
+    room.close()

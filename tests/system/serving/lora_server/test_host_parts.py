@@ -1,4 +1,4 @@
-"""Parts stay in host memory until others need the room, the least recently used leaving first."""
+"""Parts stay in host memory until others need the room, the least valuable leaving first."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ def part(digest):
     )
 
 
-def test_the_least_recently_used_leaves_for_room():
+def test_of_equal_ones_the_longest_unused_leaves_for_room():
     parts = HostParts(2 * PART_BYTES)
     one, two, three = part("one"), part("two"), part("three")
     parts.put(one)
@@ -28,6 +28,17 @@ def test_the_least_recently_used_leaves_for_room():
     assert parts.get("two") is None
     assert parts.get("one") is one
     assert parts.get("three") is three
+
+
+def test_what_is_used_often_stays_though_others_were_used_since():
+    parts = HostParts(2 * PART_BYTES)
+    parts.put(part("often"))
+    for _ in range(5):
+        assert parts.get("often") is not None
+    for number in range(3):
+        parts.put(part(f"once{number}"))
+    assert parts.get("often") is not None
+    assert parts.get("once0") is None
 
 
 def test_a_part_that_comes_twice_counts_once():

@@ -58,6 +58,16 @@ def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made
     np.testing.assert_array_equal(after[others], before[others])
 
 
+def test_on_a_gpu_an_image_without_an_adapter_takes_a_program_without_any(made, monkeypatch):
+    """There a map and what follows it are one launch, and adapters come between them."""
+    encoder, _, _ = made
+    image, slots = prepared(16, 24), {"pool": np.zeros(1)}
+    for plain, counts in ((False, [1, 1]), (True, [0, 1])):
+        monkeypatch.setattr(encoder, "_has_plain", plain)
+        given = (encoder._arguments(image.patches, (), slot, 64, slots) for slot in (-1, 0))
+        assert [len(adapters) for _, _, _, adapters, *_ in given] == counts
+
+
 def test_buckets_end_with_the_largest_image(made):
     encoder, _, _ = made
     assert encoder.buckets == (64, 256)

@@ -55,6 +55,23 @@ def test_not_all_of_the_pool_leaves_at_a_time():
     assert len(side.gone) == 2  # an eighth of 20 pages
 
 
+def test_after_a_claim_that_waits_some_pages_are_freed_ahead():
+    side = Side(*((1.0, 1) for _ in range(20)))
+    made = exchange(0, side, pages=96)
+    made.start_step()
+    assert not side.gone, "nobody has claimed any"
+    assert not made.claim(1, side, own=True)
+    made.start_step()
+    assert len(side.gone) == 3  # a 32nd of the pool
+    side.pages_leaving = 0
+    for _ in range(64):
+        made.start_step()
+    gone = len(side.gone)
+    side.pages_leaving = 0
+    made.start_step()
+    assert len(side.gone) == gone, "claims have not come for long"
+
+
 def test_a_claim_may_name_what_it_is_worth():
     side = Side((3.0, 1), (1.0, 1))
     made = exchange(0, side)

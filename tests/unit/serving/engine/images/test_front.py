@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.cases.tiny_vision import picture
+from PIL import Image
+from support.cases.tiny_vision import picture, png
 
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
-from serving.engine.images.decode import ImageError
+from serving.engine.images.decode import ImageError, decode
 from serving.engine.images.front import ImageFront
 
 CONFIG = VisionConfig(
@@ -55,6 +56,15 @@ def test_keys_follow_the_adapter_only_where_it_changes_rows():
     assert key(None) != key(None, "tenant")
     assert len(key(None)) == 32
     assert FRONT.prepare(picture(16, 16)).digest == SMALL.digest != WIDE.digest
+
+
+def test_ids_in_a_file_are_no_part_of_the_key():
+    pixels, exif = picture(16, 16), Image.Exif()
+    exif[0xA420] = "the id of another image"
+    plain, named = png(pixels), png(pixels, exif=exif)
+    assert plain != named
+    digests = {FRONT.prepare(decode(data)).digest for data in (plain, named)}
+    assert digests == {SMALL.digest}
 
 
 def test_bytes_of_images_are_counted_while_anyone_holds_them():

@@ -128,6 +128,13 @@ def test_what_is_refused_has_its_status_and_a_fixed_text(case: str):
     assert len(read(user(image(GOOD)))) == 1  # the next one works
 
 
+def test_a_mislabelled_file_is_what_it_holds():
+    data = base64.b64encode(png(picture(8, 8), "JPEG")).decode()
+    named, right = (image(f"data:image/{kind};base64,{data}") for kind in ("png", "jpeg"))
+    (one,), (other,) = read(user(named)), read(user(right))
+    assert one.digest == other.digest
+
+
 def test_a_failed_fetch_is_422(monkeypatch: pytest.MonkeyPatch):
     def fail(at: str, policy: MediaPolicy) -> bytes:
         raise FetchFailed("The image could not be fetched.")
