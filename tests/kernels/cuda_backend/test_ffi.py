@@ -101,5 +101,5 @@ def test_no_compiler_is_said(tmp_path, monkeypatch):
 def test_without_a_compiler_the_kernels_are_off(monkeypatch, caplog):
     monkeypatch.setattr(ffi.toolkit, "find_compilers", lambda: ())
     with caplog.at_level(logging.WARNING):
-        assert not ffi._loaded.__wrapped__()
+        assert not ffi.available.__wrapped__()
     assert "no nvcc" in caplog.text
