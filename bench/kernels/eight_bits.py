@@ -88,7 +88,9 @@ def int8_pool(seed: int, rows: int, width: int) -> jax.Array:
     """Return random rank rows in 8 bits."""
     bits = jax.random.bits(jax.random.key(seed), (rows, width), jnp.uint8)
     scales = jnp.full((rows, 1), 0.01 * width**-0.5, jnp.float32)
-    tail = jax.lax.bitcast_convert_type(scales, jnp.int8).reshape(rows, 4)
+    tail = jnp.pad(
+        jax.lax.bitcast_convert_type(scales, jnp.int8).reshape(rows, 4), ((0, 0), (0, 12))
+    )
     return jnp.concatenate([jax.lax.bitcast_convert_type(bits, jnp.int8), tail], axis=1)
 
 

@@ -147,4 +147,11 @@ def compare(one: Run, several: Run) -> dict[str, Any]:
         "equal_answers": sum(x == y for x, y in pairs),
         "tokens": len(tokens),
         "equal_tokens": sum(a == b for a, b in tokens),
+        "first_unequal": [_first_unequal(x[0], y[0]) for x, y in pairs if x != y],
     }
+
+
+def _first_unequal(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """Return the place of the first token that differs; -1 if only the rest of the answer does."""
+    both = itertools.zip_longest(a, b, fillvalue=None)
+    return next((place for place, (x, y) in enumerate(both) if x != y), -1)

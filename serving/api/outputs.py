@@ -110,7 +110,7 @@ class OutputCollector:
 
 
 class _Choice:
-    """What one choice has said so far."""
+    """The text of one choice so far."""
 
     def __init__(self, index: int):
         self._index = index

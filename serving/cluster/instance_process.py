@@ -165,7 +165,7 @@ def _places_on(hosts: Sequence[AbstractRoleHost]) -> list[GangPlace]:
 
 @dataclasses.dataclass(frozen=True)
 class InstanceSeat:
-    """What an instance's process is told of itself."""
+    """The settings that an instance's process gets."""
 
     name: str
     number: int

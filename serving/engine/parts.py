@@ -50,7 +50,6 @@ from serving.lora_server.instance import ServerAccess, check_devices, check_spli
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import device_copier
-from serving.runtime.early_kernels import kernels_beside
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
@@ -118,8 +117,7 @@ def build_parts(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     source = source_of(config, backbone, None if access is None else access.read_adapter)
-    with kernels_beside():
-        model, model_config, dtype = load_model(config, source, split)
+    model, model_config, dtype = load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)

@@ -92,10 +92,10 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    On one device of a kind that was tried.
+    On a CPU alone: a start of an accelerator that reads its steps was not tried.
     """
     alone = base.split is None and base.remote is None
-    files = step_files() if alone and jax.default_backend() in ("cpu", "gpu") else None
+    files = step_files() if alone and jax.default_backend() == "cpu" else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

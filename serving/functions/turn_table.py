@@ -17,7 +17,7 @@ OVERDUE_S = 1.0  # from the asking back to the taking away; a step may be that l
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """What a function says of the work that waits for the device, in seconds.
+    """A function's report of the work that waits for the device, in seconds.
 
     Attributes:
         slo_s: from its oldest request's arrival to the deadline.

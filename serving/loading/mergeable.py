@@ -1,4 +1,4 @@
-"""Which LoRA adapters merged weights can stand for. No jax."""
+"""The LoRA adapters that merged weights can stand for. No jax."""
 
 import collections
 import logging

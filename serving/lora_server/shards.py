@@ -103,7 +103,7 @@ def shard_layout(
 
 
 class Holds(Protocol):
-    """What says of a module of a layer whether a server holds it."""
+    """A test of a layer's module: whether a server holds it."""
 
     def has(self, module: str, layer: int) -> bool: ...
 

@@ -287,7 +287,7 @@ class TenantSide:
 
 @dataclasses.dataclass(eq=False)
 class TenantAccess:
-    """What makes an engine one of tenants; `side` is there when the engine is built."""
+    """The settings of an engine of tenants; `side` is set when the engine is built."""
 
     max_tenants: int
     wait_s: float  # bound of one exchange

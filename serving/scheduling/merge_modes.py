@@ -53,7 +53,7 @@ class MergeModes:
 
     @property
     def target(self) -> MergeTarget:
-        """What the policy has chosen for sequences that begin."""
+        """The policy's choice for sequences that begin."""
         return self._target
 
     def reset(self, target: MergeTarget = _ANEW) -> None:

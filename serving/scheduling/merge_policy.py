@@ -38,7 +38,7 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class PaperStep:
-    """What Algorithm 1 runs next: the mode, the merged adapter, places of the batch's requests."""
+    """The next step of Algorithm 1: mode, merged adapter, places of the batch's requests."""
 
     mode: Mode
     adapter: Hashable | None

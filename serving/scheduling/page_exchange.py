@@ -31,7 +31,7 @@ _SHARE = 0.1  # of a new measurement in the mean
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """What one side can do without: pages that `give` sends on their way to be free."""
+    """Pages that one side can spare; `give` begins to free them."""
 
     value: float
     num_pages: int

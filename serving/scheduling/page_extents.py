@@ -69,7 +69,7 @@ class PageExtents:
 
     @property
     def shares(self) -> PoolShares:
-        """Who has the pool now."""
+        """The shares of the pool now."""
         extents = len(self._held) - len(self._absent)
         return self._exchange.shares(extents * self._extent_pages)
 

@@ -98,7 +98,7 @@ class SequencePages:
 
     @property
     def pool_shares(self) -> PoolShares:
-        """Who has the page pool now; nothing without one."""
+        """The shares of the page pool now; nothing without one."""
         return PoolShares() if self._extents is None else self._extents.shares
 
     @property

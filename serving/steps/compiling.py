@@ -45,18 +45,16 @@ def compile_all(
             job.result()
 
 
-def read_kept(programs: SequenceOf[Lowered | KeptProgram], *, at_once: bool = False) -> bool:
+def read_kept(programs: SequenceOf[Lowered | KeptProgram]) -> bool:
     """Read programs if all of them are kept; return whether they are.
 
-    The first one is read, and the others behind it: their first calls wait for them. With `at_once`
-    several are read at a time, and calls may begin with any of them.
+    The first one is read, and the others behind it: their first calls wait for them.
     """
     if not all(isinstance(program, KeptProgram) and program.is_kept for program in programs):
         return False
-    if not at_once:
-        programs[0].compile()
-    pool = ThreadPoolExecutor(_workers() if at_once else 1, thread_name_prefix="programs")
-    for program in programs if at_once else programs[1:]:
+    programs[0].compile()
+    pool = ThreadPoolExecutor(1, thread_name_prefix="programs")
+    for program in programs[1:]:
         pool.submit(program.compile)
     pool.shutdown(wait=False)
     return True

@@ -1,4 +1,4 @@
-"""What the host gives each step: the step table, block tables of KV pages, token masks.
+"""Inputs of a step from the host: the step table, block tables of KV pages, token masks.
 
 In place, every array stays at its address on the device, and new values are written over the old
 ones. A step's table and the pages that are new since the step before go out as one small array: on

@@ -112,7 +112,7 @@ class MergedWeights:
 
     @property
     def operands(self) -> MergedOperands:
-        """What a step takes in the place of the plain model."""
+        """The arguments that a step takes in the place of the plain model."""
         assert self.slot is not None, "warm_up comes first"
         leaves = list(self._plain)
         for m, shadow in zip(self._maps, self._shadow, strict=True):

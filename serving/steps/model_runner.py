@@ -98,7 +98,6 @@ class ModelRunner:
         self._specialize_lora = specialize_lora and slots is not None
         self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
-        self._eager = jax.default_backend() != "cpu"  # each program's first run makes its graph
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         pages = pages_sharding(kv_shape, split)
@@ -158,13 +157,11 @@ class ModelRunner:
         self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
-        if self._step.keeps and read_kept(programs := list(programs), at_once=self._eager):
-            if not self._eager:
-                jax.block_until_ready(self._run(table, self.programs[0]))
-                return
-        else:
-            compile_all(programs, names, progress=progress)
-            compiled()
+        if self._step.keeps and read_kept(programs := list(programs)):
+            jax.block_until_ready(self._run(table, self.programs[0]))
+            return
+        compile_all(programs, names, progress=progress)
+        compiled()
         for program in self.programs:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:

@@ -1,7 +1,7 @@
 """All-gather and all-to-all between the GPUs of one process by peer pointers (csrc/all_gather).
 
-A `GatherGroup` owns a memory on each GPU that the other GPUs write into. Programs name the group by
-its number, so a group stays until the process ends.
+A `GatherGroup` owns a memory on each GPU that the other GPUs write into; large results are written
+where XLA has them. Programs name the group by its number, so a group stays until the process ends.
 """
 
 import ctypes
@@ -27,6 +27,7 @@ _CALLS = {
     "bytes": (_I64, _I64),
     "status_offset": (_I64,),
     "load": (_I32, _I64),
+    "reach": (_I32, _I64),
     "new": (_I64, _I64, _P),
 }
 
@@ -51,7 +52,8 @@ class GatherGroup:
         Raises:
             ValueError: fewer than 2 devices, more than the kernels take, more than there are, or
                 a GPU that cannot reach another one's memory.
-            NotImplementedError: there is no Hopper GPU, or no kernels.
+            NotImplementedError: there is no Hopper GPU, or no kernels, or XLA's memory is of a kind
+                that other GPUs do not reach.
         """
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"a group has 2 to {MOST_DEVICES} devices, got {devices}")
@@ -81,10 +83,25 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
     with device.current():
         if code := calls.load(len(group)):
             raise NotImplementedError(f"the all-gather kernels do not load: CUDA error {code}")
+        for peer in group:
+            if peer is not device and (code := calls.reach(peer.number)):
+                said = f"GPU {device.number} does not reach GPU {peer.number}: CUDA error {code}"
+                raise NotImplementedError(said)
+    _check_allocator(device)
     users = [peer.number for peer in group]
     memory, fd = create_landing(device, device.number, calls.bytes(len(group)), users)
     os.close(fd)
     return memory
+
+
+def _check_allocator(device: Device) -> None:
+    """Raise NotImplementedError where results of programs lie in memory that has no peers."""
+    there = jax.device_put(np.zeros(64, np.int32), jax.local_devices()[device.number])
+    if not device.is_plain(there.unsafe_buffer_pointer()):
+        raise NotImplementedError(
+            "the all-gather kernels write into memory of cuMemAlloc, which XLA's is not: leave "
+            "XLA_PYTHON_CLIENT_ALLOCATOR and TF_GPU_ALLOCATOR at their defaults"
+        )
 
 
 _GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as the process

@@ -20,6 +20,7 @@ MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 FOR_ALL_DEVICES = 3  # CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream
 UUID_BYTES = 16
+IS_LEGACY_IPC_CAPABLE = 13  # CU_POINTER_ATTRIBUTE_...: cuMemAlloc has given it
 # CU_DEVICE_ATTRIBUTE_...
 VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
@@ -91,6 +92,7 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuMemcpyDtoD_v2": (c_uint64, c_uint64, c_size_t),
     "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
+    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
     "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, ctypes.c_uint),

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import threading
 from pathlib import Path
 
 import jax
@@ -26,6 +25,7 @@ FLAGS = (
 )
 TARGETS = (
     "lora_jax_cuda_all_gather",
+    "lora_jax_cuda_few_rows",
     "lora_jax_cuda_grouped_f32",
     "lora_jax_cuda_row_items",
     "lora_jax_cuda_lora_gemm",
@@ -63,8 +63,6 @@ STATEFUL = (
     "lora_jax_cuda_lora_expand",
 )
 
-_LOADING = threading.Lock()
-
 
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
@@ -83,17 +81,12 @@ def library() -> native.Library:
     )
 
 
+@functools.cache
 def available() -> bool:
     """Return whether the kernels are registered with XLA, building them at the first call.
 
-    Failure is logged once as a warning; the ops then run as portable JAX. Any thread may ask.
+    Failure is logged once as a warning; the ops then run as portable JAX.
     """
-    with _LOADING:
-        return _loaded()
-
-
-@functools.cache
-def _loaded() -> bool:
     return library().load_or_warn(dispatch.cache_folder(), log)
 
 

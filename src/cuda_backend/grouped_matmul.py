@@ -1,13 +1,17 @@
-"""Linear maps in float32 by the kernel of csrc/grouped_matmul; bfloat16 is Mosaic's.
+"""Linear maps of the CUDA backend: float32, and bfloat16 rows in groups of few, as decoding has.
 
-A row's result depends on nothing but its own x and matrix.
+Prompts' products in bfloat16 are Mosaic's (`lora_jax.ops.grouped_matmul.pallas_gpu`), which has the
+same order of sums: a row has the same bits by either. A row's result depends on nothing but its own
+x and matrix.
 """
 
 import jax
 import jax.numpy as jnp
 
-from cuda_backend import ffi
+from cuda_backend import few_rows, ffi
 from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.grouped_matmul import QUANTISED, composed
+from lora_jax.ops.grouped_matmul.weights import Weight
 from lora_jax.typing import Array, Float, Int
 
 VECTOR = 4  # values of d_in that are read at once
@@ -15,7 +19,7 @@ MAX_TILES = 2**31 - 1  # of 4 rows x 4 columns, in a launch
 
 
 def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
-    """Raise Declined, saying why, for what the kernel does not serve."""
+    """Raise Declined, saying why, for what the kernel of float32 does not serve."""
     if dtype != jnp.float32:
         raise Declined(f"cuda grouped_matmul takes float32, not {dtype}")
     if rows < 1 or d_out < 1 or -(-rows // 4) * -(-d_out // 4) > MAX_TILES:
@@ -26,11 +30,47 @@ def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
 
 def grouped_matmul(
     x: Float[Array, "rows d_in"],
+    w: Weight,
+    group_sizes: Int[Array, "groups"],
+    bias: Float[Array, "groups d_out"] | None,
+    addend: Float[Array, "rows d_out"] | None = None,
+    *,
+    likely_groups: int | None = None,
+) -> Float[Array, "rows d_out"]:
+    """Same result as lora_jax.ops.grouped_matmul."""
+    if x.dtype == jnp.bfloat16:
+        return few_rows.product(x, (w,), group_sizes, bias, (addend,), likely_groups)
+    return composed.grouped_matmul(in_float32, x, w, group_sizes, bias, addend)
+
+
+def gated_matmul(
+    x: Float[Array, "rows d_in"],
+    w_gate: Weight,
+    w_up: Weight,
+    group_sizes: Int[Array, "groups"],
+    gate_addend: Float[Array, "rows d_out"] | None = None,
+    up_addend: Float[Array, "rows d_out"] | None = None,
+    *,
+    likely_groups: int | None = None,
+) -> Float[Array, "rows d_out"]:
+    """Same result as lora_jax.ops.gated_matmul."""
+    if x.dtype == jnp.bfloat16:
+        pair, addends = (w_gate, w_up), (gate_addend, up_addend)
+        return few_rows.product(x, pair, group_sizes, None, addends, likely_groups)
+    return composed.gated_matmul(in_float32, x, w_gate, w_up, group_sizes, gate_addend, up_addend)
+
+
+def in_float32(
+    x: Float[Array, "rows d_in"],
     w: Float[Array, "groups d_out d_in"],
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """Same result as lora_jax.ops.grouped_matmul."""
+    """y[t] = w[g] @ x[t] + bias[g] in float32, w plain."""
+    if isinstance(w, QUANTISED):
+        raise Declined(
+            f"cuda grouped_matmul in float32 takes plain weights, not {type(w).__name__}"
+        )
     rows, (_, d_out, d_in) = x.shape[0], w.shape
     check_support(x.dtype, rows, d_out, d_in)
     ffi.require()

@@ -119,6 +119,14 @@ class Device:
         """Fill with zeros; done on return."""
         self._do("cuMemsetD8Async", address, 0, num_bytes)
 
+    def is_plain(self, address: int) -> bool:
+        """Return whether memory is cuMemAlloc's: devices with peer access reach all of that."""
+        value = c_int()
+        with self.current():
+            name = cuda.IS_LEGACY_IPC_CAPABLE
+            self.cuda.call("cuPointerGetAttribute", byref(value), name, address)
+        return bool(value.value)
+
     def settle(self) -> None:
         """Return when everything that was enqueued on the device has ended."""
         with self.current():

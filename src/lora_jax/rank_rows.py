@@ -1,8 +1,9 @@
 """Rank rows of adapters as pools hold them: in a float dtype, or in 8 bits with a scale. No jax.
 
-A rank row in 8 bits is its values as int8 and, in its last four bytes, the float32 scale that they
-are multiplied with: scale = max|value| / 127, values to the nearest. Row and scale so lie, are
-copied and are evicted together. A matrix of int8 is always one of such rows.
+A rank row in 8 bits is its values as int8 and a tail of 16 bytes, the first four of which are the
+float32 scale that the values are multiplied with: scale = max|value| / 127, values to the nearest.
+So a row of a width in steps of 16 begins at a multiple of 16 bytes, which a GPU reads at once. Row
+and scale lie, are copied and are evicted together. A matrix of int8 is always one of such rows.
 """
 
 from collections.abc import Mapping
@@ -10,28 +11,30 @@ from collections.abc import Mapping
 import numpy as np
 
 INT8 = np.dtype(np.int8)
-SCALE_BYTES = 4
+TAIL_BYTES = 16  # behind the values
+SCALE_BYTES = 4  # of them
 _LARGEST = 127
+_SCALE = slice(-TAIL_BYTES, SCALE_BYTES - TAIL_BYTES)  # its place in a row
 
 
 def stored_width(width: int, dtype: np.dtype) -> int:
     """Return the items that a row of so many values takes."""
-    return width + SCALE_BYTES if dtype == INT8 else width
+    return width + TAIL_BYTES if dtype == INT8 else width
 
 
 def value_width(items: int, dtype: np.dtype) -> int:
     """Return the values of a row of so many items: the inverse of `stored_width`."""
-    return items - SCALE_BYTES if dtype == INT8 else items
+    return items - TAIL_BYTES if dtype == INT8 else items
 
 
 def rows_nbytes(rows: Mapping[int, int], itemsize: int) -> int:
     """Return the bytes of so many rows of each width; values of one byte are in 8 bits."""
-    scale = SCALE_BYTES if itemsize == INT8.itemsize else 0
-    return sum((width * itemsize + scale) * count for width, count in rows.items())
+    tail = TAIL_BYTES if itemsize == INT8.itemsize else 0
+    return sum((width * itemsize + tail) * count for width, count in rows.items())
 
 
 def quantised(matrix: np.ndarray) -> np.ndarray:
-    """Return int8 [..., width + 4] of a finite matrix [..., width], each row by itself."""
+    """Return int8 [..., width + 16] of a finite matrix [..., width], each row by itself."""
     wide = matrix.astype(np.float32)
     scales = np.abs(wide).max(axis=-1, keepdims=True) / np.float32(_LARGEST)
     steps = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
@@ -40,16 +43,16 @@ def quantised(matrix: np.ndarray) -> np.ndarray:
 
 def joined(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return rows of int8 values [..., width] and their float32 scales [...]."""
-    out = np.empty((*values.shape[:-1], stored_width(values.shape[-1], INT8)), INT8)
-    out[..., :-SCALE_BYTES] = values
-    out[..., -SCALE_BYTES:] = np.ascontiguousarray(scales)[..., None].view(INT8)
+    out = np.zeros((*values.shape[:-1], stored_width(values.shape[-1], INT8)), INT8)
+    out[..., :-TAIL_BYTES] = values
+    out[..., _SCALE] = np.ascontiguousarray(scales)[..., None].view(INT8)
     return out
 
 
 def parts(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return values [..., width] and float32 scales [...] of rows in 8 bits."""
-    scales = np.ascontiguousarray(matrix[..., -SCALE_BYTES:]).view(np.float32)
-    return matrix[..., :-SCALE_BYTES], scales[..., 0]
+    scales = np.ascontiguousarray(matrix[..., _SCALE]).view(np.float32)
+    return matrix[..., :-TAIL_BYTES], scales[..., 0]
 
 
 def scaled(matrix: np.ndarray, *factors: float) -> np.ndarray:

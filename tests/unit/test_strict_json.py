@@ -18,3 +18,9 @@ def test_what_has_each_key_once_is_read():
 def test_a_key_that_stands_twice_is_named(text, name):
     with pytest.raises(ValueError, match=f"the key '{name}' stands twice; keep one of them"):
         strict_json.loads(text)
+
+
+def test_a_file_of_too_many_values_is_refused_before_it_is_read():
+    assert strict_json.read_object(b'{"a": [1, 2]}', 10) == {"a": [1, 2]}
+    with pytest.raises(ValueError, match="it holds more than 2 JSON values"):
+        strict_json.read_object(b'{"a": [1, 2, 3, 4]}', 2)

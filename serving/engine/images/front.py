@@ -23,7 +23,7 @@ _TOWER = "visual."  # how names of a tower's modules begin
 
 
 class ImageFront:
-    """What a model that takes images does with them before the scheduler; any thread may call."""
+    """The work on a request's images before the scheduler; any thread may call."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class FetchFailed(ImageError):
 
 @dataclasses.dataclass(frozen=True)
 class MediaPolicy:
-    """What URLs of images may name: hosts, and a folder for file: URLs."""
+    """The places that URLs of images may name: hosts, and a folder for file: URLs."""
 
     domains: frozenset[str] = frozenset()  # of http(s) URLs, lower case
     local_path: str | None = None

@@ -1,4 +1,4 @@
-"""Which artifacts are loaded before a request comes (ServerlessLoRA, section 4.1, Eq. 1 and 2).
+"""Artifacts to load before a request comes (ServerlessLoRA, section 4.1, Eq. 1 and 2).
 
 The value of an artifact is the delay that its copy saves times the predicted rate of the functions
 that use it, shared artifacts summed over all of them and stored once. A copy on the device takes

@@ -40,7 +40,7 @@ MAP = np.dtype(
 
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """What an engine needs to reach a tenant: three descriptors, its to close, and the epoch.
+    """An engine's means to reach a tenant: three descriptors, its to close, and the epoch.
 
     `life` is an end of a socket pair whose other end ends with the tenant.
     """

@@ -45,7 +45,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> Vo
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer."""
+    """The calls that llguidance makes to a tokenizer."""
 
     bos_token_id = None
 

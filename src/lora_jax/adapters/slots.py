@@ -41,7 +41,7 @@ class AdapterSlots:
     experts. Rank 0 means the slot does not touch the site. `scaling` is alpha / rank (or
     alpha / sqrt(rank)). In a split model widths and experts are those of one device, and a pool is
     the rows of all devices, one after the other; within a step each device has its own. Rows in 8
-    bits have four more items than their width (lora_jax.rank_rows).
+    bits have 16 more items than their width (lora_jax.rank_rows).
 
     `token_ids` are the tokens whose rows of the embedding, and of the head, an adapter brings, -1
     for none; without them no trace of what adapters may have beside LoRA is in a program.

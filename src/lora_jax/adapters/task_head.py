@@ -61,7 +61,7 @@ class HeadAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class TaskHead:
-    """What the numbers of a head stand for.
+    """The meaning of a head's numbers.
 
     Each of the `queries` of a head of kind boxes has a logit per label, one for nothing, and four
     numbers whose sigmoids are the middle of its box (x, y), its width and its height.

@@ -20,7 +20,7 @@ class SiteWeights:
     """LoRA of one site: y += scaling * (x A[e]^T) B[e] for rows of expert e.
 
     `a` is [experts, rank, d_in] and `b` is [experts, rank, d_out], in the file's dtype, or in 8
-    bits with four more items a row (lora_jax.rank_rows). A leading 1 means one matrix for all
+    bits with 16 more items a row (lora_jax.rank_rows). A leading 1 means one matrix for all
     experts (stride 0), and the only matrix of a site without experts. Sites that share a matrix
     hold the very same array object, which is then stored once. Of a split model both are
     [experts, rank, devices, width], with each device's part (local_widths).
@@ -37,7 +37,7 @@ class SiteWeights:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RawGain:
-    """What a file says of the outputs of one site, float32 [d_out] each (adapters.gains)."""
+    """Vectors of a file for the outputs of one site, float32 [d_out] each (adapters.gains)."""
 
     magnitude: np.ndarray | None = None  # DoRA's
     shift: np.ndarray | None = None  # scaling * lora_B.bias

@@ -40,7 +40,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What an arena holds: its arrays by name, and the bytes of its blocks in order."""
+    """Contents of an arena: its arrays by name, and the bytes of its blocks in order."""
 
     leaves: dict[str, Leaf]
     blocks: tuple[int, ...]
@@ -107,7 +107,7 @@ class Arena:
 
     @property
     def manifest(self) -> Manifest:
-        """What has been added so far."""
+        """The contents so far."""
         return Manifest(dict(self._leaves), tuple(self._blocks))
 
     def add(self, name: str, values: np.ndarray) -> Array:

@@ -49,7 +49,7 @@ class Source(Protocol):
 
 
 class _Plain:
-    """What a source is that has no device form of its own."""
+    """A source without a device form of its own."""
 
     def form(self, files: Checkpoint) -> None:
         return None

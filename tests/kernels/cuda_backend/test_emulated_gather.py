@@ -56,17 +56,17 @@ def parts_of(rng, devices: int, rows: int, units: int) -> list[np.ndarray]:
 
 @pytest.fixture(autouse=True)
 def _sizes(library):
-    library.gather_bytes_of.restype = ctypes.c_int64
+    library.gather_bytes_of.restype = library.most_word_bytes.restype = ctypes.c_int64
     library.emulate(2, 1)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 4])
 def test_every_device_gets_all_columns_in_every_round(library, devices):
-    """Words and plain pieces in turn: a slot is used again two exchanges later."""
+    """By words and directly in turn, with more CTAs and fewer: all of them count all exchanges."""
     gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
-    words, slot = library.most_word_bytes(), library.plain_slot_bytes()
-    largest = 6 * slot + 3 * UNIT  # seven pieces, in four slots
-    shapes = [(1, 1), (3, 5), (1, words // UNIT), (2, largest // UNIT // 2), (5, 3), (1, 1), (7, 9)]
+    words = library.most_word_bytes(devices) // UNIT
+    large = 40 * words + 7
+    shapes = [(1, 1), (3, 5), (1, words), (2, words), (5, 3), (1, large), (1, words + 1), (7, 9)]
     for rows, units in shapes * 2:
         parts = parts_of(rng, devices, rows, units)
         want = np.concatenate(parts, axis=1)
@@ -79,8 +79,8 @@ def test_every_device_gets_all_columns_in_every_round(library, devices):
 def test_every_device_gets_its_columns_of_all(library, devices):
     """All-to-all in turn with all-gathers, in the same slots."""
     gpus, rng = Gpus(library, devices), np.random.default_rng(devices)
-    largest = 5 * library.plain_slot_bytes() + UNIT
-    for rows, units in [(1, 1), (5, 3), (1, largest // UNIT), (4, 2)] * 2:
+    words = library.most_word_bytes(devices) // UNIT
+    for rows, units in [(1, 1), (5, 3), (1, words + 5), (4, 2)] * 2:
         parts = parts_of(rng, devices, rows, units * devices)
         blocks = [part.reshape(rows, devices, -1) for part in parts]
         for me, got in enumerate(gpus.gather(parts, swap=True)):
@@ -91,8 +91,9 @@ def test_every_device_gets_its_columns_of_all(library, devices):
     assert not any(gpus.status(me) for me in range(devices))
 
 
-@pytest.mark.parametrize("units", [4, 200])
-def test_a_peer_that_does_not_come_is_named_and_waits_end(library, units):
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_peer_that_does_not_come_is_named_and_waits_end(library, direct):
+    units = library.most_word_bytes(2) // UNIT + 1 if direct else 200
     gpus, rng = Gpus(library, 2), np.random.default_rng(0)
     parts = parts_of(rng, 2, 1, units)
     gpus.gather(parts)

@@ -39,6 +39,7 @@ MOST_REGISTERS = {
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
+    "few_rows_kernel": 128,  # 2 CTAs of 256, or of 384 with 80
     "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
@@ -51,6 +52,8 @@ MOST_REGISTERS = {
     "receive_kernel": 128,  # 2 CTAs of 256
     "judge_kernel": 64,
 }
+# Bytes that one instance keeps in memory: NF4 gate and up, prompts by heads of 128 in 8 bits.
+MOST_STACK = {"few_rows_kernel": 8, "coded_attention_kernel": 8}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
@@ -71,7 +74,9 @@ def test_kernels_compile_for_hopper_without_spills(tmp_path):
     compiled = REPORT.findall(done.stdout + done.stderr)
     assert {name for name, *_ in compiled} == set(MOST_REGISTERS)
     for name, stack, spilled, registers in compiled:
-        assert (stack, spilled) == ("0", "0"), name
+        most = MOST_STACK.get(name, 0)
+        assert int(stack) <= most, name
+        assert most or spilled == "0", name
         assert int(registers) <= MOST_REGISTERS[name], name
     library = (tmp_path / "kernels.so").read_bytes()
     assert all(name.encode() in library for name in ffi.TARGETS)
@@ -96,5 +101,5 @@ def test_no_compiler_is_said(tmp_path, monkeypatch):
 def test_without_a_compiler_the_kernels_are_off(monkeypatch, caplog):
     monkeypatch.setattr(ffi.toolkit, "find_compilers", lambda: ())
     with caplog.at_level(logging.WARNING):
-        assert not ffi._loaded.__wrapped__()
+        assert not ffi.available.__wrapped__()
     assert "no nvcc" in caplog.text

@@ -101,18 +101,18 @@ def test_a_token_has_the_same_bits_alone_and_in_any_chunk():
 
 
 def test_writes_code_new_rows_and_other_kernels_decline():
-    pages = jnp.zeros((3, 4, 2, 34), CODED)
+    pages = jnp.zeros((3, 4, 2, 46), CODED)
     slots = jnp.asarray(np.arange(40) % 13, jnp.int32).at[12:].set(12)
     new = rows()[:40]
-    got = write(pages, new[:12], slots[:12]).reshape(12, 2, 34)
+    got = write(pages, new[:12], slots[:12]).reshape(12, 2, 46)
     np.testing.assert_array_equal(got, coded(new)[:12])
     angles = (jnp.ones((12, 15), jnp.float32), jnp.zeros((12, 15), jnp.float32))
     heads = (new[:12], new[:12], new[12:24])
     args = PlaceHeadsArgs(*heads, *angles, None, pages, pages, slots[:12])
     for implementation in ("xla", "reference"):
         _, k_pages, v_pages = place_heads(args, implementation=implementation)
-        np.testing.assert_array_equal(k_pages.reshape(12, 2, 34), coded(new)[:12])
-        np.testing.assert_array_equal(v_pages.reshape(12, 2, 34), coded(new)[12:24])
+        np.testing.assert_array_equal(k_pages.reshape(12, 2, 46), coded(new)[:12])
+        np.testing.assert_array_equal(v_pages.reshape(12, 2, 46), coded(new)[12:24])
     with pytest.raises(Declined, match="writes pages of k's dtype, not in 8 bits"):
         place_heads(args, implementation="cuda")
     case, _ = in_8_bits(attention_case(SHAPES["tiny"], MIXED))

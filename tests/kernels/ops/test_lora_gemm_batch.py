@@ -59,7 +59,7 @@ def test_other_kernels_decline_and_mixed_pools_are_refused():
     for name in ("pallas_gpu", "pallas_tpu"):
         with pytest.raises(Declined, match="takes rank rows of x's dtype, not in 8 bits"):
             lora_gemm(*case.arrays, **options, implementation=name)
-    mixed = dataclasses.replace(case, b_pool=case.b_pool[:, :-4].astype(jnp.bfloat16))
+    mixed = dataclasses.replace(case, b_pool=case.b_pool[:, :-16].astype(jnp.bfloat16))
     with pytest.raises(ValueError, match=r"b_pool .* is bfloat16, expected int8"):
         lora_gemm(*mixed.arrays, **options)
     narrow = dataclasses.replace(case, a_pool=case.a_pool[:, :-4])

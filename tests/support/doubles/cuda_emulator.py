@@ -34,12 +34,10 @@ REWRITES = (
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
     (r"kAsideThreads = 128, kAsideCtas = 48;", "kAsideThreads = 64, kAsideCtas = 1;"),
-    (
-        r"kGatherCtas = 32, kPlainCtas = 128, kGatherThreads = 512;",
-        "kGatherCtas = 2, kPlainCtas = 3, kGatherThreads = 32;",
-    ),
-    (r"kWordBytes = 1 << 20;", "kWordBytes = 1 << 10;"),
-    (r"kPlainBytes = 2 << 20,", "kPlainBytes = 1 << 11,"),
+    (r"kGatherCtas = 128;", "kGatherCtas = 3;"),
+    (r"kWordThreads = 128, kDirectThreads = 512,", "kWordThreads = 32, kDirectThreads = 32,"),
+    (r"kWordBytes = 352 << 10;", "kWordBytes = 1 << 10;"),
+    (r"kMostWordBytes = 352 << 10;", "kMostWordBytes = 3 << 9;"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
     (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
 )
@@ -66,7 +64,7 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
         inside = header.relative_to(CSRC) if header.is_relative_to(CSRC) else header.name
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         (folder / inside).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh"):
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh", "wgmma_few.cuh"):
         shutil.copy(EMULATOR / file, folder / "device")
     for file in ("driver.cuh", driver):
         shutil.copy(EMULATOR / file, folder)

@@ -49,12 +49,15 @@ def test_a_token_and_a_bit_that_differ_are_counted():
         "equal_answers": 2,
         "tokens": 5,
         "equal_tokens": 5,
+        "first_unequal": [],
     }
     other = dataclasses.replace(one, answers=[((1, 9, 3), *answers[0][1:]), answers[1]])
     found = bits.compare(one, other)
     assert (found["equal"], found["equal_answers"], found["equal_tokens"]) == (False, 1, 4)
     colder = dataclasses.replace(one, answers=[answers[0], ((4, 5), (0.24,), "length", ())])
     assert bits.compare(one, colder) | {"equal": False} == bits.compare(one, colder)
+    assert found["first_unequal"] == [1]
+    assert bits.compare(one, colder)["first_unequal"] == [-1]
 
 
 def test_who_measures_is_alone(tmp_path):

@@ -227,7 +227,7 @@ def test_a_budget_holds_twice_the_adapters_in_8_bits():
     catalogue = cases.llama(hidden=512)
     spec = {item: size_slots(catalogue, 100, 8, item, byte_budget=1 << 20) for item in (1, 2)}
     rows = {item: sum(of.rows.values()) for item, of in spec.items()}
-    assert 1.95 * rows[2] < rows[1] < 2 * rows[2]
+    assert 1.9 * rows[2] < rows[1] < 2 * rows[2]
     slots = init_slots(catalogue, spec[1], jnp.dtype(jnp.int8))
     assert sum(pool.nbytes for pool in slots.pools.values()) <= 1 << 20
     allocator = SlotAllocator(catalogue, 1, spec[1].rows, 1)
@@ -243,7 +243,7 @@ def test_rows_in_8_bits_arrive_as_they_are():
     a_offset, b_offset, rank = np.asarray(slots.entries[index, 0, slot])[:3]
     site = weights.sites["q_proj", 0]
     for offset, matrix in ((a_offset, site.a[0]), (b_offset, site.b[0])):
-        pool = slots.pools[str(matrix.shape[1] - 4)]
+        pool = slots.pools[str(matrix.shape[1] - 16)]
         np.testing.assert_array_equal(pool[offset : offset + rank], matrix)
 
 

@@ -72,7 +72,7 @@ def test_rows_in_8_bits_change_shipped_adapters_by_less_than_a_hundredth():
         weights = peft_format.read(folder, catalogue)
         coded = weights.in_8_bits()
         assert coded.demand == weights.demand
-        assert coded.report.weight_bytes < 0.53 * 2 * sum(m.size for m in weights.matrices())
+        assert coded.report.weight_bytes < 0.58 * 2 * sum(m.size for m in weights.matrices())
         for key, site in weights.sites.items():
             for expert in range(max(len(site.a), len(site.b))):
                 want, got = (product(s, expert) for s in (site, coded.sites[key]))

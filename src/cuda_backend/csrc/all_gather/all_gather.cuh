@@ -2,46 +2,50 @@
 // no library, and nothing that a CUDA graph cannot hold. Copies of values only, so no bit depends on the
 // sizes. In an all-gather a device sends all of x to each peer, in an all-to-all its part of the columns.
 //
-// Every device has a memory that its peers write into, with slots in turn for each of them. A CTA meets
-// only the peers' CTA of its number.
+// Every device has a memory that its peers write into. A CTA meets only the peers' CTA of its number, and all
+// CTAs of a device count the same exchanges, however many of them an exchange has.
 //
 // Small messages travel as words with the exchange's number beside them (16 bytes hold 8 of data), so a
 // reader knows each word when it comes, without a fence or a flag. Two slots are enough: a device writes
 // a slot again two exchanges later, which it begins only after the peer's answer to the exchange between,
 // and the peer has read the slot before it sends that answer.
 //
-// Large ones travel plain, piece by piece, with one flag a CTA and piece; a piece leaves before the one
-// ahead of it is awaited. So what a device writes is four pieces behind at most: before piece m it has the
-// peer's piece m - 2, which left after the peer had read piece m - 4. Four slots are enough.
+// Large ones are written where the peers want them: each CTA tells its peers where its device's y is, which is
+// free from when the kernel runs, and has a flag of each of them for what has come. A peer's next y is told
+// in the other of two places; the one after that only when this exchange has ended everywhere.
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <type_traits>
 
 #include "device/ptx.cuh"
 
 namespace lora_jax {
 
-constexpr int kMostGatherDevices = 8, kGatherCtas = 32, kPlainCtas = 128, kGatherThreads = 512;
-constexpr int64_t kWordBytes = 1 << 20;   // of one device's part: up to here as words with numbers
-constexpr int64_t kPlainBytes = 2 << 20, kPlainSlots = 4;  // of a slot for plain pieces
+constexpr int kMostGatherDevices = 8, kGatherCtas = 128;
+constexpr int kWordThreads = 128, kDirectThreads = 512, kDirectLoads = 4;  // units that a thread asks for at once
+constexpr int64_t kWordBytes = 352 << 10;  // of one device's part: what slots hold
+// Up to here messages travel as words: what a device sends to all its peers together.
+constexpr int64_t kMostWordBytes = 352 << 10;
 
 struct GatherHead {  // zero at the start; the first bytes of a device's memory
-  uint32_t sequence[kGatherCtas];  // exchanges that a CTA has made
+  uint32_t sequence[kGatherCtas];  // exchanges by words that a CTA knows of
   uint32_t status;                 // 0, or 1 + the peer that did not answer in time: what came is not valid
   uint32_t padding[31];
-  uint64_t arrived[kMostGatherDevices][kPlainCtas];  // plain pieces that a peer's CTA has sent, counted
-  uint64_t pieces[kPlainCtas];                        // plain pieces that a CTA has sent
+  uint64_t direct[kGatherCtas];                       // the same of direct ones
+  uint64_t arrived[kMostGatherDevices][kGatherCtas];  // the last direct one whose share a peer's CTA has written
+  uint4 told[2][kMostGatherDevices][kGatherCtas];     // where a peer's y is, as words; of even and odd exchanges
 };
 constexpr int64_t kGatherHeadBytes = 64 << 10;
 static_assert(sizeof(GatherHead) <= kGatherHeadBytes);
-constexpr int64_t kGatherPeerBytes = 2 * 2 * kWordBytes + kPlainSlots * kPlainBytes;
+constexpr int64_t kGatherPeerBytes = 2 * 2 * kWordBytes;
 constexpr int64_t gather_bytes(int devices) { return kGatherHeadBytes + devices * kGatherPeerBytes; }
 
 struct GatherArgs {
   const uint4* x;  // [rows, local] in units of 16 bytes; of an all-to-all [rows, devices * local]
   uint4* y;        // [rows, devices * local]
-  int64_t rows, local;
+  uint32_t rows, local;
   int devices, me;
   uint64_t patience;  // ns that a wait may take
   // Of device `me`, then of those after it, in turn: indices are constants of unrolled loops, so that
@@ -49,24 +53,26 @@ struct GatherArgs {
   unsigned char* memory[kMostGatherDevices];
 
   __device__ GatherHead* head(int turn) const { return reinterpret_cast<GatherHead*>(memory[turn]); }
+  // The head of a device that is no constant.
+  template <int N>
+  __device__ GatherHead* head_of(int turn) const {
+    unsigned char* found = memory[0];
+#pragma unroll
+    for (int p = 1; p < N; ++p) found = turn == p ? memory[p] : found;
+    return reinterpret_cast<GatherHead*>(found);
+  }
   __device__ uint4* words(int turn, int from, uint32_t number) const {
-    return slot(turn, from, (number & 1) * 2 * kWordBytes);
+    return reinterpret_cast<uint4*>(memory[turn] + kGatherHeadBytes + from * kGatherPeerBytes +
+                                    (number & 1) * 2 * kWordBytes);
   }
-  __device__ uint4* plain(int turn, int from, uint64_t piece) const {
-    return slot(turn, from, 4 * kWordBytes + static_cast<int64_t>(piece % kPlainSlots) * kPlainBytes);
-  }
-  __device__ uint4* slot(int turn, int from, int64_t offset) const {
-    return reinterpret_cast<uint4*>(memory[turn] + kGatherHeadBytes + from * kGatherPeerBytes + offset);
+  // Where a unit of a device's part lies in [rows, devices * local].
+  __device__ uint32_t place(uint32_t unit, int device) const {
+    const uint32_t row = unit / local;
+    return (row * devices + device) * local + unit - row * local;
   }
   template <bool PARTS>
-  __device__ uint4 get(int to, int64_t unit) const {
-    if (!PARTS) return x[unit];
-    const int64_t row = unit / local;
-    return x[(row * devices + to) * local + unit - row * local];
-  }
-  __device__ void put(int from, int64_t unit, uint4 v) const {
-    const int64_t row = unit / local;
-    y[(row * devices + from) * local + unit - row * local] = v;
+  __device__ uint4 get(int to, uint32_t unit) const {
+    return x[PARTS ? place(unit, to) : unit];
   }
 };
 
@@ -85,114 +91,141 @@ struct GatherClock {
 
 // The units that this CTA moves: the same ones on every device.
 struct GatherShare {
-  int64_t begin, end;
-  __device__ GatherShare(int64_t first, int64_t last) {
-    const int64_t each = (last - first + gridDim.x - 1) / gridDim.x;
-    begin = min(first + each * blockIdx.x, last), end = min(begin + each, last);
+  uint32_t begin, end;
+  __device__ GatherShare(uint32_t units) {
+    const uint32_t each = (units + gridDim.x - 1) / gridDim.x;
+    begin = min(each * blockIdx.x, units), end = min(begin + each, units);
   }
 };
+// Notes an exchange for the CTAs that it has not as well: the next one may have more.
+template <class Number>
+__device__ __forceinline__ void count_exchange(Number* of_ctas, Number number) {
+  for (int c = blockIdx.x; c < kGatherCtas; c += gridDim.x) of_ctas[c] = number;
+}
 
 __device__ __forceinline__ void send_word(uint4* to, uint32_t a, uint32_t b, uint32_t number) {
   store_words_sys(to, make_uint4(a, number, b, number));
 }
 __device__ __forceinline__ bool is_word(const uint4& v, uint32_t number) { return v.y == number && v.w == number; }
 
-// Waits for one unit of a peer: two words. Zero when it does not come.
-__device__ __forceinline__ uint4 take_unit(const uint4* from, uint32_t number, int peer, GatherClock& clock) {
-  for (;;) {
-    const uint4 a = poll_words_sys(from), b = poll_words_sys(from + 1);
-    if (is_word(a, number) && is_word(b, number)) return make_uint4(a.x, a.z, b.x, b.z);
-    if (clock.expired(peer)) return make_uint4(0, 0, 0, 0);
+// Waits for the same unit of all peers, two words each, and puts it into y; zero where one does not come.
+template <int N>
+__device__ __forceinline__ void take_unit(const GatherArgs& args, uint32_t unit, uint32_t number, GatherClock& clock) {
+  uint4 a[N], b[N];
+  for (int late = 1; late;) {
+#pragma unroll
+    for (int p = 1; p < N; ++p) {
+      const uint4* from = args.words(0, (args.me + p) % N, number) + 2 * unit;
+      a[p] = poll_words_sys(from), b[p] = poll_words_sys(from + 1);
+    }
+    late = 0;
+#pragma unroll
+    for (int p = 1; p < N; ++p)
+      if (!is_word(a[p], number) || !is_word(b[p], number)) late = p;
+    if (late && clock.expired((args.me + late) % N)) break;
+  }
+#pragma unroll
+  for (int p = 1; p < N; ++p) {
+    const bool there = is_word(a[p], number) && is_word(b[p], number);
+    const uint4 v = there ? make_uint4(a[p].x, a[p].z, b[p].x, b[p].z) : make_uint4(0, 0, 0, 0);
+    args.y[args.place(unit, (args.me + p) % N)] = v;
   }
 }
 
 template <int N, bool PARTS>
-__global__ void __launch_bounds__(kGatherThreads, 1) gather_words_kernel(const __grid_constant__ GatherArgs args) {
+__global__ void __launch_bounds__(kWordThreads, 1) gather_words_kernel(const __grid_constant__ GatherArgs args) {
   GatherHead* head = args.head(0);
   const uint32_t number = head->sequence[blockIdx.x] + 1;
-  const GatherShare share(0, args.rows * args.local);
-  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) {
-    uint4 v = args.get<PARTS>(args.me, i);
-    args.put(args.me, i, v);
+  const GatherShare share(args.rows * args.local);
+  for (uint32_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) {
+    const uint4 own = args.get<PARTS>(args.me, i);
 #pragma unroll
     for (int p = 1; p < N; ++p) {
-      if (PARTS) v = args.get<PARTS>((args.me + p) % N, i);
+      const uint4 v = PARTS ? args.get<PARTS>((args.me + p) % N, i) : own;
       uint4* to = args.words(p, args.me, number) + 2 * i;
       send_word(to, v.x, v.y, number);
       send_word(to + 1, v.z, v.w, number);
     }
+    args.y[args.place(i, args.me)] = own;
   }
   GatherClock clock(args);
-  for (int p = 1; p < N; ++p) {
-    const int from = (args.me + p) % N;
-    const uint4* in = args.words(0, from, number);
-#pragma unroll 2
-    for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x)
-      args.put(from, i, take_unit(in + 2 * i, number, from, clock));
-  }
+  for (uint32_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) take_unit<N>(args, i, number, clock);
   __syncthreads();  // all threads have read the number
-  if (threadIdx.x == 0) head->sequence[blockIdx.x] = number;
+  if (threadIdx.x == 0) count_exchange(head->sequence, number);
 }
 
-// Writes a piece, units [first, last) of x, to all peers and to the result, and says that it is there.
-template <int N, bool PARTS>
-__device__ void send_piece(const GatherArgs& args, uint64_t piece, int64_t first, int64_t last) {
-  const GatherShare share(first, last);
-  for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x) {
-    uint4 v = args.get<PARTS>(args.me, i);
-    args.put(args.me, i, v);
-#pragma unroll
-    for (int p = 1; p < N; ++p) {
-      if (PARTS) v = args.get<PARTS>((args.me + p) % N, i);
-      args.plain(p, args.me, piece)[i - first] = v;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x) return;
-#pragma unroll
-  for (int p = 1; p < N; ++p) store_release_sys(&args.head(p)->arrived[args.me][blockIdx.x], piece);
-}
-// Waits for the same piece of all peers and puts it into the result.
+// By one thread for each peer: tells it where y is.
 template <int N>
-__device__ void take_piece(const GatherArgs& args, GatherClock& clock, uint64_t piece, int64_t first, int64_t last) {
-  if (threadIdx.x == 0) {
-    for (int p = 1; p < N; ++p) {
-      const int peer = (args.me + p) % N;
-      while (poll_acquire_sys(&args.head(0)->arrived[peer][blockIdx.x]) < piece)
-        if (clock.expired(peer)) break;
-    }
-  }
-  __syncthreads();
-  const GatherShare share(first, last);
-  for (int p = 1; p < N; ++p) {
-    const int from = (args.me + p) % N;
-    const uint4* in = args.plain(0, from, piece);
-    for (int64_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x)
-      args.put(from, i, __ldcg(in + i - first));
+__device__ void tell_peer(const GatherArgs& args, int turn, uint64_t number) {
+  const uint64_t y = reinterpret_cast<uint64_t>(args.y);
+  uint4* to = &args.head_of<N>(turn)->told[number & 1][args.me][blockIdx.x];
+  send_word(to, static_cast<uint32_t>(y), static_cast<uint32_t>(y >> 32), static_cast<uint32_t>(number));
+}
+// By the same threads, behind all that tell: returns where the peer's y is, null when it does not tell.
+__device__ inline uint4* hear_peer(const GatherArgs& args, int peer, uint64_t number, GatherClock& clock) {
+  const uint4* from = &args.head(0)->told[number & 1][peer][blockIdx.x];
+  for (;;) {
+    const uint4 v = poll_words_sys(from);
+    if (is_word(v, static_cast<uint32_t>(number))) return reinterpret_cast<uint4*>(v.x | static_cast<uint64_t>(v.z) << 32);
+    if (clock.expired(peer)) return nullptr;
   }
 }
 
-// Plain pieces of at most kPlainBytes: each leaves before the one ahead of it is taken.
+// Writes this CTA's share into the y of every device, `to` in turn.
 template <int N, bool PARTS>
-__global__ void __launch_bounds__(kGatherThreads, 1) gather_plain_kernel(const __grid_constant__ GatherArgs args) {
-  GatherHead* head = args.head(0);
-  const int64_t units = args.rows * args.local, most = kPlainBytes / 16, count = (units + most - 1) / most;
-  const uint64_t before = head->pieces[blockIdx.x];
-  GatherClock clock(args);
-  for (int64_t k = 0; k <= count; ++k) {
-    if (k < count) send_piece<N, PARTS>(args, before + k + 1, k * most, min((k + 1) * most, units));
-    if (k > 0) take_piece<N>(args, clock, before + k, (k - 1) * most, min(k * most, units));
+__device__ __forceinline__ void write_share(const GatherArgs& args, uint4* const (&to)[N]) {
+  const GatherShare share(args.rows * args.local);
+  for (uint32_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x * kDirectLoads) {
+    uint4 v[kDirectLoads];
+#pragma unroll
+    for (int p = 1; p <= N; ++p) {
+      if (PARTS || p == 1) {
+#pragma unroll
+        for (int u = 0; u < kDirectLoads; ++u) {
+          const uint32_t unit = i + u * blockDim.x;
+          if (unit < share.end) v[u] = args.get<PARTS>((args.me + p) % N, unit);
+        }
+      }
+      uint4* y = to[p % N];
+#pragma unroll
+      for (int u = 0; u < kDirectLoads; ++u) {
+        const uint32_t unit = i + u * blockDim.x;
+        if (y && unit < share.end) y[args.place(unit, args.me)] = v[u];
+      }
+    }
   }
+}
+
+template <int N, bool PARTS>
+__global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const __grid_constant__ GatherArgs args) {
+  __shared__ uint4* to[N];
+  GatherHead* head = args.head(0);
+  const uint64_t number = head->direct[blockIdx.x] + 1;
+  const int turn = threadIdx.x, peer = (args.me + turn) % N;
+  const bool meets = turn > 0 && turn < N;
+  GatherClock clock(args);
+  if (meets) tell_peer<N>(args, turn, number);
   __syncthreads();
-  if (threadIdx.x == 0) head->pieces[blockIdx.x] = before + count;
+  if (turn < N) to[turn] = meets ? hear_peer(args, peer, number, clock) : args.y;
+  __syncthreads();
+  write_share<N, PARTS>(args, to);
+  __syncthreads();  // the threads that tell of it come behind all writes
+  if (meets) store_release_sys(&args.head_of<N>(turn)->arrived[args.me][blockIdx.x], number);
+  __syncthreads();
+  while (meets && poll_acquire_sys(&head->arrived[peer][blockIdx.x]) < number)
+    if (clock.expired(peer)) break;
+  __syncthreads();
+  if (threadIdx.x == 0) count_exchange(head->direct, number);
 }
 
 template <int N, bool PARTS>
 inline cudaError_t launch_gather_of(const GatherArgs& args, cudaStream_t stream) {
-  if (args.rows * args.local * 16 <= kWordBytes) {
-    gather_words_kernel<N, PARTS><<<kGatherCtas, kGatherThreads, 0, stream>>>(args);
+  const int64_t units = static_cast<int64_t>(args.rows) * args.local, bytes = units * 16;
+  if (bytes <= kWordBytes && bytes * (N - 1) <= kMostWordBytes) {
+    const int64_t ctas = std::min<int64_t>(kGatherCtas, (units + kWordThreads - 1) / kWordThreads);
+    gather_words_kernel<N, PARTS><<<static_cast<int>(ctas), kWordThreads, 0, stream>>>(args);
   } else {
-    gather_plain_kernel<N, PARTS><<<kPlainCtas, kGatherThreads, 0, stream>>>(args);
+    gather_direct_kernel<N, PARTS><<<kGatherCtas, kDirectThreads, 0, stream>>>(args);
   }
   return cudaGetLastError();
 }
@@ -200,9 +233,9 @@ inline cudaError_t launch_gather_of(const GatherArgs& args, cudaStream_t stream)
 template <int N>
 inline cudaError_t load_gather_of() {
   const void* kernels[] = {reinterpret_cast<const void*>(gather_words_kernel<N, false>),
-                           reinterpret_cast<const void*>(gather_plain_kernel<N, false>),
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, false>),
                            reinterpret_cast<const void*>(gather_words_kernel<N, true>),
-                           reinterpret_cast<const void*>(gather_plain_kernel<N, true>)};
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, true>)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;

@@ -34,8 +34,10 @@ static ffi::Error AllGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer
   const int64_t bytes = static_cast<int64_t>(x.size_bytes()) / (parts ? group.devices : 1);  // to each peer
   if (rows < 1 || bytes % (16 * rows) || static_cast<int64_t>(y->size_bytes()) != bytes * group.devices)
     return ffi::Error::InvalidArgument("all_gather: rows must be whole units of 16 bytes");
+  if (bytes * group.devices >> 36) return ffi::Error::InvalidArgument("all_gather: the result has 64 GiB or more");
   GatherArgs args{static_cast<const uint4*>(x.untyped_data()), static_cast<uint4*>(y->untyped_data()),
-                  rows, bytes / 16 / rows, group.devices, ordinal, static_cast<uint64_t>(patience)};
+                  static_cast<uint32_t>(rows), static_cast<uint32_t>(bytes / 16 / rows), group.devices, ordinal,
+                  static_cast<uint64_t>(patience)};
   turn_memory(args, group.memory);
   const cudaError_t e = launch_gather(args, parts != 0, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
@@ -59,6 +61,14 @@ extern "C" {
 int64_t lora_jax_cuda_gather_bytes(int64_t devices) { return lora_jax::gather_bytes(static_cast<int>(devices)); }
 int64_t lora_jax_cuda_gather_status_offset() { return offsetof(lora_jax::GatherHead, status); }
 int32_t lora_jax_cuda_gather_load(int64_t devices) { return lora_jax::load_gather(static_cast<int>(devices)); }
+
+// Lets kernels of the current device read and write what cudaMalloc gives on another one.
+int32_t lora_jax_cuda_gather_reach(int64_t device) {
+  const cudaError_t e = cudaDeviceEnablePeerAccess(static_cast<int>(device), 0);
+  if (e != cudaErrorPeerAccessAlreadyEnabled) return e;
+  cudaGetLastError();  // else the next launch would be told of it
+  return cudaSuccess;
+}
 
 // A number for the group of devices 0..devices-1, whose memories are zero and lie at `memory`; 0 if too many.
 int64_t lora_jax_cuda_gather_new(int64_t devices, const uint64_t* memory) {

@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -57,6 +58,12 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t addr) 
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(addr));
 }
+// Of a warp's 8 x 8 numbers, those of a column where those of a row were.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t v;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  return v;
+}
 __device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page,
                                           uint64_t* bar) {
   asm volatile(
@@ -88,6 +95,16 @@ __device__ __forceinline__ void stores_wait() {
 // Bytes past `bytes` of the 16 become zero.
 __device__ __forceinline__ void copy_16(uint32_t dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
+// The same of 4, 8 or 16 bytes, all of them or zeros.
+__device__ __forceinline__ void copy_piece(uint32_t dst, const void* src, int bytes, bool wanted) {
+  const int read = wanted ? bytes : 0;
+  if (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(read) : "memory");
+  else if (bytes == 8)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(read) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(read) : "memory");
 }
 __device__ __forceinline__ void copy_4(uint32_t dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
@@ -153,6 +170,11 @@ __device__ __forceinline__ uint2 load_now(const uint2* p) {
 __device__ __forceinline__ uint2 load_own(const uint2* p) {
   uint2 v;
   asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_own(const uint4* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
   return v;
 }
 // Words that threads of other CTAs write or read meanwhile.
@@ -271,6 +293,14 @@ __device__ __forceinline__ uint32_t lds32(uint32_t addr) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(addr));
   return v;
 }
+__device__ __forceinline__ uint16_t lds16(uint32_t addr) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(addr));
+  return v;
+}
+__device__ __forceinline__ void sts32(uint32_t addr, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(x) : "memory");
+}
 __device__ __forceinline__ void sts64(uint32_t addr, uint32_t x, uint32_t y) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(addr), "r"(x), "r"(y) : "memory");
 }
@@ -284,6 +314,8 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], uint32_t a0, uint32_t a1
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// A number that all lanes of a warp have, which the compiler then knows.
+__device__ __forceinline__ int uniform(int v) { return __reduce_max_sync(~0u, v); }
 // The number of this thread. What is made of it is made here, where the compiler would make it ahead of a
 // branch that does not need it, and run out of registers.
 __device__ __forceinline__ int thread_anew() {
@@ -305,9 +337,30 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ uint32_t bf16x2(float lo, float hi) {
   __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return *reinterpret_cast<uint32_t*>(&v);
+}
+// Four e4m3 values, exactly.
+__device__ __forceinline__ float4 float8_values(uint32_t word) {
+  uint32_t low, high;
+  asm("{\n.reg .b16 a, b;\nmov.b32 {a, b}, %2;\ncvt.rn.f16x2.e4m3x2 %0, a;\ncvt.rn.f16x2.e4m3x2 %1, b;\n}"
+      : "=r"(low), "=r"(high)
+      : "r"(word));
+  const float2 a = __half22float2(*reinterpret_cast<__half2*>(&low));
+  const float2 b = __half22float2(*reinterpret_cast<__half2*>(&high));
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+// word & mask | more
+__device__ __forceinline__ uint32_t mask_or(uint32_t word, uint32_t mask, uint32_t more) {
+  uint32_t v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v) : "r"(word), "r"(mask), "r"(more));
+  return v;
 }
 __device__ __forceinline__ uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   uint32_t v;

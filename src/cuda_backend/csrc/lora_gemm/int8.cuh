@@ -1,8 +1,8 @@
 // y + s * (x A^T) B of each row's own adapter, where rank rows are int8 with a scale each (lora_jax/rank_rows.py).
 //
 // Every int8 is exact in bfloat16, so tensor cores multiply the values as they are, and both scales of a rank
-// multiply its h, which is rounded to bfloat16 once, as it is without 8 bits. Rank rows end in their scale, so one
-// begins at any multiple of 4 bytes: a lane loads words of 4 values, and a warp's loads cover whole sectors of a row.
+// multiply its h, which is rounded to bfloat16 once, as it is without 8 bits. A rank row's tail of 16 bytes begins with
+// its scale, so a row begins at a multiple of 16: a lane loads 16 values at once.
 //
 // One launch shrinks, a second one expands. The second begins with the first, and has weights and y on their way
 // while it waits for h. Sums are in one order by the widths alone: a warp has every eighth piece of a part of x, then
@@ -18,14 +18,14 @@ constexpr int kInt8Piece = 64;     // columns of x that a warp multiplies at a t
 constexpr int kInt8Part = 2048;    // columns of x that a CTA multiplies
 constexpr int kInt8Ranks = 16;     // of a step
 constexpr int kInt8Columns = 128;  // of y that a warp adds to
-constexpr int kInt8Scale = 4;      // bytes behind a row's values
+constexpr int kInt8Tail = 16;      // bytes behind a row's values: the scale, and nothing
 
 struct Int8Args {
   Module modules[kMaxModules];
   const Item* items;
   const int *num_items, *row_order;
   const __nv_bfloat16* x;          // [rows, d_in]
-  const int8_t *a_pool, *b_pool;   // [a_rows, d_in + 4], [b_rows, d_out + 4]
+  const int8_t *a_pool, *b_pool;   // [a_rows, d_in + 16], [b_rows, d_out + 16]
   float* sums;                     // [parts, modules, places, ranks]: of h, before it is rounded
   int num_modules, num_rows, num_slots, d_in, d_out, max_rank;
 };
@@ -48,11 +48,11 @@ __device__ __forceinline__ Int8Site int8_site(const Int8Args& p, int module, int
   const int64_t a = load_now(entry), b = load_now(entry + 1), expert = of.y;
   const int rank = min(load_now(entry + 2), p.max_rank), a_stride = load_now(entry + 3), b_stride = load_now(entry + 4);
   return Int8Site{Item{of.x, of.y, of.z, of.w},
-                  p.a_pool + (a + expert * a_stride) * (p.d_in + kInt8Scale),
-                  p.b_pool + (b + expert * b_stride) * (p.d_out + kInt8Scale), rank, load_now(m.scaling + slot)};
+                  p.a_pool + (a + expert * a_stride) * (p.d_in + kInt8Tail),
+                  p.b_pool + (b + expert * b_stride) * (p.d_out + kInt8Tail), rank, load_now(m.scaling + slot)};
 }
 __device__ __forceinline__ const int8_t* int8_row(const int8_t* rows, int row, int width) {
-  return rows + static_cast<uint32_t>(row * (width + kInt8Scale));  // of one adapter: 32 bits suffice
+  return rows + static_cast<uint32_t>(row * (width + kInt8Tail));  // of one adapter: 32 bits suffice
 }
 __device__ __forceinline__ float int8_scale(const int8_t* rows, int row, int width) {
   return load_now(reinterpret_cast<const float*>(int8_row(rows, row, width) + width));
@@ -61,6 +61,8 @@ __device__ __forceinline__ float* int8_sums(const Int8Args& p, int part, int mod
   const int64_t row = (static_cast<int64_t>(part) * p.num_modules + module) * p.num_rows + place;
   return p.sums + row * int8_ranks(p.max_rank);
 }
+
+__device__ __forceinline__ int int8_word(const int4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Two int8, the low bytes of either half, as bfloat16: 128 and the low seven bits, less 128 or, below zero, 256.
 __device__ __forceinline__ uint32_t int8_pair(uint32_t halves) {
@@ -71,30 +73,32 @@ __device__ __forceinline__ uint32_t high_pair(int word) { return int8_pair(__byt
 
 // ---------------------------------------------------------------- shrink
 // One of the CTA's warps: adds the products of PIECES pieces from column `k` on, 8 apart. Lane 4 g + q has rank rows
-// g and g + 8 and rows of x g, g + 8, ..., of each 16 columns the four from 4 q on.
+// g and g + 8 and rows of x g, g + 8, ..., of a piece the 16 columns from 16 q on.
 template <int GROUPS, int PIECES>
 __device__ __forceinline__ void int8_shrink_pieces(const int8_t* const (&a)[2], const __nv_bfloat16* const (&x)[GROUPS],
                                                    int k, float (&acc)[GROUPS][4]) {
-  int w[PIECES][4][2];
-  uint2 v[PIECES][4][GROUPS];
+  int4 w[PIECES][2], v[PIECES][GROUPS][2];
+#pragma unroll
+  for (int s = 0; s < PIECES; ++s) {
+    const int at = k + s * kInt8Warps * kInt8Piece;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) w[s][r] = load_now(reinterpret_cast<const int4*>(a[r] + at));
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) v[s][j][e] = load_now(reinterpret_cast<const int4*>(x[j] + at) + e);
+  }
 #pragma unroll
   for (int s = 0; s < PIECES; ++s)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = s * kInt8Warps * kInt8Piece + i * 16;
+      const int low = int8_word(w[s][0], i), high = int8_word(w[s][1], i);
+      const uint32_t a0 = low_pair(low), a1 = low_pair(high), a2 = high_pair(low), a3 = high_pair(high);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) w[s][i][r] = load_now(reinterpret_cast<const int*>(a[r] + k + at));
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j) v[s][i][j] = load_now(reinterpret_cast<const uint2*>(x[j] + k + at));
-    }
-#pragma unroll
-  for (int s = 0; s < PIECES; ++s)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t a0 = low_pair(w[s][i][0]), a1 = low_pair(w[s][i][1]);
-      const uint32_t a2 = high_pair(w[s][i][0]), a3 = high_pair(w[s][i][1]);
-#pragma unroll
-      for (int j = 0; j < GROUPS; ++j) mma_bf16(acc[j], a0, a1, a2, a3, v[s][i][j].x, v[s][i][j].y);
+      for (int j = 0; j < GROUPS; ++j) {
+        const int4& four = v[s][j][i / 2];
+        mma_bf16(acc[j], a0, a1, a2, a3, i % 2 ? four.z : four.x, i % 2 ? four.w : four.y);
+      }
     }
 }
 
@@ -107,12 +111,12 @@ __device__ __forceinline__ void int8_shrink_unit(const Int8Args& p, float* share
   const int end = min((part + 1) * kInt8Part, p.d_in);
   const int8_t* a[2];
 #pragma unroll
-  for (int r = 0; r < 2; ++r) a[r] = int8_row(site.a, min(first + r * 8 + g, site.rank - 1), p.d_in) + q * 4;
+  for (int r = 0; r < 2; ++r) a[r] = int8_row(site.a, min(first + r * 8 + g, site.rank - 1), p.d_in) + q * 16;
   const __nv_bfloat16* x[GROUPS];
 #pragma unroll
   for (int j = 0; j < GROUPS; ++j) {
     const int row = load_now(p.row_order + site.item.row_begin + min(j * 8 + g, site.item.num_rows - 1));
-    x[j] = p.x + static_cast<int64_t>(row) * p.d_in + q * 4;
+    x[j] = p.x + static_cast<int64_t>(row) * p.d_in + q * 16;
   }
   float acc[GROUPS][4] = {};
   constexpr int kTurn = kInt8Warps * kInt8Piece;
@@ -160,17 +164,15 @@ static __global__ void __launch_bounds__(kInt8Warps * 32, 2) int8_shrink_kernel(
 
 // ---------------------------------------------------------------- expand
 // B of 16 rank rows from `first` on, of a warp's columns: lane 4 g + q has rows 2 q, 2 q + 1, and those 8 further, of
-// each 32 columns the four from 4 g on.
+// the 128 columns the 16 from 16 g on.
 __device__ __forceinline__ void int8_load_b(const Int8Args& p, const Int8Site& site, int first, int column,
-                                            int (&w)[4][4]) {
+                                            int4 (&w)[4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int row = first + q * 2 + (r & 1) + (r >> 1) * 8;
-    const int8_t* from = int8_row(site.b, min(row, site.rank - 1), p.d_out) + column + g * 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (column + i * 32 < p.d_out) w[i][r] = load_now(reinterpret_cast<const int*>(from + i * 32));
+    const int8_t* from = int8_row(site.b, min(row, site.rank - 1), p.d_out) + column + g * 16;
+    if (column + g * 16 < p.d_out) w[r] = load_now(reinterpret_cast<const int4*>(from));
   }
 }
 // h of 16 ranks of the row that lane 4 g + q multiplies by, row g: the parts' sums in order.
@@ -186,13 +188,15 @@ __device__ __forceinline__ void int8_load_h(const Int8Args& p, int module, int p
     h[half] = bf16x2(lo, hi);
   }
 }
-// Columns 4 g to 4 g + 3 of each 32, of rows 2 q and 2 q + 1: acc[i][m] has bytes m and m + 2 of words i.
-__device__ __forceinline__ void int8_multiply_b(const int (&w)[4][4], const uint32_t (&h)[2], float (&acc)[4][2][4]) {
+// Columns 16 g to 16 g + 15, of rows 2 q and 2 q + 1: acc[i][m] has bytes m and m + 2 of words i.
+__device__ __forceinline__ void int8_multiply_b(const int4 (&w)[4], const uint32_t (&h)[2], float (&acc)[4][2][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int m = 0; m < 2; ++m) {
-      auto pair = [&](int r, int byte) { return int8_pair(__byte_perm(w[i][r], w[i][r + 1], 0x0400 + 0x0101 * byte)); };
+      auto pair = [&](int r, int byte) {
+        return int8_pair(__byte_perm(int8_word(w[r], i), int8_word(w[r + 1], i), 0x0400 + 0x0101 * byte));
+      };
       mma_bf16(acc[i][m], pair(0, m), pair(0, m + 2), pair(2, m), pair(2, m + 2), h[0], h[1]);
     }
 }
@@ -201,17 +205,17 @@ __device__ __forceinline__ void int8_multiply_b(const int (&w)[4][4], const uint
 __device__ __forceinline__ void int8_expand_rows(const Int8Args& p, int module, const Int8Site& site, int column,
                                                  int from, bool wait) {
   const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3, rows = site.item.num_rows - from;
-  int w[2][4][4] = {};
+  int4 w[2][4] = {};
   int8_load_b(p, site, 0, column, w[0]);
-  uint2* out[2];
-  uint2 y[2][4];
+  uint4* out[2];
+  uint4 y[2][2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int row = load_now(p.row_order + site.item.row_begin + from + min(q * 2 + e, rows - 1));
-    out[e] = reinterpret_cast<uint2*>(p.modules[module].y + static_cast<int64_t>(row) * p.d_out + column + g * 4);
+    out[e] = reinterpret_cast<uint4*>(p.modules[module].y + static_cast<int64_t>(row) * p.d_out + column + g * 16);
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (column + i * 32 < p.d_out) y[e][i] = load_own(out[e] + i * 8);
+    for (int i = 0; i < 2; ++i)
+      if (column + g * 16 < p.d_out) y[e][i] = load_own(out[e] + i);
   }
   if (wait) wait_for_previous();
   float acc[4][2][4] = {};
@@ -230,12 +234,12 @@ __device__ __forceinline__ void int8_expand_rows(const Int8Args& p, int module, 
   }
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    if (q * 2 + e >= rows) continue;
+    if (q * 2 + e >= rows || column + g * 16 >= p.d_out) continue;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (column + i * 32 >= p.d_out) continue;
-      out[e][i * 8] = make_uint2(add_bf16x2(y[e][i].x, acc[i][0][e], acc[i][1][e]),
-                                 add_bf16x2(y[e][i].y, acc[i][0][e + 2], acc[i][1][e + 2]));
+    for (int i = 0; i < 2; ++i) {
+      const auto& near = acc[i * 2], &far = acc[i * 2 + 1];
+      out[e][i] = make_uint4(add_bf16x2(y[e][i].x, near[0][e], near[1][e]), add_bf16x2(y[e][i].y, near[0][e + 2], near[1][e + 2]),
+                             add_bf16x2(y[e][i].z, far[0][e], far[1][e]), add_bf16x2(y[e][i].w, far[0][e + 2], far[1][e + 2]));
     }
   }
 }

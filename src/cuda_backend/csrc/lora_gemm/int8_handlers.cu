@@ -31,7 +31,7 @@ static ffi::Error LoraInt8(cudaStream_t stream, BF16 x, S8 a_pool, S8 b_pool, S3
   p.row_order = order.typed_data(), p.x = static_cast<const __nv_bfloat16*>(x.untyped_data());
   p.a_pool = a_pool.typed_data(), p.b_pool = b_pool.typed_data(), p.sums = sums->typed_data();
   p.num_modules = static_cast<int>(outs.size()), p.num_rows = static_cast<int>(order.element_count());
-  p.d_in = static_cast<int>(x.dimensions()[1]), p.d_out = static_cast<int>(b_pool.dimensions()[1]) - kInt8Scale;
+  p.d_in = static_cast<int>(x.dimensions()[1]), p.d_out = static_cast<int>(b_pool.dimensions()[1]) - kInt8Tail;
   p.max_rank = static_cast<int>(max_rank);
   const int first = accumulate ? 1 : 0, of_module = first + 2;
   cudaError_t e = cudaSuccess;

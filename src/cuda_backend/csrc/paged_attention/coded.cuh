@@ -1,35 +1,43 @@
-// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernels of heads and latents: warps turn rows of e4m3 into the
+// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernel of heads: warps turn rows of e4m3 into the
 // bfloat16 that those read, in the order in which the copy engine would have brought it.
 //
 // A row's scale is a power of two, so every value is exact in bfloat16, and a result has the bits that pages of
-// bfloat16 with the same values give. Rows end in their scale, so one begins at any multiple of 4 bytes, which the copy
-// engine does not take: each warp loads its own rows by words, a slot ahead of turning them.
+// bfloat16 with the same values give. A row's tail of 16 bytes begins with its scale, so rows begin at multiples of 16:
+// each warp has the copy engine bring its own positions of a box, several boxes ahead of the one that it turns.
 #pragma once
-#include "paged_attention/stages.cuh"
+#include "paged_attention/coded_words.cuh"
 
 namespace lora_jax {
 
-constexpr int kCodedScale = 4;  // bytes behind a row's values
-constexpr int coded_threads(int coders) { return (kMostConsumers + coders) * 32; }
-// Registers of a coder's thread where a consumer's has so many: they share out what the kernel is launched with.
-template <int CODERS, int CONSUMER>
-constexpr int kCoderRegisters =
-    (65536 / coded_threads(CODERS) / 8 * 8 * (kMostConsumers + CODERS) - kMostConsumers * CONSUMER) / CODERS / 8 * 8;
+constexpr int kMostRaw = 12;  // boxes on their way
 
-// What turns a row's values into bfloat16: a product by a power of two or, for scales above 128, by two.
-struct CodedFactors {
-  uint32_t first, second;  // in both halves
-  bool both;
-  __device__ __forceinline__ explicit CodedFactors(uint32_t scale) {
-    const uint32_t exponent = scale >> 23;  // of 2^(exponent - 127), or 255 for what is not a number
-    both = exponent > 134 && exponent < 255;
-    first = (exponent == 255 ? 0x7fc0u : min(exponent + 120u, 254u) << 7) * 0x10001u;
-    second = ((both ? exponent - 7 : 127u) << 7) * 0x10001u;
+// The boxes of a CTA's shares, one after the other, for a warp.
+struct BoxWalk {
+  const AttentionArgs& p;
+  const int step;
+  Shares shares;
+  AttentionUnit unit;
+  int head = 0, box = 0, end = 0, base = 0, row = 0;  // row: of a lane's box from `base` on
+  __device__ __forceinline__ BoxWalk(const AttentionArgs& p, int step) : p(p), step(step), shares(p) {}
+
+  // Gives the first row of the next box in the pages, and whether it ends a slot of `boxes`.
+  __device__ __forceinline__ bool next(int boxes, int& first, bool& ends) {
+    while (box >= end) {
+      if (!shares.next(unit, head)) return false;
+      if (unit.num_tokens == 0) continue;
+      const Boxes own(p, unit, unit.chunk, unit.num_chunks, step);
+      box = base = own.begin, end = own.end;
+      look();
+    }
+    if (box == base + 32) base = box, look();
+    first = __shfl_sync(~0u, row, box - base);
+    ends = ++box == end || (box - base) % boxes == 0;
+    return true;
   }
-  // e4m3 in the high bytes of the halves: exponent and mantissa as bfloat16 has them are a number 2^-120 as large.
-  __device__ __forceinline__ uint32_t operator()(uint32_t high) const {
-    const uint32_t v = multiply_bf16x2((high >> 4 & 0x07f007f0u) | (high & 0x80008000u), first);
-    return both ? multiply_bf16x2(v, second) : v;
+  __device__ __forceinline__ void look() {
+    const int own = min(base + static_cast<int>(threadIdx.x & 31), end - 1) * kBox, page = own / p.page_size;
+    const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
+    row = __ldg(table + page) * p.page_size + own - page * p.page_size;
   }
 };
 
@@ -37,113 +45,83 @@ struct CodedFactors {
 template <int CODERS, int WORDS, int BOXES>
 struct PageCoder {
   static constexpr int kPlaces = kBox / CODERS;  // positions of a box that a warp has, of all heads
-  static constexpr int kLanes = WORDS < 32 ? WORDS : 32, kRows = 32 / kLanes;  // lanes of a row; rows of a turn
-  static constexpr int kOwn = kPlaces / kRows;                                 // positions that a lane has
-  static constexpr int kTurns = kOwn * (WORDS > 32 ? 1 : 128 / WORDS);         // of up to 512 columns of all heads
-  static constexpr int kWords = (WORDS + 31) / 32;                             // of a lane in a turn
-  static constexpr int kRowBytes = WORDS * 4 + kCodedScale;
-  static_assert(kOwn >= 1 && kTurns * kRows <= 32);
-  // K or V of a slot's positions, on their way: words of rows, and of each row's scale by one lane.
-  struct Raw {
-    int words[BOXES][kTurns][kWords], scales[BOXES];
-  };
+  static constexpr int kPieces = WORDS / 4;      // of 16 values of a row
+  static constexpr int kRowBytes = WORDS * 4 + kCodedTail;
   const AttentionArgs& p;
   SlotRing ring;
-  const int lane = threadIdx.x & 31;
-  const int place = (static_cast<int>(threadIdx.x >> 5) - kMostConsumers) * kPlaces;  // the first one of this warp
-  const int word = lane % kLanes, row = lane / kLanes;  // this lane's first; its first row of a turn
-  int boxes = 0;  // of the slot that is on its way
-  Raw keys, values;
+  const int lane = threadIdx.x & 31, warp = static_cast<int>(threadIdx.x >> 5) - kMostConsumers;
+  const int position_bytes, tensors;  // of all heads; K, or K and V
+  const uint32_t raw;                 // this warp's boxes
+  uint64_t* const full;               // and their barriers
 
-  __device__ __forceinline__ PageCoder(const AttentionArgs& p, const SlotRing& ring) : p(p), ring(ring) {}
+  __device__ __forceinline__ PageCoder(const AttentionArgs& p, const SlotRing& ring, unsigned char* behind)
+      : p(p), ring(ring), position_bytes(p.cta_heads * kRowBytes), tensors(p.v_bytes ? 2 : 1),
+        raw(smem_u32(behind) + warp * p.raw_boxes * tensors * kPlaces * position_bytes),
+        full(ring.sm.raw + warp * kMostRaw) {}
+  __device__ __forceinline__ int box_bytes() const { return tensors * kPlaces * position_bytes; }
 
-  // Asks for this warp's rows of boxes whose first positions are rows `first` of the pages.
-  __device__ __forceinline__ void load(Raw& raw, const uint8_t* pages, const int (&first)[BOXES], int head, int n) const {
-    const int stride = p.kv_heads * kRowBytes;
-#pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      if (box >= n) break;
-      const uint8_t* from = pages + static_cast<int64_t>(first[box] + place) * stride + head * kRowBytes;
-      const uint8_t* mine = from + row * stride + word * 4;
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const uint8_t* at = mine + turn % kOwn * stride + turn / kOwn * kRowBytes + w * 128;
-          if (turn / kOwn < p.cta_heads && word + w * 32 < WORDS)
-            raw.words[box][turn][w] = load_now(reinterpret_cast<const int*>(at));
-        }
-      const uint8_t* scale = from + lane % kPlaces * stride + lane / kPlaces * kRowBytes + WORDS * 4;
-      if (lane < kPlaces * p.cta_heads) raw.scales[box] = load_now(reinterpret_cast<const int*>(scale));
-    }
+  // Asks for this warp's positions of a box.
+  __device__ __forceinline__ void ask(int at, int first, int head) const {
+    if (lane == 0) mbar_expect(&full[at], box_bytes());
+    __syncwarp();
+    if (lane >= tensors * kPlaces) return;
+    const uint8_t* pages = lane < kPlaces ? p.k_rows : p.v_rows;
+    const int64_t row = first + warp * kPlaces + lane % kPlaces;
+    bulk_copy(raw + at * box_bytes() + lane * position_bytes, pages + (row * p.kv_heads + head) * kRowBytes,
+              position_bytes, &full[at]);
   }
 
-  // Turns what has come; `to` is where K or V of the slot's first box begins.
-  __device__ __forceinline__ void turn(const Raw& raw, uint32_t to) const {
-    const uint32_t mine = to + word / 16 * 2048 + word % 2 * 8;
+  // Turns K or V of a box; `to` is where it begins in the slot.
+  __device__ __forceinline__ void turn(uint32_t from, uint32_t to) const {
+#pragma unroll 2
+    for (int i = lane; i < kPlaces * p.cta_heads * kPieces; i += 32) {
+      const int row = i / kPieces, piece = i - row * kPieces, head = row / kPlaces, own = row - head * kPlaces;
+      const uint32_t at = from + own * position_bytes + head * kRowBytes;
+      const uint4 v = lds128(at + piece * 16);
+      const CodedFactors factors(lds32(at + WORDS * 4));
+      const int place = warp * kPlaces + own;
+      const uint32_t block = to + head * (WORDS * 128) + piece / 4 * 2048 + place * 128;
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      if (box >= boxes) break;
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (turn / kOwn >= p.cta_heads) break;
-        const int own = place + row + turn % kOwn;
-        const CodedFactors factors(__shfl_sync(~0u, raw.scales[box], turn * kRows + row));
-        const uint32_t piece = mine + own * 128 + ((word / 2 & 7) ^ (own & 7)) * 16;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          if (word + w * 32 >= WORDS) continue;
-          const uint32_t four = raw.words[box][turn][w];
-          sts64(piece + box * (p.k_bytes + p.v_bytes) + turn / kOwn * (WORDS * 128) + w * 4096,
-                factors(__byte_perm(four, 0, 0x1404)), factors(__byte_perm(four, 0, 0x3424)));
-        }
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t a = words[half * 2], b = words[half * 2 + 1];
+        sts128(block + (((piece * 2 + half) & 7) ^ (place & 7)) * 16,
+               make_uint4(factors(__byte_perm(a, 0, 0x1404)), factors(__byte_perm(a, 0, 0x3424)),
+                          factors(__byte_perm(b, 0, 0x1404)), factors(__byte_perm(b, 0, 0x3424))));
       }
     }
   }
 
-  // Gives the consumers the slot that is on its way, and asks for the next one, of `n` boxes: none at the end.
-  __device__ __forceinline__ void step(const int (&first)[BOXES], int head, int n) {
-    if (boxes > 0) {
-      mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
-      turn(keys, ring.address());
-    }
-    load(keys, p.k_rows, first, head, n);
-    if (p.v_bytes) {
-      if (boxes > 0) turn(values, ring.address() + p.k_bytes);
-      load(values, p.v_rows, first, head, n);
-    }
-    if (boxes > 0) {
+  __device__ __forceinline__ void run(int step) {
+    BoxWalk walk(p, step);
+    uint32_t ends = 0, phase = 0;  // a bit for each box that is on its way
+    int asked = 0, turned = 0, box = 0;
+    const auto ask_next = [&](int at) {
+      int first;
+      bool last;
+      if (!walk.next(BOXES, first, last)) return;
+      ask(at, first, walk.head);
+      ends = (ends & ~(1u << at)) | static_cast<uint32_t>(last) << at, ++asked;
+    };
+    for (int at = 0; at < p.raw_boxes; ++at) ask_next(at);
+    for (int at = 0; turned < asked; ++turned) {
+      mbar_wait(&full[at], phase);
+      if (box == 0) mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
+      const uint32_t from = raw + at * box_bytes(), to = ring.address() + box * (p.k_bytes + p.v_bytes);
+      turn(from, to);
+      if (tensors == 2) turn(from + kPlaces * position_bytes, to + p.k_bytes);
       __syncwarp();
-      if (lane == 0) mbar_arrive(&ring.sm.full[ring.at]);
-      ring.next();
+      const bool last = ends >> at & 1;
+      ask_next(at);
+      ++box;
+      if (last) {
+        if (lane == 0) mbar_arrive(&ring.sm.full[ring.at]);
+        ring.next(), box = 0;
+      }
+      if (++at == p.raw_boxes) at = 0, phase ^= 1;
     }
-    boxes = n;
   }
 };
-
-// As produce_pages, by all coders together.
-template <int CODERS, int WORDS, int BOXES>
-__device__ __forceinline__ void produce_coded(const AttentionArgs& p, const SlotRing& ring, int step) {
-  PageCoder<CODERS, WORDS, BOXES> coder(p, ring);
-  Shares shares(p);
-  AttentionUnit unit;
-  int first[BOXES] = {};
-  for (int head; shares.next(unit, head);) {
-    if (unit.num_tokens == 0) continue;
-    const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
-    const Boxes boxes(p, unit, unit.chunk, unit.num_chunks, step);
-    for (int base = boxes.begin; base < boxes.end; base += 32) {
-      const int own = min(base + coder.lane, boxes.end - 1) * kBox, page = own / p.page_size;
-      const int row = __ldg(table + page) * p.page_size + own - page * p.page_size;
-      for (int box = base; box < min(base + 32, boxes.end); box += BOXES) {
-#pragma unroll
-        for (int i = 0; i < BOXES; ++i) first[i] = __shfl_sync(~0u, row, (box + i - base) & 31);
-        coder.step(first, head, min(BOXES, boxes.end - box));
-      }
-    }
-  }
-  coder.step(first, 0, 0);
-}
 
 // `consumers`: warps.
 template <class Consumer>
@@ -157,6 +135,7 @@ __global__ void __launch_bounds__(coded_threads(Consumer::kCoders), 1)
       mbar_init(&ring.sm.full[i], Consumer::kCoders);
       mbar_init(&ring.sm.empty[i], consumers);
     }
+    for (int i = 0; i < Consumer::kCoders * kMostRaw; ++i) mbar_init(&ring.sm.raw[i], 1);
     fence_barriers();
   }
   __syncthreads();
@@ -166,7 +145,10 @@ __global__ void __launch_bounds__(coded_threads(Consumer::kCoders), 1)
     if (warp < consumers) consume_pages<Consumer>(p, ring, behind, consumers * 32);
   } else {
     fewer_registers<kCoderRegisters<Consumer::kCoders, Consumer::kCodedRegisters>>();
-    produce_coded<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, Consumer::kStep);
+    if constexpr (Consumer::kSlotBoxes == 1)
+      produce_words<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, Consumer::kStep);
+    else
+      PageCoder<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, behind + p.raw_from).run(Consumer::kStep);
   }
 }
 

@@ -1,5 +1,7 @@
 // Host side of paged attention: tensor maps, the ring's size, launches.
 #pragma once
+#include <algorithm>
+
 #include "paged_attention/coded.cuh"
 #include "paged_attention/heads.cuh"
 #include "paged_attention/latents.cuh"
@@ -35,11 +37,14 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int scratch, cu
   if constexpr (Consumer::kCoders > 0) kernel = coded ? coded_attention_kernel<Consumer> : kernel;
   else if (coded) return cudaErrorInvalidValue;
   const int slot = slot_boxes * (args.k_bytes + args.v_bytes), threads = coded ? coded_threads(Consumer::kCoders) : kAttentionThreads;
-  const int room = (kSharedBytes - kAttentionHeader - scratch) / slot;
-  args.slot_boxes = slot_boxes, args.slots = room < kMostSlots ? room : kMostSlots;
-  // What is worked on, and a slot on its way.
-  if (args.slots * slot_boxes < Consumer::kStep + slot_boxes || consumers > kMostConsumers) return cudaErrorInvalidValue;
-  const int shared = kAttentionHeader + args.slots * slot + scratch;
+  const int space = kSharedBytes - kAttentionHeader - scratch, room = space / slot;
+  constexpr int least = (Consumer::kStep + slot_boxes + slot_boxes - 1) / slot_boxes;  // what is worked on, and a slot on its way
+  const bool raw_pages = coded && slot_boxes > 1;  // see coded_words.cuh
+  args.slot_boxes = slot_boxes, args.slots = raw_pages ? least : room < kMostSlots ? room : kMostSlots;
+  const int raw = raw_pages ? (args.cta_heads * (args.k_dim + kCodedTail)) * (args.v_bytes ? 2 : 1) * kBox : 0;
+  args.raw_from = scratch, args.raw_boxes = raw_pages ? std::min(kMostRaw, (space - least * slot) / raw) : 0;
+  if (room < least || (raw_pages && args.raw_boxes < 2) || consumers > kMostConsumers) return cudaErrorInvalidValue;
+  const int shared = kAttentionHeader + args.slots * slot + scratch + args.raw_boxes * raw;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   int device = 0, sms = 0;
   if (e == cudaSuccess) e = cudaGetDevice(&device);

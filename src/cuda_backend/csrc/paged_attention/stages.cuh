@@ -27,6 +27,7 @@ struct AttentionArgs {
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
   int token_groups;            // groups of 16 rows (tokens x query heads of a kv head) of a unit
   int slots, slot_boxes, k_bytes, v_bytes;  // of the ring; bytes of a box
+  int raw_boxes, raw_from;     // of pages in 8 bits, on their way; bytes of shared memory before them, behind the ring
   float scale_log2;            // scale / ln 2
 };
 
@@ -38,6 +39,7 @@ constexpr float kNone = -INFINITY;
 
 struct AttentionShared {
   uint64_t full[kMostSlots], empty[kMostSlots];
+  uint64_t raw[8 * 12];  // of pages in 8 bits, by the warp that turns them
 };
 constexpr int kAttentionHeader = 1024;  // barriers; the slots begin on a boundary of the swizzle
 

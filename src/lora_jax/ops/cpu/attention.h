@@ -17,6 +17,9 @@
 
 namespace lora_jax {
 
+constexpr int64_t kTailBytes = 16;  // behind the values of a row in 8 bits: its scale, and nothing
+
+
 constexpr int64_t kQueryRows = 24;          // (token, head) rows that share loads of K and V
 constexpr int64_t kScoreBytes = 512 << 10;  // their scores should stay in L2
 constexpr int64_t kAhead = 16;  // positions to prefetch ahead: rows of one head lie far apart
@@ -109,8 +112,8 @@ void wide_pointers(const Attention<T, uint8_t>& g, int64_t seq, int64_t kv_head,
   for (int64_t s = lo; s <= hi; ++s) {
     int64_t page = std::clamp<int64_t>(table[s / g.page_size], 0, g.pages - 1);
     int64_t row = (page * g.page_size + s % g.page_size) * g.kv_heads + kv_head;
-    k->push_back(wide_k->add(g.k + row * (g.k_dim + int64_t(sizeof(float))), g.k_dim));
-    v->push_back(g.v ? wide_v->add(g.v + row * (g.v_dim + int64_t(sizeof(float))), g.v_dim)
+    k->push_back(wide_k->add(g.k + row * (g.k_dim + kTailBytes), g.k_dim));
+    v->push_back(g.v ? wide_v->add(g.v + row * (g.v_dim + kTailBytes), g.v_dim)
                      : k->back());
   }
   v->resize(v->size() + kAhead, v->back());

@@ -4,8 +4,8 @@
 // once for all of them. Per output element: the dot products of dot.h, times the scaling, then a
 // chain over the rank rows in order, then one addition to y and one rounding.
 //
-// A rank row in 8 bits ends in its scale, a float: its values are read as they are, which every
-// type holds exactly, and both scales of a rank multiply its h.
+// A rank row in 8 bits has its scale, a float, in the 16 bytes behind its values, which are read as
+// they are: every type holds them exactly, and both scales of a rank multiply its h.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -29,7 +29,7 @@ struct RankRow {
 template <>
 struct RankRow<int8_t> {
   static constexpr bool kScaled = true;
-  static int64_t stride(int64_t width) { return width + int64_t(sizeof(float)); }
+  static int64_t stride(int64_t width) { return width + 16; }
   static float scale(const int8_t* row, int64_t width) {
     float value;
     std::memcpy(&value, row + width, sizeof(value));

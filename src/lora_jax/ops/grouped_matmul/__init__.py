@@ -56,12 +56,11 @@ def _op(name: str, around: Callable) -> Op:
         return functools.partial(around, product)
 
     fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
-    fused_tpu = lazy_kernel(f"{__name__}.pallas_tpu", name)
-    cuda, plain = backend_kernel("cuda", "grouped_matmul"), (_plain_weights,)
+    fused_tpu, plain = lazy_kernel(f"{__name__}.pallas_tpu", name), (_plain_weights,)
     return Op(
         name,
         (
-            Implementation("cuda", GPU, composed_of(cuda), accepts=plain),
+            Implementation("cuda", GPU, backend_kernel("cuda", name), hints=("likely_groups",)),
             Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
             Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
             Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),

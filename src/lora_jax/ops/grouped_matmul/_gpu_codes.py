@@ -24,7 +24,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """What the codes of a launch mean: as `CodedWeight` says, `group` weights share a scale."""
+    """The meaning of a launch's codes: `group` weights share a scale, as `CodedWeight` says."""
 
     table: tuple[float, ...]
     group: int

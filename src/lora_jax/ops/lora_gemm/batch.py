@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops.adapter_items import AdapterItems
-from lora_jax.rank_rows import SCALE_BYTES, value_width
+from lora_jax.rank_rows import SCALE_BYTES, TAIL_BYTES, value_width
 from lora_jax.typing import Array, Float, Int, Num
 
 
@@ -17,7 +17,7 @@ class LoraBatch:
 
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
     offset + e * stride of its pool. Pools of int8 hold rows in 8 bits (lora_jax.rank_rows), which
-    end in their scale: their items are the width and four more. No rank exceeds `max_rank`.
+    end in their scale: their items are the width and 16 more. No rank exceeds `max_rank`.
     The tables are of one site, or of all sites of a model, which then is their first axis.
     """
 
@@ -56,5 +56,6 @@ def float_rows(rows: Num[Array, "*lead items"]) -> Float[Array, "*lead width"]:
     """Return rank rows of a pool in float32: those in 8 bits times their scale."""
     if rows.dtype != jnp.int8:
         return rows.astype(jnp.float32)
-    scales = jax.lax.bitcast_convert_type(rows[..., -SCALE_BYTES:], jnp.float32)
-    return rows[..., :-SCALE_BYTES].astype(jnp.float32) * scales[..., None]
+    scale = slice(-TAIL_BYTES, SCALE_BYTES - TAIL_BYTES)
+    scales = jax.lax.bitcast_convert_type(rows[..., scale], jnp.float32)
+    return rows[..., :-TAIL_BYTES].astype(jnp.float32) * scales[..., None]

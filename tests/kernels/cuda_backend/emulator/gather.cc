@@ -6,14 +6,13 @@
 extern "C" {
 
 int64_t gather_bytes_of(int devices) { return gather_bytes(devices); }
-int64_t most_word_bytes() { return kWordBytes; }
-int64_t plain_slot_bytes() { return kPlainBytes; }
+int64_t most_word_bytes(int devices) { return std::min(kWordBytes, kMostWordBytes / (devices - 1)); }
 unsigned gather_status(const unsigned char* memory) { return reinterpret_cast<const GatherHead*>(memory)->status; }
 
 int all_gather(const unsigned char* x, unsigned char* y, int rows, int units, int devices, int me, int patience_ms,
                unsigned char* const* memory, int parts) {
-  GatherArgs args{reinterpret_cast<const uint4*>(x), reinterpret_cast<uint4*>(y), rows, units, devices, me,
-                  static_cast<uint64_t>(patience_ms) * 1000000};
+  GatherArgs args{reinterpret_cast<const uint4*>(x), reinterpret_cast<uint4*>(y), static_cast<uint32_t>(rows),
+                  static_cast<uint32_t>(units), devices, me, static_cast<uint64_t>(patience_ms) * 1000000};
   turn_memory(args, memory);
   return launch_gather(args, parts != 0, nullptr);
 }

@@ -55,6 +55,14 @@ inline void copy_16(uint32_t dst, const void* src, int bytes) {
     std::memcpy(to, src, bytes);
   });
 }
+inline void copy_piece(uint32_t dst, const void* src, int bytes, bool wanted) {
+  if (dst % bytes || reinterpret_cast<uintptr_t>(src) % bytes) emu::fail("a copy off its boundary");
+  unsigned char* to = emu::at_shared(dst);
+  emu::machine.current->groups.back().push_back([=] {
+    std::memset(to, 0, bytes);
+    if (wanted) std::memcpy(to, src, bytes);
+  });
+}
 inline void copy_4(uint32_t dst, const void* src) {
   if (dst % 4 || reinterpret_cast<uintptr_t>(src) % 4) emu::fail("a copy off its boundary of 4");
   unsigned char* to = emu::at_shared(dst);
@@ -87,7 +95,7 @@ template <class T> inline T load_now(const T* p) {
   if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) emu::fail("a load off its boundary");
   return *p;
 }
-inline uint2 load_own(const uint2* p) { return *p; }
+template <class T> inline T load_own(const T* p) { return *p; }
 inline uint32_t load_word(const uint32_t* p) {
   emu::yield();
   return *p;
@@ -137,6 +145,16 @@ inline uint32_t lds32(uint32_t address) {
   std::memcpy(&v, emu::at_shared(address), 4);
   return v;
 }
+inline uint16_t lds16(uint32_t address) {
+  if (address % 2) emu::fail("a load of 2 bytes off its boundary");
+  uint16_t v;
+  std::memcpy(&v, emu::at_shared(address), 2);
+  return v;
+}
+inline void sts32(uint32_t address, uint32_t x) {
+  if (address % 4) emu::fail("a store of 4 bytes off its boundary");
+  std::memcpy(emu::at_shared(address), &x, 4);
+}
 inline void sts64(uint32_t address, uint32_t x, uint32_t y) {
   if (address % 8) emu::fail("a store of 8 bytes off its boundary");
   const uint32_t both[] = {x, y};
@@ -181,20 +199,44 @@ inline void ldmatrix_any(uint32_t (&r)[4], uint32_t address, bool transposed) {
     r[m] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
   }
 }
+inline uint32_t transposed(uint32_t pair) {
+  const auto* slots = emu::exchange("movmatrix", pair);
+  const int g = emu::lane() >> 2, q = emu::lane() & 3;
+  uint32_t r = 0;
+  for (int e = 0; e < 2; ++e)
+    r |= (emu::shown<uint32_t>(slots, (q * 2 + e) * 4 + g / 2) >> g % 2 * 16 & 0xffff) << e * 16;
+  return r;
+}
 inline void ldmatrix(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, false); }
 inline void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) { ldmatrix_any(r, address, true); }
 
+inline int uniform(int v) {
+  const auto* slots = emu::exchange("uniform", v);
+  for (int i = 0; i < 32; ++i)
+    if (emu::shown<int>(slots, i) != v) emu::fail("lanes have other numbers");
+  return v;
+}
 inline int thread_anew() { return threadIdx.x; }
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
 inline void more_registers() {}
+inline float reciprocal_approx(float x) { return 1 / x; }
 inline float exp2_approx(float x) { return std::exp2f(x); }
 
 inline uint32_t bf16x2(float lo, float hi) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(lo, hi);
   return v.x.bits | static_cast<uint32_t>(v.y.bits) << 16;
 }
+inline float float8_value(uint32_t byte) {
+  const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  const float size = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp(float(mantissa), -9);
+  return (byte & 127) == 127 ? NAN : byte & 128 ? -size : size;
+}
+inline float4 float8_values(uint32_t word) {
+  return {float8_value(word & 255), float8_value(word >> 8 & 255), float8_value(word >> 16 & 255), float8_value(word >> 24)};
+}
+inline uint32_t mask_or(uint32_t word, uint32_t mask, uint32_t more) { return (word & mask) | more; }
 inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
   return bf16x2(emulated_half(a, 0) - emulated_half(b, 0), emulated_half(a, 1) - emulated_half(b, 1));
 }

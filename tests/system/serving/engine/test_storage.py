@@ -27,7 +27,7 @@ def test_rows_are_of_the_model_unless_they_are_in_8_bits():
     weights = cases.weights(catalogue, 2)
     assert host_form(EngineConfig(model="m"), catalogue, None)(weights) is weights
     coded = host_form(CODED, catalogue, LocalWidths(2, True, 8))(weights)
-    assert coded.sites["q_proj", 0].b.shape == (1, 2, 2, 8 + 4)
+    assert coded.sites["q_proj", 0].b.shape == (1, 2, 2, 8 + 16)
     assert coded.sites["q_proj", 0].b.dtype == np.int8
 
 

@@ -24,7 +24,7 @@ def make_cache(shape: KVShape, dtype: jnp.dtype, seed: int = 0):
     rng, lead = np.random.default_rng(seed), (PAGES, SIZES.page_size, shape.num_kv_heads)
 
     def pages(dim):
-        extra = 4 if dim and dtype == CODED else 0
+        extra = 16 if dim and dtype == CODED else 0
         return jnp.asarray(rng.integers(0, 100, (*lead, dim + extra)), dtype)
 
     return tuple(

@@ -59,6 +59,7 @@ inline __nv_bfloat16 __float2bfloat16(float f) {
   return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
 }
 inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float f) { return std::bit_cast<uint32_t>(f); }
 inline float __bfloat162float(__nv_bfloat16 v) { return emulated_float(v.bits); }
 inline __nv_bfloat162 __floats2bfloat162_rn(float a, float b) { return {__float2bfloat16(a), __float2bfloat16(b)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {emulated_float(v.x.bits), emulated_float(v.y.bits)}; }

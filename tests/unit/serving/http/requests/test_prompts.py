@@ -6,6 +6,7 @@ import pytest
 from support.doubles.fake_engine import BOS, FakeEngine, FakeTokenizer
 
 from serving.http.errors import ApiError
+from serving.http.requests import prompts
 from serving.http.requests.prompts import Prompt, chat_prompt, check_ids, read_prompts
 from serving.http.requests.protocol import ChatMessage
 from serving.http.requests.template_options import TemplateOptions
@@ -29,9 +30,9 @@ def test_long_texts_are_the_same_in_a_thread():
 
 def test_texts_of_a_batch_keep_their_order_however_they_are_grouped():
     texts = ["a" * length for length in (1, 40_000, 2, 3, 30_000, 30_000, 0, 5)]
-    prompts = read(texts, context=50_000)
-    assert [p.text for p in prompts] == texts
-    assert [len(p.ids) for p in prompts] == [1 + len(text) for text in texts]
+    found = read(texts, context=50_000)
+    assert [p.text for p in found] == texts
+    assert [len(p.ids) for p in found] == [1 + len(text) for text in texts]
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch):
@@ -59,6 +60,12 @@ def test_refused(given):
     with pytest.raises(ApiError, match="prompt") as error:
         read(given)
     assert error.value.status == 400
+
+
+def test_a_batch_with_too_many_tokens_in_all_is_refused(monkeypatch):
+    monkeypatch.setattr(prompts, "_MAX_ALL_TOKENS", 8)
+    with pytest.raises(ApiError, match="more than 8 tokens in all"):
+        read(["abcdef"] * 3, context=8)
 
 
 def test_an_empty_text_is_its_begin_token_or_nothing():

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from serving.http.requests.protocol import (
+    MAX_LOGIT_BIAS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -68,3 +69,10 @@ def test_unknown_fields_are_kept_apart():
 def test_tokens_are_integers():
     with pytest.raises(ValidationError):
         DetokenizeBody.model_validate_json('{"tokens": [true]}')
+
+
+def test_a_large_bias_is_one_error_however_many_entries_are_wrong():
+    biases = {str(i): "x" for i in range(MAX_LOGIT_BIAS + 1)}
+    with pytest.raises(ValidationError, match=f"at most {MAX_LOGIT_BIAS} entries") as refused:
+        CompletionBody.model_validate_json(json.dumps({"prompt": "a", "logit_bias": biases}))
+    assert refused.value.error_count() == 1

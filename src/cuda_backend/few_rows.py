@@ -1,0 +1,149 @@
+"""Products of bfloat16 rows in groups of few, by csrc/grouped_matmul/few_rows.cuh.
+
+Weights are e4m3 or of 4 bits; each is streamed once and made plain in registers. What the kernel
+does not serve is declined, and Mosaic's is next: so are plain weights, which that streams as fast.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from cuda_backend import ffi
+from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.grouped_matmul.weights import CodedWeight, ScaledWeight, Weight
+from lora_jax.typing import Array, Float, Int
+
+FLOAT8, INTEGER, E2M1, TABLE = range(4)  # Coding of csrc/grouped_matmul/codings.cuh
+# Of d_in, that share a scale; in 8 bits also multiples, and all.
+SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
+SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
+FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
+MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
+TILE_ROWS = 16
+DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
+SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How a weight is stored; gate and up have one."""
+
+    coding: int
+    scale_columns: int  # of d_in that share a scale
+    base: int = 0  # of INTEGER: two bfloat16, 128 less the value of code 0
+    table: tuple[float, ...] = (0.0,) * 16  # of TABLE
+
+
+def product(
+    x: Float[Array, "rows d_in"],
+    weights: tuple[Weight, ...],
+    group_sizes: Int[Array, "groups"],
+    bias: Float[Array, "groups d_out"] | None,
+    addends: tuple[Float[Array, "rows d_out"] | None, ...],
+    likely_groups: int | None,
+) -> Float[Array, "rows d_out"]:
+    """Return the product, or with two weights silu of the first product times the second."""
+    (rows, d_in), (groups, d_out, _) = x.shape, weights[0].shape
+    form = form_of(weights)
+    check_support(form, rows, groups, d_out, d_in, likely_groups)
+    if len({addend is None for addend in addends}) > 1:
+        raise Declined("cuda gated_matmul takes both addends or none")
+    ffi.require()
+    none = jnp.zeros((0,), jnp.bfloat16)
+    stored, scales = zip(*(parts(w) for w in weights), strict=True)
+    two = tuple(a[i] if i < len(a) else none for a in (stored, scales) for i in range(2))
+    added = tuple(none if a is None else a for a in (*addends, None)[:2])
+    call = jax.ffi.ffi_call("lora_jax_cuda_few_rows", jax.ShapeDtypeStruct((rows, d_out), x.dtype))
+    attributes = {"coding": form.coding, "scale_columns": form.scale_columns, "base": form.base}
+    return call(
+        x,
+        group_sizes,
+        *two,
+        none if bias is None else bias,
+        *added,
+        **{name: np.int32(value) for name, value in attributes.items()},
+        table=np.array(form.table, np.float32),
+    )
+
+
+def parts(w: Weight) -> tuple[Array, Array]:
+    """Return a weight's array that is streamed, and its scales."""
+    if isinstance(w, CodedWeight):
+        return w.codes, w.scales
+    assert isinstance(w, ScaledWeight)  # form_of lets no other through
+    return w.values, w.scales
+
+
+def form_of(weights: tuple[Weight, ...]) -> Form:
+    """Return the one form of some weights, or raise Declined for one that is not served."""
+    forms = {_form_of(w) for w in weights}
+    if len(forms) > 1:
+        raise Declined("cuda gated_matmul takes two weights of one form")
+    return forms.pop()
+
+
+def _form_of(w: Weight) -> Form:
+    if isinstance(w, ScaledWeight):
+        rows, columns = w.block
+        if rows != 1:
+            raise Declined(f"cuda grouped_matmul takes scales of one row, not of {w.block}")
+        return Form(FLOAT8, min(columns, w.shape[-1]))
+    if not isinstance(w, CodedWeight):
+        raise Declined("cuda grouped_matmul takes quantised weights: Mosaic's streams plain ones")
+    if w.zeros is not None:
+        raise Declined("cuda grouped_matmul takes no zero points")
+    narrow, first = w.scales.dtype == jnp.bfloat16, w.table[0]
+    if not narrow:
+        return Form(TABLE, w.group_size, table=w.table)
+    if w.table == (*FLOATS, *(-v for v in FLOATS)):
+        return Form(E2M1, w.group_size)
+    if w.table == tuple(first + i for i in range(16)) and first in range(-16, 1):
+        return Form(INTEGER, w.group_size, (0x4300 - int(first)) * 0x10001)
+    raise Declined(
+        "cuda grouped_matmul takes other tables than integers and E2M1 in float32 scales"
+    )
+
+
+def check_support(
+    form: Form, rows: int, groups: int, d_out: int, d_in: int, likely_groups: int | None
+) -> None:
+    """Raise Declined, saying why, for what the kernel does not serve, or is not the faster for."""
+    likely = min(groups, likely_groups or groups)
+    if groups == 1:
+        _check_dense(rows, d_out)
+    elif rows < 1 or rows > likely * MOST_ROWS:
+        raise Declined(
+            f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
+            f"not {rows}"
+        )
+    if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
+        raise Declined(f"cuda grouped_matmul: {rows} rows in {groups} groups are too many blocks")
+    if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:
+        raise Declined(
+            f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "
+            f"and {d_out}"
+        )
+    _check_scales(form.coding, form.scale_columns, d_in)
+
+
+def _check_dense(rows: int, d_out: int) -> None:
+    """Raise Declined unless all tiles of one matrix are on the SMs at a time."""
+    tiles = -(-rows // TILE_ROWS) * -(-d_out // DENSE_COLUMNS)
+    if not 1 <= tiles <= SLOTS:
+        raise Declined(
+            f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "
+            f"{tiles} of {rows} rows by {d_out}"
+        )
+
+
+def _check_scales(coding: int, columns: int, d_in: int) -> None:
+    """Raise Declined unless a thread can read the scales, one for so many `columns`."""
+    served = SCALE_COLUMNS[coding]
+    whole = coding == FLOAT8 and (columns % served[0] == 0 or columns == d_in)
+    if columns not in served and not whole:
+        raise Declined(f"cuda grouped_matmul takes no groups of {columns} weights")
+    if d_in // columns * SCALE_BYTES[coding] % 4:
+        raise Declined(f"cuda grouped_matmul copies scales in pairs, not {d_in // columns}")

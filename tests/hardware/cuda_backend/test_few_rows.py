@@ -1,0 +1,120 @@
+"""Products for few rows on Hopper: the bits of Mosaic's kernel in every format, in any company."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.quantised_model import FORMATS
+from cuda_backend import few_rows
+from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul
+
+GROUPS, D_OUT, D_IN = 16, 768, 2048
+SIZES = np.array([0, 3, 9, 17, 1, 0, 0, 40, 2, 0, 5, 8, 16, 0, 1, 4], np.int32)
+ROWS = int(SIZES.sum()) + 6
+
+
+def weights(name: str, seed: int):
+    w = jax.random.normal(jax.random.key(seed), (GROUPS, D_OUT, D_IN), jnp.bfloat16) * D_IN**-0.5
+    return jax.jit(FORMATS.get(name, lambda w: w))(w)
+
+
+def rows(seed: int, width: int = D_IN, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), (ROWS, width), dtype)
+
+
+def same_bits(got, want):
+    got, want = (np.asarray(a).view(np.int16) for a in (got, want))
+    np.testing.assert_array_equal(got, want)
+
+
+def both(op, *args):
+    return (op(*args, implementation=name) for name in ("cuda", "pallas_gpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_have_the_bits_of_mosaics(name):
+    """One product, and gate and up, beside addends of either dtype."""
+    w, sizes = weights(name, 1), jnp.asarray(SIZES)
+    same_bits(*both(grouped_matmul, rows(0), w, sizes, None, rows(4, D_OUT, jnp.float32)))
+    same_bits(*both(grouped_matmul, rows(0), w, sizes))
+    pair = rows(0), w, weights(name, 2), sizes
+    same_bits(*both(gated_matmul, *pair))
+    same_bits(*both(gated_matmul, *pair, rows(4, D_OUT), rows(5, D_OUT)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("count", [1, 61])
+def test_dense_products_have_the_bits_of_mosaics(name, count):
+    args = rows(0)[:count], weights(name, 1)[:1], jnp.array([count], jnp.int32)
+    same_bits(*both(grouped_matmul, *args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int4"])
+def test_a_row_has_the_same_bits_in_any_company(name):
+    x, w = rows(0), weights(name, 1)
+    whole = grouped_matmul(x, w, jnp.asarray(SIZES), implementation="cuda")
+    starts = np.cumsum(SIZES) - SIZES
+    for group in (1, 7, 15):
+        row = int(starts[group] + SIZES[group] - 1)
+        alone = grouped_matmul(
+            x[row : row + 1], w[group : group + 1], jnp.array([1], jnp.int32), implementation="cuda"
+        )
+        same_bits(alone[0], whole[row])
+    assert not np.asarray(whole[SIZES.sum() :], np.float32).any()
+
+
+@pytest.mark.gpu
+def test_bias_and_a_hidden_size_that_no_stage_divides():
+    """GPT-OSS's: 2880, scales of 32 in 4 bits."""
+    w = jax.random.normal(jax.random.key(1), (GROUPS, 2880, 2880), jnp.bfloat16) / 54
+    bias, x = jax.random.normal(jax.random.key(2), (GROUPS, 2880), jnp.bfloat16), rows(3, 2880)
+    w = jax.jit(FORMATS["mxfp4"])(w)
+    same_bits(*both(grouped_matmul, x, w, jnp.asarray(SIZES), bias))
+
+
+def form(name: str, d_in: int = D_IN) -> few_rows.Form:
+    """Return a format's form without numbers."""
+    like = jax.ShapeDtypeStruct((GROUPS, D_OUT, d_in), jnp.bfloat16)
+    return few_rows.form_of((jax.eval_shape(FORMATS.get(name, lambda w: w), like),))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_few_rows_are_served(name):
+    few_rows.check_support(form(name), 512, 128, 768, 2048, 128)
+    few_rows.check_support(form(name), 64, 1, 4096, 2048, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("fp8", (8192, 128, 768, 2048, 128), "up to 8 rows for each of 128 groups, not 8192"),
+        ("fp8", (512, 128, 768, 2048, 16), "up to 8 rows for each of 16 groups, not 512"),
+        ("int4", (64, 1, 14336, 4096, None), "tiles of one matrix that are on the SMs at a time"),
+        ("int4", (4, 8, 768, 2000, None), "d_in in steps of 64"),
+        ("int4", (4, 8, 768, 384, None), "copies scales in pairs, not 3"),
+        ("nf4", (9000, 9000, 768, 2048, None), "too many blocks"),
+    ],
+)
+def test_declines_what_it_cannot_serve(name, sizes, why):
+    with pytest.raises(NotImplementedError, match=why):
+        few_rows.check_support(form(name), *sizes)
+
+
+def test_declines_forms_that_it_cannot_decode():
+    with pytest.raises(NotImplementedError, match="takes quantised weights"):
+        form("bfloat16")
+    like = jax.ShapeDtypeStruct((GROUPS, D_OUT, D_IN), jnp.bfloat16)
+    one, other = (jax.eval_shape(FORMATS[name], like) for name in ("fp8", "int4"))
+    with pytest.raises(NotImplementedError, match="two weights of one form"):
+        few_rows.form_of((one, other))
+    zeros = jax.ShapeDtypeStruct(other.scales.shape, jnp.uint8)
+    with pytest.raises(NotImplementedError, match="no zero points"):
+        few_rows.form_of((dataclasses.replace(other, zeros=zeros),))
+    with pytest.raises(NotImplementedError, match="scales of one row"):
+        few_rows.form_of((dataclasses.replace(one, block=(128, 128)),))

@@ -1,0 +1,100 @@
+"""Products for groups of few rows, the CUDA kernel's own code on a CPU."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from support.doubles.cuda_emulator import call
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DRIVER = "few_rows.cc"
+BF16 = ml_dtypes.bfloat16
+SIZES = (0, 3, 0, 9, 17, 1)  # rows of groups; two more are in none
+ROWS = sum(SIZES) + 2
+# coding, bits, weights that share a scale, dtype of scales, table
+CODINGS = {
+    "float8": (0, 8, 128, np.float32, None),
+    "int4": (1, 4, 128, BF16, SIGNED),
+    "int4 of 64": (1, 4, 64, BF16, SIGNED),
+    "mxfp4": (2, 4, 32, BF16, E2M1),
+    "nf4": (3, 4, 64, np.float32, NF4),
+}
+
+
+def drawn(name: str, d_out: int, d_in: int, seed: int) -> tuple:
+    """Return weights as stored, scales and plain values in float32, rounded to bfloat16."""
+    _, bits, group, scale_dtype, table = CODINGS[name]
+    rng, groups = np.random.default_rng(seed), len(SIZES)
+    scales = (0.01 + rng.random((groups, d_out, d_in // group))).astype(scale_dtype)
+    wide = np.repeat(scales.astype(np.float32), group, axis=-1)
+    if bits == 8:
+        stored = rng.standard_normal((groups, d_out, d_in)).astype(ml_dtypes.float8_e4m3fn)
+        values = stored.astype(np.float32)
+    else:
+        codes = rng.integers(0, 16, (groups, d_out, d_in)).astype(np.uint8)
+        stored, values = codes[..., ::2] | codes[..., 1::2] << 4, np.array(table, np.float32)[codes]
+    return stored, scales, (values * wide).astype(BF16).astype(np.float32)
+
+
+def run(library, name, x, weights, d_out, tile=16, bias=None, addends=(None, None)):
+    coding, *_, table = CODINGS[name]
+    y = np.full((len(x), d_out), np.nan, BF16)
+    (gate, gate_scales, _), *others = weights
+    up, up_scales = others[0][:2] if others else (None, None)
+    packed = np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
+    groups, d_in = len(SIZES), x.shape[1]
+    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], tile, (0x4300 + 8) * 0x10001
+    shape = np.array(sizes, np.int32)
+    wide = addends[0] is not None and addends[0].dtype == np.float32
+    args = (x, gate, up, gate_scales, up_scales, packed, np.array(SIZES, np.int32), bias, *addends)
+    call(library.few_rows, *args, int(wide), y, shape, coding)
+    return y
+
+
+def products(x, plain):
+    """Return float32 products of rows with their groups' plain weights; 0 for rows in none."""
+    y, start = np.zeros((len(x), plain.shape[1]), np.float32), 0
+    for g, size in enumerate(SIZES):
+        rows = slice(start, start + size)
+        y[rows] = x[rows].astype(np.float32) @ plain[g].T
+        start += size
+    return y
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_product_matches_float32(library, name):
+    """Bias and addend; a d_in that no stage divides, a d_out that no tile does."""
+    library.emulate(2, 3)
+    d_out, d_in = 136, 512 if name == "int4" else 384  # pairs of scales in bfloat16 are copied
+    rng = np.random.default_rng(0)
+    x, bias = (
+        rng.standard_normal((ROWS, d_in)).astype(BF16),
+        rng.standard_normal((len(SIZES), d_out)).astype(BF16),
+    )
+    weights = drawn(name, d_out, d_in, 1)
+    addend = rng.standard_normal((ROWS, d_out)).astype(np.float32)
+    got = run(library, name, x, [weights], d_out, 16, bias, (addend, None))
+    y = products(x, weights[2])
+    owner = np.repeat(np.arange(len(SIZES)), SIZES)
+    y[: len(owner)] += bias[owner].astype(np.float32)
+    want = y.astype(BF16).astype(np.float32) + addend
+    want[len(owner) :] = 0
+    np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_gated_product_matches_float32(library, name):
+    library.emulate(2, 5)
+    d_out, d_in = 128, 256
+    x = np.random.default_rng(0).standard_normal((ROWS, d_in)).astype(BF16)
+    weights = [drawn(name, d_out, d_in, seed) for seed in (1, 2)]
+    got = run(library, name, x, weights, d_out, 32)
+    gate, up = (products(x, w[2]).astype(BF16).astype(np.float32) for w in weights)
+    want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
+    np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])
