@@ -303,9 +303,10 @@ class Agent:
     def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
         """Return how a process keeps programs. None: as a server of this user does.
 
-        The engine of isolation "server" has a folder of its own, which nothing else reads.
+        The engine of isolation "server" has a folder of its own, which nothing else reads. On an
+        accelerator steps are not kept, so that a process could not make them for others.
         """
-        if self._isolation == "none":
+        if self._isolation == "none" or self._backbone.device != "cpu":
             return None
         kind = "functions" if self._isolation == "process" else "engines"
         return {"kind": kind, "writes": True, **given}

@@ -101,6 +101,7 @@ class PooledSlotAllocator(SlotAllocator):
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
+        self._exchange.placed(weights.digest)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
         return placement

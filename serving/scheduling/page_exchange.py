@@ -196,8 +196,16 @@ class PageExchange:
             wanted.first = now
         wanted.last = now
 
+    def placed(self, digest: str) -> None:
+        """Note that an adapter has pages: from now on its time counts as that of a load.
+
+        The wait for pages does not: whoever is short would seem worth more the shorter all are.
+        """
+        if (wanted := self._wanted.get(digest)) is not None:
+            wanted.first = self._clock()
+
     def came(self, digest: str, num_bytes: int) -> None:
-        """Note that an adapter is on the device; its wait for pages counts as time to load."""
+        """Note that an adapter is on the device."""
         self._fresh[digest] = self.num_steps
         wanted = self._wanted.pop(digest, None)
         if wanted is not None and num_bytes:

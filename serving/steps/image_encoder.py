@@ -87,10 +87,12 @@ class ImageEncoder:
         none = Patches(np.zeros((0, 3 * size * size), np.uint8), (0, 0))
         with_slots = (-1, 0) if slots is not None and self._has_plain else (-1,)
         jobs = [(slot, bucket, slots) for bucket in self.buckets for slot in with_slots]
-        # A call finds what was lowered from arguments like its own, and compiled here side by side.
-        lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda one: one.compile(), lowered))
+        # A call finds what was lowered from arguments like its own. A GPU times kernels while it
+        # compiles, one program at a time.
+        if not self._has_plain:
+            lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda one: one.compile(), lowered))
         for job in jobs:
             self._run(none, (), *job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))

@@ -160,7 +160,7 @@ def roles(pid: int) -> list[int]:
     ("flags", "message"),
     [
         (["--lora-modules", "a=b"], "--functions does not work with --lora-modules"),
-        (["--instances", "2"], "--instances or --lora-server"),
+        (["--lora-server", "1"], "--functions does not work with --lora-server or --nnodes"),
     ],
 )
 def test_what_does_not_go_with_functions_ends_the_start(tmp_path, flags, message):
