@@ -28,11 +28,17 @@ def jitted(traced: list):
     return step
 
 
+LEAST = "jax_persistent_cache_min_compile_time_secs"
+
+
 @pytest.fixture
 def kept(tmp_path):
     (tmp_path / "programs").mkdir()
     programs = ProgramFiles(tmp_path / "programs", 1 << 20)
-    return KeptSteps(ProgramFiles(tmp_path, 1 << 20), programs, "code")
+    before = getattr(jax.config, LEAST)
+    jax.config.update(LEAST, 1e9)  # on a busy machine the tests' own cache would take the programs
+    yield KeptSteps(ProgramFiles(tmp_path, 1 << 20), programs, "code")
+    jax.config.update(LEAST, before)
 
 
 def arguments():
