@@ -144,6 +144,7 @@ def _check_scales(coding: int, columns: int, d_in: int) -> None:
     served = SCALE_COLUMNS[coding]
     whole = coding == FLOAT8 and (columns % served[0] == 0 or columns == d_in)
     if columns not in served and not whole:
-        raise Declined(f"cuda grouped_matmul takes no groups of {columns} weights")
+        allowed = " or ".join(map(str, served))
+        raise Declined(f"cuda grouped_matmul takes groups of {allowed} weights, not {columns}")
     if d_in // columns * SCALE_BYTES[coding] % 4:
         raise Declined(f"cuda grouped_matmul copies scales in pairs, not {d_in // columns}")

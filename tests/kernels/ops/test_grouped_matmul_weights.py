@@ -153,9 +153,9 @@ def test_groups_that_the_kernel_does_not_take_run_as_plain_jax():
 
 
 def test_kernels_for_plain_weights_decline():
-    w, _ = coded(1, 8, 64, group=32, dtype="bfloat16")
-    case = grouped_case(4, 1, 8, 64, dtype="bfloat16")
-    for name in ("cuda", "pallas_tpu"):
+    for name, dtype in (("cuda", "float32"), ("pallas_tpu", "bfloat16")):
+        w, _ = coded(1, 8, 64, group=32, dtype=dtype)
+        case = grouped_case(4, 1, 8, 64, dtype=dtype)
         with pytest.raises(NotImplementedError, match="takes plain weights, not CodedWeight"):
             grouped_matmul(case.x, w, case.group_sizes, implementation=name)
 

@@ -351,6 +351,14 @@ int cuMemAlloc_v2(uint64_t *out, size_t size) {
   return *out ? 0 : OUT_OF_MEMORY;
 }
 
+// Attribute 13 tells memory of cuMemAlloc from mapped pages, as the driver does.
+int cuPointerGetAttribute(void *out, int attribute, uint64_t address) {
+  if (attribute != 13 || !contexts) return INVALID_VALUE;
+  pthread_mutex_lock(&lock);
+  *(int *)out = !inside(address, 1, 1);
+  return leave(0);
+}
+
 int cuMemHostAlloc(void **out, size_t size, unsigned flags) {
   if (flags != 3) return INVALID_VALUE;
   *out = aligned_alloc(256, (size + 255) / 256 * 256);
