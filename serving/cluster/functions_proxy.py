@@ -271,7 +271,10 @@ class FunctionsProxy(AbstractFront):
         while True:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._threads, base.warm)
-            except (DeviceFull, RuntimeError):  # full, or the front ends
+            except RuntimeError:  # the front ends
+                return
+            except DeviceFull:  # by functions that run: it is not lost
+                self._is_lost = False
                 return
             except ConnectionError as error:
                 if not self._is_lost:

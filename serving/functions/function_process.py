@@ -150,6 +150,8 @@ class _Calls:
                 if call["call"] == "http":
                     self._adopt(call["id"])
                 elif call["call"] in _SEATING:
+                    if call["call"] == "leave" and (left := pools.pop(call["name"], None)):
+                        left.shutdown(wait=False)  # its threads end with the calls that it has
                     is_sit = call["call"] == "sit"
                     fds = receive_fds(self._connection, 3) if is_sit else []
                     seating.submit(self._answer, call | {"fds": fds})

@@ -46,10 +46,13 @@ class Published:
     def send(self, connection: socket.socket, order: dict[str, Any]) -> None:
         """Send an order with the manifest in it, and the descriptors behind it.
 
-        Waits while the pages are loaded anew. Raises ConnectionError where that has failed.
+        Waits while the pages are loaded anew. Raises ConnectionError where that has failed, and
+        after `close`.
         """
         with self._lock:
-            self._lock.wait_for(lambda: not self._unfit or self._failed, _RENEW_S)
+            self._lock.wait_for(lambda: not self._unfit or self._failed or self._closed, _RENEW_S)
+            if self._closed:
+                raise ConnectionError("The backbone is closed.")
             if self._unfit:
                 raise ConnectionError(f"{self._unfit} {self._failed}".strip())
             self._sent.add(connection)
@@ -57,10 +60,15 @@ class Published:
             send_fds(connection, self._fds)
 
     def condemn(self, why: str) -> list[socket.socket]:
-        """Send these pages to nobody any more; return the connections of those who got them."""
+        """Send these pages to nobody any more; return the connections of those who got them.
+
+        Their descriptors are closed, so that their memory is free for new pages once these ended.
+        """
         with self._lock:
             self._unfit, self._failed = why, ""
             sent, self._sent = list(self._sent), weakref.WeakSet()
+            old, self._fds = self._fds, []
+        close_all(old)
         return sent
 
     def renew(self) -> None:
@@ -91,9 +99,10 @@ class Published:
         close_all(old)
 
     def close(self) -> None:
-        """Close the descriptors. A second call does nothing."""
+        """Close the descriptors; no `send` waits any more. A second call does nothing."""
         with self._lock:
             fds, self._fds, self._closed = self._fds, [], True
+            self._lock.notify_all()
         close_all(fds)
 
     def _load(self) -> tuple[dict[str, Any], list[int], str]:

@@ -110,6 +110,8 @@ class AdapterGate:
             digest = sequence.request.adapter_digest
             if sequence.slot >= 0 or not digest or digest in self._users:
                 continue
+            if self._must_yield(sequence):  # others of its adapter may be earlier, in other lines
+                continue
             if self._residency.is_resident(digest) and self.enter(sequence, now):
                 held.append(sequence)
         return held

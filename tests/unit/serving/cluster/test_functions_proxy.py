@@ -16,7 +16,7 @@ from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.cluster.functions_proxy import FunctionsProxy, one_per_process
 from serving.functions import tenants
 from serving.functions.callers import CallerRing
-from serving.functions.handle import Function
+from serving.functions.handle import DeviceFull, Function
 from serving.functions.running import Running
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing
@@ -40,6 +40,7 @@ class Functions:
         self.starts: dict[str, int] = {}
         self.go = threading.Event()  # for "slow"
         self.crashing: set[str] = set()
+        self.full = False
         self.heads: list[str] = []
 
     def function(self, adapter=None, *, name=None, lazy=False):
@@ -54,6 +55,8 @@ class Functions:
             raise ValueError("Function 'foreign' cannot start: /a/b/weights do not fit the base.")
         if name in self.crashing:
             raise ConnectionError("A process ended before it was ready.")
+        if self.full:
+            raise DeviceFull("Other functions are called; try again.")
         if name == "slow":
             assert self.go.wait(60)
         ours, theirs = socket.socketpair()
@@ -186,7 +189,9 @@ def test_a_device_is_lost_when_the_base_model_does_not_start_either(client, agen
     until(lambda: ask(client, "law").status_code == 503 and client.get("/ready").is_error)
     assert client.get("/ready").json()["status"] == "lost"
     assert client.get("/live").status_code == 200
-    agent.crashing = set()
+    agent.full, agent.crashing = True, set()
+    until(lambda: client.get("/ready").is_success)  # a device that functions fill is not lost
+    agent.full = False
     until(lambda: client.get("/ready").is_success)
     until(lambda: ask(client, "law").text == "law")
 

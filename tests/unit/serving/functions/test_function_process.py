@@ -145,6 +145,32 @@ def test_calls_of_one_adapter_do_not_hold_up_those_of_others(monkeypatch):
         thread.join(60)
 
 
+def test_threads_of_an_adapter_that_left_end_when_they_have_answered(monkeypatch):
+    """Else an engine would keep threads for every adapter that it ever had."""
+    ours, theirs = socket.socketpair()
+    engine = StuckEngine()
+    monkeypatch.setattr(_Calls, "_take", lambda calls, call: None)
+    calling = {thread for thread in threading.enumerate() if thread.name.startswith("call")}
+    with ours, theirs:
+        thread = threading.Thread(target=_Calls(theirs, engine, None, None, None).answer)
+        thread.start()
+        ask = {"call": "generate", "prompts": ["a"], "sampling": [{}]}
+        send_header(ours, {"id": 0, "adapter": "busy", **ask})
+        send_header(ours, {"id": 1, "call": "leave", "name": "busy", "epoch": 1})
+        assert receive_header(ours) == {"id": 1, "value": None}
+        its = {t for t in threading.enumerate() if t.name.startswith("call")} - calling
+        assert len(its) == 1
+        engine.end.set()
+        assert receive_header(ours) == {"id": 0, "value": []}
+        its.pop().join(60)
+        send_header(ours, {"id": 2, "adapter": "busy", **ask})
+        assert receive_header(ours) == {"id": 2, "value": []}
+        calls = [t for t in threading.enumerate() if t.name.startswith("call")]
+        assert len({*calls} - calling) == 1
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+
+
 def test_bad_calls_are_answered_and_the_next_ones_too():
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -1,6 +1,7 @@
 """Pages of a backbone in the agent's hands: a backup loads them, and only equal ones take over."""
 
 import os
+import queue
 import socket
 import threading
 from types import SimpleNamespace
@@ -94,7 +95,9 @@ def test_equal_pages_take_over_and_others_are_refused(monkeypatch):
 def test_condemned_pages_are_sent_to_nobody(monkeypatch):
     pages = loads(monkeypatch, LEAVES, {"embedding": [[4], "float32", 0, "11"]}, LEAVES)
     _, first = sent(pages)
+    held = len(os.listdir("/proc/self/fd"))
     pages.condemn("Bytes have changed.")
+    assert len(os.listdir("/proc/self/fd")) == held - 1, "new pages need the memory of these"
     with pytest.raises(ValueError, match="not those that were loaded before"):
         pages.renew()
     with pytest.raises(ConnectionError, match=r"Bytes have changed\. The files of /model are not"):
@@ -108,6 +111,24 @@ def test_condemned_pages_are_sent_to_nobody(monkeypatch):
     assert waiting
     assert waiting != [first]
     pages.close()
+
+
+def test_a_start_that_waits_for_new_pages_ends_with_the_agent(monkeypatch):
+    pages = loads(monkeypatch, LEAVES)
+    pages.condemn("Bytes have changed.")
+    errors = queue.SimpleQueue()
+
+    def start() -> None:
+        try:
+            sent(pages)
+        except ConnectionError as error:
+            errors.put(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    pages.close()
+    assert errors.get(timeout=60) == "The backbone is closed."
+    thread.join(60)
 
 
 def test_pages_that_come_after_the_end_are_closed(monkeypatch):

@@ -122,6 +122,20 @@ def test_draining_ends_with_the_waiter_and_spares_earlier_deadlines():
     assert fixture.residency.loads == ["a", "b", "c", "b"]
 
 
+def test_a_late_hit_of_a_drained_adapter_does_not_keep_an_earlier_one_out():
+    """`hold` walks line after line, so that a later deadline may come first."""
+    fixture = Gate()
+    holder = make(1, "b")
+    fixture.round(0.0, make(0, "a"), make(2, "a"), holder)
+    waiter, earlier, later = make(10, "c"), make(5, "b"), make(11, "b")
+    fixture.round(0.0, waiter)
+    fixture.round(WAIT_S / 2, waiter)
+    fixture.gate.leave(holder)
+    fixture.gate.start_round()
+    assert fixture.gate.hold([later, earlier], 2, WAIT_S / 2) == [earlier]
+    assert not fixture.gate.is_waiting(later)
+
+
 def test_a_waiter_that_went_away_drains_nobody():
     fixture = Gate()
     fixture.round(0.0, make(0, "a"), make(1, "b"))
