@@ -33,7 +33,11 @@ _CALLS = {
 
 
 class PeerLost(RuntimeError):
-    """A GPU of a group did not answer in time: results since then are not valid."""
+    """A GPU of a group did not answer in time: results since then are not valid.
+
+    If it goes on later, it writes a large exchange where this GPU's result was, memory that may
+    have another use by then: the process should end.
+    """
 
 
 @functools.cache

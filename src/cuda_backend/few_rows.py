@@ -12,14 +12,19 @@ import numpy as np
 
 from cuda_backend import ffi
 from lora_jax.ops.dispatch import Declined
-from lora_jax.ops.grouped_matmul.weights import CodedWeight, ScaledWeight, Weight
+from lora_jax.ops.grouped_matmul.weights import (
+    CodedWeight,
+    ScaledWeight,
+    Weight,
+    first_integer,
+    is_e2m1,
+)
 from lora_jax.typing import Array, Float, Int
 
 FLOAT8, INTEGER, E2M1, TABLE = range(4)  # Coding of csrc/grouped_matmul/codings.cuh
 # Of d_in, that share a scale; in 8 bits also multiples, and all.
 SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
-FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
 TILE_ROWS = 16
@@ -95,15 +100,14 @@ def _form_of(w: Weight) -> Form:
         raise Declined("cuda grouped_matmul takes quantised weights: Mosaic's streams plain ones")
     if w.zeros is not None:
         raise Declined("cuda grouped_matmul takes no zero points")
-    narrow, first = w.scales.dtype == jnp.bfloat16, w.table[0]
-    if not narrow:
+    if w.scales.dtype != jnp.bfloat16:
         return Form(TABLE, w.group_size, table=w.table)
-    if w.table == (*FLOATS, *(-v for v in FLOATS)):
+    if is_e2m1(w.table):
         return Form(E2M1, w.group_size)
-    if w.table == tuple(first + i for i in range(16)) and first in range(-16, 1):
-        return Form(INTEGER, w.group_size, (0x4300 - int(first)) * 0x10001)
+    if (first := first_integer(w.table)) is not None:
+        return Form(INTEGER, w.group_size, (0x4300 - first) * 0x10001)
     raise Declined(
-        "cuda grouped_matmul takes other tables than integers and E2M1 in float32 scales"
+        "cuda grouped_matmul takes other tables than integers and E2M1 with float32 scales"
     )
 
 

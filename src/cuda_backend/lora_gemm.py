@@ -98,7 +98,7 @@ def rows_per_item(rows: int, max_rank: int = MAX_RANK, most_runs: int | None = N
 
 
 def are_segments(rows: int, max_rank: int, most_runs: int | None) -> bool:
-    """Return whether rows that stand in order, in so many runs, are for lora_segments.cuh."""
+    """Return whether rows that stand in order, in so many runs, are for segments.cuh."""
     if most_runs is None or max_rank not in SEGMENT_RANKS:
         return False
     return rows > FEW_ROWS and rows >= SEGMENT_ROWS * most_runs

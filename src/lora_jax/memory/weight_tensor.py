@@ -22,7 +22,7 @@ from lora_jax.typing import Array
 
 @dataclasses.dataclass(eq=False)
 class _Placed:
-    """A block, the number of its first page within the range, and how many experts lie on it."""
+    """A block, its first page within the range, and how many mapped or kept experts need it."""
 
     start: int
     block: Block

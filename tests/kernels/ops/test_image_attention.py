@@ -121,6 +121,12 @@ def test_bad_angles_are_named():
     qkv, cos = jnp.zeros((4, 3, 2, 6)), jnp.zeros((4, 2))
     with pytest.raises(ValueError, match=r"cos has shape \(4, 2\), expected \(4, 3\)"):
         turned_attention(qkv, cos, cos, jnp.ones(4, bool), jnp.int32(4), SCALE)
+    for odd in (jnp.zeros((4, 2, 2, 6)), jnp.zeros((4, 3, 2, 5)), jnp.zeros((4, 3, 6))):
+        with pytest.raises(ValueError, match=r"qkv has shape .*, expected \[patches, 3, heads"):
+            turned_attention(odd, cos, cos, jnp.ones(4, bool), jnp.int32(4), SCALE)
+    narrow = jnp.zeros((4, 3), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"cos \(4, 3\) is bfloat16, expected float32"):
+        turned_attention(qkv, narrow, narrow, jnp.ones(4, bool), jnp.int32(4), SCALE)
 
 
 @pytest.mark.gpu

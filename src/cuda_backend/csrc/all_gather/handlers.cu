@@ -65,9 +65,8 @@ int32_t lora_jax_cuda_gather_load(int64_t devices) { return lora_jax::load_gathe
 // Lets kernels of the current device read and write what cudaMalloc gives on another one.
 int32_t lora_jax_cuda_gather_reach(int64_t device) {
   const cudaError_t e = cudaDeviceEnablePeerAccess(static_cast<int>(device), 0);
-  if (e != cudaErrorPeerAccessAlreadyEnabled) return e;
-  cudaGetLastError();  // else the next launch would be told of it
-  return cudaSuccess;
+  if (e != cudaSuccess) cudaGetLastError();  // else the next launch would be told of it
+  return e == cudaErrorPeerAccessAlreadyEnabled ? cudaSuccess : e;
 }
 
 // A number for the group of devices 0..devices-1, whose memories are zero and lie at `memory`; 0 if too many.

@@ -32,7 +32,8 @@ __device__ __forceinline__ void narrow(float v, __nv_bfloat16* to) { *to = __flo
 
 __device__ __forceinline__ float widen(int8_t v) { return v; }
 
-// Values of a rank row from the start of one to that of the next, and what they are multiplied by: int8 has it behind them, in 16 bytes.
+// Values of a rank row from the start of one to that of the next, and what they are multiplied by: int8 has it in the
+// 16 bytes behind them.
 template <class R>
 __device__ __forceinline__ int64_t row_items(int width) {
   return width + (sizeof(R) == 1 ? 16 : 0);

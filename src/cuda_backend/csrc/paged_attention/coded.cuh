@@ -9,8 +9,6 @@
 
 namespace lora_jax {
 
-constexpr int kMostRaw = 12;  // boxes on their way
-
 // The boxes of a CTA's shares, one after the other, for a warp.
 struct BoxWalk {
   const AttentionArgs& p;
@@ -44,6 +42,7 @@ struct BoxWalk {
 // One of the warps that bring pages. WORDS: of 4 values of a row; BOXES: of a slot.
 template <int CODERS, int WORDS, int BOXES>
 struct PageCoder {
+  static_assert(CODERS <= kMostCoders);
   static constexpr int kPlaces = kBox / CODERS;  // positions of a box that a warp has, of all heads
   static constexpr int kPieces = WORDS / 4;      // of 16 values of a row
   static constexpr int kRowBytes = WORDS * 4 + kCodedTail;

@@ -34,14 +34,16 @@ struct AttentionArgs {
 constexpr int kBox = 16;  // positions
 constexpr int kMostSlots = 12;
 constexpr int kMostConsumers = 8;  // warps
+constexpr int kMostCoders = 8, kMostRaw = 12;  // warps that turn pages in 8 bits; boxes on their way to each
 constexpr int kAttentionThreads = (kMostConsumers + 4) * 32;  // whole warpgroups, for their registers
 constexpr float kNone = -INFINITY;
 
 struct AttentionShared {
   uint64_t full[kMostSlots], empty[kMostSlots];
-  uint64_t raw[8 * 12];  // of pages in 8 bits, by the warp that turns them
+  uint64_t raw[kMostCoders * kMostRaw];  // of pages in 8 bits, by the warp that turns them
 };
 constexpr int kAttentionHeader = 1024;  // barriers; the slots begin on a boundary of the swizzle
+static_assert(sizeof(AttentionShared) <= kAttentionHeader);
 
 // Slots come round; their number is known at launch only.
 struct SlotRing {

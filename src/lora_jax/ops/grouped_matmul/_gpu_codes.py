@@ -16,10 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+from lora_jax.ops.grouped_matmul.weights import first_integer, is_e2m1
 from lora_jax.typing import Array
 
 CHUNK = 32  # codes of a row that four threads hold, eight each
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +33,13 @@ class Decoding:
 
     @property
     def first_integer(self) -> int | None:
-        """The value of code 0 if codes count integers up from it: 0 or less, and exact."""
-        first = self.table[0]
-        counted = all(value == first + i for i, value in enumerate(self.table))
-        return int(first) if counted and first == int(first) and -16 <= first <= 0 else None
+        """The value of code 0 if codes count integers up from it."""
+        return first_integer(self.table)
 
     @property
     def e2m1(self) -> bool:
         """Whether codes are floats of one sign, two exponent and one mantissa bit."""
-        return self.table == (*E2M1, *(-v for v in E2M1))
+        return is_e2m1(self.table)
 
 
 def decoded(

@@ -15,6 +15,7 @@ from lora_jax.typing import Array, Float
 
 _BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 _SCALES = (jnp.float32, jnp.bfloat16)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @jax.tree_util.register_dataclass
@@ -131,6 +132,18 @@ class ScaledWeight:
 QUANTISED = (CodedWeight, ScaledWeight)
 Weight = Float[Array, "groups d_out d_in"] | CodedWeight | ScaledWeight
 Matrix = Float[Array, "d_out d_in"] | CodedWeight | ScaledWeight
+
+
+def first_integer(table: tuple[float, ...]) -> int | None:
+    """Return the value of code 0 if codes count integers up from it: -16 to 0, and exact."""
+    first = table[0]
+    counted = all(value == first + i for i, value in enumerate(table))
+    return int(first) if counted and first == int(first) and -16 <= first <= 0 else None
+
+
+def is_e2m1(table: tuple[float, ...]) -> bool:
+    """Return whether codes are floats of one sign, two exponent and one mantissa bit."""
+    return table == (*_E2M1, *(-v for v in _E2M1))
 
 
 def plain(w: Any) -> Float[Array, "*lead d_out d_in"]:

@@ -101,11 +101,15 @@ def turned_attention(
     Raises:
         ValueError: shapes or dtypes do not fit each other.
     """
-    patches, three, _, dim = qkv.shape
+    if qkv.ndim != 4 or qkv.shape[1] != 3 or qkv.shape[3] % 2:
+        wanted = "[patches, 3, heads, an even number]"
+        raise ValueError(f"turned_attention: qkv has shape {qkv.shape}, expected {wanted}")
+    patches, *_, dim = qkv.shape
     angles = (patches, dim // 2)
+    checks.check_dtypes("turned_attention", qkv=qkv)
+    checks.check_dtype("turned_attention", jnp.float32, cos=cos, sin=sin)
     checks.check_shapes(
         "turned_attention",
-        qkv=((three, dim % 2), (3, 0)),
         cos=(tuple(cos.shape), angles),
         sin=(tuple(sin.shape), angles),
         valid=(tuple(valid.shape), (patches,)),

@@ -16,8 +16,8 @@ class LoraBatch:
     """Rows that each use an adapter slot, and where the slots' rank rows lie.
 
     Columns of `entries`: a_offset, b_offset, rank, a_stride, b_stride; expert e's rows start at
-    offset + e * stride of its pool. Pools of int8 hold rows in 8 bits (lora_jax.rank_rows), which
-    end in their scale: their items are the width and 16 more. No rank exceeds `max_rank`.
+    offset + e * stride of its pool. Pools of int8 hold rows in 8 bits (lora_jax.rank_rows), with
+    the scale in a tail: their items are the width and 16 more. No rank exceeds `max_rank`.
     The tables are of one site, or of all sites of a model, which then is their first axis.
     """
 

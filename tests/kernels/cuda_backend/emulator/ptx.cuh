@@ -81,10 +81,6 @@ inline void copies_arrive(uint64_t* bar) {
 }
 inline void consumer_barrier(int threads) { emu::meet(emu::machine.current->block->consumers, threads); }
 inline void named_barrier_wait(int barrier, int threads) { emu::meet(emu::machine.current->block->named[barrier], threads); }
-inline void named_barrier_arrive(int barrier, int threads) {
-  emu::Rendezvous& r = emu::machine.current->block->named[barrier];
-  if (++r.arrived == threads) r.arrived = 0, ++r.generation, ++emu::machine.progress;
-}
 inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
@@ -143,12 +139,6 @@ inline uint32_t lds32(uint32_t address) {
   if (address % 4) emu::fail("a load of 4 bytes off its boundary");
   uint32_t v;
   std::memcpy(&v, emu::at_shared(address), 4);
-  return v;
-}
-inline uint16_t lds16(uint32_t address) {
-  if (address % 2) emu::fail("a load of 2 bytes off its boundary");
-  uint16_t v;
-  std::memcpy(&v, emu::at_shared(address), 2);
   return v;
 }
 inline void sts32(uint32_t address, uint32_t x) {
