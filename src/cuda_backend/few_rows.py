@@ -107,7 +107,8 @@ def _form_of(w: Weight) -> Form:
     if (first := first_integer(w.table)) is not None:
         return Form(INTEGER, w.group_size, (0x4300 - first) * 0x10001)
     raise Declined(
-        "cuda grouped_matmul takes other tables than integers and E2M1 with float32 scales"
+        "cuda grouped_matmul takes bfloat16 scales for tables of integers and E2M1 alone, float32 "
+        "scales for any other"
     )
 
 

@@ -42,14 +42,14 @@ def drawn(name: str, d_out: int, d_in: int, seed: int) -> tuple:
     return stored, scales, (values * wide).astype(BF16).astype(np.float32)
 
 
-def run(library, name, x, weights, d_out, tile=16, bias=None, addends=(None, None)):
+def run(library, name, x, weights, d_out, bias=None, addends=(None, None)):
     coding, *_, table = CODINGS[name]
     y = np.full((len(x), d_out), np.nan, BF16)
     (gate, gate_scales, _), *others = weights
     up, up_scales = others[0][:2] if others else (None, None)
     packed = np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
     groups, d_in = len(SIZES), x.shape[1]
-    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], tile, (0x4300 + 8) * 0x10001
+    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], (0x4300 + 8) * 0x10001
     shape = np.array(sizes, np.int32)
     wide = addends[0] is not None and addends[0].dtype == np.float32
     args = (x, gate, up, gate_scales, up_scales, packed, np.array(SIZES, np.int32), bias, *addends)
@@ -79,7 +79,7 @@ def test_product_matches_float32(library, name):
     )
     weights = drawn(name, d_out, d_in, 1)
     addend = rng.standard_normal((ROWS, d_out)).astype(np.float32)
-    got = run(library, name, x, [weights], d_out, 16, bias, (addend, None))
+    got = run(library, name, x, [weights], d_out, bias, (addend, None))
     y = products(x, weights[2])
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     y[: len(owner)] += bias[owner].astype(np.float32)
@@ -94,7 +94,7 @@ def test_gated_product_matches_float32(library, name):
     d_out, d_in = 128, 256
     x = np.random.default_rng(0).standard_normal((ROWS, d_in)).astype(BF16)
     weights = [drawn(name, d_out, d_in, seed) for seed in (1, 2)]
-    got = run(library, name, x, weights, d_out, 32)
+    got = run(library, name, x, weights, d_out)
     gate, up = (products(x, w[2]).astype(BF16).astype(np.float32) for w in weights)
     want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
     np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])

@@ -314,10 +314,6 @@ struct FewRowsKernel {
       const int tile = index % p.tiles;
       if (w.count <= 8)
         one<8>(w, tile, ring);
-      else if (ROWS == 16 || (ROWS > 8 && w.count <= 16))
-        one<(ROWS > 16 ? 16 : ROWS)>(w, tile, ring);
-      else if (ROWS == 32 || (ROWS > 16 && w.count <= 32))
-        one<(ROWS > 32 ? 32 : ROWS)>(w, tile, ring);
       else
         one<ROWS>(w, tile, ring);
     }

@@ -5,15 +5,14 @@
 
 namespace {
 template <Coding C, int G>
-cudaError_t launch(const FewRowsCall& call, int rows) {
-  if (call.gated) return rows == 16 ? launch_few_rows<C, G, 16, 2, true>(call, nullptr) : launch_few_rows<C, G, 32, 4, true>(call, nullptr);
-  return rows == 16 ? launch_few_rows<C, G, 16, 1, false>(call, nullptr) : launch_few_rows<C, G, 32, 2, false>(call, nullptr);
+cudaError_t launch(const FewRowsCall& call) {
+  return call.gated ? launch_few_rows<C, G, 16, 2, true>(call, nullptr) : launch_few_rows<C, G, 16, 1, false>(call, nullptr);
 }
 }  // namespace
 
 extern "C" {
 
-// shape: rows, groups, d_out, d_in, scale groups, rows of a tile, base.
+// shape: rows, groups, d_out, d_in, scale groups, base.
 int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_scales, const void* up_scales,
              const float* table, const int* sizes, const Bf16* bias, const void* gate_addend, const void* up_addend,
              int wide, Bf16* y, const int* shape, int coding) {
@@ -24,14 +23,14 @@ int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_s
   p.addends[0] = gate_addend, p.addends[1] = up_addend, p.addends_wide = wide;
   p.rows = shape[0], p.groups = shape[1], p.d_out = shape[2], p.d_in = shape[3], p.scale_groups = shape[4];
   p.scale_columns = shape[3] / shape[4];
-  p.base = static_cast<uint32_t>(shape[6]);
+  p.base = static_cast<uint32_t>(shape[5]);
   std::memcpy(p.table, table, sizeof p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kFloat8: return launch<Coding::kFloat8, 128>(call, shape[5]);
+    case Coding::kFloat8: return launch<Coding::kFloat8, 128>(call);
     case Coding::kInteger:
-      return p.scale_columns == 64 ? launch<Coding::kInteger, 64>(call, shape[5]) : launch<Coding::kInteger, 128>(call, shape[5]);
-    case Coding::kE2m1: return launch<Coding::kE2m1, 32>(call, shape[5]);
-    default: return launch<Coding::kTable, 64>(call, shape[5]);
+      return p.scale_columns == 64 ? launch<Coding::kInteger, 64>(call) : launch<Coding::kInteger, 128>(call);
+    case Coding::kE2m1: return launch<Coding::kE2m1, 32>(call);
+    default: return launch<Coding::kTable, 64>(call);
   }
 }
 
