@@ -6,8 +6,6 @@ of every sequence row, the encoder row (-1: text) and the three positions of M-R
 """
 
 import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +24,7 @@ from lora_jax.vision.processor import Patches, ProcessorSettings
 from lora_jax.vision.rope_positions import rope_positions
 from serving.api.images import PreparedImage
 from serving.api.request import Sequence
+from serving.steps.compiling import compile_all
 from serving.steps.device_stopwatch import DeviceStopwatch
 from serving.steps.split_step import encode_on_every_device
 
@@ -91,8 +90,8 @@ class ImageEncoder:
         # compiles, one program at a time.
         if not self._has_plain:
             lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(pool.map(lambda one: one.compile(), lowered))
+            names = [f"{bucket} patches" for _, bucket, _ in jobs]
+            compile_all(lowered, names, progress=False)
         for job in jobs:
             self._run(none, (), *job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
