@@ -218,7 +218,7 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "seconds_of_all_phases": total,
         "best_share": best,
         "pool_to_best_share": ratios,
-        "in_its_worst_phase": max(ratios.values()),
+        "in_worst_phase_of_the_split": max(ratios.values()),
         "all_phases": total[best] / total["pool"],
         "pool_to_best_share_of_each_phase": of_phase,
         "failed": {name: one["failed"] for name, one in found.items()},

@@ -9,12 +9,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from bench.functions.large_model import SHAPES, write_adapters, write_large
+from bench.functions.measured import token_rate
 from serving import Sampling
 from serving.functions import Agent, Function
 from serving.functions.policies.batching import fit
@@ -173,9 +173,10 @@ def _answers(function: Function) -> list[list[int]]:
 def _turns(functions: list[Function], seconds: float) -> dict[str, Any]:
     """Return tokens a second of a lone function and of all at once, in alternating rounds."""
     lone, together = [], []
+    work = ([PROMPTS[0]] * 4, _greedy(64), seconds)
     for number in range(3):
-        lone.append(_rate([functions[number % len(functions)]], seconds))
-        together.append(_rate(functions, seconds))
+        lone.append(token_rate([functions[number % len(functions)]], *work))
+        together.append(token_rate(functions, *work))
     share = statistics.median(b / a for a, b in zip(lone, together, strict=True))
     return {
         "functions": len(functions),
@@ -183,25 +184,6 @@ def _turns(functions: list[Function], seconds: float) -> dict[str, Any]:
         "together_tokens_per_s": [round(rate) for rate in together],
         "share": round(share, 3),
     }
-
-
-def _rate(functions: list[Function], seconds: float) -> float:
-    """Return tokens a second of all; each has as many callers as its engine takes."""
-    end, made, lock = time.perf_counter() + seconds, [0], threading.Lock()
-
-    def call(function: Function) -> None:
-        while time.perf_counter() < end:
-            outputs = function.generate([PROMPTS[0]] * 4, _greedy(64))
-            with lock:
-                made[0] += sum(len(o.outputs[0].token_ids) for o in outputs)
-
-    start = time.perf_counter()
-    threads = [threading.Thread(target=call, args=(f,)) for f in functions for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return made[0] / (time.perf_counter() - start)
 
 
 def _greedy(tokens: int) -> Sampling:

@@ -12,6 +12,7 @@ from serving.functions import Agent, Function
 
 _SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batched_tokens": 64}
 _PROMPTS = ["The court"] * 8
+_LONG = Sampling(temperature=0, max_tokens=128, ignore_eos=True)
 _SLO_S = 1.0
 _STARTS = 5
 
@@ -61,8 +62,8 @@ def _rates(
         for function in functions:
             function.generate(_PROMPTS, Sampling(max_tokens=8))
         for round_ in range(4):
-            lone.append(_rate([functions[round_ % count]], seconds))
-            together.append(_rate(functions, seconds))
+            lone.append(token_rate([functions[round_ % count]], _PROMPTS, _LONG, seconds))
+            together.append(token_rate(functions, _PROMPTS, _LONG, seconds))
     return {
         "lone_tokens_per_s": round(statistics.median(lone)),
         "together_tokens_per_s": round(statistics.median(together)),
@@ -70,14 +71,15 @@ def _rates(
     }
 
 
-def _rate(functions: list[Function], seconds: float) -> float:
+def token_rate(
+    functions: list[Function], prompts: list[Any], sampling: Sampling, seconds: float
+) -> float:
     """Return tokens a second of all functions; each has two callers, so that it always has work."""
-    sampling = Sampling(temperature=0, max_tokens=128, ignore_eos=True)
     end, made, lock = time.perf_counter() + seconds, [0], threading.Lock()
 
     def call(function: Function) -> None:
         while time.perf_counter() < end:
-            outputs = function.generate(_PROMPTS, sampling)
+            outputs = function.generate(prompts, sampling)
             with lock:
                 made[0] += sum(len(o.outputs[0].token_ids) for o in outputs)
 

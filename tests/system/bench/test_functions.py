@@ -15,6 +15,7 @@ from bench.functions.run import simulate
 from bench.functions.systems import ABLATIONS, SYSTEMS, System
 from bench.functions.times import Times, read_times
 from bench.functions.traces import spread, thinned
+from serving import Sampling
 from serving.functions.policies.preload import plan, value_of
 
 
@@ -183,6 +184,6 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token():
     found = measured._starts(function)
     assert (found["ready_s"], function.offloads) == (0.25, 5)
     both, start = [Answering(), Answering()], time.perf_counter()
-    rate = measured._rate(both, 0.05)
+    rate = measured.token_rate(both, ["a prompt"] * 8, Sampling(), 0.05)
     most = sum(f.calls for f in both) * 24 / 0.05
     assert most / (time.perf_counter() - start) * 0.05 <= rate <= most

@@ -1,4 +1,4 @@
-"""What is worth least goes first, whichever side it is of."""
+"""The page exchange: things of least worth leave first, whichever side they are of."""
 
 from types import SimpleNamespace
 
