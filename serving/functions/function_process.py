@@ -110,6 +110,7 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         [model],
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
+        gpus=order["jail"]["gpus"],
     )
     for what in failed:
         logger.warning("Function %r runs without %s", order["name"], what)

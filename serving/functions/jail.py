@@ -31,6 +31,9 @@ _CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
 _OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev", "/proc/self", "/proc/cpuinfo")
 _SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
+# What CUDA's driver reads beside it, and the threads of this process, which it gives names.
+_OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
+_THREADS = "/proc/self/task"
 
 
 def enter(
@@ -40,19 +43,22 @@ def enter(
     *,
     memory_bytes: int | None = None,
     network: bool = False,
+    gpus: bool = False,
 ) -> list[str]:
     """Bind this process, which has one thread, for good; return what the kernel could not do.
 
     `reads` and `writes` are files and folders with all below them, beside the system's own; of
     `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
-    bounds the process' own memory. With `network` internet sockets are left.
+    bounds the process' own memory. With `network` internet sockets are left, with `gpus` the NVIDIA
+    devices.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = _limit(memory_bytes)
+    rules = _rules(reads, writes, lists, gpus)
     steps = {
-        "Landlock (files, signals)": lambda: _landlock(libc, reads, writes, lists, network),
+        "Landlock (files, signals)": lambda: _landlock(libc, rules, network),
         "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
     }
     for name, step in steps.items():
@@ -99,7 +105,19 @@ def _limit(memory_bytes: int | None) -> list[str]:
     return failed
 
 
-def _landlock(libc, reads, writes, lists, network: bool) -> None:
+def _rules(reads, writes, lists, gpus: bool) -> list[tuple[str | Path, int]]:
+    """Return paths with what is allowed below them."""
+    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
+    rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
+    rules += [(path, _LIST) for path in lists]
+    if gpus:
+        rules += [(path, _READ | _LIST) for path in _OF_DRIVER]
+        rules += [(path, _READ | _WRITE | _IOCTL) for path in Path("/dev").glob("nvidia*")]
+        rules += [(_THREADS, _WRITE | _TRUNCATE)]
+    return rules
+
+
+def _landlock(libc, rules: list[tuple[str | Path, int]], network: bool) -> None:
     version = libc.syscall(_CREATE, None, 0, _VERSION_ASKED)
     if version < 1:
         _raise()
@@ -114,9 +132,6 @@ def _landlock(libc, reads, writes, lists, network: bool) -> None:
     if ruleset < 0:
         _raise()
     try:
-        rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
-        rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
-        rules += [(path, _LIST) for path in lists]
         for path, access in rules:
             _allow(libc, ruleset, path, access & handled)
         if libc.syscall(_RESTRICT, ruleset, 0) < 0:

@@ -84,7 +84,7 @@ class Published:
                 raise ValueError(
                     f"The files of {self._model} are not those that were loaded before: start anew."
                 )
-        except (OSError, ValueError) as error:
+        except Exception as error:
             with self._lock:
                 self._failed = str(error)
                 self._lock.notify_all()

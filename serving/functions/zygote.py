@@ -5,17 +5,24 @@ start a thread: what a child inherits has to be as good as new.
 """
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
 import socket
 import sys
 import warnings
 
+from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
+
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
 from lora_jax.ops.cpu.build import available
+from lora_jax.ops.dispatch import Declined, backend_kernel
 from serving.functions import function_process  # brings jax and the engine
 from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
+
+_KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
 def main(control: socket.socket) -> None:
@@ -31,8 +38,7 @@ def main(control: socket.socket) -> None:
             (end,) = receive_fds(control, 1)
         except ShareError:
             return
-        if order.get("device") == "cpu":
-            available()  # a function may run no compiler
+        _load_kernels(order.get("device"))
         if order.get("tenants"):
             with contextlib.suppress(NotImplementedError):  # the function says it
                 prepare()
@@ -41,6 +47,26 @@ def main(control: socket.socket) -> None:
             _be_function(control, end)
         os.close(end)
         send_header(control, {"pid": pid})
+
+
+def _load_kernels(device: str | None) -> None:
+    """Give the kernels of this device to XLA: a function may run no compiler."""
+    if device == "gpu":
+        _load_plugin()
+    with contextlib.suppress(Declined):
+        _KERNELS.get(device, lambda: False)()
+
+
+@functools.cache
+def _load_plugin() -> None:
+    """Load jax's libraries of CUDA and Mosaic's compiler. No device is touched.
+
+    The plugin's check of versions would initialise CUDA, which no fork survives.
+    """
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    xla_bridge._discover_and_register_pjrt_plugins()
+    with contextlib.suppress(ImportError):
+        importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def _be_function(control: socket.socket, end: int) -> None:
