@@ -54,7 +54,8 @@ def _load_kernels(device: str | None) -> None:
     if device == "gpu":
         _load_plugin()
     with contextlib.suppress(Declined):
-        _KERNELS.get(device, lambda: False)()
+        if device in _KERNELS:
+            _KERNELS[device]()
 
 
 @functools.cache
