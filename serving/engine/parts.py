@@ -192,12 +192,15 @@ def _build(
         allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
+    copier = None if base.split is not None else device_copier()
+    copied_as = None if copier is None else base.dtype
+    held_as = base.catalogue, base.widths, base.norms
     residencies = make_residencies(
         allocator,
         base.esft,
         base.remote,
-        copier=None if base.split is not None else device_copier(),
-        host_form=host_form(config, base.catalogue, base.widths, base.norms),
+        copier=copier,
+        host_form=host_form(config, *held_as, copied_as=copied_as),
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
