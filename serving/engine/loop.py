@@ -238,12 +238,15 @@ class EngineLoop:
                 self._parts.scheduler.finish(sequence, FinishReason.ERROR)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
-        """Give the device to another process where that is due, and have it for the next step."""
+        """Give the device to another process where that is due, and have it for the next step.
+
+        The other one plans and dispatches while the last step of this one ends.
+        """
         if turns.is_due:
+            turns.give_back()
             if self._flying is not None:
                 step, self._flying = self._flying, None
                 self._process_results(step)
-            turns.give_back()
         with self._lock:
             has_work = self._parts.scheduler.has_work
         if has_work:

@@ -125,6 +125,7 @@ class Agent:
         self._naming = threading.Lock()
         self._ends = Ends()
         self._filling, self._filled = threading.Lock(), False  # kept programs of functions
+        self._steps: list[str] = []  # that the last process asked for, for the next one to read
         self._zygote = Zygote()
         self._closing = threading.Event()
         self._published: Published | None = None
@@ -298,7 +299,9 @@ class Agent:
         of functions. Raises ValueError with its reason, ConnectionError where it ends.
         """
         tenants = self._tenant_sizes is not None
-        ours, pid = self._zygote.fork({"device": self._backbone.device, "tenants": tenants})
+        facts = {"device": self._backbone.device, "tenants": tenants}
+        facts |= {"model": self.model, "dtype": self._fields.get("dtype")}
+        ours, pid = self._zygote.fork(facts)
         self._ends.note(ours, pid)
         try:
             # Tenants and guards answer no HTTP: its settings name files of keys.
@@ -307,6 +310,7 @@ class Agent:
             makes = backbone and not order.get("guard")
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             order["jail"] = self._jail(order["programs"])
+            order["steps"] = self._steps
             takes_turns = self._turns is not None and backbone and not order.get("guard")
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
@@ -319,6 +323,7 @@ class Agent:
             ours.settimeout(_START_S)
             ready = expect(ours, "ready")
             ours.settimeout(None)
+            self._steps = ready.get("steps") or self._steps
         except BaseException:
             ours.close()
             raise

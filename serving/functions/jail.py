@@ -7,6 +7,7 @@ the process runs without it.
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -70,22 +71,29 @@ def enter(
 
 
 def code_folders(without: Iterable[str | Path]) -> list[Path]:
-    """Return folders of the interpreter and its modules.
+    """Return folders of the interpreter and its modules, none below another one.
 
     Of one that holds a path of `without`, such as a checkout, the packages that are imported.
     """
-    private = [Path(path).resolve() for path in without]
-    folders = {Path(sys.prefix), Path(sys.base_prefix)}
-    for entry in filter(os.path.isdir, sys.path):
-        folder = Path(entry).resolve()
-        if not any(path.is_relative_to(folder) for path in private):
-            folders.add(folder)
+    private = [f"{os.path.realpath(path)}/" for path in without]
+    kept: list[str] = []
+    for folder in _folders_of(len(sys.modules)):
+        below = bool(kept) and f"{folder}/".startswith(f"{kept[-1]}/")
+        if not below and not any(path.startswith(f"{folder}/") for path in private):
+            kept.append(folder)
+    return [Path(folder) for folder in kept]
+
+
+@functools.lru_cache(maxsize=1)  # a fork of the zygote has imported nothing more
+def _folders_of(num_modules: int) -> list[str]:
+    """Return all folders of code, links followed, in an order in which inner ones come later."""
+    found = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # `__path__` of torch.classes is no list
         places = getattr(spec, "submodule_search_locations", None) or ()
-        folders |= {Path(place) for place in list(places)[:1]}
-    kept = {f for f in folders if not any(path.is_relative_to(f.resolve()) for path in private)}
-    return sorted(kept)
+        found |= {str(place) for place in list(places)[:1]}
+    real = {os.path.realpath(folder) for folder in found}
+    return sorted(real, key=lambda folder: f"{folder}/")
 
 
 def _limit(memory_bytes: int | None) -> list[str]:
