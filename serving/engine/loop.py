@@ -317,13 +317,14 @@ class EngineLoop:
         """Wait until something is to be done."""
         if self._parts.turns is not None:
             self._parts.turns.give_back()
-        loading = self._parts.residencies.is_busy
+        loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
+            cold = self._parts.runner.run_cold()
         with self._lock:
             if self._woken or self._closing:
                 return
-            blocked = self._parts.scheduler.has_work
+            blocked = cold or self._parts.scheduler.has_work
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
 

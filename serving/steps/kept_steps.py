@@ -114,6 +114,11 @@ class KeptProgram:
         return self._kept is not None
 
     @property
+    def is_ready(self) -> bool:
+        """Whether `compiled` does not wait."""
+        return self._compiling.done() and self._compiling.exception() is None
+
+    @property
     def compiled(self) -> Compiled:
         """The program; waits for `compile`."""
         return self._compiling.result()
