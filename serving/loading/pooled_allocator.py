@@ -81,7 +81,6 @@ class PooledSlotAllocator(SlotAllocator):
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
         if weights.digest in self._placed:
             return False
-        self._exchange.wanted(weights.digest)
         if weights.digest in self._reserved:
             self._reserved[weights.digest] = self._exchange.num_steps
         if self.can_place(weights):
@@ -101,7 +100,6 @@ class PooledSlotAllocator(SlotAllocator):
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
-        self._exchange.placed(weights.digest)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
         return placement
@@ -178,7 +176,12 @@ class PooledSlotAllocator(SlotAllocator):
         return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:
-        return self._exchange.uses.value(digest, self._num_bytes(self._placed[digest]))
+        """Return what an adapter is worth by byte; a request that waits for it is a use to come."""
+        exchange, num_bytes = self._exchange, self._num_bytes(self._placed[digest])
+        value = exchange.uses.value(digest, num_bytes)
+        if not self.is_needed(digest):
+            return value
+        return max(value, exchange.level) + exchange.load_s(num_bytes) / num_bytes
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Nobody goes at once for another's sake: see `make_room`."""

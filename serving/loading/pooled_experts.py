@@ -51,7 +51,6 @@ class PooledExpertAllocator(ExpertAllocator):
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
         if weights.digest in self._placed:
             return False
-        self._pool.wanted(weights.digest)
         if self.can_place(weights):
             return True
         if super().can_place(weights):

@@ -17,15 +17,16 @@ from typing import Protocol
 from lora_jax.adapters.use_ledger import UseLedger
 
 # Until they are measured.
-LOAD_S_PER_BYTE = 1e-9
+LOAD_S_PER_BYTE = 1e-10
 COMPUTE_S_PER_TOKEN = 1e-4
+LEAST_LOAD_S_PER_BYTE = 2e-11  # the copy itself, of which an engine's thread may see nothing
+_MEASURED_BYTES = 1  # pages: loads are measured together until they are so many
 _PROMPT_TOKENS = 64  # a step of so many is mostly prompts
 _LEAVING_PARTS = 8
 # What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
 # ahead of the next ones for some steps.
 _AHEAD_PARTS, _AHEAD_STEPS = 32, 64
 _FRESH_STEPS = 8  # an adapter that has come stays for so many without a use: one will take it
-_PATIENCE_S = 1.0  # who asks again only after so long has not waited
 _SHARE = 0.1  # of a new measurement in the mean
 
 
@@ -73,14 +74,6 @@ class PoolShares:
     given: int = 0
 
 
-@dataclasses.dataclass
-class _Wanted:
-    """When an adapter was asked for first, and last."""
-
-    first: float
-    last: float
-
-
 class PageExchange:
     """The order of value over all sides; the engine's thread uses it."""
 
@@ -89,7 +82,6 @@ class PageExchange:
     ):
         """`kept` pages are for good somebody's who takes no part, as the base's experts."""
         self.pool, self._kept, self._clock = pool, kept, clock
-        self._wanted: dict[str, _Wanted] = {}
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
@@ -97,6 +89,7 @@ class PageExchange:
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
+        self._spent, self._loaded = 0.0, 0  # seconds and bytes since the last measurement
         self.uses = UseLedger(self.load_s)  # of adapters
         self._sides: list[Side] = []
         self._planned: collections.deque[float] = collections.deque()  # times, of steps in flight
@@ -164,8 +157,8 @@ class PageExchange:
 
     @property
     def is_short(self) -> bool:
-        """True if a claim was not met since `start_step`."""
-        return self._asked > 0
+        """True if a claim was not met lately: free pages are then for those that are to come."""
+        return self.num_steps - self._last_claim <= _AHEAD_STEPS
 
     @property
     def pages_leaving(self) -> int:
@@ -188,33 +181,25 @@ class PageExchange:
         """Note that something of this value has gone."""
         self.uses.level = max(self.uses.level, value)
 
-    def wanted(self, digest: str) -> None:
-        """Note that somebody asks for an adapter, maybe again."""
-        now = self._clock()
-        wanted = self._wanted.setdefault(digest, _Wanted(now, now))
-        if now - wanted.last > _PATIENCE_S:
-            wanted.first = now
-        wanted.last = now
+    def spent(self, seconds: float) -> None:
+        """Note that the engine's thread was busy with loads for so long, which steps lose.
 
-    def placed(self, digest: str) -> None:
-        """Note that an adapter has pages: from now on its time counts as that of a load.
-
-        The wait for pages does not: whoever is short would seem worth more the shorter all are.
+        What a load takes beside that does not count: it delays its own request alone, as other
+        adapters' steps go on.
         """
-        if (wanted := self._wanted.get(digest)) is not None:
-            wanted.first = self._clock()
+        self._spent += seconds
 
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device."""
         self._fresh[digest] = self.num_steps
-        wanted = self._wanted.pop(digest, None)
-        if wanted is not None and num_bytes:
-            seconds = self._clock() - wanted.first
-            self._load_s += _SHARE * (seconds / num_bytes - self._load_s)
+        self._loaded += num_bytes
+        if self._loaded >= _MEASURED_BYTES * self.pool.page_bytes:
+            seconds = max(LEAST_LOAD_S_PER_BYTE, self._spent / self._loaded)
+            self._load_s += _SHARE * (seconds - self._load_s)
+            self._spent, self._loaded = 0.0, 0
 
     def forget(self, digest: str) -> None:
         """Nobody asks for these weights any more."""
-        self._wanted.pop(digest, None)
         self._fresh.pop(digest, None)
         self.uses.forget(digest)
 

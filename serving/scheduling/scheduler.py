@@ -143,11 +143,8 @@ class Scheduler(LiveSequences):
         """
         self._gate.start_round()
         free_rows = self._running.num_free_rows if admitting else 0
-        held = self._gate.hold(self._waiting, free_rows, now)
+        self._gate.hold(self._waiting, free_rows)
         self._fill_lines(step, now, admitting, tenants)
-        for sequence in held:
-            if sequence.state is SequenceState.WAITING:
-                self._gate.leave(sequence)
 
     def _fill_lines(
         self, step: StepBudget, now: float, admitting: bool, tenants: Container[str]
