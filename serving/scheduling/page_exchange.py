@@ -148,7 +148,7 @@ class PageExchange:
         """Return whether so many pages are free beside those that earlier claims wait for."""
         return self._asked + num_pages <= self.available
 
-    def start_step(self) -> None:
+    def start_step(self, num_running: int = 0) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead."""
         self._asked = 0
         self.num_steps += 1
