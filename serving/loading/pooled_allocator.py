@@ -148,7 +148,8 @@ class PooledSlotAllocator(SlotAllocator):
             return None
         digest = min(values, key=lambda one: values[one])
         placed, value = self._placed[digest], values[digest]
-        return Offer(value, self._num_pages(placed), lambda: self._free(digest))
+        lost_s = self._exchange.load_s(self._num_bytes(placed))
+        return Offer(value, self._num_pages(placed), lambda: self._free(digest), lost_s)
 
     def stats(self) -> ResidencyStats:
         found = super().stats()

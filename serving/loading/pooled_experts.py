@@ -84,7 +84,8 @@ class PooledExpertAllocator(ExpertAllocator):
             return None
         placement = self._placed[digest].room
         value = self._pool.uses.value(digest, self._num_bytes(placement))
-        return Offer(value, self._frees(placement), lambda: self._free(digest))
+        lost_s = self._pool.load_s(self._num_bytes(placement))
+        return Offer(value, self._frees(placement), lambda: self._free(digest), lost_s)
 
     @property
     def _pool(self) -> PageExchange:

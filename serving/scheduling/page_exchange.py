@@ -37,6 +37,7 @@ class Offer:
     value: float
     num_pages: int
     give: Callable[[], None]
+    seconds: float = 0.0  # that steps lose when it is brought back
 
 
 class Side(Protocol):
@@ -88,6 +89,10 @@ class PageExchange:
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
+        self._unmet = 0  # such claims
+        self._credit_s = 0.0  # of claims, see `start_step`
+        self._is_idle = True  # nothing runs
+        self._step_s = 0.0  # of steps lately
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
         self._spent, self._loaded = 0.0, 0  # seconds and bytes since the last measurement
         self.uses = UseLedger(self.load_s)  # of adapters
@@ -118,22 +123,33 @@ class PageExchange:
         """Pages that are free and promised to nobody."""
         return self.pool.num_available - sum(promised() for promised in self._promises)
 
-    def claim(self, num_pages: int, claimant: Side, *, own: bool, below: float = math.inf) -> bool:
+    def claim(
+        self,
+        num_pages: int,
+        claimant: Side,
+        *,
+        own: bool,
+        below: float = math.inf,
+        urgent: bool = False,
+    ) -> bool:
         """Return whether so many pages are free; if not, have enough leave that is not in use.
 
         With `own` the claimant's offers count too, with `below` only those that are worth less. A
         claim that is not met is to be made again after the next step. Claims of one step add up,
         so that what waits for pages need not wait for one another; no more than a part of the pool
-        leaves at a time.
+        leaves at a time, and no more than the wait was worth (`start_step`) unless it is urgent.
         """
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
+        self._unmet += 1
         self._last_claim = self.num_steps
-        self._have_leave(self._asked, None if own else claimant, below)
+        self._have_leave(self._asked, None if own else claimant, below, urgent=urgent)
         return False
 
-    def _have_leave(self, num_pages: int, but: Side | None, below: float) -> None:
+    def _have_leave(
+        self, num_pages: int, but: Side | None, below: float, *, urgent: bool = False
+    ) -> None:
         """Have offers leave until so many pages are free or on their way."""
         free, leaving = self.available, self.pages_leaving
         most = self.pool.num_pages // _LEAVING_PARTS
@@ -141,6 +157,10 @@ class PageExchange:
             offer = self.least(but)
             if offer is None or offer.value >= below:
                 break
+            if not (urgent or self._is_idle):
+                if offer.seconds > self._credit_s:
+                    break
+                self._credit_s -= offer.seconds
             leaving += offer.num_pages
             self.take(offer)
 
@@ -149,8 +169,17 @@ class PageExchange:
         return self._asked + num_pages <= self.available
 
     def start_step(self, num_running: int = 0) -> None:
-        """Begin to add up the claims of a step; while claims come, some pages are free ahead."""
-        self._asked = 0
+        """Begin to add up the claims of a step; while claims come, some pages are free ahead.
+
+        A claim that was not met costs its sequence's part of a step: with n that run, a step makes
+        a share of 1 / n fewer tokens than it could. What claims have lost so far they may have
+        others lose, who then compute or load again what leaves: neither then loses more than twice
+        what it had to.
+        """
+        lost_s = self._unmet * self._step_s / max(1, num_running)
+        self._credit_s = self._credit_s + lost_s if self._unmet else 0.0
+        self._is_idle = not num_running
+        self._asked = self._unmet = 0
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
             self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)
@@ -222,6 +251,7 @@ class PageExchange:
         """Note the end of the oldest step, of so many tokens; those with prompts tell the rate."""
         seconds = now - max(self._ended, self._planned.popleft())
         self._ended = now
+        self._step_s += _SHARE * (seconds - self._step_s)
         if num_tokens >= _PROMPT_TOKENS:
             self._compute_s += _SHARE * (seconds / num_tokens - self._compute_s)
 

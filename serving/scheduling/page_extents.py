@@ -86,9 +86,9 @@ class PageExtents:
         """See to it that so many pages are free, so that sequences that run may grow."""
         self._reserve = reserve
         self._exchange.start_step(reserve)
-        self.want(reserve)
+        self.want(reserve, urgent=True)
 
-    def want(self, count: int) -> bool:
+    def want(self, count: int, *, urgent: bool = False) -> bool:
         """Have so many pages be blank: at once as far as the pool has room, else soon.
 
         Returns whether to wait for them: something leaves for their sake that is worth less than
@@ -113,7 +113,7 @@ class PageExtents:
             self._waits = (self._waits + 1) % _MOST_WAITS
             if not is_cheap or not self._waits:  # others may have taken what left
                 return False
-        self._exchange.claim(pages, self, own=False, below=below)
+        self._exchange.claim(pages, self, own=False, below=below, urgent=urgent)
         return self._exchange.pages_leaving > self.pages_leaving
 
     def planned(self, now: float) -> None:
@@ -186,7 +186,8 @@ class PageExtents:
             return None
         extent = min(self._idle, key=lambda e: (self._worth[e], -e))
         value = self._worth[extent] / self._size
-        return Offer(value, self._extent_pages, lambda: self._give(extent))
+        lost_s = sum(self._seconds(page) for page in self._pages(extent) if page in self._values)
+        return Offer(value, self._extent_pages, lambda: self._give(extent), lost_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict the cache."""
@@ -215,9 +216,14 @@ class PageExtents:
     def _value(self, page: int) -> float:
         """Return what a page's contents are worth by byte."""
         num_bytes = self._extent_pages * self._exchange.pool.page_bytes / self._size
-        seconds = self._exchange.compute_s(self._cache.page_size)
         uses = self._uses[page] - 1 + self._chance
+        seconds = self._exchange.compute_s(self._cache.page_size)
         return self._exchange.level + uses * seconds / num_bytes
+
+    def _seconds(self, page: int) -> float:
+        """Return what steps lose, as far as can be expected, when a cached page goes."""
+        chance = 1.0 if self._uses[page] > 1 else self._chance
+        return chance * self._exchange.compute_s(self._cache.page_size)
 
     def _note_gone(self, page: int, was_cached: bool) -> None:
         """Note that a page's contents go, if it was cached."""

@@ -161,7 +161,7 @@ class SequencePages:
         if missing <= 0:
             return True
         if self._extents is not None and missing > self._cache.num_blank:
-            self._extents.want(missing)
+            self._extents.want(missing, urgent=True)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
