@@ -112,6 +112,11 @@ class PageRoom:
             self._retirement.defer(dispatched - 1, free)
         return self._retirement.completed(read - 1)
 
+    def spent(self, seconds: float) -> None:
+        """Note how long the engine's thread was busy with loads and with what left for them."""
+        if self._allocator is not None:
+            self._allocator.spent(seconds)
+
     @property
     def is_short(self) -> bool:
         """True if somebody waits for pages, which are then not for adapters that nobody needs."""

@@ -4,6 +4,7 @@ See `allocator` for the life of an adapter. Memory is not written in the order o
 is free again only when `reclaim` says that no step can read it, as with experts (esft_allocator).
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -98,11 +99,17 @@ class PooledSlotAllocator(SlotAllocator):
         return False
 
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
+        begun = time.perf_counter()
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
+        self.spent(time.perf_counter() - begun)
         return placement
+
+    def spent(self, seconds: float) -> None:
+        """Note how long the engine's thread was busy with loads."""
+        self._exchange.spent(seconds)
 
     def has_memory(self, digest: str) -> bool:
         """Return whether a placed adapter's rows may be written."""

@@ -10,7 +10,6 @@ and nothing is held for it.
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -78,11 +77,9 @@ class PoolShares:
 class PageExchange:
     """The order of value over all sides; the engine's thread uses it."""
 
-    def __init__(
-        self, pool: AnyPool, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, pool: AnyPool, *, kept: int = 0):
         """`kept` pages are for good somebody's who takes no part, as the base's experts."""
-        self.pool, self._kept, self._clock = pool, kept, clock
+        self.pool, self._kept = pool, kept
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
