@@ -86,7 +86,6 @@ class PageExchange:
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
-        self._unmet = 0  # such claims
         self._credit_s = 0.0  # of claims, see `start_step`
         self._is_idle = True  # nothing runs
         self._step_s = 0.0  # of steps lately
@@ -139,7 +138,6 @@ class PageExchange:
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
-        self._unmet += 1
         self._last_claim = self.num_steps
         self._have_leave(self._asked, None if own else claimant, below, urgent=urgent)
         return False
@@ -165,18 +163,17 @@ class PageExchange:
         """Return whether so many pages are free beside those that earlier claims wait for."""
         return self._asked + num_pages <= self.available
 
-    def start_step(self, num_running: int = 0) -> None:
+    def start_step(self, num_running: int = 0, num_idle: int = 1) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead.
 
-        A claim that was not met costs its sequence's part of a step: with n that run, a step makes
-        a share of 1 / n fewer tokens than it could. What claims have lost so far they may have
-        others lose, who then compute or load again what leaves: neither then loses more than twice
-        what it had to.
+        `num_running` sequences run, and `num_idle` more could. While a claim is not met a step
+        makes fewer tokens by their share. What claims have lost so far they may have others lose,
+        who then compute or load again what leaves: so nobody loses more than twice what it had to.
         """
-        lost_s = self._unmet * self._step_s / max(1, num_running)
-        self._credit_s = self._credit_s + lost_s if self._unmet else 0.0
+        lost_s = num_idle * self._step_s / max(1, num_running)
+        self._credit_s = self._credit_s + lost_s if self._asked else 0.0
         self._is_idle = not num_running
-        self._asked = self._unmet = 0
+        self._asked = 0
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
             self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)

@@ -82,10 +82,10 @@ class PageExtents:
 
     # The scheduler's side.
 
-    def start_step(self, reserve: int) -> None:
-        """See to it that so many pages are free, so that sequences that run may grow."""
-        self._reserve = reserve
-        self._exchange.start_step(reserve)
+    def start_step(self, num_running: int, num_idle: int = 0) -> None:
+        """See to it that each sequence that runs may grow by a page; `num_idle` more could run."""
+        self._reserve = reserve = num_running
+        self._exchange.start_step(num_running, num_idle)
         self.want(reserve, urgent=True)
 
     def want(self, count: int, *, urgent: bool = False) -> bool:
