@@ -72,12 +72,12 @@ SMALL = Case(
         max_positions=1024,
     ),
     budget=60 << 20,
-    shares=(0.2, 0.35, 0.5, 0.65, 0.8),
-    adapters=48,
-    rank=16,
-    documents=16,
+    shares=(0.2, 0.35, 0.5, 0.65),
+    adapters=12,
+    rank=64,
+    documents=15,
     tokens=768,
-    answer=12,
+    answer=24,
     phases={"adapters": (320, 0), "long": (0, 144), "both": (160, 72)},
     outstanding={"adapters": 32, "long": 24, "both": 28},
     fields={
@@ -85,8 +85,8 @@ SMALL = Case(
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
-        "max_loras": 64,
-        "max_lora_rank": 16,
+        "max_loras": 16,
+        "max_lora_rank": 64,
     },
 )
 LARGE = Case(

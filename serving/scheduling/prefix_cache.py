@@ -91,8 +91,9 @@ class PageCache:
     """Reference-counted pages; a full page nobody holds stays findable until its place is needed.
 
     A page is *held* (references > 0), *cached* (none, but it has a key; the least recently used
-    goes first, or the one that the watch names) or *blank*. Shared pages are full, hence never written again. A page may also be
-    *absent*, that is, have no memory: `bring` and `remove` say which.
+    goes first, or the one that the watch names) or *blank*. Shared pages are full, hence never
+    written again. A page may also be *absent*, that is, have no memory: `bring` and `remove` say
+    which.
     """
 
     def __init__(
