@@ -66,7 +66,7 @@ def test_what_leaves_is_free_when_its_steps_have_been_read():
 
 
 def test_an_adapter_that_a_request_names_is_worth_a_use_more_and_a_held_one_stays():
-    room, allocator, jobs = make(60, slots=2)
+    _, allocator, _ = make(60, slots=2)
     for weights in (ONE, TWO):
         allocator.place(weights)
         come(allocator, weights.digest)
@@ -82,7 +82,7 @@ def test_an_adapter_that_a_request_names_is_worth_a_use_more_and_a_held_one_stay
 
 
 def test_what_a_device_copies_by_itself_begins_in_one_step():
-    room, allocator, jobs = make(60)
+    room, allocator, _ = make(60)
     slots = init_slots(CATALOGUE, SlotsSpec(3, {}), FLOAT, rows=room.rows.arrays)
     small = room.jobs(allocator, 1 << 10)(allocator.place(ONE), slots)
     large = room.jobs(allocator, 1 << 27)(allocator.place(TWO), slots)
