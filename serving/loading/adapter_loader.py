@@ -325,9 +325,12 @@ class AdapterLoader[P: AnyPlacement, S]:
         too_early = adapter.lacked_memory and self._allocator.num_leaving
         if too_early or self._clock() < adapter.retry_s:
             return
+        before = self._allocator.num_leaving
         if self._allocator.make_room(adapter.weights):
             placement = self._allocator.place(adapter.weights, pinned=adapter.pinned)
             self._loads.append(_Load(placement))
+        elif self._allocator.num_leaving == before:
+            return  # dozens may ask in vain in each step
         self._publish()
 
     def _give_up(self, load: _Load[P, S], error: LoadFailed) -> None:

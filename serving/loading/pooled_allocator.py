@@ -84,6 +84,8 @@ class PooledSlotAllocator(SlotAllocator):
             return False
         if weights.digest in self._reserved:
             self._reserved[weights.digest] = self._exchange.num_steps
+        if self._exchange.is_spent:  # dozens may ask in each step
+            return False
         if self.can_place(weights):
             return True
         has_slot, missing = self._has_slot(weights.digest), None

@@ -88,6 +88,7 @@ class PageExchange:
         self._asked = 0  # pages, by claims that were not met since `start_step`
         self._credit_s = 0.0  # of claims, see `start_step`
         self._is_idle = True  # nothing runs
+        self._is_refused = False  # a claim of this step was worth too little, or there is nothing
         self._step_s = 0.0  # of steps lately
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
         self._spent, self._loaded = 0.0, 0  # seconds and bytes since the last measurement
@@ -146,14 +147,19 @@ class PageExchange:
         self, num_pages: int, but: Side | None, below: float, *, urgent: bool = False
     ) -> None:
         """Have offers leave until so many pages are free or on their way."""
+        if self._is_refused and not urgent:
+            return
         free, leaving = self.available, self.pages_leaving
         most = self.pool.num_pages // _LEAVING_PARTS
+        self._is_refused |= leaving >= most
         while free + leaving < num_pages and leaving < most:
             offer = self.least(but)
             if offer is None or offer.value >= below:
+                self._is_refused |= offer is None and but is None
                 break
             if not (urgent or self._is_idle):
                 if offer.seconds > self._credit_s:
+                    self._is_refused = True
                     break
                 self._credit_s -= offer.seconds
             leaving += offer.num_pages
@@ -162,6 +168,11 @@ class PageExchange:
     def would_meet(self, num_pages: int) -> bool:
         """Return whether so many pages are free beside those that earlier claims wait for."""
         return self._asked + num_pages <= self.available
+
+    @property
+    def is_spent(self) -> bool:
+        """True if no claim can be met in this step any more, nor have others leave."""
+        return self._is_refused and self._asked > self.available
 
     def start_step(self, num_running: int = 0, num_idle: int = 1) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead.
@@ -173,7 +184,7 @@ class PageExchange:
         lost_s = num_idle * self._step_s / max(1, num_running)
         self._credit_s = self._credit_s + lost_s if self._asked else 0.0
         self._is_idle = not num_running
-        self._asked = 0
+        self._asked, self._is_refused = 0, False
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
             self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)

@@ -156,11 +156,13 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Return the least recently used idle adapters whose going makes room; None: no room."""
+        idle = self._idle()
+        if not (idle or self._free_slots):
+            return None
         need = weights.rows_by_width()
         if any(width not in self._pools for width in need):
             return None
         trial = {width: self._pools[width].copy() for width in need}
-        idle = self._idle()
         num_victims = 0 if self._free_slots else 1
         for count in range(len(idle) + 1):
             if count:

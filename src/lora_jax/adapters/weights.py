@@ -183,6 +183,10 @@ class AdapterWeights:
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""
+        return dict(self._rows_by_width)
+
+    @functools.cached_property
+    def _rows_by_width(self) -> dict[int, int]:
         rows: dict[int, int] = {}
         for width, count in self.demand:
             rows[width] = rows.get(width, 0) + count

@@ -129,6 +129,17 @@ def test_a_claim_has_others_lose_no_more_than_its_wait_has_cost():
     assert side.gone == [(1.0, 2)]
 
 
+def test_no_claim_is_looked_at_after_one_that_found_nothing_to_take():
+    made = exchange(1, Side())
+    made.start_step(4)
+    assert made.claim(1, Side(), own=True)
+    assert not made.is_spent
+    assert not made.claim(2, Side(), own=True)
+    assert made.is_spent
+    made.start_step(4)
+    assert not made.is_spent
+
+
 def test_what_is_urgent_does_not_count_seconds():
     side, idle = Side((1.0, 2)), Side((1.0, 2))
     side.seconds = idle.seconds = 9.0
