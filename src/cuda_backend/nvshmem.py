@@ -80,13 +80,13 @@ def library(folder: Path) -> native.Library:
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
-            f"-I{here / 'csrc'}",
             f"-I{folder / 'include'}",
             f"-L{folder / 'lib'}",
             "-lnvshmem_device",
             "-Xlinker",
             f"-l:{_HOST_LIBRARY}",
         ),
+        includes=(here / "csrc",),
         sources=(
             *headers,
             here / "csrc_nvshmem" / "forward.cuh",
