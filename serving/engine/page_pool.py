@@ -15,6 +15,7 @@ from lora_jax.kv_cache import KVShape
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.models.expert_tensors import ExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
@@ -155,6 +156,7 @@ def make_page_pool(
     if on_gpu:
         check_kernels(config, model_config, catalogue, dtype)
     tensors = None if esft is None else esft.room.tensors
+    assert tensors is None or isinstance(tensors, ExpertTensors), "a page pool has one device"
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
