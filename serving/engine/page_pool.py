@@ -247,7 +247,8 @@ def pool_sizes(
     wanted = config.max_model_len or model_positions
     if wanted > model_positions:
         raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
+            "max_model_len."
         )
     most = max(0, pages - adapter) // extent_pages * extent  # KV pages
     longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)
