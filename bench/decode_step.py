@@ -153,7 +153,7 @@ def make_runner(
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
         slots=filled_slots(model.catalogue(config), split),
-        specialize_lora=True,
+        compile_base_only_steps=True,
         split=split,
     )
 

@@ -57,7 +57,7 @@ class AdapterChanges:
         if not failed:
             return True
         for name in failed:
-            logger.error("Adapter %s is taken back: %s", name, failures[name])
+            logger.error("Adapter %s was unloaded again on all instances: %s", name, failures[name])
             self._journal.put_back(name, before)
         self._repeat_everywhere()
         return False

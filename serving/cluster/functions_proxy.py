@@ -201,7 +201,11 @@ class FunctionsProxy(AbstractFront):
                 self._suspects.answered(path, body)
                 self._metrics.answered(function.name, upstream.status)
                 return
-        raise ApiError(503, f"Function `{function.name}` ends again and again.", headers=_BUSY)
+        raise ApiError(
+            503,
+            f"Function `{function.name}` ended at every attempt; the server's log says why.",
+            headers=_BUSY,
+        )
 
     def _function_of(self, scope: Scope, body: bytes) -> Function:
         """Return the function that a body names. Raises ApiError 404."""

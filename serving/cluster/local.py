@@ -186,7 +186,7 @@ class LocalCluster:
         self._replace(dead)
 
     def _replace(self, dead: InstanceProcess) -> None:
-        logger.warning("Instance %d has ended; starting it anew.", dead.number)
+        logger.warning("Instance %d has ended; restarting it.", dead.number)
         self.router.set_up(dead.number, False)
         dead.stop()
         try:

@@ -15,6 +15,7 @@ from lora_jax.kv_cache import KVShape
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.models.expert_tensors import ExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
@@ -155,6 +156,7 @@ def make_page_pool(
     if on_gpu:
         check_kernels(config, model_config, catalogue, dtype)
     tensors = None if esft is None else esft.room.tensors
+    assert tensors is None or isinstance(tensors, ExpertTensors), "a page pool has one device"
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
@@ -245,7 +247,8 @@ def pool_sizes(
     wanted = config.max_model_len or model_positions
     if wanted > model_positions:
         raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
+            "max_model_len."
         )
     most = max(0, pages - adapter) // extent_pages * extent  # KV pages
     longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)

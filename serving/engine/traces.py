@@ -83,7 +83,7 @@ class Traces:
             self._hand_over(request, ended)
         except Exception:
             if not self._told:
-                logger.exception("A request could not be traced; it is said once.")
+                logger.exception("A request could not be traced; this is logged once.")
             self._told = True
 
     def close(self) -> None:

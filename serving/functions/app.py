@@ -49,8 +49,8 @@ def base_of(adapter: _Path) -> Path:
         if (place / "config.json").is_file():
             return place
     raise ValueError(
-        f"{folder} is for the base model {named!r}, which is no folder here, and none with its "
-        "name is around the adapter: give model= with its folder."
+        f"{folder} is for the base model {named!r}, and neither that path nor a folder of its "
+        "name near the adapter exists: give model= with its folder."
     )
 
 

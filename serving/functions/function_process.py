@@ -219,7 +219,7 @@ class _Calls:
             return self._take(call)
         if call["call"] == "metrics":
             return "" if self._http is None else self._http.metrics_text()
-        raise ValueError(f"There is no call {call['call']!r}.")
+        raise ValueError(f"Unknown call {call['call']!r}.")
 
     def _take(self, call: dict[str, Any]) -> None:
         """Take an adapter or its process in, or let one go, unless a newer one has its name."""

@@ -111,7 +111,7 @@ class Guard:
                 self._changed(found)
                 return
             except (OSError, ValueError) as error:
-                logger.error("The backbone cannot be loaded anew, functions stay off: %s", error)
+                logger.error("The backbone cannot be loaded again, functions stay off: %s", error)
             self._closing.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_AGAIN_S)
 

@@ -82,7 +82,8 @@ class Published:
             if manifest["leaves"] != self.leaves:
                 close_all(fds)
                 raise ValueError(
-                    f"The files of {self._model} are not those that were loaded before: start anew."
+                    f"The files of {self._model} have changed since they were loaded: restart "
+                    "the agent."
                 )
         except (OSError, ValueError) as error:
             with self._lock:

@@ -142,6 +142,6 @@ class ServerGroup:
             self._closing.wait(_RESTART_S)
             return
         if self._addresses.get(rank) != before:
-            logger.warning("Rank %d has another address; instances start anew.", rank)
+            logger.warning("Rank %d has another address; restarting the instances.", rank)
             self._moved()
         logger.info("Rank %d was restarted in %.1f s.", rank, time.monotonic() - begun)

@@ -146,7 +146,7 @@ class Gang:
             try:
                 jax.distributed.shutdown()
             except RuntimeError as error:
-                logger.warning("jax's coordinator did not end well: %s", error)
+                logger.warning("jax's coordinator failed while it ended: %s", error)
         for connection in self._peers.values():
             connection.close()
 

@@ -153,7 +153,11 @@ def gather_followers(
             try:
                 found[_welcome(connection, place, about, coordinator, found)] = connection
             except (OSError, KeyError, TypeError) as error:
-                logger.warning("A connection from %s is no member: %s", peer[0], error)
+                logger.warning(
+                    "Rejected a connection from %s, which is no member of this instance: %s",
+                    peer[0],
+                    error,
+                )
                 connection.close()
         undo.pop_all()
     return found

@@ -55,7 +55,11 @@ class AnyPool(Protocol):
     """Pages of memory, as far as they are counted here."""
 
     page_bytes: int
-    num_pages: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, used and free."""
+        ...
 
     @property
     def num_available(self) -> int:

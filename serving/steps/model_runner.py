@@ -70,7 +70,7 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | TenantLink | None = None,
-        specialize_lora: bool = False,
+        compile_base_only_steps: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,
         encoder: ImageEncoder | None = None,
@@ -84,7 +84,7 @@ class ModelRunner:
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
-        adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
+        adapters comes from a LoRA Server. `compile_base_only_steps` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
         of all heads. `encoder` is that of a model that takes images. With `merged`
@@ -95,7 +95,7 @@ class ModelRunner:
         a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
-        self._specialize_lora = specialize_lora and slots is not None
+        self._compile_base_only_steps = compile_base_only_steps and slots is not None
         self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
@@ -235,7 +235,7 @@ class ModelRunner:
 
     def _can_specialize(self, bucket: int) -> bool:
         """Return whether a bucket has a program without LoRA: those that decode steps use."""
-        return self._specialize_lora and bucket <= self._decode_bucket
+        return self._compile_base_only_steps and bucket <= self._decode_bucket
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.

@@ -125,7 +125,10 @@ def check_support(
             f"not {rows}"
         )
     if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
-        raise Declined(f"cuda grouped_matmul: {rows} rows in {groups} groups are too many blocks")
+        raise Declined(
+            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {TILE_ROWS} rows, "
+            f"not {rows} rows in {groups} groups"
+        )
     if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:
         raise Declined(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "

@@ -238,7 +238,9 @@ class _Forwarding:
         self._routes = device.device.allocate(_ROUTE.size * device.size)
         self.number = device.forwards.new(numbers, self._routes, device.size)
         if not self.number:
-            raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
+            raise ValueError(
+                "The kernels take at most 4 sites of 4 outputs each (csrc/peer/state.cuh)."
+            )
 
     def open(self, channel: SymmetricChannel, staging: int) -> None:
         """Send what is staged at `staging` to the channel's PE from now on."""

@@ -104,7 +104,9 @@ class Switchboard:
             answer_challenge(far, self.secret)
             name = far.recv_bytes(_MOST_TICKET)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            logger.warning("A connection from %s is no role of this cluster: %s", peer, error)
+            logger.warning(
+                "Rejected a connection from %s, which is no role of this cluster: %s", peer, error
+            )
             far.close()
             return
         with _socket_of(far) as sock:

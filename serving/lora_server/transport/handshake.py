@@ -95,7 +95,9 @@ def let_in[Server: HasGuests](
     def welcome(greeting: dict) -> Guest:
         theirs, last_epoch = greeting.get("facts"), greeting.get("last_epoch")
         if not isinstance(theirs, dict) or not isinstance(last_epoch, int):
-            raise TransportError("The greeting is not one of this package.")
+            raise TransportError(
+                "The greeting is of another protocol; start both sides from the same release."
+            )
         if not 0 <= last_epoch < LAST_EPOCH:
             raise TransportError(f"There is no epoch after {last_epoch}.")
         if wrong := mismatch(terms.facts(rank), theirs):

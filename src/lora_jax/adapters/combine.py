@@ -107,7 +107,7 @@ def _check(folders: Sequence[Path], weights: Sequence[float], out: Path) -> None
                 f"{MOST_WEIGHT:g}], got {weight!r}."
             )
     if out.exists():
-        raise ValueError(f"{out} is there already; name a new folder.")
+        raise ValueError(f"{out} exists; name a new folder.")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} to write {out.name} in.")
 
@@ -164,7 +164,7 @@ def _base_of(sources: list[Source], base_name: str | None) -> str | None:
     named = {s.path: s.config.base_model for s in sources if s.config.base_model}
     if len({PurePosixPath(name).name for name in named.values()}) > 1:
         told = ", ".join(f"{path} {name!r}" for path, name in named.items())
-        raise ValueError(f"the adapters name different base models: {told}. Say --base-name.")
+        raise ValueError(f"the adapters name different base models: {told}. Set --base-name.")
     return next(iter(named.values()), None)
 
 

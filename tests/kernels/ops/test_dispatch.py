@@ -105,6 +105,15 @@ def test_each_outcome_is_logged_once(caplog):
     ]
 
 
+def test_choices_of_a_kept_program_are_logged_as_if_traced_here(caplog):
+    kept = {"made_up": [{"implementation": "xla", "declined": {"ffi": "not these sizes"}}]}
+    with caplog.at_level("INFO"):
+        dispatch.remember(kept)
+        dispatch.remember(kept)
+    assert dispatch.table() == kept
+    assert caplog.messages == ["made_up runs as xla (ffi declined: not these sizes)"]
+
+
 def test_the_environment_names_one_for_all(monkeypatch):
     op = op_of(ffi=declines, xla=lambda: "xla", reference=lambda: "reference")
     monkeypatch.setenv(dispatch.ENV, "reference")
