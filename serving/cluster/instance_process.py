@@ -93,10 +93,10 @@ class InstanceProcess(AbstractChild):
         watched = [self._life, *(follower.sentinel for follower in self._followers)]
         try:
             if self._life in multiprocessing.connection.wait(watched, _START_S):
-                said = self._life.recv_bytes().removeprefix(_READY).split()
-                self.body_bytes = int(said[0])
+                words = self._life.recv_bytes().removeprefix(_READY).split()
+                self.body_bytes = int(words[0])
                 if isinstance(self.path, FarAddress):
-                    self.path = dataclasses.replace(self.path, port=int(said[1]))
+                    self.path = dataclasses.replace(self.path, port=int(words[1]))
                 self.is_ready = True
                 return
         except (EOFError, OSError, ValueError):

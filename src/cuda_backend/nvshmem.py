@@ -70,8 +70,8 @@ def package() -> Path:
 
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
-    here = Path(__file__).parent
-    headers = [here / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
+    root = Path(__file__).parent
+    headers = [root / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
@@ -80,7 +80,7 @@ def library(folder: Path) -> native.Library:
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
-            f"-I{here / 'csrc'}",
+            f"-I{root / 'csrc'}",
             f"-I{folder / 'include'}",
             f"-L{folder / 'lib'}",
             "-lnvshmem_device",
@@ -89,8 +89,8 @@ def library(folder: Path) -> native.Library:
         ),
         sources=(
             *headers,
-            here / "csrc_nvshmem" / "forward.cuh",
-            here / "csrc_nvshmem" / "forward.cu",
+            root / "csrc_nvshmem" / "forward.cuh",
+            root / "csrc_nvshmem" / "forward.cu",
         ),
         unit=".cu",
         targets=(FORWARD_AFTER,),

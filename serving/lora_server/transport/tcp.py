@@ -72,7 +72,7 @@ class Tcp(AbstractTransport[SlotServer]):
         self.admit_client = functools.partial(_admit_client, secret)
         self.admit_server = functools.partial(_admit_server, secret)
 
-    def welcome(self, server: SlotServer, said: dict, last_epoch: int) -> Guest:
+    def welcome(self, server: SlotServer, greeting: dict, last_epoch: int) -> Guest:
         client, joined = server.join(last_epoch)
 
         def gone() -> None:

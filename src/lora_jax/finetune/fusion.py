@@ -142,16 +142,16 @@ def fuse_pictures(
 
     def score(params: HeadParams, name: str, half: int = 0) -> float:
         given = held[half][name], rows_of[half][name]
-        found = picture_adapter.score(base, params, spec, None, *given)
-        print(f"{name}: {found:.3f} on half {half}, {required[name]} required", flush=True)
-        return found
+        results = picture_adapter.score(base, params, spec, None, *given)
+        print(f"{name}: {results:.3f} on half {half}, {required[name]} required", flush=True)
+        return results
 
     fusion = fuse(order, required, train, score)
-    told = [
+    lines = [
         dataclasses.replace(f, heldout={name: score(f.weights, name, 1) for name in f.sets})
         for f in fusion.adapters
     ]
-    return dataclasses.replace(fusion, adapters=tuple(told))
+    return dataclasses.replace(fusion, adapters=tuple(lines))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -188,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = args.out / "-".join(fused.sets)
         given = {"base_name": base.name, "dtype": DTYPES["bfloat16"]}
         save_adapter(folder, fused.weights.lora, spec, catalogue, **given)
-    told = {
+    summary = {
         "order": order,
         "required": required,
         "adapters": [
@@ -198,8 +198,8 @@ def main(argv: list[str] | None = None) -> None:
         "rollbacks": fusion.rollbacks,
         "missed": fusion.missed,
     }
-    (args.out / "fusion.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(told))
+    (args.out / "fusion.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ class Library:
 
     def key(self, compiler: Compiler) -> str:
         """Return a digest of everything that the compiled library depends on."""
-        asked = [compiler.path, "--version"]
-        version = subprocess.run(asked, capture_output=True, check=False).stdout
+        command = [compiler.path, "--version"]
+        version = subprocess.run(command, capture_output=True, check=False).stdout
         digest = hashlib.sha256()
         inputs = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
         for part in (

@@ -61,8 +61,8 @@ def paste(canvas: np.ndarray, picture: np.ndarray, left: int, top: int, size: in
     small = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR)
     values = np.asarray(small, np.float32)
     cover = values[..., 3:] / np.float32(255)
-    there = canvas[top : top + size, left : left + size]
-    there += cover * (values[..., :3] - there)
+    target = canvas[top : top + size, left : left + size]
+    target += cover * (values[..., :3] - target)
 
 
 def finished(canvas: np.ndarray) -> np.ndarray:

@@ -65,9 +65,9 @@ def find(folder: Path = FOLDER) -> Path | None:
 
     With `LORA_JAX_MARCH` only a level of that name counts.
     """
-    asked, features = os.environ.get(dispatch.MARCH_ENV), cpu_features()
+    march, features = os.environ.get(dispatch.MARCH_ENV), cpu_features()
     for level in LEVELS.get(platform.machine(), ()):
-        if level.needs <= features and asked in (None, "", "native", level.name):
+        if level.needs <= features and march in (None, "", "native", level.name):
             file = folder / _file_name(level)
             if file.is_file():
                 return file
