@@ -80,13 +80,13 @@ def library(folder: Path) -> native.Library:
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
-            f"-I{root / 'csrc'}",
             f"-I{folder / 'include'}",
             f"-L{folder / 'lib'}",
             "-lnvshmem_device",
             "-Xlinker",
             f"-l:{_HOST_LIBRARY}",
         ),
+        includes=(root / "csrc",),
         sources=(
             *headers,
             root / "csrc_nvshmem" / "forward.cuh",
