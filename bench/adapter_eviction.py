@@ -200,10 +200,16 @@ def main() -> None:
     """Simulate, write the result and its plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--traces", type=Path, required=True, help=f"with {SERVEGEN}, {AZURE}")
+    parser.add_argument(
+        "--traces", type=Path, required=True, help=f"folder with {SERVEGEN}, {AZURE}"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=30_000, help="of each ServeGen model")
-    parser.add_argument("--seeds", type=int, default=5, help="of the ranks; means are written")
+    parser.add_argument(
+        "--requests", type=int, default=30_000, help="requests of each ServeGen model"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="number of draws of ranks; results are means"
+    )
     given = parser.parse_args()
     for name in (SERVEGEN, AZURE):
         if not (given.traces / name).is_file():

@@ -186,7 +186,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--base", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cores", type=int, default=0, choices=(0, 1))

@@ -225,17 +225,23 @@ def digest(tokens: jax.Array) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="show each step's kernels")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
-    parser.add_argument("--devices", type=int, default=1, help="over which the model is split")
     parser.add_argument(
-        "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
+        "--devices", type=int, default=1, help="number of devices that the model is split over"
     )
-    parser.add_argument("--case", nargs="+", choices=[c.name for c in CASES], help="only these")
+    parser.add_argument(
+        "--expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="give each device whole experts",
+    )
+    parser.add_argument(
+        "--case", nargs="+", choices=[c.name for c in CASES], help="cases to run (default: all)"
+    )
     parser.add_argument("--quantization", choices=FORMATS, help="format of the linear maps")
     args = parser.parse_args()
     if args.quantization and args.devices > 1:

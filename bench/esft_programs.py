@@ -166,8 +166,8 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
 def main() -> None:
     """Compile one program and write it to a file."""
     parser = argparse.ArgumentParser(prog="python -m bench.esft_programs", description=__doc__)
-    parser.add_argument("json", type=json.loads, help="the fields of a StepProgram")
-    parser.add_argument("file", type=Path, help="where the program goes")
+    parser.add_argument("json", type=json.loads, help="fields of a StepProgram, as JSON")
+    parser.add_argument("file", type=Path, help="file for the compiled program")
     options = parser.parse_args()
     said = options.json
     program = StepProgram(**said | {"sizes": StepSizes(**said["sizes"])})

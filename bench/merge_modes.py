@@ -195,10 +195,12 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--primary", action="store_true", help="the 90/10 mix over two engines")
-    kinds.add_argument("--costs", action="store_true", help="times of single steps")
+    kinds.add_argument(
+        "--primary", action="store_true", help="measure a 90/10 mix over two engines"
+    )
+    kinds.add_argument("--costs", action="store_true", help="measure single steps")
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)

@@ -102,7 +102,7 @@ def measure(d_out: int, d_in: int, rows: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.nf4_cpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     args = parser.parse_args()
     found = [measure(*shape, rows) for shape in SHAPES for rows in ROWS]
     for row in found:

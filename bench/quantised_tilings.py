@@ -103,9 +103,11 @@ def measure(name: str, shape: tuple[int, ...], tiling: tuple | None, lock: Any, 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.quantised_tilings", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--format", choices=(PLAIN, *FORMATS), required=True)
-    parser.add_argument("--bandwidth", type=float, help="bytes per second of a copy, if known")
+    parser.add_argument(
+        "--bandwidth", type=float, help="copy bandwidth in bytes per second (default: measured)"
+    )
     args = parser.parse_args()
     bandwidth, found = args.bandwidth or copy_bandwidth(), []
     with Path(tempfile.gettempdir(), "quantised_tilings.lock").open("w") as lock:

@@ -243,8 +243,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
-    parser.add_argument("--tokens", type=Path, help="BPE ranks, for a vocabulary of real tokens")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument(
+        "--tokens", type=Path, help="file of BPE ranks, for a vocabulary of real tokens"
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)

@@ -126,7 +126,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of task_heads_cpu.json")
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--heldout", type=Path, help=".jsonl with prompt and label")
+    parser.add_argument("--heldout", type=Path, help=".jsonl file with prompt and label")
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
     rows = measure(args.model, args.turns, args.heldout)

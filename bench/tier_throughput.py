@@ -300,10 +300,12 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--part", choices=PARTS, help="this one alone")
-    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
+    parser.add_argument("--part", choices=PARTS, help="part to run (default: all)")
+    parser.add_argument(
+        "--lock", type=Path, help="lock file that is held while an engine is measured"
+    )
     args = parser.parse_args()
     case, shape = Case(), LLAMA_8B
     if args.small:

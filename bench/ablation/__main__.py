@@ -256,9 +256,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--model", default="assets/tiny-moe")
-    parser.add_argument("--sources", type=Path, help="adapters to copy; by default the model's")
-    parser.add_argument("--rank", type=int, help="of random adapters, in place of copies")
-    parser.add_argument("--lengths", type=Path, help="trace of Azure's to draw lengths from")
+    parser.add_argument(
+        "--sources", type=Path, help="folder of adapters to copy (default: the model's)"
+    )
+    parser.add_argument("--rank", type=int, help="rank of random adapters, instead of copies")
+    parser.add_argument("--lengths", type=Path, help="Azure trace from which lengths are drawn")
     parser.add_argument(
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
@@ -267,12 +269,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=Split.parse,
         nargs="+",
         default=[Split(1, 1)],
-        help="instances+ranks, or instances+ranks:placement",
+        help="devices as INSTANCES+RANKS or INSTANCES+RANKS:LAYOUT",
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[10.0], help="requests per second"
+    )
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
-    parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
+    parser.add_argument(
+        "--wait-for", type=Path, help="start all systems, measure once this file exists"
+    )
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--dtype", default="auto")

@@ -207,10 +207,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--plans", nargs="+", help="names, in this order; else by the GPUs")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
-    parser.add_argument("--gpus", type=int, nargs="+", help="a process for each of these numbers")
-    parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
+    parser.add_argument(
+        "--plans", nargs="+", help="plans to run, in this order (default: by number of GPUs)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="start no new row after this time, in seconds"
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", help="GPU numbers; each gets a process")
+    parser.add_argument("--trace", nargs="+", default=[], help="plans whose kernels are traced")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.gpus = options.gpus or list(range(count_gpus(os.environ)))

@@ -265,12 +265,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("adapters", type=Path, nargs="+", help="PEFT LoRA folders")
-    add("--weights", type=float, nargs="+", help="one for each (default: 1 each)")
+    add("--weights", type=float, nargs="+", help="weight of each adapter (default: 1)")
     add("--combination-type", choices=COMBINATION_TYPES, default="cat")
-    add("--density", type=float, help="share of the values that stay, for ties and dare_*")
-    add("--majority-sign-method", choices=SIGN_METHODS, default="total", help="of ties, dare_ties")
-    add("--seed", type=int, default=0, help="of dare_*")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the file")
+    add("--density", type=float, help="fraction of values that ties and dare_* keep")
+    add(
+        "--majority-sign-method",
+        choices=SIGN_METHODS,
+        default="total",
+        help="how ties and dare_ties elect signs",
+    )
+    add("--seed", type=int, default=0, help="seed of dare_*")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the file")
     add("--base-name", help="base_model_name_or_path (default: the adapters')")
     add("--out", type=Path, required=True, help="folder to write; it must not exist")
     args = parser.parse_args(argv)

@@ -159,16 +159,27 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.fusion")
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True)
-    add("--data", type=pathlib.Path, required=True, help="what pictures.collect wrote")
+    add("--data", type=pathlib.Path, required=True, help="folder that pictures.collect wrote")
     add("--datasets", nargs="+", choices=list(tasks.TASKS), required=True)
-    add("--require", nargs="+", type=float, required=True, help="accuracy of each, 0 to 1")
+    add(
+        "--require",
+        nargs="+",
+        type=float,
+        required=True,
+        help="required accuracy of each dataset, 0 to 1",
+    )
     add("--out", type=pathlib.Path, required=True, help="folder of adapters and fusion.json")
     add("--rank", type=int, default=8)
-    add("--steps", type=int, default=100, help="on each set")
+    add("--steps", type=int, default=100, help="training steps on each dataset")
     add("--batch-rows", type=int, default=32)
     add("--learning-rate", type=float, default=2e-3)
-    add("--rehearsal", type=float, default=0.0, help="share of earlier sets learned again, 0 to 1")
-    add("--seed", type=int, default=0, help="of the order and of the weights")
+    add(
+        "--rehearsal",
+        type=float,
+        default=0.0,
+        help="fraction of records from earlier datasets, 0 to 1",
+    )
+    add("--seed", type=int, default=0, help="seed of order and initial weights")
     args = parser.parse_args(argv)
     if len(args.require) != len(args.datasets) or len(set(args.datasets)) != len(args.datasets):
         parser.error("--require needs one accuracy for each of --datasets, which differ")

@@ -146,12 +146,12 @@ def parser() -> argparse.ArgumentParser:
     add = flags.add_argument
     kinds = [kind for kind in HeadKind if kind is not HeadKind.BOXES]  # those are of images
     add("--head", type=HeadKind, choices=kinds, required=True, help="kind of the head")
-    add("--eval", type=pathlib.Path, help="held-out text, as --data has it")
-    add("--adapter", type=pathlib.Path, help="adapter that gets the head, its LoRA as it is")
-    add("--rank", type=int, default=8, help="of the LoRA below the head; 0: a head alone")
-    add("--alpha", type=float, help="default: twice the rank")
-    add("--modules", nargs="+", help="default: all but router and lm_head")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
+    add("--eval", type=pathlib.Path, help="held-out records, in the format of --data")
+    add("--adapter", type=pathlib.Path, help="adapter that gets the head; its LoRA stays as it is")
+    add("--rank", type=int, default=8, help="rank of the LoRA below the head; 0: a head alone")
+    add("--alpha", type=float, help="LoRA alpha (default: twice the rank)")
+    add("--modules", nargs="+", help="modules with LoRA (default: all but router and lm_head)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the adapter's file")
     return flags
 
 

@@ -190,11 +190,11 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--data", type=pathlib.Path, required=True)
     add("--out", type=pathlib.Path, required=True)
-    add("--examples", type=int, default=60000, help="of each task")
+    add("--examples", type=int, default=60000, help="examples of each task")
     add("--steps", type=int, default=6000)
     add("--batch-rows", type=int, default=512)
     add("--learning-rate", type=float, default=1.5e-3)
-    add("--processes", type=int, default=1, help="that draw scenes")
+    add("--processes", type=int, default=1, help="processes that draw scenes")
     args = parser.parse_args(argv)
     parts = tasks.parts(tasks.read_sources(args.data))
     write_text_files(parts[False], args.out)

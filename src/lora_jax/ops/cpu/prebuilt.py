@@ -119,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.ops.cpu.prebuilt")
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--architecture", choices=list(LEVELS), default=platform.machine())
-    parser.add_argument("--compiler", help="default: the first of g++, clang++ and c++")
+    parser.add_argument(
+        "--compiler", help="C++ compiler (default: the first of g++, clang++ and c++)"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     compilers = (Compiler(args.compiler),) if args.compiler else native.cpp_compilers()
