@@ -198,12 +198,12 @@ def take_turns(
     runner: ModelRunner, plans: dict[str, StepPlan], turns: int = TURNS, steps: int = STEPS
 ) -> dict[str, list[float]]:
     """Return the milliseconds of a step in every turn of every plan."""
-    found = {name: [] for name in plans}
+    results = {name: [] for name in plans}
     for _ in range(turns):
         for name, plan in plans.items():
             start(runner, plan)
-            found[name].append(step_ms(runner, plan, steps))
-    return found
+            results[name].append(step_ms(runner, plan, steps))
+    return results
 
 
 def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:

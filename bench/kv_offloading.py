@@ -78,13 +78,13 @@ def measure(length: int, folder: str) -> dict[str, Any]:
                 tokens[name].append(drawn)
                 times[name] += taken if turn else []
         hits = offloading.stats().host_pages.hits
-    found = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
-    speedup = found["recompute_ms"] / found["host_ms"]
+    results = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
+    speedup = results["recompute_ms"] / results["host_ms"]
     equal = all(drawn == tokens["recompute"][0] for each in tokens.values() for drawn in each)
     asked = TURNS * PROMPTS * length
     return {
         "prompt_tokens": length,
-        **found,
+        **results,
         "speedup": speedup,
         "hit_share": hits / asked,
         "same_tokens": equal,

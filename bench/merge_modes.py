@@ -147,10 +147,10 @@ def compared(policies: Mapping[str, Contestant]) -> dict[str, Any]:
     better = max(("unmerged", "merged"), key=rates.__getitem__)
     pairs = zip(policies["auto"].rates, policies[better].rates, strict=True)
     ratios = sorted(ours / other for ours, other in pairs)
-    found: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
-    found |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
-    found |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
-    return found | {"steps": dict(policies["auto"].steps)}
+    results: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
+    results |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
+    results |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
+    return results | {"steps": dict(policies["auto"].steps)}
 
 
 def primary(root: Path, requests: int, turns: int) -> list[dict]:
@@ -186,8 +186,8 @@ def costs(root: Path, turns: int) -> list[dict]:
         rows = []
         for mix, names in mixes.items():
             seconds(engine, names)
-            found = min(seconds(engine, names) for _ in range(turns))
-            rows.append({"rows": mix, "ms_per_token": round(1e3 * found / ANSWER, 1)})
+            results = min(seconds(engine, names) for _ in range(turns))
+            rows.append({"rows": mix, "ms_per_token": round(1e3 * results / ANSWER, 1)})
     return rows
 
 

@@ -216,12 +216,12 @@ def measure_throughput(
     cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
     for key, population in cases.items():
         with turn(lock):
-            found = measure_population(engine, population, case, rng)
+            results = measure_population(engine, population, case, rng)
         if key != "one":
             one = result["one"]
-            found["ratio"] = found["tokens_per_s"] / one["tokens_per_s"]
-            found["base_tpot_ratio"] = found["base_tpot_ms"] / one["base_tpot_ms"]
-        result[key] = found
+            results["ratio"] = results["tokens_per_s"] / one["tokens_per_s"]
+            results["base_tpot_ratio"] = results["base_tpot_ms"] / one["base_tpot_ms"]
+        result[key] = results
         keep(result)
         time.sleep(1.0)  # for another process to have its turn
     return result
@@ -242,11 +242,11 @@ def measure_population(
         figures["requests"] = len(asked)
         rounds.append(figures)
         print(len(population), figures, flush=True)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: statistics.median(one[name] for one in rounds[1:])
         for name in ("tokens_per_s", "base_tpot_ms")
     }
-    return found | {"rounds": rounds}
+    return results | {"rounds": rounds}
 
 
 def measure_slots(engine: Engine, names: list[str], case: Case) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def device_name() -> str:
     """Return the GPU's name, or the CPU's architecture."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return f"{platform.machine()} CPU"
-    return said.splitlines()[0].strip()
+    return text.splitlines()[0].strip()
 
 
 def flags_of_ours(args: argparse.Namespace, modules: tuple[str, ...]) -> list[str]:
