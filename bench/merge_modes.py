@@ -70,7 +70,7 @@ def engine_of(root: Path, **fields: Any) -> Engine:
 
 
 def names_of(skew: float, count: int, seed: int = 0) -> list[str | None]:
-    """Return whom each request asks for: the top adapter, one of the others, or the base model."""
+    """Return the adapter of each request: the top adapter, one of the others, or the base model."""
     rng = random.Random(seed)
     return [TOP if rng.random() < skew else rng.choice([*OTHERS, None]) for _ in range(count)]
 

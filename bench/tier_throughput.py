@@ -122,7 +122,7 @@ def write_adapters(
 
 
 class Times:
-    """When one request's tokens came, in seconds."""
+    """Times of one request's tokens, in seconds."""
 
     def __init__(self, asked: str | None, ended: queue.SimpleQueue):
         self.asked, self.at, self._ended = asked, [], ended

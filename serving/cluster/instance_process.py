@@ -1,4 +1,4 @@
-"""One LLM instance as a process of its own, and the handle of who started it."""
+"""Process of one LLM instance, and the supervisor's handle of it."""
 
 import contextlib
 import dataclasses
@@ -210,7 +210,7 @@ def instance_main(
 def _announce(
     life: Connection, sock: socket.socket, started: Started, orphaned: threading.Event
 ) -> None:
-    """Say that the instance answers, repeat the journal on demand, end with whoever started it."""
+    """Report that the instance answers, repeat the journal on demand, end with the parent."""
     port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
     life.send_bytes(_READY + b"%d %d" % (started.body_bytes, port))
 

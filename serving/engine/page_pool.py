@@ -55,7 +55,7 @@ class PoolSizes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagePoolParts:
-    """The pool of an engine, and who shares it."""
+    """The pool of an engine, and the parts that share it."""
 
     sizes: PoolSizes
     room: PageRoom

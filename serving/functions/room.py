@@ -33,7 +33,7 @@ class Room:
 
     @property
     def is_limited(self) -> bool:
-        """Whether processes may have to make room for each other."""
+        """True if processes may have to make room for each other."""
         return self._limit is not None
 
     def ready(self, name: str, num_bytes: int, start_s: float) -> None:

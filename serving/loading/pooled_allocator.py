@@ -174,7 +174,7 @@ class PooledSlotAllocator(SlotAllocator):
         return [*self._placed.values(), *self._leaving]
 
     def _idle(self) -> list[str]:
-        """Return who may be evicted, the least valuable first, of equal ones the oldest."""
+        """Return the adapters that may be evicted, least valuable first, then oldest first."""
         return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:

@@ -201,7 +201,7 @@ def _welcome(
     coordinator: str,
     connections: Mapping[int, Connection],
 ) -> int:
-    """Return the rank of who connected, having told it where the coordinator is."""
+    """Return the rank of a new member, after sending it the coordinator's address."""
     nonce = secrets.token_bytes(_NONCE)
     connection.raw(nonce)
     text = connection.receive_text()

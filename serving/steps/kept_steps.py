@@ -43,7 +43,7 @@ class NotKept(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:
-    """Where programs of steps are kept, and what all of them are made from."""
+    """Files of compiled steps, and the parts of their key that all steps share."""
 
     files: ProgramFiles
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
@@ -105,7 +105,7 @@ class KeptProgram:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `compile` reads it."""
+        """True if `compile` reads it from a file."""
         return self._kept is not None
 
     @property

@@ -219,7 +219,7 @@ class ModelRunner:
 
     @property
     def _variants(self) -> tuple[bool, ...]:
-        """Whether steps bring more than LoRA: some do where adapters may have it."""
+        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
         has_more = self.slots is not None and self.slots.token_ids is not None
         return (False, True) if has_more else (False,)
 

@@ -226,7 +226,7 @@ class NvshmemDevice(PeerDevice):
         return staging, landing
 
     def _place(self, sender: int, turn: int) -> int:
-        """Return where a PE's messages land, in the heap of whoever gets them."""
+        """Return the address at which a PE's messages land in the receiver's heap."""
         return self._heap + (sender * _TURNS + turn % _TURNS) * self._room
 
 

@@ -113,7 +113,7 @@ class _Imported(AbstractCalledConnector):
 
 
 class AbstractDeviceTransport(AbstractTransport[DeviceServer]):
-    """Set-up between devices: the server has the slots, and a connection says who has gone."""
+    """Set-up between devices: the server has the slots; a closed connection means a lost peer."""
 
     def welcome(self, server: DeviceServer, greeting: dict, last_epoch: int) -> Guest:
         client, channel, fds, epoch = server.join(

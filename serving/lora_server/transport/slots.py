@@ -1,4 +1,4 @@
-"""Both endpoints over memory that the two processes, or the one, have mapped; for CPUs."""
+"""Endpoints over mapped memory, between two processes or within one; for CPUs."""
 
 import copy
 import ctypes

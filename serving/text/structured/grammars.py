@@ -46,7 +46,7 @@ class Grammar:
 
     @property
     def num_compiled(self) -> int:
-        """How often it is compiled."""
+        """Number of times it was compiled."""
         return len(self._compiled)
 
     def asked(self) -> bool:

@@ -111,7 +111,7 @@ LORA_RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class EsftRecipe:
-    """One ESFT adapter of the shipped model: which text or part of one, and who learns it."""
+    """One ESFT adapter of the shipped model: its text or part of one, and its recipe."""
 
     text: str
     score: str

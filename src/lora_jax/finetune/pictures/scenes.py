@@ -26,7 +26,7 @@ class Thing:
 
     @property
     def place(self) -> str:
-        """Where its middle is: one of PLACES."""
+        """Place of its middle: one of PLACES."""
         left, top, right, bottom = self.box
         column, row = (min(2, 3 * (a + b) // (2 * SIDE)) for a, b in ((left, right), (top, bottom)))
         return PLACES[3 * row + column]

@@ -33,7 +33,7 @@ _LARGEST_STATE = 4096  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class _Nested:
-    """How the scales themselves are coded."""
+    """Coding of the scales themselves."""
 
     table: np.ndarray  # float32 [256]
     absmax: np.ndarray  # float32 [ceil(scales / blocksize)]
