@@ -169,7 +169,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How answers are speculated on; None: they are not."""
+        """Settings of speculation; None: it is off."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property

@@ -24,7 +24,7 @@ class Instance(Protocol):
 
 
 class AdapterChanges:
-    """One change at a time, by whoever holds `lock`."""
+    """Applies one change at a time, under `lock`."""
 
     def __init__(self, journal: Journal | None, instances: Callable[[], Iterable[Instance]]):
         """Without a journal nothing is recorded, and nothing can be repeated."""

@@ -133,9 +133,9 @@ class LocalCluster:
             place = ServerPlace(group.spec, group.places, self._cluster)
         options, last = self._options, number == self._cluster.instances - 1
         if options.engine.merge_adapter is not None:
-            own = {"lora_merge": "off"} if last else {"merge_adapter": None}
+            changes = {"lora_merge": "off"} if last else {"merge_adapter": None}
             options = dataclasses.replace(
-                options, engine=dataclasses.replace(options.engine, **own)
+                options, engine=dataclasses.replace(options.engine, **changes)
             )
         hosts = self._hosts.instance(number)
         return InstanceProcess(options, number, self._path(number), place, self._leases, hosts)

@@ -63,8 +63,10 @@ class GatherGroup:
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"a group has 2 to {MOST_DEVICES} devices, got {devices}")
         if devices > len(jax.local_devices()):
-            there = len(jax.local_devices())
-            raise ValueError(f"a group of {devices} devices needs as many GPUs; there are {there}")
+            available = len(jax.local_devices())
+            raise ValueError(
+                f"a group of {devices} devices needs as many GPUs; there are {available}"
+            )
         calls = _calls()
         self._devices = [Device(number) for number in range(devices)]
         self._memories = [_memory(device, self._devices, calls) for device in self._devices]
@@ -93,8 +95,8 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
             raise NotImplementedError(f"the all-gather kernels do not load: CUDA error {code}")
         for peer in group:
             if peer is not device and (code := calls.reach(peer.number)):
-                said = f"GPU {device.number} does not reach GPU {peer.number}: CUDA error {code}"
-                raise NotImplementedError(said)
+                reason = f"GPU {device.number} does not reach GPU {peer.number}: CUDA error {code}"
+                raise NotImplementedError(reason)
     _check_allocator(device)
     users = [peer.number for peer in group]
     memory, fd = create_landing(device, device.number, calls.bytes(len(group)), users)
@@ -104,8 +106,8 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
 
 def _check_allocator(device: Device) -> None:
     """Raise NotImplementedError where results of programs lie in memory that has no peers."""
-    there = jax.device_put(np.zeros(64, np.int32), jax.local_devices()[device.number])
-    if not device.is_plain(there.unsafe_buffer_pointer()):
+    probe = jax.device_put(np.zeros(64, np.int32), jax.local_devices()[device.number])
+    if not device.is_plain(probe.unsafe_buffer_pointer()):
         raise NotImplementedError(
             "the all-gather kernels write into memory of cuMemAlloc, which XLA's is not: leave "
             "XLA_PYTHON_CLIENT_ALLOCATOR and TF_GPU_ALLOCATOR at their defaults"

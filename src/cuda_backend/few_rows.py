@@ -34,7 +34,7 @@ SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a weight is stored; gate and up have one."""
+    """Storage form of a weight; gate and up share one."""
 
     coding: int
     scale_columns: int  # of d_in that share a scale

@@ -70,8 +70,8 @@ def package() -> Path:
 
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
-    here = Path(__file__).parent
-    headers = [here / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
+    root = Path(__file__).parent
+    headers = [root / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
@@ -86,11 +86,11 @@ def library(folder: Path) -> native.Library:
             "-Xlinker",
             f"-l:{_HOST_LIBRARY}",
         ),
-        includes=(here / "csrc",),
+        includes=(root / "csrc",),
         sources=(
             *headers,
-            here / "csrc_nvshmem" / "forward.cuh",
-            here / "csrc_nvshmem" / "forward.cu",
+            root / "csrc_nvshmem" / "forward.cuh",
+            root / "csrc_nvshmem" / "forward.cu",
         ),
         unit=".cu",
         targets=(FORWARD_AFTER,),
@@ -226,7 +226,7 @@ class NvshmemDevice(PeerDevice):
         return staging, landing
 
     def _place(self, sender: int, turn: int) -> int:
-        """Return where a PE's messages land, in the heap of whoever gets them."""
+        """Return the address at which a PE's messages land in the receiver's heap."""
         return self._heap + (sender * _TURNS + turn % _TURNS) * self._room
 
 

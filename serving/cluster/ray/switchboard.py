@@ -71,7 +71,7 @@ class Switchboard:
         return ours, ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """End a connection whose process has ended; whoever reads this side is told."""
+        """End a connection whose process has ended; its reader here gets an error."""
         with self._lock:
             waiting = self._waiting.pop(ticket.name, None)
             line = self._lines.get(ticket.name)

@@ -45,7 +45,7 @@ class AbstractTransport[Server: HasGuests](abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def welcome(self, server: Server, said: dict, last_epoch: int) -> Guest:
+    def welcome(self, server: Server, greeting: dict, last_epoch: int) -> Guest:
         """Let in a client that agrees to the terms; return what the server does with it.
 
         Raises TransportError to refuse it.
@@ -135,14 +135,14 @@ def callers(
             f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
         )
     connectors = [
-        _Caller(transport, address, terms, rank) for rank, address in enumerate(addresses)
+        _Connector(transport, address, terms, rank) for rank, address in enumerate(addresses)
     ]
     for caller in connectors:
         caller.wait_for(patience)
     return list(connectors)
 
 
-class _Caller(AbstractConnector):
+class _Connector(AbstractConnector):
     """Joins by a handshake; the end of its connection is the end of the server."""
 
     def __init__(self, transport: AbstractTransport, address: Address, terms: Terms, rank: int):

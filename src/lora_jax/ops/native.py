@@ -66,8 +66,8 @@ class Library:
 
         Where the sources lie is not in it: a tree that was moved takes the library of before.
         """
-        asked = [compiler.path, "--version"]
-        version = subprocess.run(asked, capture_output=True, check=False).stdout
+        command = [compiler.path, "--version"]
+        version = subprocess.run(command, capture_output=True, check=False).stdout
         digest = hashlib.sha256()
         inputs = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
         for part in (
