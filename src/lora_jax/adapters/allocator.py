@@ -189,7 +189,9 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
             assert not (placed.retired and idle), f"{digest[:12]} is retired but not freed"
 
     def _idle(self) -> list[str]:
-        """Return who may be evicted, least recently used first; last those that requests name."""
+        """Return the adapters that may be evicted: first those that no request names, and of them
+        the least recently used.
+        """
         idle = (digest for digest, placed in self._placed.items() if placed.evictable)
         return sorted((one for one in idle if one not in self._protected), key=self.is_needed)
 
