@@ -35,8 +35,9 @@ _CALLS = {
 class PeerLost(RuntimeError):
     """A GPU of a group did not answer in time: results since then are not valid.
 
-    If it goes on later, it writes a large exchange where this GPU's result was, memory that may
-    have another use by then: the process should end.
+    Each wait of the group ends at once from then on, and a GPU that comes later writes nothing into
+    results that were given up. Only one that stands still between its first write of a large
+    exchange and its last, for longer than the others wait, still does: the process should end.
     """
 
 
@@ -79,7 +80,10 @@ class GatherGroup:
         for device, memory in zip(self._devices, self._memories, strict=True):
             status = device.read(memory.address + self._status_offset, 4)
             if peer := int.from_bytes(status, "little"):
-                raise PeerLost(f"GPU {device.number} got no answer from GPU {peer - 1}")
+                raise PeerLost(
+                    f"GPU {device.number} got no answer from GPU {peer - 1}: what they exchanged "
+                    "since is not valid; start this process anew"
+                )
 
 
 def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Landing:
@@ -114,9 +118,14 @@ _GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as 
 
 
 def gather_group(devices: int) -> GatherGroup:
-    """Return the group over the first GPUs of this process; raises as GatherGroup does."""
+    """Return the group over the first GPUs of this process; raises as GatherGroup does.
+
+    Raises:
+        PeerLost: a GPU of the group was lost before, so no exchange of it is valid any more.
+    """
     if devices not in _GROUPS:
         _GROUPS[devices] = GatherGroup(devices)
+    _GROUPS[devices].check()
     return _GROUPS[devices]
 
 
