@@ -206,15 +206,15 @@ class Scheduler(LiveSequences):
             return
         self._gate.start_round()
         for tenant in self._fair.ordered(self._waiting.tenants):
-            asked: set[str] = set()  # of several choices the first one computes the prompt
+            request_ids: set[str] = set()  # of several choices the first one computes the prompt
             for sequence in self._waiting.of(tenant):
                 if not claims.may_run(tenant):
                     break
                 request_id = sequence.request.request_id
                 waits = sequence.num_in_flight or self._follows_sibling(sequence)
-                if request_id in asked or waits or not self._gate.enter(sequence, now):
+                if request_id in request_ids or waits or not self._gate.enter(sequence, now):
                     continue
-                asked.add(request_id)
+                request_ids.add(request_id)
                 pages = self._pages.num_pages(len(sequence.token_ids))
                 for taken in claims.make_room(tenant, pages):
                     self._preempt(taken)

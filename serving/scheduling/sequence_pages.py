@@ -33,8 +33,8 @@ class SequencePages:
         """With `extents` pages have memory only while they need it, else always."""
         self._images = SequenceImages(num_encoder_rows)
         self._host = HostPages(num_host_pages)
-        how = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
-        self._cache = PageCache(num_pages, page_size, **how, are_absent=extents is not None)
+        options = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
+        self._cache = PageCache(num_pages, page_size, **options, are_absent=extents is not None)
         self._extents = None if extents is None else extents(self._cache)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
