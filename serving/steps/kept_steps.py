@@ -44,7 +44,7 @@ class NotKept(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:
-    """Where programs of steps are kept, and what all of them are made from."""
+    """Files of compiled steps, and the parts of their key that all steps share."""
 
     files: ProgramFiles
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
@@ -73,18 +73,18 @@ class KeptJit:
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
         lower = functools.partial(self._jitted.lower, *arguments, **static)
-        made = KeptProgram(lower, self._steps, key)
-        self._made.setdefault(called, {})[_shapes(given)] = made
-        return made
+        program = KeptProgram(lower, self._steps, key)
+        self._made.setdefault(called, {})[_shapes(given)] = program
+        return program
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         *given, trees = arguments
         programs = self._made.get((trees, *static.values()), {})
         if len(programs) == 1:
-            (made,) = programs.values()
+            (program,) = programs.values()
         else:
-            made = programs.get(_shapes(given))
-        return self._jitted(*arguments, **static) if made is None else made.compiled(*given)
+            program = programs.get(_shapes(given))
+        return self._jitted(*arguments, **static) if program is None else program.compiled(*given)
 
 
 def _shapes(given: list[Any]) -> tuple[Any, ...]:
@@ -110,12 +110,12 @@ class KeptProgram:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `compile` reads it."""
+        """True if `compile` reads it from a file."""
         return self._kept is not None
 
     @property
     def is_ready(self) -> bool:
-        """Whether `compiled` does not wait."""
+        """True if `compiled` does not wait."""
         return self._compiling.done() and self._compiling.exception() is None
 
     @property
@@ -145,16 +145,16 @@ class KeptProgram:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
         lowered, programs = self._lowered or self._lower(), self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
-        with programs.watched() as found, reading:
+        with programs.watched() as was_read, reading:
             compiled = lowered.compile()
-        if not found():
+        if not was_read():
             self._keep(compiled)
         return compiled
 
     def _keep(self, compiled: Compiled) -> None:
         try:
-            made = serialize_executable.serialize(compiled)
-            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), made)))
+            program = serialize_executable.serialize(compiled)
+            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), program)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
 
@@ -191,16 +191,16 @@ def _found(files: ProgramFiles, key: str) -> tuple[Any, tuple[Any, ...]] | None:
     kept = files.get(key)
     if kept is None:
         return None
-    choices, made = pickle.loads(kept)
+    choices, program = pickle.loads(kept)
     named = {one["implementation"] for op in choices.values() for one in op}
     if not all(_READY[name]() for name in _READY if name in named):
         return None
-    return choices, made
+    return choices, program
 
 
-def _loaded(made: tuple[Any, ...]) -> Compiled:
-    here = jax.devices()[:1]
-    return serialize_executable.deserialize_and_load(*made, execution_devices=here)
+def _loaded(program: tuple[Any, ...]) -> Compiled:
+    devices = jax.devices()[:1]
+    return serialize_executable.deserialize_and_load(*program, execution_devices=devices)
 
 
 def _mosaic_is_ready() -> bool:
@@ -243,10 +243,10 @@ def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
             continue
-        root = Path(found.origin).parent
+        root = Path(spec.origin).parent
         for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
             data = file.read_bytes()
             digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)
