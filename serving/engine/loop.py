@@ -238,15 +238,12 @@ class EngineLoop:
                 self._parts.scheduler.finish(sequence, FinishReason.ERROR)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
-        """Give the device to another process where that is due, and have it for the next step.
-
-        The other one plans and dispatches while the last step of this one ends.
-        """
+        """Give the device to another process where that is due, and have it for the next step."""
         if turns.is_due:
-            turns.give_back()
-            if self._flying is not None:
-                step, self._flying = self._flying, None
-                self._process_results(step)
+            step, self._flying = self._flying, None
+            progress = [] if step is None else self._read_results(step)
+            turns.give_back()  # whose next holder need not wait for our callers
+            self._hand_out(progress)
         with self._lock:
             has_work = self._parts.scheduler.has_work
         if has_work:

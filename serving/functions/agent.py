@@ -16,10 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from lora_jax.memory.wire import (
-    send_fds,
-    send_header,
-)
+from lora_jax.memory.wire import send_fds, send_header
 from serving.api.functions_config import ISOLATIONS
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
@@ -33,6 +30,7 @@ from serving.functions.turn_keeper import TurnKeeper
 
 logger = logging.getLogger(__name__)
 
+GPU_JAIL = "LORA_JAX_GPU_JAIL"  # 1: functions on a GPU are in the jail too
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
 # Sizes of one function, where nothing else is asked for.
@@ -310,7 +308,7 @@ class Agent:
             makes = backbone and not order.get("guard")
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             order["jail"] = self._jail(order["programs"])
-            order["steps"] = self._steps
+            order["steps"] = self._steps if self._backbone.device == "cpu" else []
             takes_turns = self._turns is not None and backbone and not order.get("guard")
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
@@ -332,13 +330,14 @@ class Agent:
     def _jail(self, programs: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the limits of a process that keeps programs so; None: it has none.
 
-        On a GPU the process that makes them has none: XLA's assembler is a program, with files of
-        its own. It gets no adapter and no call.
+        On a GPU only where the environment asks for it, and not for the process that makes
+        programs: XLA's assembler is a program. It gets no adapter and no call.
         """
-        on_gpu = self._backbone.device == "gpu"
-        if self._isolation == "none" or (on_gpu and programs and programs["writes"]):
+        on_gpu = self._backbone.device != "cpu"
+        free = on_gpu and (os.environ.get(GPU_JAIL) != "1" or (programs or {}).get("writes"))
+        if self._isolation == "none" or free:
             return None
-        return {"memory_bytes": self._room.limit, "gpus": on_gpu}
+        return {"memory_bytes": None if on_gpu else self._room.limit, "gpus": on_gpu}
 
     def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
         """Return how a process keeps programs. None: as a server of this user does.

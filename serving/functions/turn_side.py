@@ -55,7 +55,7 @@ class TurnSide:
         return self._holds and self._is_due
 
     def give_back(self) -> None:
-        """Let others have the device, on which at most one step of this function still runs."""
+        """Let others have the device, on which nothing of this function runs."""
         if self._holds:
             self._holds = self._is_due = False
             self._send(BACK)

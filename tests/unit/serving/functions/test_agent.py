@@ -19,7 +19,7 @@ from support.processes.server_process import ROOT
 
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
-from serving.functions.agent import _keep
+from serving.functions.agent import GPU_JAIL, _keep
 from serving.functions.processes import Ends
 from serving.functions.room import Room
 from serving.functions.running import Running
@@ -241,6 +241,22 @@ def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
     made = [("start", "programs", True), ("end", "programs")]
     first = ("start", "law", False)
     assert events == [first, ("end", "law"), *made, first, first]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "isolation", "writes", "jail"),
+    [
+        ("cpu", "", "process", True, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "none", False, None),
+        ("gpu", "", "process", False, None),
+        ("gpu", "1", "process", False, {"memory_bytes": None, "gpus": True}),
+        ("gpu", "1", "process", True, None),  # it starts XLA's assembler
+    ],
+)
+def test_which_processes_are_in_a_jail(device, asked, isolation, writes, jail, monkeypatch):
+    monkeypatch.setenv(GPU_JAIL, asked)
+    parts = {"_published": SimpleNamespace(device=device), "_isolation": isolation}
+    assert bare(_room=Room(7), **parts)._jail({"writes": writes}) == jail
 
 
 class Watched:
