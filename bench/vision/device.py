@@ -180,26 +180,51 @@ def _of_next(ask: Callable[[list], Any], images: Iterator[list]) -> Any:
 
 
 def frames(folder: Path, sides: tuple[int, int] = shapes.SIDES, **fields: Any) -> dict[str, Any]:
-    """Time requests of one full frame each: the first token of one alone, tokens/s of several."""
+    """Time requests of one full frame each: the first token of one alone, tokens/s of several.
+
+    The tower's time is the device's for its program, an image.
+    """
     prompt = shapes.TURN.format(shapes.IMAGE, QUESTION)
     rows, length = 4, 64
     with engine_of(folder, {}, sides, max_num_seqs=rows, **fields) as engine:
+        encoder = engine._parts.loop._parts.runner.encoder
+        assert encoder is not None
+        stopwatch = encoder.stopwatch
 
-        def ask(count: int, tokens: int, first: int) -> float:
+        def ask(count: int, tokens: int, first: int) -> tuple[float, float]:
+            """Return milliseconds of the requests, and of the tower for an image of theirs."""
             sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             images = [[shapes.frame(first + n, sides)] for n in range(count)]
-            start = time.perf_counter()
+            before, start = stopwatch.seconds, time.perf_counter()
             engine.generate([prompt] * count, None, sampling, images=images)
-            return time.perf_counter() - start
+            took = time.perf_counter() - start
+            stopwatch.settle()
+            return 1e3 * took, 1e3 * (stopwatch.seconds - before) / count
 
         ask(1, 2, 0)
-        first = statistics.median(ask(1, 1, 10 + n) for n in range(5))
-        alone = statistics.median(ask(1, 1 + length, 20 + n) for n in range(2))
+        alone = np.median([ask(1, 1, 10 + n) for n in range(5)], axis=0)
+        longer = np.median([ask(1, 1 + length, 20 + n) for n in range(2)], axis=0)
         together = ask(rows, length, 30)
+    ttft, tower_ms = (float(ms) for ms in alone)
     return {
-        "ttft_ms": round(1e3 * first, 1),
-        "tpot_ms": round(1e3 * (alone - first) / length, 2),
+        "ttft_ms": round(ttft, 1),
+        "tpot_ms": round((float(longer[0]) - ttft) / length, 2),
         "requests": rows,
         "answer_tokens": length,
-        "tokens_per_s": round(rows * length / together, 1),
+        "tokens_per_s": round(1e3 * rows * length / together[0], 1),
+        "tower_ms": round(tower_ms, 2),
+        "tower_ms_of_several": round(together[1], 2),
+        "tower_share_of_ttft": round(tower_ms / ttft, 3),
+        **_beside_peak(folder, sides, tower_ms),
     }
+
+
+def _beside_peak(folder: Path, sides: tuple[int, int], ms: float) -> dict[str, Any]:
+    """Return the tower's time by its products at the dense peak, and the share it reaches."""
+    config = read_config(folder)
+    grid = read_settings(folder, config.tower).grid_of(*sides)
+    peak = of_device(DENSE_FLOPS)
+    if peak is None:
+        return {}
+    floor = 1e3 * shapes.tower_flops(grid[0] * grid[1], config.tower.out_size) / peak
+    return {"tower_floor_ms": round(floor, 2), "tower_share_of_peak": round(floor / ms, 3)}
