@@ -206,12 +206,12 @@ __global__ void __launch_bounds__(kDenseThreads, 1) dense_matmul_kernel(const __
   const int count = min(load_now(p.num_rows), p.rows), real = (count + high - 1) / high * wide;
   const int group = static_cast<int>(threadIdx.x) / 128 - 1;
   if (group < 0) {
-    fewer_registers<32>();
+    fewer_registers<40>();  // with 2 x 232 all that 3 x 168 are
     if (threadIdx.x == 0) dense_bring(p, sm, rank, real, wide, steps);
     __syncwarp();
     if (kDensePair > 1) cluster_sync();
   } else {
-    more_registers<240>();
+    more_registers<232>();
     dense_multiply<GELU, ADDEND>(p, sm, rank, group, count, real, tiles, wide, steps);
     if (kDensePair > 1) cluster_sync();  // the other CTA may still say here what it has read
   }
