@@ -30,9 +30,7 @@ from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
-# As one CUDA graph, XLA would write the tower's program anew for each image: its arrays lie
-# elsewhere every time. Kernel by kernel the host is ahead of the device, which takes milliseconds.
-_NO_GRAPH = {"xla_gpu_enable_command_buffer": ""}
+
 
 
 class ImageOperands(NamedTuple):
@@ -176,10 +174,7 @@ def _jit_encode(
 ) -> Any:
     """Return the tower's program: everything goes in as leaves, the cache is donated."""
 
-    options = _NO_GRAPH if jax.default_backend() == "gpu" else None
-    settings = {"static_argnames": "adapters_tree", "donate_argnums": 1}
-
-    @functools.partial(jax.jit, **settings, compiler_options=options)
+    @functools.partial(jax.jit, static_argnames="adapters_tree", donate_argnums=1)
     def encode(leaves, cache, inputs, adapters, slot, targets, adapters_tree):
         local = functools.partial(encode_here, adapters_tree=adapters_tree)
         if split is not None:

@@ -9,7 +9,7 @@ from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Float
 
 VECTOR = 8  # values that are read at once
-WIDEST_NORM = 4608  # a warp has a row
+WIDEST_NORM = 2048  # a warp has a row
 
 
 def check_norm(dtype: jnp.dtype, size: int) -> None:

@@ -1,13 +1,10 @@
 // y = f(x w^T + bias) + addend of many rows: f is gelu by tanh, or nothing; each is rounded by itself.
 //
-// A CTA walks over tiles of 128 rows by 192 columns, which two consumer warpgroups take in turn: while one
-// stores its tile, the other multiplies the next. One thread of a third warpgroup brings pieces of 64 of d_in
-// into a ring, ahead over the borders of tiles. The two CTAs of a cluster have the same columns: each brings
-// half of their weights to both. A row's result is one sum over d_in in steps of 16, whatever its tile and its
-// neighbours.
+// A CTA walks over tiles of 192 rows, 64 for each of three consumer warpgroups, by 192 columns. One thread of
+// a fourth warpgroup brings pieces of 64 of d_in into a ring, ahead over the borders of tiles: while one
+// warpgroup stores its part, the others multiply. A row's result is one sum over d_in in steps of 16, whatever
+// its tile and its neighbours.
 #pragma once
-#include "device/cluster.cuh"
-#include "device/launch_early.cuh"
 #include "device/swizzled_map.cuh"
 #include "device/wgmma.cuh"
 
@@ -22,13 +19,8 @@ struct DenseArgs {
   int rows, d_out, d_in;
 };
 
-#ifndef DENSE_PAIR
-#define DENSE_PAIR 2
-#endif
-constexpr int kDensePair = DENSE_PAIR;  // CTAs of a cluster
-constexpr int kDenseGroups = 2, kDenseRows = 128, kDenseColumns = 192, kDenseThreads = 128 + kDenseGroups * 128;
-constexpr int kDensePart = kDenseColumns / kDensePair;  // columns whose weights a CTA brings
-constexpr int kDenseDepth = 64, kDenseStages = 5, kDenseCtas = 132;  // SMs of a Hopper GPU
+constexpr int kDenseGroups = 3, kDenseRows = kDenseGroups * 64, kDenseColumns = 192, kDenseThreads = 512;
+constexpr int kDenseDepth = 64, kDenseStages = 4, kDenseCtas = 132;  // SMs of a Hopper GPU
 constexpr int kDenseTogether = 8;  // of a thread's tiles of 8 columns: their addends are asked for together
 
 struct DenseShared {
@@ -42,10 +34,6 @@ struct DenseRing {
   uint32_t phase = 0;
   __device__ __forceinline__ void next() {
     if (++at == kDenseStages) at = 0, phase ^= 1;
-  }
-  __device__ __forceinline__ void skip(int count) {
-    at += count;
-    phase ^= at / kDenseStages & 1, at %= kDenseStages;
   }
 };
 
@@ -112,108 +100,67 @@ __device__ __forceinline__ void dense_store(const DenseArgs& p, const float (&su
 
 // Rows past the last real one are zeros.
 __device__ __forceinline__ void dense_clear(const DenseArgs& p, int first, int column) {
-  const int pieces = min(kDenseColumns, p.d_out - column) / 8, rows = min(kDenseRows, p.rows - first);
+  const int pieces = min(kDenseColumns, p.d_out - column) / 8, rows = min(64, p.rows - first);
   for (int i = threadIdx.x % 128; i < rows * pieces; i += 128)
     *reinterpret_cast<uint4*>(p.y + static_cast<int64_t>(first + i / pieces) * p.d_out + column + i % pieces * 8) =
         make_uint4(0, 0, 0, 0);
-}
-
-// Has a consumer of every CTA of the cluster say that it has read a stage.
-__device__ __forceinline__ void dense_leave(uint64_t* empty) {
-  if (threadIdx.x % 128 < kDensePair) {
-    if (kDensePair > 1) cluster_arrive(empty, threadIdx.x % 128);
-    else mbar_arrive(empty);
-  }
-}
-
-__device__ __forceinline__ void dense_bring(const DenseArgs& p, DenseShared& sm, int rank, int real, int wide, int steps) {
-  DenseRing ring;
-  for (int tile = blockIdx.x / kDensePair; tile < real; tile += gridDim.x / kDensePair) {
-    const int row = (tile / wide * kDensePair + rank) * kDenseRows, column = tile % wide * kDenseColumns + rank * kDensePart;
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      uint64_t* full = &sm.full[ring.at];
-      mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
-      mbar_expect(full, (kDenseRows + kDenseColumns) * 128);
-      tile_copy(smem_u32(sm.x[ring.at]), &p.x_map, step * kDenseDepth, row, 0, 0, full);
-      const uint32_t w = smem_u32(sm.w[ring.at]) + rank * kDensePart * 128;
-      if (kDensePair > 1) tile_copy_to(3, w, &p.w_map, step * kDenseDepth, column, full);
-      else tile_copy(w, &p.w_map, step * kDenseDepth, column, 0, 0, full);
-    }
-  }
-}
-
-template <bool GELU, bool ADDEND>
-__device__ __forceinline__ void dense_multiply(const DenseArgs& p, DenseShared& sm, int rank, int group, int count, int real,
-                                               int tiles, int wide, int steps) {
-  DenseRing ring;
-  int turn = 0;
-  for (int tile = blockIdx.x / kDensePair; tile < tiles; tile += gridDim.x / kDensePair, turn ^= 1) {
-    const int first = (tile / wide * kDensePair + rank) * kDenseRows, column = tile % wide * kDenseColumns;
-    if (turn != group) {
-      ring.skip(steps);
-      continue;
-    }
-    if (tile >= real) {
-      dense_clear(p, first, column);
-      continue;
-    }
-    float sums[2][kDenseColumns / 2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < kDenseColumns / 2; ++i) sums[half][i] = 0;
-    int before = -1;
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step, ring.next()) {
-      mbar_wait(&sm.full[ring.at], ring.phase);
-      const uint32_t x = smem_u32(sm.x[ring.at]), w = smem_u32(sm.w[ring.at]);
-      wgmma_settle(sums[0]), wgmma_settle(sums[1]);
-      wgmma_begin();
-#pragma unroll
-      for (int k = 0; k < kDenseDepth / 16; ++k)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          wgmma_rows(sums[half], wgmma_operand(x + half * 64 * 128 + k * 32), wgmma_operand(w + k * 32), true);
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (before >= 0) dense_leave(&sm.empty[before]);
-      before = ring.at;
-    }
-    wgmma_wait<0>();
-    wgmma_settle(sums[0]), wgmma_settle(sums[1]);
-    dense_leave(&sm.empty[before]);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) dense_store<GELU, ADDEND>(p, sums[half], first + half * 64, column, count);
-  }
 }
 
 template <bool GELU, bool ADDEND>
 __global__ void __launch_bounds__(kDenseThreads, 1) dense_matmul_kernel(const __grid_constant__ DenseArgs p) {
   extern __shared__ __align__(1024) unsigned char dense_raw[];
   auto& sm = *reinterpret_cast<DenseShared*>(dense_raw);
-  const int wide = (p.d_out + kDenseColumns - 1) / kDenseColumns, steps = (p.d_in + kDenseDepth - 1) / kDenseDepth;
-  constexpr int high = kDenseRows * kDensePair;
-  const int tiles = (p.rows + high - 1) / high * wide, rank = kDensePair > 1 ? cluster_rank() : 0;
-  let_next_begin();
+  const int count = min(__ldg(p.num_rows), p.rows), wide = (p.d_out + kDenseColumns - 1) / kDenseColumns;
+  const int tiles = (p.rows + kDenseRows - 1) / kDenseRows * wide, real = (count + kDenseRows - 1) / kDenseRows * wide;
+  const int steps = (p.d_in + kDenseDepth - 1) / kDenseDepth, group = static_cast<int>(threadIdx.x) / 128 - 1;
   if (threadIdx.x == 0) {
-    prefetch_map(&p.x_map), prefetch_map(&p.w_map);
-    for (int i = 0; i < kDenseStages; ++i) mbar_init(&sm.full[i], 1), mbar_init(&sm.empty[i], kDensePair);
+    for (int i = 0; i < kDenseStages; ++i) mbar_init(&sm.full[i], 1), mbar_init(&sm.empty[i], kDenseGroups);
     fence_barriers();
   }
-  if (kDensePair > 1) cluster_sync();
-  else __syncthreads();
-  wait_for_previous();
-  const int count = min(load_now(p.num_rows), p.rows), real = (count + high - 1) / high * wide;
-  const int group = static_cast<int>(threadIdx.x) / 128 - 1;
+  __syncthreads();
+  DenseRing ring;
   if (group < 0) {
-    fewer_registers<40>();  // with 2 x 232 all that 3 x 168 are
-    if (threadIdx.x == 0) dense_bring(p, sm, rank, real, wide, steps);
-    __syncwarp();
-    if (kDensePair > 1) cluster_sync();
-  } else {
-    more_registers<232>();
-    dense_multiply<GELU, ADDEND>(p, sm, rank, group, count, real, tiles, wide, steps);
-    if (kDensePair > 1) cluster_sync();  // the other CTA may still say here what it has read
+    fewer_registers<32>();
+    if (threadIdx.x) return;
+    for (int tile = blockIdx.x; tile < real; tile += gridDim.x)
+      for (int step = 0; step < steps; ++step, ring.next()) {
+        uint64_t* full = &sm.full[ring.at];
+        mbar_wait(&sm.empty[ring.at], ring.phase ^ 1);
+        mbar_expect(full, (kDenseRows + kDenseColumns) * 128);
+        tile_copy(smem_u32(sm.x[ring.at]), &p.x_map, step * kDenseDepth, tile / wide * kDenseRows, 0, 0, full);
+        tile_copy(smem_u32(sm.w[ring.at]), &p.w_map, step * kDenseDepth, tile % wide * kDenseColumns, 0, 0, full);
+      }
+    return;
+  }
+  more_registers<160>();
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int first = tile / wide * kDenseRows + group * 64, column = tile % wide * kDenseColumns;
+    if (tile >= real) {
+      dense_clear(p, first, column);
+      continue;
+    }
+    float sums[kDenseColumns / 2];
+#pragma unroll
+    for (int i = 0; i < kDenseColumns / 2; ++i) sums[i] = 0;
+    int before = -1;
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, ring.next()) {
+      mbar_wait(&sm.full[ring.at], ring.phase);
+      const uint32_t x = smem_u32(sm.x[ring.at]) + group * 64 * 128, w = smem_u32(sm.w[ring.at]);
+      wgmma_settle(sums);
+      wgmma_begin();
+#pragma unroll
+      for (int k = 0; k < kDenseDepth / 16; ++k)
+        wgmma_rows(sums, wgmma_operand(x + k * 32), wgmma_operand(w + k * 32), true);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (before >= 0) mbar_arrive_if(&sm.empty[before], threadIdx.x % 128 == 0);
+      before = ring.at;
+    }
+    wgmma_wait<0>();
+    wgmma_settle(sums);
+    mbar_arrive_if(&sm.empty[before], threadIdx.x % 128 == 0);
+    dense_store<GELU, ADDEND>(p, sums, first, column, count);
   }
 }
 
@@ -222,16 +169,16 @@ cudaError_t launch_dense_as(DenseArgs& p, const void* x, const void* w, cudaStre
   const cuuint64_t depth = p.d_in, step = depth * 2, strides[] = {step, step, step};
   const cuuint64_t of_x[] = {depth, static_cast<cuuint64_t>(p.rows), 1, 1};
   const cuuint64_t of_w[] = {depth, static_cast<cuuint64_t>(p.d_out), 1, 1};
-  const cuuint32_t x_box[] = {kDenseDepth, kDenseRows, 1, 1}, w_box[] = {kDenseDepth, kDensePart, 1, 1};
+  const cuuint32_t x_box[] = {kDenseDepth, kDenseRows, 1, 1}, w_box[] = {kDenseDepth, kDenseColumns, 1, 1};
   cudaError_t e = swizzled_map<4>(&p.x_map, x, of_x, strides, x_box);
   if (e == cudaSuccess) e = swizzled_map<4>(&p.w_map, w, of_w, strides, w_box);
-  constexpr int bytes = sizeof(DenseShared), high = kDenseRows * kDensePair;
+  constexpr int bytes = sizeof(DenseShared);
   const auto kernel = dense_matmul_kernel<GELU, ADDEND>;
   if (e == cudaSuccess) e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  const int tiles = (p.rows + high - 1) / high * ((p.d_out + kDenseColumns - 1) / kDenseColumns) * kDensePair;
-  const int ctas = tiles < kDenseCtas ? tiles : kDenseCtas;
-  return launch_early_clusters(kernel, kDensePair, ctas, kDenseThreads, bytes, stream, p);
+  const int tiles = (p.rows + kDenseRows - 1) / kDenseRows * ((p.d_out + kDenseColumns - 1) / kDenseColumns);
+  kernel<<<tiles < kDenseCtas ? tiles : kDenseCtas, kDenseThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 // Everything but the maps is set in `p`; d_in and d_out are multiples of 8.

@@ -55,16 +55,6 @@ __device__ __forceinline__ void cluster_store(uint32_t there, float4 v, uint32_t
                "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar)
                : "memory");
 }
-// A box of a tensor of four dimensions, its two last 0, to the same place in those CTAs of the cluster whose bits are
-// set; the barrier that lies where `bar` does counts its bytes in each of them.
-__device__ __forceinline__ void tile_copy_to(int ctas, uint32_t dst, const CUtensorMap* map, int column, int row,
-                                             uint64_t* bar) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4, %4}], [%5], %6;" ::"r"(dst),
-      "l"(map), "r"(column), "r"(row), "r"(0), "r"(smem_u32(bar)), "h"(static_cast<uint16_t>(ctas))
-      : "memory");
-}
 // How a kernel is launched in clusters whose CTAs may share an SM: if they may not, clusters of four fill
 // 124 of an H200's 132 SMs by two CTAs an SM. Returns how many attributes that takes.
 inline int cluster_attributes(cudaLaunchAttribute* attributes, int ctas) {

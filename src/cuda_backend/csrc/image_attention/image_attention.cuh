@@ -265,9 +265,7 @@ __device__ __forceinline__ void clear_rows(const ImageAttentionArgs& p, ImageTil
 __global__ void __launch_bounds__(kImageThreads, 1) image_attention_kernel(const ImageAttentionArgs p) {
   extern __shared__ __align__(128) unsigned char image_raw[];
   auto& sm = *reinterpret_cast<ImageAttentionShared*>(image_raw);
-  let_next_begin();
-  wait_for_previous();
-  const int num_patches = min(load_now(p.num_patches), p.patches);
+  const int num_patches = min(__ldg(p.num_patches), p.patches);
   const ImageTile tile = image_tile(p, num_patches, static_cast<int>(blockIdx.x));
   if (tile.blank) {
     clear_rows(p, tile);
@@ -312,7 +310,8 @@ inline cudaError_t launch_image_attention(const ImageAttentionArgs& p, cudaStrea
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
   const int tiles = (p.patches + kImageRows - 1) / kImageRows * p.heads, ctas = tiles + kMostCut * (kImageGroups - 1);
-  return launch_early(kernel, ctas, kImageThreads, bytes, stream, p);
+  kernel<<<ctas, kImageThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace lora_jax

@@ -2,7 +2,6 @@
 // of 8 patches, and in a block 10 pieces of 8 columns, of which a head of 72 fills 9. The tenth piece is
 // zeros, of v a one and zeros: by it the product with the weights sums these up too.
 #pragma once
-#include "device/launch_early.cuh"
 #include "device/ptx.cuh"
 
 namespace lora_jax {
@@ -58,16 +57,14 @@ __global__ void __launch_bounds__(kTurnThreads) image_heads_kernel(const ImageHe
   extern __shared__ __align__(16) unsigned char turn_raw[];
   const int wide = p.heads * kHeadPieces, pitch = wide * 16 + 16;  // pieces of a row; its bytes, off the banks of others
   const int part = static_cast<int>(blockIdx.x) % 3, first = static_cast<int>(blockIdx.x) / 3 * kTurnedRows;
-  let_next_begin();
-  wait_for_previous();
-  const int count = min(load_now(p.num_patches), p.patches), rows = min(max(count - first, 0), kTurnedRows);
+  const int count = min(__ldg(p.num_patches), p.patches), rows = min(max(count - first, 0), kTurnedRows);
   const uint4* from = reinterpret_cast<const uint4*>(p.qkv) + (static_cast<int64_t>(first) * 3 + part) * wide;
   for (int base = threadIdx.x; base < rows * wide; base += kTurnThreads * kTurnLoads) {
     uint4 v[kTurnLoads];
 #pragma unroll
     for (int i = 0; i < kTurnLoads; ++i) {
       const int at = base + i * kTurnThreads;
-      if (at < rows * wide) v[i] = from[static_cast<int64_t>(at / wide) * 3 * wide + at % wide];
+      if (at < rows * wide) v[i] = __ldg(from + static_cast<int64_t>(at / wide) * 3 * wide + at % wide);
     }
 #pragma unroll
     for (int i = 0; i < kTurnLoads; ++i) {
@@ -96,7 +93,8 @@ inline cudaError_t launch_image_heads(const ImageHeadsArgs& p, cudaStream_t stre
   const auto kernel = image_heads_kernel;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;
-  return launch_early(kernel, p.blocks * 8 / kTurnedRows * 3, kTurnThreads, bytes, stream, p);
+  kernel<<<p.blocks * 8 / kTurnedRows * 3, kTurnThreads, bytes, stream>>>(p);
+  return cudaGetLastError();
 }
 
 }  // namespace lora_jax

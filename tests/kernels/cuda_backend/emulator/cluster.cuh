@@ -42,12 +42,6 @@ inline void cluster_arrive(uint64_t* bar, int rank) {
     mbar_arrive(reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(bar) + by));
   });
 }
-inline void tile_copy_to(int ctas, uint32_t dst, const CUtensorMap* map, int column, int row, uint64_t* bar) {
-  for (int rank = 0; ctas >> rank; ++rank)
-    if (ctas >> rank & 1) in_cta(rank, [&](int64_t by) {
-      emu::tensor_copy(dst, map, {column, row, 0, 0}, reinterpret_cast<uint64_t*>(reinterpret_cast<unsigned char*>(bar) + by));
-    });
-}
 // An address in another CTA has its number in the upper byte.
 inline uint32_t address_in(int cta, uint32_t address) { return static_cast<uint32_t>(cta) << 24 | address; }
 template <class T> void cluster_store(uint32_t there, T v, uint32_t bar) {
