@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bench.step_profile import device_span
 from bench.vision import shapes
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.models.loader import read_config
@@ -102,30 +103,33 @@ def _slots(layers: int, outs: tuple[int, ...], hidden: int, rank: int) -> Adapte
 def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]:
     """Time the tower's program for one image, beside the time of its products at full speed.
 
-    `ms` is from the host's arrays to the rows, `ms_in_a_row` of images that follow each other: the
-    device then waits for no host.
+    `ms` is from the host's arrays to the rows, `ms_resident` from arrays on the device. Those "in a
+    row" are of images that follow each other, so that the device waits for no host.
+    `ms_on_device` is from the first kernel's start to the last one's end for one image alone.
     """
     config, sizes = read_config(folder), read_settings(folder, read_config(folder).tower)
     model = Qwen3Tower(config.tower, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     image = prepared(folder, sides)
-    encoder = ImageEncoder(
-        model,
-        config,
-        sizes,
-        (),
-        num_rows=image.num_tokens,
-        max_image_tokens=image.num_tokens,
-        max_rank=1,
-    )
+    count = image.num_tokens
+    limits: dict[str, Any] = {"num_rows": count, "max_image_tokens": count, "max_rank": 1}
+    encoder = ImageEncoder(model, config, sizes, (), **limits)
     encoder.start(1, 64, jax.devices()[0])
-    rows = tuple(range(image.num_tokens))
+    rows = tuple(range(count))
 
     def run(count: int) -> None:
         for _ in range(count):
             encoder.encode(image, rows, -1, None)
         encoder.wait()
 
-    times = {"ms": median_ms(lambda: run(1), 7), "ms_in_a_row": median_ms(lambda: run(8), 3) / 8}
+    resident = _resident(encoder, image, rows)
+    times = {
+        "ms": median_ms(lambda: run(1), 7),
+        "ms_in_a_row": median_ms(lambda: run(8), 3) / 8,
+        "ms_resident": median_ms(lambda: resident(1), 7),
+        "ms_resident_in_a_row": median_ms(lambda: resident(32), 3) / 32,
+    }
+    span = device_span(lambda: resident(1))
+    times |= {} if span is None else {"ms_on_device": span[0], "ms_of_kernels": span[1]}
     patches = image.grid[0] * image.grid[1]
     flops, peak = shapes.tower_flops(patches, config.tower.out_size), of_device(DENSE_FLOPS)
     found: dict[str, Any] = {"tokens": image.num_tokens, "patches": patches}
@@ -136,6 +140,24 @@ def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]
     floor = 1e3 * flops / peak
     shares = {name.replace("ms", "share_of_peak"): floor / ms for name, ms in times.items()}
     return found | {"floor_ms": round(floor, 2)} | {k: round(v, 3) for k, v in shares.items()}
+
+
+def _resident(
+    encoder: ImageEncoder, image: PreparedImage, rows: tuple[int, ...]
+) -> Callable[[int], None]:
+    """Return a call that computes an image, whose arrays are on the device, this many times."""
+    bucket = encoder.buckets[-1]
+    leaves, _, *given = encoder._arguments(image.patches, rows, -1, bucket, None)
+    tree = given.pop()
+    given = jax.device_put(given)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            done, _ = encoder._encode(leaves, encoder.operands.rows, *given, tree)
+            encoder.operands = encoder.operands._replace(rows=done)
+        encoder.wait()
+
+    return run
 
 
 def prepared(folder: Path, sides: tuple[int, int]) -> PreparedImage:

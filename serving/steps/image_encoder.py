@@ -32,7 +32,6 @@ ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
 
 
-
 class ImageOperands(NamedTuple):
     """A step's view of images; only the encoder and admissions change it."""
 
