@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from support.drivers.scheduler_driver import Driver, limits
 
-from bench.parallel import bits, graphs, served, shapes, steps
+from bench.parallel import bits, exchange, graphs, served, shapes, steps
 from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
@@ -98,6 +98,14 @@ def test_longer_answers_are_more_steps_of_all_rows_and_no_prompt(rows, prompt, b
     assert len(plans[1]) - len(plans[0]) == 8
     decoding = [sum(plan.num_tokens == len(plan.chunks) == rows for plan in some) for some in plans]
     assert decoding[1] - decoding[0] == 8
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6])
+def test_results_are_of_equal_parts_for_any_number_of_devices(devices):
+    for kilobytes in exchange.KILOBYTES:
+        columns = exchange.columns_of(kilobytes, devices)
+        assert columns % (devices * exchange.UNIT) == 0
+        assert 0.8 < columns * exchange.ROWS * 2 / 1024 / kilobytes <= 1
 
 
 def test_thunks_of_a_dump(tmp_path):
