@@ -185,10 +185,13 @@ def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
     """Return what was done in each phase and round, and what the engine answered."""
     crowd = Crowd(engine, case)
     found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
-    for number in range(rounds + 1):  # the first round fills and is not counted
+    for number in range(rounds + 1):  # the first round, a third of one, fills and is not counted
         for phase in PHASES:
-            before = counts(engine)
-            for prompt, adapter in requests(case, phase, random.Random(f"{number} {phase}")):
+            before, asked = (
+                counts(engine),
+                requests(case, phase, random.Random(f"{number} {phase}")),
+            )
+            for prompt, adapter in asked if number else asked[: len(asked) // 3]:
                 crowd.wait(case.outstanding[phase])
                 crowd.hand_in(prompt, adapter)
             crowd.wait(case.outstanding[phase])
