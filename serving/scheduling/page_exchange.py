@@ -87,6 +87,7 @@ class PageExchange:
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
+        self._ahead_but: Side | None = None  # whose own offers it would not have taken
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
@@ -143,8 +144,8 @@ class PageExchange:
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
-        self._last_claim = self.num_steps
-        self._have_leave(self._asked, None if own else claimant, below, urgent=urgent)
+        self._last_claim, self._ahead_but = self.num_steps, None if own else claimant
+        self._have_leave(self._asked, self._ahead_but, below, urgent=urgent)
         return False
 
     def _have_leave(
@@ -191,7 +192,7 @@ class PageExchange:
         self._asked, self._is_refused = 0, False
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
-            self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)
+            self._have_leave(self.pool.num_pages // _AHEAD_PARTS, self._ahead_but, math.inf)
 
     @property
     def is_short(self) -> bool:
