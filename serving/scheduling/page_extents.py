@@ -121,9 +121,9 @@ class PageExtents:
         """Note that a step goes to the device."""
         self._exchange.planned(now)
 
-    def completed(self, num_tokens: int, now: float) -> None:
+    def completed(self, num_tokens: int, num_rows: int, now: float) -> None:
         """Note the end of the oldest step in flight, of so many tokens."""
-        self._exchange.completed(num_tokens, now)
+        self._exchange.completed(num_tokens, num_rows, now)
 
     # The cache's side.
 
