@@ -54,7 +54,8 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        self._pages.start_step(len(self._running))
+        num_idle = min(self._running.num_free_rows, len(self._waiting))
+        self._pages.start_step(len(self._running), num_idle)
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
@@ -143,11 +144,8 @@ class Scheduler(LiveSequences):
         """
         self._gate.start_round()
         free_rows = self._running.num_free_rows if admitting else 0
-        held = self._gate.hold(self._waiting, free_rows, now)
+        self._gate.hold(self._waiting, free_rows)
         self._fill_lines(step, now, admitting, tenants)
-        for sequence in held:
-            if sequence.state is SequenceState.WAITING:
-                self._gate.leave(sequence)
 
     def _fill_lines(
         self, step: StepBudget, now: float, admitting: bool, tenants: Container[str]
