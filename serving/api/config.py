@@ -110,7 +110,10 @@ class EngineConfig:
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
         if not isinstance(self.override_generation_config, dict):
-            raise ValueError("override_generation_config must map names to values.")
+            raise ValueError(
+                f"override_generation_config must map names to values, got "
+                f"{self.override_generation_config!r}."
+            )
         check_fields(self.override_generation_config, "override_generation_config")
         _check_images(self.limit_mm_per_prompt, self.mm_processor_kwargs)
         share = self.gpu_memory_utilization
@@ -136,7 +139,7 @@ class EngineConfig:
             raise ValueError(f"kv_offloading_size must be 0 to {1 << 20} GiB, got {size!r}.")
         if size and not self.enable_prefix_caching:
             raise ValueError(
-                "kv_offloading_size keeps pages that prompts may begin with: leave it out, or "
+                "kv_offloading_size keeps pages of the prefix cache: set it to 0, or turn "
                 "enable_prefix_caching on."
             )
 
@@ -166,7 +169,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How answers are speculated on; None: they are not."""
+        """Settings of speculation; None: it is off."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
@@ -237,7 +240,7 @@ def _check_images(limits: object, kwargs: object) -> None:
     if "image" in limits:
         _check_int("limit_mm_per_prompt", limits["image"], 0, 999)
     if not isinstance(kwargs, dict):
-        raise ValueError("mm_processor_kwargs must map names to values.")
+        raise ValueError(f"mm_processor_kwargs must map names to values, got {kwargs!r}.")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

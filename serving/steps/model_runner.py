@@ -219,7 +219,7 @@ class ModelRunner:
 
     @property
     def _variants(self) -> tuple[bool, ...]:
-        """Whether steps bring more than LoRA: some do where adapters may have it."""
+        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
         has_more = self.slots is not None and self.slots.token_ids is not None
         return (False, True) if has_more else (False,)
 
@@ -286,9 +286,9 @@ class ModelRunner:
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
-        made = self._inputs.make(plan, program, in_parts=in_parts)
-        self._tell(made)
-        self._write(made)
+        step_input = self._inputs.make(plan, program, in_parts=in_parts)
+        self._tell(step_input)
+        self._write(step_input)
         if self.encoder is not None:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
@@ -297,15 +297,15 @@ class ModelRunner:
                 self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
-        return made.table
+        return step_input.table
 
-    def _write(self, made: StepInput) -> None:
+    def _write(self, step_input: StepInput) -> None:
         """Bring pages, rows and block tables of a step to the device."""
         if self._copies is not None:
-            self._cache = self._copies.run(self._cache, made.moves)
-        for row, packed in made.admitted:
+            self._cache = self._copies.run(self._cache, step_input.moves)
+        for row, packed in step_input.admitted:
             self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
-        for new in made.pages:
+        for new in step_input.pages:
             self._step.inputs.add_pages(new.row, new.first, new.pages)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
