@@ -30,8 +30,8 @@ SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
 TILE_ROWS, MOST_MATRICES = 16, 3  # of a launch
-DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
-SLOTS = 3 * 132  # CTAs of such tiles on an H100's or H200's SMs
+DENSE_ROWS, DENSE_COLUMNS = 32, 64  # of a tile of one group's matrices
+SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ def check_support(
 
 def _check_dense(rows: int, widths: list[int]) -> None:
     """Raise Declined unless all tiles of one group's matrices are on the SMs at a time."""
-    tiles = -(-rows // TILE_ROWS) * sum(-(-width // DENSE_COLUMNS) for width in widths)
+    tiles = -(-rows // DENSE_ROWS) * sum(-(-width // DENSE_COLUMNS) for width in widths)
     if not 1 <= tiles <= SLOTS:
         raise Declined(
             f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "

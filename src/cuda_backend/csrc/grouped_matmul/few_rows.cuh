@@ -159,61 +159,101 @@ struct FewRowsKernel {
     }
   }
 
-  // Multiplies by the weights of a stage. `WIDE` says that scales are large, which costs an instruction more.
-  template <int N, bool WIDE>
-  __device__ __forceinline__ void multiply_stage(uint32_t stage, const uint32_t (&scales)[TILES][2][kScaleWords],
-                                                 const uint32_t (&places)[4], const XPlaces<C>& xs,
-                                                 float (&sums)[TILES][N / 8][4]) const {
-    const int warp = threadIdx.x / 32;
-    const Decoder<C, G, WIDE> decoder{p.first, table};
+  // Where a thread finds its part of a stage.
+  struct Places {
+    uint32_t words[4], scales;  // of 32 bytes of a row; of the first tile
+    XPlaces<C> x;
+    __device__ __forceinline__ Places() {
+      const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t x[N / 8][kLoad / 32][4];
+      for (int i = 0; i < 4; ++i)
+        words[i] = weight_row(0, warp) * kRowBytes + (lane & 15) * kRowBytes + (((i * 2 + lane / 16) ^ (lane & 7)) << 4);
+      scales = Layout::kWeights + Layout::kX + (weight_row(0, warp) + lane / 4) * kScaleWords * 4;
+    }
+  };
+  static constexpr int kApart = GATED ? W * 16 : 16;  // rows of weights from a warp's tile to its next
+  // What a thread has of kLoad columns of a stage. Of each tile rows 0 to 7, rows 8 to 15, the same 16 bytes further.
+  template <int N>
+  struct Piece {
+    uint32_t words[TILES][4], x[N / 8][kLoad / 32][4];
+    __device__ __forceinline__ void load(uint32_t stage, const Places& places, int i) {
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) ldmatrix(words[t], stage + places.words[i] + t * kApart * kRowBytes);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
         for (int c = 0; c < kLoad / 32; ++c)
-          xs.load(x[n][c], stage + Layout::kWeights + n * 8 * kRowBytes, i * kLoad + c * 32, N * kRowBytes);
+          places.x.load(x[n][c], stage + Layout::kWeights + n * 8 * kRowBytes, i * kLoad + c * 32, N * kRowBytes);
+    }
+  };
+  struct Scales {
+    uint32_t words[TILES][2][kScaleWords];
+    __device__ __forceinline__ void load(uint32_t stage, const Places& places) {
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        uint32_t words[4], a[kLoad / 16][4];  // rows 0 to 7 of a tile, rows 8 to 15, the same 16 bytes further
-        ldmatrix(words, stage + weight_row(t, warp) * kRowBytes + places[i]);
+      for (int t = 0; t < TILES; ++t)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int high = 0; high < 2; ++high)
+          load_words(words[t][high], stage + places.scales + (t * kApart + high * 8) * kScaleWords * 4);
+    }
+  };
+
+  // Multiplies by the weights of a piece. `WIDE` says that scales are large, which costs an instruction more.
+  template <int N, bool WIDE>
+  __device__ __forceinline__ void multiply_piece(const Piece<N>& piece, const Scales& scales, int i,
+                                                 float (&sums)[TILES][N / 8][4]) const {
+    const Decoder<C, G, WIDE> decoder{p.first, table};
 #pragma unroll
-          for (int high = 0; high < 2; ++high)
-            decoder.decode(words[half * 2 + high], scales[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+    for (int t = 0; t < TILES; ++t) {
+      uint32_t a[kLoad / 16][4];
 #pragma unroll
-        for (int k = 0; k < kLoad / 16; ++k)
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n)
-            mma_bf16(sums[t][n], a[k][0], a[k][1], a[k][2], a[k][3], x[n][k / 2][k % 2 * 2], x[n][k / 2][k % 2 * 2 + 1]);
+        for (int high = 0; high < 2; ++high)
+          decoder.decode(piece.words[t][half * 2 + high], scales.words[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+#pragma unroll
+      for (int k = 0; k < kLoad / 16; ++k)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+          mma_bf16(sums[t][n], a[k][0], a[k][1], a[k][2], a[k][3], piece.x[n][k / 2][k % 2 * 2],
+                   piece.x[n][k / 2][k % 2 * 2 + 1]);
+    }
+  }
+
+  // Multiplies by a stage, whose first piece is there, and reads the next stage's first piece meanwhile.
+  template <int N, bool WIDE>
+  __device__ __forceinline__ void multiply_stage(FewRowsRing& ring, bool last, const Places& places, Piece<N>& ahead,
+                                                 Scales& scales_ahead, float (&sums)[TILES][N / 8][4]) const {
+    const Scales scales = scales_ahead;
+    const uint32_t stage = weights_at(ring.at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Piece<N> piece = ahead;
+      if (i < 3) {
+        ahead.load(stage, places, i + 1);
+      } else {
+        mbar_arrive_if(&empty[ring.at], (threadIdx.x & 31) == 0);
+        ring.next(p.stages);
+        if (!last) {
+          mbar_wait(&full[ring.at], ring.phase);
+          ahead.load(weights_at(ring.at), places, 0), scales_ahead.load(weights_at(ring.at), places);
+        }
       }
+      multiply_piece<N, WIDE>(piece, scales, i, sums);
     }
   }
 
   template <int N>
   __device__ __forceinline__ void multiply(FewRowsRing& ring, float (&sums)[TILES][N / 8][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    uint32_t places[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) places[i] = (lane & 15) * kRowBytes + (((i * 2 + lane / 16) ^ (lane & 7)) << 4);
-    const XPlaces<C> xs;
-    for (int step = 0; step < p.steps; ++step, ring.next(p.stages)) {
-      const uint32_t stage = weights_at(ring.at);
-      mbar_wait(&full[ring.at], ring.phase);
-      uint32_t scales[TILES][2][kScaleWords];
-#pragma unroll
-      for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int high = 0; high < 2; ++high)
-          load_words(scales[t][high], stage + Layout::kWeights + Layout::kX +
-                                          (weight_row(t, warp) + high * 8 + lane / 4) * kScaleWords * 4);
-      if (kWideScales<C> && __any_sync(~0u, are_wide<C>(scales)))
-        multiply_stage<N, true>(stage, scales, places, xs, sums);
+    const Places places;
+    Piece<N> ahead;
+    Scales scales;
+    mbar_wait(&full[ring.at], ring.phase);
+    ahead.load(weights_at(ring.at), places, 0), scales.load(weights_at(ring.at), places);
+    for (int step = 1; step <= p.steps; ++step) {
+      if (kWideScales<C> && __any_sync(~0u, are_wide<C>(scales.words)))
+        multiply_stage<N, true>(ring, step == p.steps, places, ahead, scales, sums);
       else
-        multiply_stage<N, false>(stage, scales, places, xs, sums);
-      mbar_arrive_if(&empty[ring.at], lane == 0);
+        multiply_stage<N, false>(ring, step == p.steps, places, ahead, scales, sums);
     }
   }
 
@@ -284,7 +324,7 @@ struct FewRowsKernel {
     for (int index = blockIdx.x; index < works * p.tiles; index += gridDim.x) {
       const FewRowsWork w = work(index);
       const int tile = index % p.tiles;
-      if (w.count <= 8)
+      if (ROWS == 8 || w.count <= 8)
         one<8>(w, tile, ring);
       else
         one<ROWS>(w, tile, ring);

@@ -8,9 +8,12 @@ static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b
 
 template <Coding C, int G>
 static cudaError_t launch_coding(const FewRowsCall& call, cudaStream_t stream) {
-  if (call.gated) return launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
-  return call.args.groups == 1 ? launch_few_rows<C, G, 16, 4, 1, false, 3>(call, stream)
-                               : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
+  const FewRowsArgs& p = call.args;
+  if (p.groups == 1) return launch_few_rows<C, G, 32, 4, 1, false, 2>(call, stream);
+  const bool fewest = p.rows <= 4 * p.groups;  // hardly a group has more than 8
+  if (call.gated)
+    return fewest ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
+  return fewest ? launch_few_rows<C, G, 8, 4, 2, false, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
 }
 
 using Any = ffi::AnyBuffer;
