@@ -72,9 +72,9 @@ def load(
     check_leftovers(plan, files, config)
     put = functools.partial(_putter, split=split, place=place)
     loaded = []
-    for name, (path, param) in params.items():
+    for name, (key, param) in params.items():
         weight = read_weight(param, plan[name], files, put(name), plain=plain)
-        loaded.append((path, param.replace(weight if place else for_kernels(weight))))
+        loaded.append((key, param.replace(weight if place else for_kernels(weight))))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
 
 

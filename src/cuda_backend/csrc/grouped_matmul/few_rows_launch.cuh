@@ -9,11 +9,10 @@ namespace lora_jax {
 
 // What a launch is given beside FewRowsArgs' pointers.
 struct FewRowsCall {
-  const void* weights[kMostMatrices];
+  const void* weights[2];
   FewRowsArgs args;
   Coding coding;
-  bool gated;  // silu of the first product times the second
-  int count;   // matrices
+  bool gated;
 };
 
 inline cudaError_t weights_map(CUtensorMap* map, const void* base, int row_bytes, int d_out, int groups, int box) {
@@ -36,18 +35,13 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   constexpr int kColumns = Layout::kWeightRows / (GATED ? 2 : 1), kStep = kStepColumns<C>;
   FewRowsArgs p = call.args;
   const int row_bytes = static_cast<int>(static_cast<int64_t>(p.d_in) * kRowBytes / kStep);
-  p.tiles = 0;
-  for (int m = 0; m < kMostMatrices; ++m) {
-    FewRowsMatrix& of = p.matrices[m];
-    of.first_tile = m < call.count && !(GATED && m) ? p.tiles : 1 << 30;
-    if (m >= call.count) continue;
-    if (const cudaError_t e = weights_map(&p.maps[m], call.weights[m], row_bytes, of.d_out, p.groups, kColumns);
-        e != cudaSuccess)
+  for (int m = 0; m < 2; ++m) {
+    const void* weights = call.weights[GATED ? m : 0];
+    if (const cudaError_t e = weights_map(&p.maps[m], weights, row_bytes, p.d_out, p.groups, kColumns); e != cudaSuccess)
       return e;
-    if (!(GATED && m)) p.tiles += (of.d_out + kColumns - 1) / kColumns;
+    if (const cudaError_t e = x_map(&p.x_maps[m], p, m ? ROWS : 8, kStep); e != cudaSuccess) return e;
   }
-  for (int i = 0; i < 2; ++i)
-    if (const cudaError_t e = x_map(&p.x_maps[i], p, i ? ROWS : 8, kStep); e != cudaSuccess) return e;
+  p.tiles = (p.d_out + kColumns - 1) / kColumns;
   p.steps = (p.d_in + kStep - 1) / kStep;
   p.works = std::min(p.groups, p.rows) + p.rows / ROWS;
   const int row = p.scale_groups * kScaleBytes<C>, own = scale_words<C, G>() * 4;

@@ -1,7 +1,7 @@
 """Linear maps: one matrix for all rows, or one per group of rows (MoE experts)."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ __all__ = [
     "gated_matmul",
     "gelu_tanh",
     "grouped_matmul",
-    "joined_matmul",
     "matmul",
     "plus",
     "silu_times",
@@ -144,40 +143,6 @@ def matmul(
         None if bias is None else bias[None],
         implementation=implementation,
     )
-
-
-def _apart(
-    x: Float[Array, "rows d_in"],
-    ws: Sequence[Matrix],
-    num_rows: Int[Array, ""],
-    biases: Sequence[Float[Array, "d_out"] | None],
-) -> tuple[Float[Array, "rows _"], ...]:
-    """Return joined_matmul's results by a launch each."""
-    pairs = zip(ws, biases, strict=True)
-    return tuple(matmul(x, w, num_rows, bias) for w, bias in pairs)
-
-
-JOINED_MATMUL = Op(
-    "joined_matmul",
-    (
-        Implementation("cuda", GPU, backend_kernel("cuda", "joined_matmul")),
-        Implementation("apart", ANY, _apart),
-    ),
-)
-
-
-def joined_matmul(
-    x: Float[Array, "rows d_in"],
-    ws: Sequence[Matrix],
-    num_rows: Int[Array, ""],
-    biases: Sequence[Float[Array, "d_out"] | None],
-    *,
-    implementation: str | None = None,
-) -> tuple[Float[Array, "rows _"], ...]:
-    """Return matmul of each w and bias, with its bits: maps of one x may share a launch."""
-    if len(ws) == 1:
-        return _apart(x, ws, num_rows, biases)
-    return JOINED_MATMUL.call(implementation, x, tuple(ws), num_rows, tuple(biases))
 
 
 DENSE_MATMUL = dense_op(matmul)
