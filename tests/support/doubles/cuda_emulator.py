@@ -40,6 +40,7 @@ REWRITES = (
     (r"kMostWordBytes = 352 << 10;", "kMostWordBytes = 3 << 9;"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
     (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
+    (r"kDenseCtas = 132;", "kDenseCtas = 2;"),
 )
 TRANSPORT_CALLS = (
     "push",
