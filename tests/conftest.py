@@ -31,6 +31,7 @@ if os.environ.get("FAST_COMPILE"):
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from support.checks import lazy_checker
 from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,11 @@ CHECKED = [
     "serving.steps.sampler",
     "serving.steps.model_runner",
 ]
-_hook = install_import_hook(CHECKED, "beartype.beartype")
+_hook = install_import_hook(CHECKED, f"{lazy_checker.__name__}.checked")
+
+# Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage is a tenth
+# to a quarter of a worker's time.
+gc.set_threshold(50_000, 20, 20)
 
 
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
