@@ -73,13 +73,13 @@ def serve_functions(
         except OSError as error:
             raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
         if options.http.keys_file is not None:
-            told = AuditLog() if options.http.is_behind_front else audit
-            stack.enter_context(KeyWatch(options.http.keys_file, keys, told))
+            listener = AuditLog() if options.http.is_behind_front else audit
+            stack.enter_context(KeyWatch(options.http.keys_file, keys, listener))
         metrics = HttpMetrics()
         most = options.http.max_body_bytes or Bounds(max_model_len, 1).body_bytes
         limits = BodyLimits(most, options.http.body_timeout_s)
-        own = metrics.failed_keys_text
-        proxy = FunctionsProxy(agent, folder, names, max_model_len, limits, own)
+        failed_keys = metrics.failed_keys_text
+        proxy = FunctionsProxy(agent, folder, names, max_model_len, limits, failed_keys)
         stack.callback(proxy.close)
         app = _app(proxy, options, keys, audit, metrics)
         lines = _ready_lines(options, sock, names[0])

@@ -159,14 +159,14 @@ class FunctionsProxy(AbstractFront):
         """Return the metrics of each process with its function's name, and the front's own."""
         functions = one_per_process(self._agent.functions)
         loop = asyncio.get_running_loop()
-        asked = [
+        queries = [
             loop.run_in_executor(None, functools.partial(f.metrics_text, METRICS_S))
             for f in functions.values()
         ]
-        texts = dict(zip(functions, await asyncio.gather(*asked), strict=True))
+        texts = dict(zip(functions, await asyncio.gather(*queries), strict=True))
         texts["front"] = self._own_metrics()
-        own = self._metrics.text(self._agent.functions)
-        return own + await asyncio.to_thread(merge, texts)
+        front_text = self._metrics.text(self._agent.functions)
+        return front_text + await asyncio.to_thread(merge, texts)
 
     async def _to_one(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> None:
         """Let the function answer that the body names.
@@ -201,7 +201,11 @@ class FunctionsProxy(AbstractFront):
                 self._suspects.answered(path, body)
                 self._metrics.answered(function.name, upstream.status)
                 return
-        raise ApiError(503, f"Function `{function.name}` ends again and again.", headers=_BUSY)
+        raise ApiError(
+            503,
+            f"Function `{function.name}` ended at every attempt; the server's log says why.",
+            headers=_BUSY,
+        )
 
     def _function_of(self, scope: Scope, body: bytes) -> Function:
         """Return the function that a body names. Raises ApiError 404."""
@@ -317,11 +321,11 @@ def _limit(scope: Scope) -> tuple[float, ...]:
 
 def one_per_process(functions: Mapping[str, Function]) -> dict[str, Function]:
     """Return a function of each process that answers: of the engine that all share, as "shared"."""
-    asked: dict[str, Function] = {}
+    by_process: dict[str, Function] = {}
     for name, function in functions.items():
         running = function.running
         if isinstance(running, Tenant):
-            asked.setdefault(SHARED, function)
+            by_process.setdefault(SHARED, function)
         elif running is not None:
-            asked[name] = function
-    return asked
+            by_process[name] = function
+    return by_process

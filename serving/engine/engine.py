@@ -172,8 +172,8 @@ class Engine:
     ) -> list[RequestOutput]:
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         names = broadcast("adapter", adapter, len(given), (str, Mapping, type(None)))
-        own = [self.tokenizer_of(name, session) for name in names]
-        ids, placed = read_prompts(own, self.images, given)
+        tokenizers = [self.tokenizer_of(name, session) for name in names]
+        ids, placed = read_prompts(tokenizers, self.images, given)
         batch = Batch(
             functools.partial(self.submit, session=session, by_head=by_head),
             ids,
@@ -205,8 +205,8 @@ class Engine:
         chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(adapter, sampling, *vllm)
-        own = functools.partial(self.tokenizer_of, session=options.get("session"))
-        prompts = chat_prompts(own, self.images, messages, named, **chat_options)
+        tokenizer_of = functools.partial(self.tokenizer_of, session=options.get("session"))
+        prompts = chat_prompts(tokenizer_of, self.images, messages, named, **chat_options)
         return self.generate(prompts, adapter, sampling, **options)
 
     def default_sampling(self) -> Sampling:
@@ -227,11 +227,11 @@ class Engine:
         The request is handed in before this returns; giving up the iteration aborts it.
         """
         default = self.default_sampling()
-        own = functools.partial(self.tokenizer_of, session=session)
-        read = single_prompt(own, self.images, default, prompt, adapter, sampling, images)
+        tokenizer_of = functools.partial(self.tokenizer_of, session=session)
+        read = single_prompt(tokenizer_of, self.images, default, prompt, adapter, sampling, images)
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        how = {"on_output": deltas.put, "images": read.images, "session": session}
-        request_id = self.submit(read.ids, read.adapter, read.sampling, **how)
+        options = {"on_output": deltas.put, "images": read.images, "session": session}
+        request_id = self.submit(read.ids, read.adapter, read.sampling, **options)
         return self._pieces(request_id, deltas, read.sampling.n)
 
     def _pieces(
@@ -283,8 +283,8 @@ class Engine:
         request_id = request_id or secrets.token_hex(12)
         now = time.monotonic()
         deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
-        how = {"key": session or request_id, "deadline": deadline}
-        named = functools.partial(self.rollouts.entry_for, **how)
+        options = {"key": session or request_id, "deadline": deadline}
+        named = functools.partial(self.rollouts.entry_for, **options)
         name, entry = self._admission.check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,

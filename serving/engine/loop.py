@@ -169,9 +169,9 @@ class EngineLoop:
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
         loaded = self._advance_loads()
-        told = self._tell(planned)
+        sent = self._tell(planned)
         finished, self._flying = self._flying, None
-        if finished is None and early is None and step is None and not (told or loaded):
+        if finished is None and early is None and step is None and not (sent or loaded):
             self._sleep()
         progress = early if finished is None else self._read_results(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
@@ -374,9 +374,9 @@ class EngineLoop:
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
         """End the requests of lost adapters, or restart those that can run without the server."""
         scheduler = self._parts.scheduler
-        here = self._parts.residencies.servable_here(lost)
-        restarted = scheduler.restart_adapters(here) if here else []
-        return [*restarted, *scheduler.fail_adapters(lost - here)]
+        servable = self._parts.residencies.servable_here(lost)
+        restarted = scheduler.restart_adapters(servable) if servable else []
+        return [*restarted, *scheduler.fail_adapters(lost - servable)]
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

@@ -219,9 +219,9 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
-    how = {"modes": modes, "speculation": make_speculation(config, metrics)}
-    how["extents"] = None if base.pool is None else base.pool.extents
-    scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
+    options = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    options["extents"] = None if base.pool is None else base.pool.extents
+    scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **options)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
@@ -244,9 +244,9 @@ def _build(
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
-    told = metrics, compilations, loop, info, front, grammars
+    observers = metrics, compilations, loop, info, front, grammars
     kept = tokenizer, tokenizers, registry, rollouts, compositions, residencies
-    return EngineParts(*kept, *told, gang, primary)
+    return EngineParts(*kept, *observers, gang, primary)
 
 
 def engine_stats(

@@ -39,17 +39,17 @@ class TurnSide:
 
         `arrivals` returns the times of the waiting requests, in order, by time.monotonic.
         """
-        asked = -1
+        request = -1
         while not (self._holds or self._alone or closing()):
             waiting = arrivals()
-            if len(waiting) != asked:
-                asked = len(waiting)
+            if len(waiting) != request:
+                request = len(waiting)
                 self._send(self._ask(waiting))
             self._hear(_LOOK_S)
 
     @property
     def is_due(self) -> bool:
-        """Whether another function waits, and this one's time is over."""
+        """True if another function waits and this one's time is over."""
         if self._holds and not self._is_due:
             self._hear(0.0)
         return self._holds and self._is_due

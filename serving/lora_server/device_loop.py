@@ -72,8 +72,10 @@ class DeviceLoop:
     def __init__(self, rank: ServerRank, layout: ShardLayout, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
-        here = [layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers]
-        self._layers = np.asarray(here, np.int32)
+        local_layers = [
+            layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers
+        ]
+        self._layers = np.asarray(local_layers, np.int32)
         self._device = jax.local_devices()[0]
         copies = _AHEAD if jax.default_backend() == "gpu" else 1
         self._programs = [_program(rank, server) for _ in range(copies)]
@@ -141,15 +143,15 @@ class DeviceLoop:
         self._under_way.append(turn)
 
     def _read(self) -> Report:
-        said = self._said[self._under_way.popleft()]
-        lines = np.concatenate(said.lines)
+        answer = self._said[self._under_way.popleft()]
+        lines = np.concatenate(answer.lines)
         left = lines[(lines[:, 0] != _NOBODY) & (lines[:, Word.VERDICT] == Verdict.LEAVE)]
-        return Report(int(said.answered), tuple(map(tuple, left.tolist())))
+        return Report(int(answer.answered), tuple(map(tuple, left.tolist())))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        said = _Said(self._new_lines(), self._put(np.int32(0)))
-        arguments = self._rank.slots, self._current(0), self._new_lines(), said
+        lines = _Said(self._new_lines(), self._put(np.int32(0)))
+        arguments = self._rank.slots, self._current(0), self._new_lines(), lines
         jax.block_until_ready(program(*arguments, self._put(np.zeros(2, np.int32))))
 
     def _new_lines(self) -> tuple[Array, ...]:

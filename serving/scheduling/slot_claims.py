@@ -48,8 +48,8 @@ class SlotClaims:
             if sequence.slot >= 0:
                 users[sequence.request.adapter_digest].append(sequence)
         self._last = {name: at for name, at in self._last.items() if now - at < _AGAIN_S}
-        found = (self._claim(blocked[t], users, now) for t in self._fair.ordered(blocked))
-        return [claim for claim in found if claim is not None]
+        claims = (self._claim(blocked[t], users, now) for t in self._fair.ordered(blocked))
+        return [claim for claim in claims if claim is not None]
 
     def _claim(
         self, claimant: Sequence, users: dict[str, list[Sequence]], now: float
@@ -71,18 +71,18 @@ class SlotClaims:
         """Return the adapter whose slot the tenant may take: the one with the fewest sequences."""
         held: dict[str, float] = collections.defaultdict(float)
         counts: collections.Counter[str] = collections.Counter()
-        own: dict[str, list[str]] = collections.defaultdict(list)  # what one tenant alone uses
+        alone: dict[str, list[str]] = collections.defaultdict(list)  # what one tenant alone uses
         for digest, sequences in users.items():
             tenants = {sequence.tenant for sequence in sequences}
             for name in tenants:
                 held[name] += 1 / len(tenants)
                 counts[name] += 1
             if len(tenants) == 1:
-                own[tenants.pop()].append(digest)
+                alone[tenants.pop()].append(digest)
         if not may_claim(self._fair.own_use(tenant, held, len(users)), 1):
             return None
-        may_give = {name: counts[name] for name in own}
-        found = victim(self._fair.uses(held, len(users)), tenant, may_give)
-        if found is None:
+        may_give = {name: counts[name] for name in alone}
+        chosen = victim(self._fair.uses(held, len(users)), tenant, may_give)
+        if chosen is None:
             return None
-        return min(own[found], key=lambda digest: (len(users[digest]), digest))
+        return min(alone[chosen], key=lambda digest: (len(users[digest]), digest))

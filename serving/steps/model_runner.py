@@ -70,7 +70,7 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | TenantLink | None = None,
-        specialize_lora: bool = False,
+        compile_base_only_steps: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,
         encoder: ImageEncoder | None = None,
@@ -84,7 +84,7 @@ class ModelRunner:
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
-        adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
+        adapters comes from a LoRA Server. `compile_base_only_steps` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
         of all heads. `encoder` is that of a model that takes images. With `merged`
@@ -95,7 +95,7 @@ class ModelRunner:
         a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
-        self._specialize_lora = specialize_lora and slots is not None
+        self._compile_base_only_steps = compile_base_only_steps and slots is not None
         self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
@@ -219,7 +219,7 @@ class ModelRunner:
 
     @property
     def _variants(self) -> tuple[bool, ...]:
-        """Whether steps bring more than LoRA: some do where adapters may have it."""
+        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
         has_more = self.slots is not None and self.slots.token_ids is not None
         return (False, True) if has_more else (False,)
 
@@ -235,7 +235,7 @@ class ModelRunner:
 
     def _can_specialize(self, bucket: int) -> bool:
         """Return whether a bucket has a program without LoRA: those that decode steps use."""
-        return self._specialize_lora and bucket <= self._decode_bucket
+        return self._compile_base_only_steps and bucket <= self._decode_bucket
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
@@ -286,9 +286,9 @@ class ModelRunner:
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
-        made = self._inputs.make(plan, program, in_parts=in_parts)
-        self._tell(made)
-        self._write(made)
+        step_input = self._inputs.make(plan, program, in_parts=in_parts)
+        self._tell(step_input)
+        self._write(step_input)
         if self.encoder is not None:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
@@ -297,15 +297,15 @@ class ModelRunner:
                 self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
-        return made.table
+        return step_input.table
 
-    def _write(self, made: StepInput) -> None:
+    def _write(self, step_input: StepInput) -> None:
         """Bring pages, rows and block tables of a step to the device."""
         if self._copies is not None:
-            self._cache = self._copies.run(self._cache, made.moves)
-        for row, packed in made.admitted:
+            self._cache = self._copies.run(self._cache, step_input.moves)
+        for row, packed in step_input.admitted:
             self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
-        for new in made.pages:
+        for new in step_input.pages:
             self._step.inputs.add_pages(new.row, new.first, new.pages)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:

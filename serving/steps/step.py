@@ -114,8 +114,8 @@ def forward_step(
     if merged_slot is not None and lora:
         batch = mixture(batch, merged_slot)
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
-    asked = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
-    logits = model.logits(*asked, slots, sizes.max_rank, split, remote)
+    logit_inputs = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
+    logits = model.logits(*logit_inputs, slots, sizes.max_rank, split, remote)
     if not sizes.head_width:
         return cache, logits, rows, None
     if slots is None:  # then no row has an adapter
@@ -157,10 +157,10 @@ def history_with_drafts(
     drafts = table[TABLE_ROWS:]
     max_drafts, seqs = drafts.shape
     count = jnp.maximum(table[SAMPLES] - 1, 0)
-    place, seq = jnp.indices((max_drafts, seqs), dtype=jnp.int32)
-    positions = (table[START] + table[NUM_TOKENS] - count)[None] + place
+    position, seq = jnp.indices((max_drafts, seqs), dtype=jnp.int32)
+    positions = (table[START] + table[NUM_TOKENS] - count)[None] + position
     # Others go to distinct rows past the end and are dropped.
-    row = jnp.where(place < count[None], seq, seqs + place * seqs + seq)
+    row = jnp.where(position < count[None], seq, seqs + position * seqs + seq)
     return history.at[row, positions].set(drafts, mode="drop", unique_indices=True)
 
 
@@ -203,10 +203,10 @@ def mixture(batch: ForwardBatch, merged_slot: Int[Array, ""]) -> ForwardBatch:
 
     Its rows need nothing more; from all others, rows of the base too, it is taken out.
     """
-    own, surplus = mixture_slots(batch.token_to_slot, merged_slot, merged_slot)
-    real = jnp.arange(own.shape[0], dtype=jnp.int32) < batch.num_tokens
+    own_slot, surplus = mixture_slots(batch.token_to_slot, merged_slot, merged_slot)
+    real = jnp.arange(own_slot.shape[0], dtype=jnp.int32) < batch.num_tokens
     surplus = jnp.where(real, surplus, -1)
-    return dataclasses.replace(batch, token_to_slot=own, token_to_surplus_slot=surplus)
+    return dataclasses.replace(batch, token_to_slot=own_slot, token_to_surplus_slot=surplus)
 
 
 def split_slots(

@@ -128,8 +128,8 @@ class RayHosts(AbstractRoleHosts):
         hosts = [host for some in self._fresh.values() for host in some]
         probe.write_bytes(content)
         try:
-            asked = [host.actor.sees.remote(str(probe), content) for host in hosts]
-            seen = _answers(asked, _ACTOR_S)
+            calls = [host.actor.sees.remote(str(probe), content) for host in hosts]
+            seen = _answers(calls, _ACTOR_S)
         finally:
             probe.unlink(missing_ok=True)
         if blind := sorted({h.where for h, sees in zip(hosts, seen, strict=True) if not sees}):
@@ -232,10 +232,10 @@ def _actor(group: Group, placed: Any, bundle: int) -> Any:
     return ray.remote(RoleActor).options(**options).remote()
 
 
-def _answers(asked: Sequence[Any], limit_s: float) -> list[Any]:
+def _answers(calls: Sequence[Any], limit_s: float) -> list[Any]:
     """Return what actors answer. Raises ConnectionError when one does not."""
     try:
-        return ray.get(list(asked), timeout=limit_s)
+        return ray.get(list(calls), timeout=limit_s)
     except RayError as error:
         text = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ConnectionError(

@@ -203,9 +203,9 @@ def _unseen(sequence: Sequence) -> list[int]:
 
 def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
     """Return how many drafts, from the first on, the masks before them allow."""
-    for place, token in enumerate(drafts):
-        if not masks[place].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
-            return place
+    for index, token in enumerate(drafts):
+        if not masks[index].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
+            return index
     return len(drafts)
 
 

@@ -214,8 +214,8 @@ class ExpertTensors:
         self.pool.check_integrity()
         for (layer, name), tensor in self._tensors.items():
             tensor.check_integrity()
-            own = {index for where, index in self._mapped if where == layer}
-            assert set(tensor.mapped) == {*range(self.num_experts), *own}, (layer, name)
+            indices = {index for where, index in self._mapped if where == layer}
+            assert set(tensor.mapped) == {*range(self.num_experts), *indices}, (layer, name)
         used = self.pages().used_bytes
         assert self.is_shared or used == self.pool.stats().in_use * self.pool.page_bytes, (
             "pages that belong to no tensor"
@@ -247,8 +247,8 @@ class ExpertTensors:
 
 def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     """Return the experts of every layer that has them, by layer."""
-    found = ((n, layer.mlp) for n, layer in enumerate(model.layers))
-    return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
+    mlps = ((n, layer.mlp) for n, layer in enumerate(model.layers))
+    return {n: mlp.experts for n, mlp in mlps if isinstance(mlp, MoeBlock)}
 
 
 def has_quantised(blocks: Iterable[Experts]) -> bool:

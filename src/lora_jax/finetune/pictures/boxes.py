@@ -45,14 +45,14 @@ def boxes_loss(
     pairings = _pairings(head.queries, labels.shape[1])
     count = len(head.labels)
     shaped = logits.reshape(logits.shape[0], head.queries, -1)
-    said = jax.nn.log_softmax(shaped[..., : count + 1], axis=-1)
+    log_shares = jax.nn.log_softmax(shaped[..., : count + 1], axis=-1)
     places = jax.nn.sigmoid(shaped[..., count + 1 :])
     real = labels >= 0
     at = jnp.maximum(labels, 0)
-    likely = jnp.take_along_axis(said, at[:, None, :], axis=2)  # [rows, queries, things]
+    likely = jnp.take_along_axis(log_shares, at[:, None, :], axis=2)  # [rows, queries, things]
     apart = jnp.sum(jnp.abs(places[:, :, None] - boxes[:, None]), axis=-1)
     costs = jnp.where(real[:, None], _BOX_WEIGHT * apart - likely, 0.0)
-    nothing = -_NOTHING_WEIGHT * said[..., count]
+    nothing = -_NOTHING_WEIGHT * log_shares[..., count]
     # A query that has a thing is spared what it would cost as one that has none.
     spared = costs - jnp.where(real[:, None], nothing[..., None], 0.0)
     things = jnp.arange(labels.shape[1], dtype=jnp.int32)
@@ -77,16 +77,16 @@ def f1(answers: Sequence[Sequence[Box]], examples: Sequence[Example], least: flo
 
     A box is right if a thing of its label, not yet found, overlaps it by `least` (IoU) or more.
     """
-    right = found = there = 0
+    right = found = num_things = 0
     for boxes, example in zip(answers, examples, strict=True):
         left: list[Any] = list(example.boxes)
-        found, there = found + len(boxes), there + len(left)
+        found, num_things = found + len(boxes), num_things + len(left)
         for box in sorted(boxes, key=lambda b: -b.score):
             fits = [t for t in left if t[0] == box.label and iou(box.box, t[1]) >= least]
             if fits:
                 left.remove(max(fits, key=lambda t: iou(box.box, t[1])))
                 right += 1
-    return 2 * right / max(found + there, 1)
+    return 2 * right / max(found + num_things, 1)
 
 
 def iou(one: Sequence[float], other: Sequence[float]) -> float:

@@ -81,6 +81,9 @@ class NeverThere:
     def is_resident(self, digest):
         return self.slot is not None
 
+    def protect(self, digests):
+        pass
+
     def pool_of(self, digest):
         return None
 
