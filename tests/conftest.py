@@ -50,8 +50,8 @@ CHECKED = [
 ]
 _hook = install_import_hook(CHECKED, f"{lazy_checker.__name__}.checked")
 
-# Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage is a tenth
-# to a quarter of a worker's time.
+# Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage takes a
+# tenth to a quarter of a worker's time.
 gc.set_threshold(50_000, 20, 20)
 
 
