@@ -102,7 +102,7 @@ TOGETHER = (
         "tests/system/serving/test_image_families.py",
         "tests/system/serving/test_image_requests.py",
     ),
-    ("tests/system/clients/",),
+    ("tests/system/docs/test_commands.py", "tests/system/clients/"),
     (
         "tests/system/serving/http/",
         "tests/system/serving/engine/test_engine_answers.py",
