@@ -13,7 +13,10 @@ from support.oracles.tolerance import TOLERANCE
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
 from lora_jax.ops.grouped_matmul.weights import in_fragments
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
 DRIVER = "few_rows.cc"
 BF16 = ml_dtypes.bfloat16
 SIZES = (0, 3, 0, 9, 17, 1)  # rows of groups; two more are in none
