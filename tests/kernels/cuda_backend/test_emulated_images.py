@@ -12,7 +12,10 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.rotary import rotate
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
 DRIVER = "images.cc"
 BF16 = ml_dtypes.bfloat16
 DIM, SCALE = 72, 72**-0.5
