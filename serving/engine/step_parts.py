@@ -92,10 +92,11 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    On a CPU alone: a start of an accelerator that reads its steps was not tried.
+    On accelerators functions alone read theirs, and compile none.
     """
     alone = base.split is None and base.remote is None
-    files = step_files() if alone and jax.default_backend() == "cpu" else None
+    keeps = jax.default_backend() == "cpu" or base.source.is_shared
+    files = step_files() if alone and keeps else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

@@ -26,7 +26,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
-from serving.steps.compiling import compile_all, read_kept
+from serving.steps.compiling import compile_all, is_read, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -100,6 +100,7 @@ class ModelRunner:
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
+        self._cold: list[tuple[Program, Lowered | KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -159,6 +160,7 @@ class ModelRunner:
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
         if self._step.keeps and read_kept(programs := list(programs)):
             jax.block_until_ready(self._run(table, self.programs[0]))
+            self._cold = list(zip(self.programs, programs, strict=False))[1:]
             return
         compile_all(programs, names, progress=progress)
         compiled()
@@ -168,6 +170,13 @@ class ModelRunner:
             forwarded, status = self._run_forward(table, program)
             packed = self.new_masks().packed
             jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
+
+    def run_cold(self) -> bool:
+        """Run a program that never ran on nothing, if it was read; return whether any is left."""
+        if self._cold and is_read(self._cold[0][1]):
+            program, _ = self._cold.pop(0)
+            jax.block_until_ready(self._run(self._inputs.empty_table(), program))
+        return bool(self._cold)
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)

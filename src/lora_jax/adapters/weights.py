@@ -153,10 +153,24 @@ class AdapterWeights:
 
     def in_8_bits(self) -> "AdapterWeights":
         """Return the adapter with rank rows in 8 bits; sites go on sharing their matrices."""
-        narrowed = {id(matrix): quantised(matrix) for matrix in self.matrices()}
-        size = sum(matrix.nbytes for matrix in narrowed.values())
+        return self._as({id(matrix): quantised(matrix) for matrix in self.matrices()})
+
+    def narrowed(self, dtype: np.dtype) -> "AdapterWeights":
+        """Return the adapter with rank rows of `dtype` where that is narrower than their own.
+
+        Sites go on sharing their matrices.
+        """
+        found = tuple(self.matrices())
+        wider = {id(matrix) for matrix in found if matrix.dtype.itemsize > dtype.itemsize}
+        if not wider:
+            return self
+        return self._as({id(m): m.astype(dtype) if id(m) in wider else m for m in found})
+
+    def _as(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
+        """Return the adapter with other matrices, whose bytes its report says."""
+        size = sum(matrix.nbytes for matrix in made.values())
         report = dataclasses.replace(self.report, weight_bytes=size)
-        return dataclasses.replace(self._with(narrowed), report=report)
+        return dataclasses.replace(self._with(made), report=report)
 
     def in_one_block(self) -> "AdapterWeights":
         """Return a copy whose matrices are views of one array, with those of one width together.

@@ -1,5 +1,8 @@
 """Shapes and times of bench.vision: folders that the engine's readers take, floors by hand."""
 
+import contextlib
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +106,31 @@ def test_only_a_switch_is_slowed(monkeypatch):
     assert len(slept) == 1
 
 
+def test_frames_tell_the_tower_s_share_of_the_first_token(tmp_path, monkeypatch):
+    """A request takes 100 ms and 10 a token, the tower 30 an image, at half of its peak."""
+    now, watch = [0.0], types.SimpleNamespace(seconds=0.0, settle=lambda: None)
+
+    def generate(prompts, adapter, sampling, images):
+        assert all(len(mine) == 1 for mine in images)
+        now[0] += 0.1 + 0.01 * sampling.max_tokens
+        watch.seconds += 0.03 * len(prompts)
+
+    engine = types.SimpleNamespace(generate=generate, _parts=None)
+    runner = types.SimpleNamespace(encoder=types.SimpleNamespace(stopwatch=watch))
+    parts = types.SimpleNamespace(runner=runner)
+    engine._parts = types.SimpleNamespace(loop=types.SimpleNamespace(_parts=parts))
+    monkeypatch.setattr(device, "engine_of", lambda *a, **k: contextlib.nullcontext(engine))
+    monkeypatch.setattr(device, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    model = shapes.write_shape(tmp_path / "m", "qwen3-vl-30b-a3b")
+    peak = shapes.tower_flops(16 * 16, 2048) / 0.015  # 256 x 256 pixels
+    monkeypatch.setattr(device, "of_device", lambda table: peak)
+    found = device.frames(model, (256, 256))
+    assert (found["ttft_ms"], found["tpot_ms"], found["tokens_per_s"]) == (110, 10, 345.9)
+    assert (found["tower_ms"], found["tower_ms_of_several"]) == (30, 30)
+    assert (found["tower_share_of_ttft"], found["tower_share_of_peak"]) == (0.273, 0.5)
+    assert found["tower_floor_ms"] == 15
+
+
 @pytest.mark.long
 def test_every_part_runs_on_a_small_shape(tmp_path, monkeypatch):
     monkeypatch.setitem(shapes.VISION, "depth", 2)
@@ -115,4 +143,6 @@ def test_every_part_runs_on_a_small_shape(tmp_path, monkeypatch):
     assert device.heads(model, head, 1, **sizes)["task_head_ms"] > 0
     moe = SMALL | {"num_experts": 8, "num_experts_per_tok": 2}
     model = shapes.write_shape(tmp_path / "moe", "qwen3-vl-30b-a3b", **moe)
-    assert device.frames(model, (256, 256), **sizes)["tokens_per_s"] > 0
+    found = device.frames(model, (256, 256), **sizes)
+    assert found["tokens_per_s"] > 0
+    assert 0 < found["tower_share_of_ttft"] < 1
