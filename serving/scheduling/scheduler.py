@@ -86,7 +86,7 @@ class Scheduler(LiveSequences):
         """Take in what a step gave; returns a Progress of each token. Sequences go on, or end
         at EOS, at a stop token or at their length limit.
         """
-        self._pages.completed(plan.num_tokens, now)
+        self._pages.completed(plan.num_tokens, len(plan.chunks), now)
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
         alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]
