@@ -54,7 +54,8 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        num_idle = min(self._running.num_free_rows, len(self._waiting))
+        # One at least, who may get a row of another tenant.
+        num_idle = min(max(1, self._running.num_free_rows), len(self._waiting))
         self._pages.start_step(len(self._running), num_idle)
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()

@@ -2,6 +2,7 @@
 
 _SHARE = 1 / 64  # of a new step in the means
 _LEAST_SPREAD = 1.0  # variance of the rows below which no slope is seen
+_LEAST_PART = 1 / 8  # of a step: nobody who waits for its sake waits for ever
 
 
 class StepTimes:
@@ -22,7 +23,8 @@ class StepTimes:
 
     @property
     def fixed_s(self) -> float:
-        """The seconds of a step that do not depend on its rows; all of them until more is known.
+        """The seconds of a step that do not depend on its rows, at least an eighth of them; all
+        until more is known.
 
         It is what each row that does not run costs those that do: they pay for it alone.
         """
@@ -30,4 +32,5 @@ class StepTimes:
         if spread < _LEAST_SPREAD:
             return self._seconds
         slope = (self._products - self._rows * self._seconds) / spread
-        return min(self._seconds, max(0.0, self._seconds - slope * self._rows))
+        fixed = max(_LEAST_PART * self._seconds, self._seconds - slope * self._rows)
+        return min(self._seconds, fixed)

@@ -156,3 +156,19 @@ def test_what_is_urgent_does_not_count_seconds():
 def test_shares_add_up():
     found = exchange(5, pages=20).shares(kv_pages=8)
     assert (found.total_bytes, found.kv_bytes, found.adapter_bytes) == (20 << 12, 8 << 12, 7 << 12)
+
+
+def test_a_claim_beside_steps_that_never_end_is_met_in_the_end():
+    """Rows cause all of a step's time, as on a CPU: waiting still comes to cost something."""
+    side = Side((1.0, 2))
+    made = exchange(0, side)
+    side.seconds = 0.5
+    for number in range(400):
+        rows = 2 + number % 8
+        made.planned(number * 1.0)
+        made.completed(rows, rows, number + rows * 0.01)
+        made.start_step(rows, 1)
+        if side.gone:
+            break
+        assert not made.claim(2, side, own=True)
+    assert side.gone, "nobody would ever make room"
