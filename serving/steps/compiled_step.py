@@ -28,7 +28,7 @@ from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
-from serving.steps.device_state import RowState
+from serving.steps.device_state import RowState, zeros
 from serving.steps.host_inputs import HostInputs
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -248,12 +248,9 @@ class CompiledStep:
         """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            # Copied, not computed: a program per shape would cost a start more.
-            heads = _no_heads(self._sizes)
-            none = functools.partial(no_samples, rows, self._vocab_size)
-            make = lambda: dataclasses.replace(none(), heads=heads)  # noqa: E731
-            zeros = lambda like: self._place(np.zeros(like.shape, like.dtype))  # noqa: E731
-            self._results[rows] = jax.tree.map(zeros, jax.eval_shape(make))
+            empty = no_samples(rows, self._vocab_size, zeros)
+            empty = dataclasses.replace(empty, heads=_no_heads(self._sizes))
+            self._results[rows] = jax.tree.map(self._place, empty)
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:
