@@ -254,9 +254,9 @@ class EngineLoop:
             return self._parts.scheduler.waiting_since()
 
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
-        """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
+        """Send the rest of a step, masked by the tokens taken in.
 
-        While the masks are made, the next step is planned.
+        While the masks are made, the next step is planned, and callers get tokens.
         """
         parts, masks = self._parts, self._parts.runner.new_masks()
         # The next plan may take rows away.
@@ -267,16 +267,17 @@ class EngineLoop:
         if parts.turns is None and settled and not self._pacer.waits:
             planned = self._plan(time.monotonic())
             self._planned = planned if planned.plan or planned.ended or planned.expired else None
-        if filling.job is not None:
-            self._hand_out(progress)
+            if planned.plan is not None:
+                parts.runner.prepare(planned.plan, in_parts=is_bound(planned.plan))
+        untold = self._hand_out(progress, lambda: filling.is_done)
         self._failed = parts.grammars.masks.finish(filling, masks.row_to_mask)
         if self._failed and self._planned is None:
             self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
         step = parts.runner.sample(held, masks)
-        if filling.job is None and self._planned is not None:  # and soon for the next one
-            self._untold = progress
-        elif filling.job is None:
-            self._hand_out(progress)
+        if self._planned is not None:  # and soon for the next one
+            self._untold = untold
+        else:
+            self._hand_out(untold)
         return step
 
     def _follow_registry(self) -> None:
@@ -363,13 +364,19 @@ class EngineLoop:
             self._live.end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
         return progress
 
-    def _hand_out(self, progress: list[Progress]) -> None:
-        """Give callers their tokens."""
-        num_generated, now = 0, time.monotonic()
+    def _hand_out(
+        self, progress: list[Progress], stops: Callable[[], bool] = lambda: False
+    ) -> list[Progress]:
+        """Give callers their tokens until `stops` says so; return what is left."""
+        num_generated, num_told, now = 0, 0, time.monotonic()
         for one in progress:
+            if stops():
+                break
             num_generated += one.result.token_id is not None
+            num_told += 1
             self._live.deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
+        return progress[num_told:]
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
         """End the requests of lost adapters, or restart those that can run without the server."""

@@ -72,12 +72,12 @@ class RowMasks:
         """
         behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
         places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
-        filling = Filling(rows, places, words)
+        filling = Filling(rows, places, words, self._catch_up(behind))
         if len(rows) < self._few:
-            self._work(filling, behind)
+            self._compute(filling)
         else:
             self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
-            filling.job = self._worker.submit(self._work, filling, behind)
+            filling.job = self._worker.submit(self._compute, filling)
         return filling
 
     def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
@@ -106,10 +106,6 @@ class RowMasks:
         """End the thread, if it runs."""
         if self._worker is not None:
             self._worker.shutdown(wait=False)
-
-    def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
-        filling.lost = self._catch_up(behind)
-        self._compute(filling)
 
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
@@ -180,8 +176,13 @@ class Filling:
     rows: SequenceOf[BoundRow]
     places: SequenceOf[int]  # the first mask of each row, and their number
     words: np.ndarray
-    lost: set[int] = dataclasses.field(default_factory=set)  # ids of sequences with a wrong token
+    lost: set[int]  # ids of sequences with a wrong token
     job: Future[None] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` need not wait."""
+        return self.job is None or self.job.done()
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:
