@@ -169,9 +169,9 @@ class EngineLoop:
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
         loaded = self._advance_loads()
-        told = self._tell(planned)
+        sent = self._tell(planned)
         finished, self._flying = self._flying, None
-        if finished is None and early is None and step is None and not (told or loaded):
+        if finished is None and early is None and step is None and not (sent or loaded):
             self._sleep()
         progress = early if finished is None else self._read_results(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
@@ -254,9 +254,9 @@ class EngineLoop:
             return self._parts.scheduler.waiting_since()
 
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
-        """Send the rest of a step, masked by the tokens taken in.
+        """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
 
-        While the masks are made, the next step is planned, and callers get tokens.
+        While the masks are made, the next step is planned.
         """
         parts, masks = self._parts, self._parts.runner.new_masks()
         # The next plan may take rows away.
@@ -267,17 +267,16 @@ class EngineLoop:
         if parts.turns is None and settled and not self._pacer.waits:
             planned = self._plan(time.monotonic())
             self._planned = planned if planned.plan or planned.ended or planned.expired else None
-            if planned.plan is not None:
-                parts.runner.prepare(planned.plan, in_parts=is_bound(planned.plan))
-        untold = self._hand_out(progress, lambda: filling.is_done)
+        if filling.job is not None:
+            self._hand_out(progress)
         self._failed = parts.grammars.masks.finish(filling, masks.row_to_mask)
         if self._failed and self._planned is None:
             self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
         step = parts.runner.sample(held, masks)
-        if self._planned is not None:  # and soon for the next one
-            self._untold = untold
-        else:
-            self._hand_out(untold)
+        if filling.job is None and self._planned is not None:  # and soon for the next one
+            self._untold = progress
+        elif filling.job is None:
+            self._hand_out(progress)
         return step
 
     def _follow_registry(self) -> None:
@@ -364,26 +363,20 @@ class EngineLoop:
             self._live.end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
         return progress
 
-    def _hand_out(
-        self, progress: list[Progress], stops: Callable[[], bool] = lambda: False
-    ) -> list[Progress]:
-        """Give callers their tokens until `stops` says so; return what is left."""
-        num_generated, num_told, now = 0, 0, time.monotonic()
+    def _hand_out(self, progress: list[Progress]) -> None:
+        """Give callers their tokens."""
+        num_generated, now = 0, time.monotonic()
         for one in progress:
-            if stops():
-                break
             num_generated += one.result.token_id is not None
-            num_told += 1
             self._live.deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
-        return progress[num_told:]
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:
         """End the requests of lost adapters, or restart those that can run without the server."""
         scheduler = self._parts.scheduler
-        here = self._parts.residencies.servable_here(lost)
-        restarted = scheduler.restart_adapters(here) if here else []
-        return [*restarted, *scheduler.fail_adapters(lost - here)]
+        servable = self._parts.residencies.servable_here(lost)
+        restarted = scheduler.restart_adapters(servable) if servable else []
+        return [*restarted, *scheduler.fail_adapters(lost - servable)]
 
     def _drain(self) -> None:
         """Wait for the device, so that the process may end while nothing runs; free its memory."""

@@ -28,7 +28,6 @@ class HostInputs:
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
         self._new: list[np.ndarray] = []  # int32 [3, pages]: row, place in it, page
         self._room = max(_FEW_PAGES, 2 * sizes.max_seqs)
-        self._sent: np.ndarray | None = None  # the table that lies on the device
         self.table: Int[Array, "table_rows seqs"] = place(
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
@@ -48,13 +47,8 @@ class HostInputs:
         self._new.append(np.stack([np.full_like(places, row), places, pages]))
 
     def set_table(self, table: np.ndarray) -> np.ndarray | Int[Array, "table_rows seqs"]:
-        """Return the step's table as its program takes it; new pages are in their place then.
-
-        A table that was set last is not sent again: it must not have changed.
-        """
-        if self._in_place and table is self._sent and not self._new:
-            return self.table
-        new, self._new, self._sent = self._new, [], table
+        """Return the step's table as its program takes it; new pages are in their place then."""
+        new, self._new = self._new, []
         if new and (not self._in_place or sum(one.shape[1] for one in new) > self._room):
             self._send_pages()
             new = []

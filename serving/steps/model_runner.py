@@ -38,7 +38,6 @@ from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
 from serving.steps.step_programs import (
     Program,
-    bucket_for,
     lora_slot,
     lora_slots,
     names_of,
@@ -71,7 +70,7 @@ class ModelRunner:
         slots: AdapterSlots | None = None,
         reroute_tables: np.ndarray | None = None,
         link: ServerLink | TenantLink | None = None,
-        specialize_lora: bool = False,
+        compile_base_only_steps: bool = False,
         structured_outputs: bool = True,
         split: Split | None = None,
         encoder: ImageEncoder | None = None,
@@ -85,23 +84,22 @@ class ModelRunner:
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
         experts] the model's experts lie in expert tensors. With `link` the experts' part of the
-        adapters comes from a LoRA Server. `specialize_lora` compiles decode steps once more
+        adapters comes from a LoRA Server. `compile_base_only_steps` compiles decode steps once more
         without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
         rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
-        of all heads. `encoder` is that of a model that takes images. With `merged` steps may take
-        those weights, with `mixture` steps whose rows have other adapters too. `bringing` are the
-        slots whose adapters have more than LoRA; the caller changes it. `tell` is given every
-        StepInput and SampleInput before it is done, for the runners of other processes to `follow`.
-        `kept` are compiled steps of earlier processes, `pooled` KV pages of a pool, whose rows
-        `slots` then has.
+        of all heads. `encoder` is that of a model that takes images. With `merged`
+        steps may take those weights, with `mixture` steps whose rows have other adapters too.
+        `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
+        is given every StepInput and SampleInput before it is done, for the runners of other
+        processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
+        a pool, whose rows `slots` then has.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
-        self._specialize_lora = specialize_lora and slots is not None
+        self._compile_base_only_steps = compile_base_only_steps and slots is not None
         self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
-        self._early: tuple[StepPlan, StepInput] | None = None  # of `prepare`
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -168,8 +166,8 @@ class ModelRunner:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
             forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
-            jax.block_until_ready((sampled, status))
+            packed = self.new_masks().packed
+            jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)
@@ -179,8 +177,8 @@ class ModelRunner:
     def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
         """Return steps of one program, ready to compile."""
         for p in programs:
-            table = self._inputs.empty_table()
-            yield self._step.lower(self._operands(p), table, p.bucket, lora=p.lora)
+            arguments = self._operands(p), self._inputs.empty_table(), p.bucket
+            yield self._step.lower(*arguments, lora=p.lora)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -195,7 +193,8 @@ class ModelRunner:
             if lora or not brings
             for b in self.buckets
         ]
-        return (*programs, *(Program(b, False) for b in self.buckets if self._can_specialize(b)))
+        alone = [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
+        return (*programs, *alone)
 
     @property
     def two_part_buckets(self) -> tuple[int, ...]:
@@ -220,7 +219,7 @@ class ModelRunner:
 
     @property
     def _variants(self) -> tuple[bool, ...]:
-        """Whether steps bring more than LoRA: some do where adapters may have it."""
+        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
         has_more = self.slots is not None and self.slots.token_ids is not None
         return (False, True) if has_more else (False,)
 
@@ -236,14 +235,16 @@ class ModelRunner:
 
     def _can_specialize(self, bucket: int) -> bool:
         """Return whether a bucket has a program without LoRA: those that decode steps use."""
-        return self._specialize_lora and bucket <= self._decode_bucket
+        return self._compile_base_only_steps and bucket <= self._decode_bucket
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
         A chunk's input tokens that the host has not seen are those the steps in flight sample.
         """
-        program = self._program(plan)
+        bucket = self._bucket(plan, self.buckets)
+        lora = self._needs_lora(plan, bucket)
+        program = Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
         sampled, status = self._run(self._prepared(plan, program), program)
         return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
 
@@ -252,23 +253,11 @@ class ModelRunner:
 
         Masks may be made meanwhile.
         """
-        program, scored = self._program(plan, in_parts=True), is_scored(plan)
+        bucket = self._bucket(plan, self.two_part_buckets)
+        program = Program(bucket, merged=plan.merged is not None, brings=self._brings(plan))
         table = self._prepared(plan, program, in_parts=True)
         forwarded, status = self._run_forward(table, program)
-        return HeldStep(plan, first_rows(plan), scored, program.bucket, forwarded, status)
-
-    def prepare(self, plan: StepPlan, *, in_parts: bool) -> None:
-        """Write a step's input before the held step samples, where that does not read it.
-
-        `forward` or `dispatch` of this plan must come next, after `sample`.
-        """
-        touched = plan.admitted or plan.moves or plan.encodes or plan.merged is not None
-        if touched or self.sizes.max_drafts:  # `sample` takes drafts from the table
-            return
-        made = self._inputs.make(plan, self._program(plan, in_parts=in_parts), in_parts=in_parts)
-        self._write(made)
-        self._step.inputs.set_table(made.table)
-        self._early = plan, made
+        return HeldStep(plan, first_rows(plan), is_scored(plan), bucket, forwarded, status)
 
     def sample(self, held: HeldStep, masks: HostMasks) -> InFlightStep:
         """Send the rest of a step to the device, with the masks of its rows."""
@@ -297,12 +286,9 @@ class ModelRunner:
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
-        early, self._early = self._early, None
-        if early is not None and early[0] is plan:
-            self._tell(early[1])
-            return early[1].table
-        self._tell(made := self._inputs.make(plan, program, in_parts=in_parts))
-        self._write(made)
+        step_input = self._inputs.make(plan, program, in_parts=in_parts)
+        self._tell(step_input)
+        self._write(step_input)
         if self.encoder is not None:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
@@ -311,15 +297,15 @@ class ModelRunner:
                 self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
-        return made.table
+        return step_input.table
 
-    def _write(self, made: StepInput) -> None:
+    def _write(self, step_input: StepInput) -> None:
         """Bring pages, rows and block tables of a step to the device."""
         if self._copies is not None:
-            self._cache = self._copies.run(self._cache, made.moves)
-        for row, packed in made.admitted:
+            self._cache = self._copies.run(self._cache, step_input.moves)
+        for row, packed in step_input.admitted:
             self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
-        for new in made.pages:
+        for new in step_input.pages:
             self._step.inputs.add_pages(new.row, new.first, new.pages)
 
     def read(self, step: InFlightStep) -> list[SequenceResult]:
@@ -344,14 +330,6 @@ class ModelRunner:
         old, new = self.remote_table, (slot_to_number.astype(np.int32), np.int32(version))
         before = None if old is None else (old.slot_to_number, old.version)
         self.remote_table = RemoteTable(*self._step.inputs.replace(before, new))
-
-    def _program(self, plan: StepPlan, *, in_parts: bool = False) -> Program:
-        """Return the program that the plan's step takes."""
-        buckets = self.two_part_buckets if in_parts else self.buckets
-        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
-        bucket = bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)
-        lora = in_parts or self._needs_lora(plan, bucket)
-        return Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
 
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if plan.merged is not None:
@@ -398,3 +376,15 @@ class ModelRunner:
         adapters = (slots, self.reroute_tables, self.remote_table)
         weights = self.merged.operands if program.merged and self.merged is not None else None
         return Operands(self._cache, self._state, *adapters, images, weights)
+
+    def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
+        """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
+        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
+        most = self.sizes.max_logit_rows
+        for bucket in buckets:
+            if plan.num_tokens <= bucket and rows <= most:
+                return bucket
+        raise ValueError(
+            f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
+            f"{buckets[-1]} and {most} fit."
+        )

@@ -18,18 +18,6 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
     return (*buckets, max_tokens)
 
 
-def bucket_for(num_tokens: int, rows: int, buckets: tuple[int, ...], most_rows: int) -> int:
-    """Return the smallest bucket that a step fits into; ValueError when it fits nowhere."""
-    if rows <= most_rows:
-        for bucket in buckets:
-            if num_tokens <= bucket:
-                return bucket
-    raise ValueError(
-        f"A step of {num_tokens} tokens and {rows} logit rows; at most {max(buckets)} and "
-        f"{most_rows} fit."
-    )
-
-
 class Program(NamedTuple):
     """A step that is one program: its token bucket, its LoRA, and which weights it takes.
 

@@ -72,12 +72,12 @@ class RowMasks:
         """
         behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
         places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
-        filling = Filling(rows, places, words, self._catch_up(behind))
+        filling = Filling(rows, places, words)
         if len(rows) < self._few:
-            self._compute(filling)
+            self._work(filling, behind)
         else:
             self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
-            filling.job = self._worker.submit(self._compute, filling)
+            filling.job = self._worker.submit(self._work, filling, behind)
         return filling
 
     def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
@@ -106,6 +106,10 @@ class RowMasks:
         """End the thread, if it runs."""
         if self._worker is not None:
             self._worker.shutdown(wait=False)
+
+    def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
+        filling.lost = self._catch_up(behind)
+        self._compute(filling)
 
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
@@ -176,13 +180,8 @@ class Filling:
     rows: SequenceOf[BoundRow]
     places: SequenceOf[int]  # the first mask of each row, and their number
     words: np.ndarray
-    lost: set[int]  # ids of sequences with a wrong token
+    lost: set[int] = dataclasses.field(default_factory=set)  # ids of sequences with a wrong token
     job: Future[None] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` need not wait."""
-        return self.job is None or self.job.done()
 
 
 def _takes_mask(chunk: ScheduledChunk) -> bool:
@@ -204,9 +203,9 @@ def _unseen(sequence: Sequence) -> list[int]:
 
 def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
     """Return how many drafts, from the first on, the masks before them allow."""
-    for place, token in enumerate(drafts):
-        if not masks[place].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
-            return place
+    for index, token in enumerate(drafts):
+        if not masks[index].view(np.uint32)[token // _BITS] >> np.uint32(token % _BITS) & 1:
+            return index
     return len(drafts)
 
 
