@@ -92,16 +92,16 @@ def servegen(path: Path, requests: int) -> dict[str, list[str]]:
     windows: dict[str, dict[str, list[tuple[float, float, float]]]] = {}
     with gzip.open(path, "rt") as lines:
         for row in csv.DictReader(lines):
-            found = windows.setdefault(row["model"], {}).setdefault(row["client"], [])
-            found.append((float(row["t_s"]), float(row["rate_rps"]), float(row["iat_cv"])))
+            results = windows.setdefault(row["model"], {}).setdefault(row["client"], [])
+            results.append((float(row["t_s"]), float(row["rate_rps"]), float(row["iat_cv"])))
     asked = {}
     for model, clients in sorted(windows.items()):
-        total = WINDOW_S * sum(rate for found in clients.values() for _, rate, _ in found)
+        total = WINDOW_S * sum(rate for results in clients.values() for _, rate, _ in results)
         rng = np.random.default_rng(0)
         arrivals = [
             (time, client)
-            for client, found in sorted(clients.items())
-            for time in client_arrivals(sorted(found), requests / total, rng)
+            for client, results in sorted(clients.items())
+            for time in client_arrivals(sorted(results), requests / total, rng)
         ]
         asked[f"ServeGen {model}"] = [client for _, client in sorted(arrivals)]
     return asked
@@ -155,11 +155,11 @@ def measure(traces: dict[str, list[str]], seeds: int) -> list[dict[str, Any]]:
         for kind, given in (("mixed", range(seeds)), ("equal", (None,))):
             dealt = [sizes_of(names, seed) for seed in given]
             for share, policy in itertools.product(SHARES, POLICIES):
-                found = [
+                results = [
                     simulate(asked, sizes, int(share * sum(sizes.values())), POLICIES[policy])
                     for sizes in dealt
                 ]
-                means = {key: float(np.mean([one[key] for one in found])) for key in found[0]}
+                means = {key: float(np.mean([one[key] for one in results])) for key in results[0]}
                 row = {"trace": trace, "requests": len(asked), "adapters": len(names)}
                 rows.append(row | {"sizes": kind, "share": share, "policy": policy} | means)
     return rows
@@ -200,10 +200,16 @@ def main() -> None:
     """Simulate, write the result and its plot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--traces", type=Path, required=True, help=f"with {SERVEGEN}, {AZURE}")
+    parser.add_argument(
+        "--traces", type=Path, required=True, help=f"folder with {SERVEGEN}, {AZURE}"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=30_000, help="of each ServeGen model")
-    parser.add_argument("--seeds", type=int, default=5, help="of the ranks; means are written")
+    parser.add_argument(
+        "--requests", type=int, default=30_000, help="requests of each ServeGen model"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="number of draws of ranks; results are means"
+    )
     given = parser.parse_args()
     for name in (SERVEGEN, AZURE):
         if not (given.traces / name).is_file():

@@ -182,7 +182,7 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--loads", type=int, default=20)
     args = parser.parse_args()
     device = jax.devices()[0].device_kind.replace(" ", "_").lower()

@@ -100,7 +100,7 @@ def summary(asked: list[Asked]) -> dict[str, float]:
 def measure(engine: Engine, names: list[str], slots: int, case: Case) -> dict[str, Any]:
     """Return the figures of each ratio; the engine must know the names, and have room for all."""
     rng = random.Random(1)
-    found: dict[int, list[Asked]] = {ratio: [] for ratio in case.ratios}
+    results: dict[int, list[Asked]] = {ratio: [] for ratio in case.ratios}
     names, resident = names[: slots * max(case.ratios)], names[:slots]
     send(engine, names, [0.0] * len(names), case)  # reads all files
     capacity(engine, resident, case)
@@ -110,8 +110,8 @@ def measure(engine: Engine, names: list[str], slots: int, case: Case) -> dict[st
             send(engine, resident, [0.0] * slots, case)
             chosen = rng.choices(names[: slots * ratio], k=case.requests)
             gaps = [rng.expovariate(rate) for _ in chosen]
-            found[ratio] += send(engine, chosen, gaps, case)
-    rows = {str(ratio): summary(asked) for ratio, asked in found.items()}
+            results[ratio] += send(engine, chosen, gaps, case)
+    rows = {str(ratio): summary(asked) for ratio, asked in results.items()}
     base = rows[str(min(case.ratios))]
     for row in rows.values():
         row["p99_of_resident"] = row["p99_ms"] / base["p99_ms"]
@@ -133,7 +133,7 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--turns", type=int, default=Case.turns)
     parser.add_argument("--requests", type=int, default=Case.requests)
     args = parser.parse_args()

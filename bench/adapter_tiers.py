@@ -74,7 +74,7 @@ def measure(case: Case) -> dict:
                 tier: sample("lora_jax:adapter_tier_hits_total", {"tier": tier})
                 for tier in ("device", "host", "disk")
             }
-    medians = {kind: statistics.median(found) for kind, found in speeds.items()}
+    medians = {kind: statistics.median(results) for kind, results in speeds.items()}
     ratio = medians["all"] / medians["one"]
     return {**dataclasses.asdict(case), "tokens_per_s": medians, "ratio": ratio, "hits": hits}
 
@@ -86,10 +86,10 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=Case.adapters)
     parser.add_argument("--requests", type=int, default=Case.requests)
     given = parser.parse_args()
-    found = measure(Case(adapters=given.adapters, requests=given.requests))
+    results = measure(Case(adapters=given.adapters, requests=given.requests))
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "adapter_tiers.json").write_text(json.dumps(found, indent=1))
-    print(json.dumps(found, indent=1))
+    (given.out / "adapter_tiers.json").write_text(json.dumps(results, indent=1))
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

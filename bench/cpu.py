@@ -135,11 +135,11 @@ def rates(root: Path, kind: str, turns: int, cores: int, beside: bool) -> list[d
                 seconds = peer.seconds(prompts, adapters)
                 if turn:  # the first one warms up
                     took.setdefault(name, []).append(seconds)
-        found = {name: requests * ANSWER / statistics.median(s) for name, s in took.items()}
+        results = {name: requests * ANSWER / statistics.median(s) for name, s in took.items()}
         row: dict[str, Any] = {"base": kind, "requests": requests}
-        row["tokens_per_s"] = {name: round(rate, 1) for name, rate in found.items()}
+        row["tokens_per_s"] = {name: round(rate, 1) for name, rate in results.items()}
         if beside:
-            row["over_llama_cpp"] = round(found["ours"] / found["llama.cpp"], 2)
+            row["over_llama_cpp"] = round(results["ours"] / results["llama.cpp"], 2)
         print(row, flush=True)
         rows.append({**row, "seconds": took})
     for peer in peers.values():
@@ -186,7 +186,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.cpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--base", nargs="+", default=list(PAIRS), choices=list(PAIRS))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--cores", type=int, default=0, choices=(0, 1))

@@ -153,7 +153,7 @@ def make_runner(
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
         slots=filled_slots(model.catalogue(config), split),
-        specialize_lora=True,
+        compile_base_only_steps=True,
         split=split,
     )
 
@@ -198,12 +198,12 @@ def take_turns(
     runner: ModelRunner, plans: dict[str, StepPlan], turns: int = TURNS, steps: int = STEPS
 ) -> dict[str, list[float]]:
     """Return the milliseconds of a step in every turn of every plan."""
-    found = {name: [] for name in plans}
+    results = {name: [] for name in plans}
     for _ in range(turns):
         for name, plan in plans.items():
             start(runner, plan)
-            found[name].append(step_ms(runner, plan, steps))
-    return found
+            results[name].append(step_ms(runner, plan, steps))
+    return results
 
 
 def sampled(runner: ModelRunner, plan: StepPlan) -> jax.Array:
@@ -225,17 +225,23 @@ def digest(tokens: jax.Array) -> str:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.decode_step", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--position", type=int, default=512)
     parser.add_argument("--profile", action="store_true", help="show each step's kernels")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
-    parser.add_argument("--devices", type=int, default=1, help="over which the model is split")
     parser.add_argument(
-        "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
+        "--devices", type=int, default=1, help="number of devices that the model is split over"
     )
-    parser.add_argument("--case", nargs="+", choices=[c.name for c in CASES], help="only these")
+    parser.add_argument(
+        "--expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="give each device whole experts",
+    )
+    parser.add_argument(
+        "--case", nargs="+", choices=[c.name for c in CASES], help="cases to run (default: all)"
+    )
     parser.add_argument("--quantization", choices=FORMATS, help="format of the linear maps")
     args = parser.parse_args()
     if args.quantization and args.devices > 1:

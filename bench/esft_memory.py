@@ -160,11 +160,11 @@ def show(row: dict) -> str:
     sizes = "  ".join(f"{k} {v / 2**30:6.1f} GiB" for k, v in row["weight_bytes"].items())
     tokens = "  ".join(f"{k} {v / 1000:4.0f}k" for k, v in row["kv_tokens"].items())
     paper = row["paper_kv_tokens"]
-    said = f" (paper {paper / 1000:.0f}k)" if paper else ""
+    text = f" (paper {paper / 1000:.0f}k)" if paper else ""
     if "own_kv_tokens" in row:
-        said += f", by our own count of the rest {row['own_kv_tokens'] / 1000:.0f}k"
+        text += f", by our own count of the rest {row['own_kv_tokens'] / 1000:.0f}k"
     return (
-        f"{row['adapters']:2} adapters  weights: {sizes}  KV tokens: {tokens}{said}  pages over "
+        f"{row['adapters']:2} adapters  weights: {sizes}  KV tokens: {tokens}{text}  pages over "
         f"true bytes {row['over_true']:.4f}, padding {row['padded_over_true']:.3f}"
     )
 

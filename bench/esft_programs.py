@@ -54,8 +54,8 @@ class StepProgram:
 
 def file_name(program: StepProgram) -> str:
     """Return the name of a program's file in a folder of programs; another for any other size."""
-    said = json.dumps(dataclasses.asdict(program), sort_keys=True)
-    return f"{program.model}-{program.kind}-{program.bucket}-{zlib.crc32(said.encode()):08x}"
+    text = json.dumps(dataclasses.asdict(program), sort_keys=True)
+    return f"{program.model}-{program.kind}-{program.bucket}-{zlib.crc32(text.encode()):08x}"
 
 
 def compile_apart(program: StepProgram, ahead: Path | None) -> Any:
@@ -72,12 +72,12 @@ def compile_apart(program: StepProgram, ahead: Path | None) -> Any:
             return _load(file)
         except Exception as error:  # of another version of jax or another device
             print(f"{file.name} is of no use here: {str(error)[:300]}", flush=True)
-    said = json.dumps(dataclasses.asdict(program))
+    text = json.dumps(dataclasses.asdict(program))
     # It shares the device, so it may not take most of its memory.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program"
-        command = [sys.executable, "-m", "bench.esft_programs", said, str(file)]
+        command = [sys.executable, "-m", "bench.esft_programs", text, str(file)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{program.kind} {program.bucket}: {done.stderr[-3000:]}")
@@ -166,11 +166,11 @@ def _step(graphdef, trees, program, leaves, cache, state, old_sizes, tables, tab
 def main() -> None:
     """Compile one program and write it to a file."""
     parser = argparse.ArgumentParser(prog="python -m bench.esft_programs", description=__doc__)
-    parser.add_argument("json", type=json.loads, help="the fields of a StepProgram")
-    parser.add_argument("file", type=Path, help="where the program goes")
+    parser.add_argument("json", type=json.loads, help="fields of a StepProgram, as JSON")
+    parser.add_argument("file", type=Path, help="file for the compiled program")
     options = parser.parse_args()
-    said = options.json
-    program = StepProgram(**said | {"sizes": StepSizes(**said["sizes"])})
+    fields = options.json
+    program = StepProgram(**fields | {"sizes": StepSizes(**fields["sizes"])})
     compiled = compile_here(program)
     options.file.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
 

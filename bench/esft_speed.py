@@ -268,9 +268,9 @@ class Results:
 def parse_args() -> argparse.Namespace:
     """Return what to measure, of which model, and where to write it."""
     parser = argparse.ArgumentParser(prog="python -m bench.esft_speed", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--model", choices=tuple(SHAPES), default="deepseek-v2-lite")
-    parser.add_argument("--layers", type=int, help="layers with experts, by default all")
+    parser.add_argument("--layers", type=int, help="layers with experts (default: all)")
     parser.add_argument("--adapters", type=int, default=max(ADAPTERS))
     text = "prompts' tokens; none leaves prefill out everywhere"
     parser.add_argument("--prefill-tokens", type=int, nargs="*", default=PREFILL, help=text)
@@ -280,7 +280,9 @@ def parse_args() -> argparse.Namespace:
     text = "folder of programs that bench.esft_programs has compiled before"
     parser.add_argument("--programs", type=Path, help=text)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=60, help="for each part")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="time limit of each part, in seconds"
+    )
     return parser.parse_args()
 
 

@@ -46,14 +46,14 @@ class Row:
 
     def show(self) -> str:
         """Return the line."""
-        said = f"{self.name:52} {self.us:9.1f} us"
+        text = f"{self.name:52} {self.us:9.1f} us"
         if self.base_us is not None:
-            said += f"  base {self.base_us:9.1f} us  {100 * (self.us / self.base_us - 1):+6.2f}%"
+            text += f"  base {self.base_us:9.1f} us  {100 * (self.us / self.base_us - 1):+6.2f}%"
         if self.floor_us is not None and self.base_floor_us is not None:
             floors = 100 * (self.floor_us / self.base_floor_us - 1)
-            said += f"  floor {self.floor_us:8.1f} us ({floors:+.1f}%)"
-            said += f"  experts {self.experts:.0f} / {self.base_experts:.0f}"
-        return said + "".join(f"  {name} {value:.4g}" for name, value in self.more.items())
+            text += f"  floor {self.floor_us:8.1f} us ({floors:+.1f}%)"
+            text += f"  experts {self.experts:.0f} / {self.base_experts:.0f}"
+        return text + "".join(f"  {name} {value:.4g}" for name, value in self.more.items())
 
     def as_json(self) -> dict[str, Any]:
         """Return the row for a result file."""
@@ -104,15 +104,15 @@ class Took:
         """
         clock = _over(self.clock, base.clock)
         low, middle, high = np.percentile(clock, (25, 50, 75)).tolist()
-        found = {"over %": middle, "low %": low, "high %": high}
+        results = {"over %": middle, "low %": low, "high %": high}
         if self.kernels and base.kernels:
             kernels = _over(self.kernels, base.kernels)
-            found |= {
+            results |= {
                 "kernels over %": statistics.median(kernels),
                 "kernels us": statistics.median(self.kernels),
                 "base kernels us": statistics.median(base.kernels),
             }
-        return found
+        return results
 
 
 def _over(mine: list[float], its: list[float]) -> list[float]:
@@ -152,16 +152,16 @@ def _by_clock(
 
     Python collects no garbage meanwhile: that stops the host for longer than a step takes.
     """
-    found = {name: [] for name in steps}
+    results = {name: [] for name in steps}
     gc.collect()
     gc.disable()
     try:
         for turn in range(turns):
             for name in list(steps)[:: -1 if turn % 2 else 1]:
-                found[name].append(_sample(steps[name], calls[name]))
+                results[name].append(_sample(steps[name], calls[name]))
     finally:
         gc.enable()
-    return found
+    return results
 
 
 def _sample(step: Step, steps: int) -> tuple[float, float]:
@@ -264,7 +264,7 @@ class Programs:
         used, stats = self._multi_esft.memory.usage().device_used, device.memory_stats()
         if used is None or stats is None:
             return {}
-        programs = [found.result() for found in self._compiled.values()]
+        programs = [results.result() for results in self._compiled.values()]
         pages = self._multi_esft.tensors.pages().created_bytes
         return {
             "temporaries": max(p.memory_analysis().temp_size_in_bytes for p in programs),

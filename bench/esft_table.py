@@ -35,12 +35,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
 
 def rows_by_batch(rows: list[dict], kind: str) -> dict[str, list[tuple[int, dict]]]:
     """Return (adapters, row) of every batch, in order."""
-    found = defaultdict(list)
+    results = defaultdict(list)
     for row in rows:
         named = _NAME.fullmatch(row["name"])
         if named and named["kind"] == kind:
-            found[named["batch"]].append((int(named["adapters"]), row))
-    return {batch: sorted(points, key=lambda point: point[0]) for batch, points in found.items()}
+            results[named["batch"]].append((int(named["adapters"]), row))
+    return {batch: sorted(points, key=lambda point: point[0]) for batch, points in results.items()}
 
 
 def _over(row: dict[str, Any]) -> tuple[str, str]:

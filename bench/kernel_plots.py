@@ -106,12 +106,12 @@ def _plot_points(result: dict[str, Any], rows: list[dict], path: Path) -> None:
 
 def overview(rows: list[dict]) -> list[dict]:
     """Return the overview's points in the order of SHOWN; every other one is in the table."""
-    found = []
+    results = []
     for op, most in SHOWN.items():
         own = [row for row in rows if row["op"] == op and row["floor_us"] > 0]
         own = [row for row in own if "without y" not in row["name"]]
-        found += sorted(own, key=lambda row: not row.get("peer_us"))[:most]
-    return found
+        results += sorted(own, key=lambda row: not row.get("peer_us"))[:most]
+    return results
 
 
 def _words(name: str) -> str:
@@ -171,8 +171,8 @@ def _plot_tokens(result: dict[str, Any], grid: list[dict], path: Path) -> None:
         _plain_ticks(ax.yaxis, (1, 3, 10, 30, 100, 300, 1000))
     last = axes[0, -1]
     for adapters, color in SHADES.items():
-        said = f"lora-jax, {adapters} adapter" + "s" * (adapters > 1)
-        last.plot([], [], "o-", color=color, label=said)
+        text = f"lora-jax, {adapters} adapter" + "s" * (adapters > 1)
+        last.plot([], [], "o-", color=color, label=text)
     last.plot([], [], "s", color=PEER, mfc="white", label="best peer")
     last.plot([], [], ":", color=PEER, lw=1, label="physical limit: fewest bytes")
     axes[0, 0].set_ylabel("shrink and expand, us")

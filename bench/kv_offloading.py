@@ -78,13 +78,13 @@ def measure(length: int, folder: str) -> dict[str, Any]:
                 tokens[name].append(drawn)
                 times[name] += taken if turn else []
         hits = offloading.stats().host_pages.hits
-    found = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
-    speedup = found["recompute_ms"] / found["host_ms"]
+    results = {f"{name}_ms": statistics.median(each) for name, each in times.items()}
+    speedup = results["recompute_ms"] / results["host_ms"]
     equal = all(drawn == tokens["recompute"][0] for each in tokens.values() for drawn in each)
     asked = TURNS * PROMPTS * length
     return {
         "prompt_tokens": length,
-        **found,
+        **results,
         "speedup": speedup,
         "hit_share": hits / asked,
         "same_tokens": equal,
@@ -95,7 +95,7 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     args = parser.parse_args()
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as place:

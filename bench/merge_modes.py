@@ -70,7 +70,7 @@ def engine_of(root: Path, **fields: Any) -> Engine:
 
 
 def names_of(skew: float, count: int, seed: int = 0) -> list[str | None]:
-    """Return whom each request asks for: the top adapter, one of the others, or the base model."""
+    """Return the adapter of each request: the top adapter, one of the others, or the base model."""
     rng = random.Random(seed)
     return [TOP if rng.random() < skew else rng.choice([*OTHERS, None]) for _ in range(count)]
 
@@ -147,10 +147,10 @@ def compared(policies: Mapping[str, Contestant]) -> dict[str, Any]:
     better = max(("unmerged", "merged"), key=rates.__getitem__)
     pairs = zip(policies["auto"].rates, policies[better].rates, strict=True)
     ratios = sorted(ours / other for ours, other in pairs)
-    found: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
-    found |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
-    found |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
-    return found | {"steps": dict(policies["auto"].steps)}
+    results: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
+    results |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
+    results |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
+    return results | {"steps": dict(policies["auto"].steps)}
 
 
 def primary(root: Path, requests: int, turns: int) -> list[dict]:
@@ -186,8 +186,8 @@ def costs(root: Path, turns: int) -> list[dict]:
         rows = []
         for mix, names in mixes.items():
             seconds(engine, names)
-            found = min(seconds(engine, names) for _ in range(turns))
-            rows.append({"rows": mix, "ms_per_token": round(1e3 * found / ANSWER, 1)})
+            results = min(seconds(engine, names) for _ in range(turns))
+            rows.append({"rows": mix, "ms_per_token": round(1e3 * results / ANSWER, 1)})
     return rows
 
 
@@ -195,10 +195,12 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, help="folder of the JSON file")
+    parser.add_argument("--out", type=Path, help="folder for the JSON file")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--primary", action="store_true", help="the 90/10 mix over two engines")
-    kinds.add_argument("--costs", action="store_true", help="times of single steps")
+    kinds.add_argument(
+        "--primary", action="store_true", help="measure a 90/10 mix over two engines"
+    )
+    kinds.add_argument("--costs", action="store_true", help="measure single steps")
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)

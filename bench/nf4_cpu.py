@@ -102,17 +102,17 @@ def measure(d_out: int, d_in: int, rows: int) -> dict[str, Any]:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.nf4_cpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     args = parser.parse_args()
-    found = [measure(*shape, rows) for shape in SHAPES for rows in ROWS]
-    for row in found:
+    results = [measure(*shape, rows) for shape in SHAPES for rows in ROWS]
+    for row in results:
         print(
             f"{row['d_out']:6} x {row['d_in']:5}, {row['rows']} rows: {row['us']:8.1f} us, "
             f"bitsandbytes {row['peer_us']:8.1f}, {row['rate_over_peer']:.2f} of its rate"
         )
     args.out.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    result = {"date": today, "products": found}
+    result = {"date": today, "products": results}
     (args.out / f"nf4_cpu_{today}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

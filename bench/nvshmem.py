@@ -53,13 +53,13 @@ def world(rank: int, folder: Path) -> symmetric.SymmetricEndpoints:
     from cuda_backend import nvshmem
 
     nvshmem.configure(one_host=True)
-    said = folder / "world"
+    path = folder / "world"
     if rank == 0:
-        said.with_suffix(".part").write_bytes(nvshmem.new_id())
-        said.with_suffix(".part").rename(said)
-    while not said.exists():
+        path.with_suffix(".part").write_bytes(nvshmem.new_id())
+        path.with_suffix(".part").rename(path)
+    while not path.exists():
         time.sleep(0.01)
-    return nvshmem.NvshmemDevice(0, rank, 2, said.read_bytes(), slot_bytes(terms().shapes))
+    return nvshmem.NvshmemDevice(0, rank, 2, path.read_bytes(), slot_bytes(terms().shapes))
 
 
 def serve(folder: Path) -> None:
@@ -105,7 +105,7 @@ def rows_of(count: int) -> PushRows:
 
 def measure(client: AbstractClient) -> dict[str, Any]:
     """Return the times by number of rows; raises RuntimeError for wrong bits or a failed wait."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     client.set_limit(5.0)
 
     @jax.jit
@@ -136,8 +136,8 @@ def measure(client: AbstractClient) -> dict[str, Any]:
             begun = time.perf_counter()
             jax.block_until_ready(step(x, zeros, rows))
             times.append((time.perf_counter() - begun) * 1e6 / LAYERS)
-        found[str(count)] = [round(float(us), 1) for us in np.percentile(times, [50, 10])]
-    return found
+        results[str(count)] = [round(float(us), 1) for us in np.percentile(times, [50, 10])]
+    return results
 
 
 def killed(client: AbstractClient, server: subprocess.Popen) -> dict[str, Any]:
@@ -181,12 +181,12 @@ def main() -> None:
         command = [sys.executable, "-m", "bench.nvshmem", "--serve", name]
         server = subprocess.Popen(command)
         try:
-            found = compare(folder, server)
+            results = compare(folder, server)
         finally:
             server.kill()
-    print(json.dumps(found))
+    print(json.dumps(results))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "nvshmem.json").write_text(json.dumps(found, indent=2) + "\n")
+    (options.out / "nvshmem.json").write_text(json.dumps(results, indent=2) + "\n")
     sys.stdout.flush()
     os._exit(0)  # NVSHMEM's end is collective, and the other PE has gone
 
@@ -194,7 +194,7 @@ def main() -> None:
 def compare(folder: Path, server: subprocess.Popen) -> dict[str, Any]:
     """Return what was measured of each transport."""
     endpoints = world(0, folder)
-    found: dict[str, Any] = {"device": jax.devices()[0].device_kind, "us_per_exchange": {}}
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "us_per_exchange": {}}
     for name in TRANSPORTS:
         while not (folder / f"{name}.ready").exists():
             if server.poll() is not None:
@@ -212,11 +212,11 @@ def compare(folder: Path, server: subprocess.Popen) -> dict[str, Any]:
                 device_endpoints.for_platform("gpu", 0),
                 separate_stream=False,
             )
-        found["us_per_exchange"][name] = measure(client)
-        print(name, json.dumps(found["us_per_exchange"][name]), flush=True)
+        results["us_per_exchange"][name] = measure(client)
+        print(name, json.dumps(results["us_per_exchange"][name]), flush=True)
         (folder / f"{name}.done").touch()
-    found["killed"] = killed(kept, server)
-    return found
+    results["killed"] = killed(kept, server)
+    return results
 
 
 if __name__ == "__main__":

@@ -230,11 +230,15 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--large", action="store_true", help="on a GPU")
-    parser.add_argument("--engine", help="this one alone: pool, or a share such as 25%%")
-    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
+    parser.add_argument("--large", action="store_true", help="sizes for a GPU")
+    parser.add_argument(
+        "--engine", help="engine to measure: pool, or a fixed share such as 25%% (default: all)"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help="lock file that is held while an engine is measured"
+    )
     args = parser.parse_args()
     case, before = LARGE if args.large else SMALL, os.getloadavg()[0]
     names = [args.engine] if args.engine else list(engines(case))

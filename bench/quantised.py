@@ -55,9 +55,9 @@ def measure(turns: int) -> list[dict]:
         for turn in range(turns + 1):
             for requests in REQUESTS:
                 for name, engine in engines.items():
-                    found = rate(engine, requests)
+                    results = rate(engine, requests)
                     if turn:  # the first one warms up
-                        rates.setdefault((requests, name), []).append(found)
+                        rates.setdefault((requests, name), []).append(results)
         bytes_of = {name: engine.model_info.weight_bytes for name, engine in engines.items()}
     medians = {key: statistics.median(values) for key, values in rates.items()}
     return [

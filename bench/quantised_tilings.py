@@ -103,19 +103,21 @@ def measure(name: str, shape: tuple[int, ...], tiling: tuple | None, lock: Any, 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.quantised_tilings", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--format", choices=(PLAIN, *FORMATS), required=True)
-    parser.add_argument("--bandwidth", type=float, help="bytes per second of a copy, if known")
+    parser.add_argument(
+        "--bandwidth", type=float, help="copy bandwidth in bytes per second (default: measured)"
+    )
     args = parser.parse_args()
-    bandwidth, found = args.bandwidth or copy_bandwidth(), []
+    bandwidth, results = args.bandwidth or copy_bandwidth(), []
     with Path(tempfile.gettempdir(), "quantised_tilings.lock").open("w") as lock:
         for what, (shape, tilings) in SHAPES.items():
             for tiling in [None] if args.format == PLAIN else tilings:
                 us, floor_us = measure(args.format, shape, tiling, lock, bandwidth)
-                found.append({"shape": what, "tiling": tiling, "us": us, "floor_us": floor_us})
+                results.append({"shape": what, "tiling": tiling, "us": us, "floor_us": floor_us})
                 print(f"{args.format:8} {what:34} {tiling}: {us:.1f} us, floor {floor_us:.1f}")
     device = jax.devices()[0].device_kind
-    result = {"device": device, "format": args.format, "bandwidth": bandwidth, "times": found}
+    result = {"device": device, "format": args.format, "bandwidth": bandwidth, "times": results}
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"quantised_tilings_{args.format}_{'_'.join(device.lower().split())}.json"
     (args.out / name).write_text(json.dumps(result, indent=1) + "\n")

@@ -30,7 +30,12 @@ CASE = {"requests": 8, "adapters": 8, "rank": 16, "prompt_tokens": 128, "output_
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.serve")
-    parser.add_argument("--cpu", action="store_true", required=True, help="the CPU comparison")
+    parser.add_argument(
+        "--cpu",
+        action="store_true",
+        required=True,
+        help="compare with transformers + PEFT on a CPU",
+    )
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))

@@ -180,7 +180,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of speculation_cpu.json")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--work", choices=MEASURED, help="only this one")
+    parser.add_argument("--work", choices=MEASURED, help="work to run (default: all)")
     args = parser.parse_args()
     chosen = MEASURED if args.work is None else {args.work: MEASURED[args.work]}
     rows = [row for measure in chosen.values() for row in measure(args.turns)]

@@ -68,12 +68,12 @@ def _kernels(folder: Path, turns: int) -> list[Kernels]:
                 for event in line.events:
                     if event.name.startswith(_TURN):
                         begun[int(event.name.removeprefix(_TURN))] = event.start_ns
-    found: list[dict[str, list[float]]] = [defaultdict(list) for _ in range(turns)]
+    results: list[dict[str, list[float]]] = [defaultdict(list) for _ in range(turns)]
     for start, name, us in events:
-        found[max(bisect.bisect_right(begun, start) - 1, 0)][name].append(us)
+        results[max(bisect.bisect_right(begun, start) - 1, 0)][name].append(us)
     return [
         {name: (len(took) / STEPS, sum(took) / STEPS) for name, took in turn.items()}
-        for turn in found
+        for turn in results
     ]
 
 
@@ -87,8 +87,8 @@ def show_profile(title: str, kernels: Kernels) -> str:
     """Return a table: the kinds, then the kernels that take longest."""
     kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, (launches, took) in kernels.items():
-        said = name.lower()
-        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, said)), "other")
+        text = name.lower()
+        kind = next((k for k, pattern in KINDS.items() if re.search(pattern, text)), "other")
         kinds[kind][0] += launches
         kinds[kind][1] += took
     total = sum(took for _, took in kernels.values())

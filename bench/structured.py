@@ -198,17 +198,17 @@ def step_ms(engine: Engine, rows: int, bound: int, steps: int, turn: int) -> tup
 def measure(engine: Engine, rows: int, steps: int, turns: int) -> list[dict[str, Any]]:
     """Return a row of figures for each share of bound rows."""
     parts, cases = Parts(engine), {"plain": 0, "half bound": rows // 2, "all bound": rows}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     spent: dict[str, dict[str, list[float]]] = {name: {} for name in cases}
     for turn in range(turns + 1):
         for name, bound in cases.items():
             parts.start()
             taken = step_ms(engine, rows, bound, steps, turn)
             if turn:  # the first one compiles the grammar and warms up
-                found[name].append(taken)
+                results[name].append(taken)
                 for part, seconds in parts.seconds.items():
                     spent[name].setdefault(part, []).extend(seconds)
-    return [_row(rows, name, found[name], found["plain"], spent[name]) for name in cases]
+    return [_row(rows, name, results[name], results["plain"], spent[name]) for name in cases]
 
 
 def _row(
@@ -243,8 +243,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
-    parser.add_argument("--tokens", type=Path, help="BPE ranks, for a vocabulary of real tokens")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument(
+        "--tokens", type=Path, help="file of BPE ranks, for a vocabulary of real tokens"
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)

@@ -69,8 +69,8 @@ def right_shares(engine: Engine, heldout: Path) -> dict[str, float]:
     shares = {}
     for way, answer in answers_of(engine).items():
         # JSON begins with the intent; a head gives nothing else.
-        found = [t.partition('"intent": "')[2].split('"')[0] or t for t in answer(prompts)]
-        right = sum(f == r.labels[0] for f, r in zip(found, records, strict=True))
+        results = [t.partition('"intent": "')[2].split('"')[0] or t for t in answer(prompts)]
+        right = sum(f == r.labels[0] for f, r in zip(results, records, strict=True))
         shares[way] = round(right / len(records), 3)
     return shares
 
@@ -90,18 +90,18 @@ def measure(model: Path, turns: int, heldout: Path | None) -> list[dict]:
     with Engine(str(model), adapters, enable_prefix_caching=False, **sizes) as engine:
         prompts = [prompt_of(engine, ASKED.format(request)) for request in REQUESTS]
         loads = {1: [[prompt] for prompt in prompts], len(prompts): [prompts]}
-        ways, found = answers_of(engine), {}
+        ways, results = answers_of(engine), {}
         for turn in range(turns + 1):
             for at_once, batches in loads.items():
                 for way, answer in ways.items():
                     taken = seconds(answer, batches)
                     if turn:  # the first one warms up
-                        found.setdefault((at_once, way), []).append(taken / len(prompts))
+                        results.setdefault((at_once, way), []).append(taken / len(prompts))
         texts = {way: answer(prompts) for way, answer in ways.items()}
         tokens = {way: _mean_tokens(engine, texts[way]) for way in ways}
         shares = {} if heldout is None else right_shares(engine, heldout)
     tokens["task head"] = 0.0
-    medians = {key: 1e3 * statistics.median(values) for key, values in found.items()}
+    medians = {key: 1e3 * statistics.median(values) for key, values in results.items()}
     return [
         {
             "at_once": at_once,
@@ -126,7 +126,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of task_heads_cpu.json")
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--heldout", type=Path, help=".jsonl with prompt and label")
+    parser.add_argument("--heldout", type=Path, help=".jsonl file with prompt and label")
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
     rows = measure(args.model, args.turns, args.heldout)

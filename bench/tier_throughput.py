@@ -122,7 +122,7 @@ def write_adapters(
 
 
 class Times:
-    """When one request's tokens came, in seconds."""
+    """Times of one request's tokens, in seconds."""
 
     def __init__(self, asked: str | None, ended: queue.SimpleQueue):
         self.asked, self.at, self._ended = asked, [], ended
@@ -216,12 +216,12 @@ def measure_throughput(
     cases = {"one": names[:1]} | {str(n): names[:n] for n in case.populations}
     for key, population in cases.items():
         with turn(lock):
-            found = measure_population(engine, population, case, rng)
+            results = measure_population(engine, population, case, rng)
         if key != "one":
             one = result["one"]
-            found["ratio"] = found["tokens_per_s"] / one["tokens_per_s"]
-            found["base_tpot_ratio"] = found["base_tpot_ms"] / one["base_tpot_ms"]
-        result[key] = found
+            results["ratio"] = results["tokens_per_s"] / one["tokens_per_s"]
+            results["base_tpot_ratio"] = results["base_tpot_ms"] / one["base_tpot_ms"]
+        result[key] = results
         keep(result)
         time.sleep(1.0)  # for another process to have its turn
     return result
@@ -242,11 +242,11 @@ def measure_population(
         figures["requests"] = len(asked)
         rounds.append(figures)
         print(len(population), figures, flush=True)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: statistics.median(one[name] for one in rounds[1:])
         for name in ("tokens_per_s", "base_tpot_ms")
     }
-    return found | {"rounds": rounds}
+    return results | {"rounds": rounds}
 
 
 def measure_slots(engine: Engine, names: list[str], case: Case) -> dict[str, Any]:
@@ -300,10 +300,12 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--out", type=Path, required=True, help="folder of the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--part", choices=PARTS, help="this one alone")
-    parser.add_argument("--lock", type=Path, help="held while an engine is measured")
+    parser.add_argument("--part", choices=PARTS, help="part to run (default: all)")
+    parser.add_argument(
+        "--lock", type=Path, help="lock file that is held while an engine is measured"
+    )
     args = parser.parse_args()
     case, shape = Case(), LLAMA_8B
     if args.small:

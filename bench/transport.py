@@ -166,28 +166,28 @@ def round_trips(client: AbstractClient, repeats: int) -> dict[str, list[float]]:
         x = client.push(x, 0, 0, rows)
         return client.wait_add((y,), x, 0, rows)[0]
 
-    found = {}
+    results = {}
     for size in SIZES_KB:
         x, rows = jnp.ones((size, WIDTH), jnp.float32), rows_of(size)
-        found[f"{size} KB"] = timed_us(lambda x=x, rows=rows: step(x, x, rows), repeats)
-    return found
+        results[f"{size} KB"] = timed_us(lambda x=x, rows=rows: step(x, x, rows), repeats)
+    return results
 
 
 def layers(client: AbstractClient, repeats: int) -> dict[str, dict[str, list[float]]]:
     """Return {size: {row: us per layer}} of the programs of `steps`."""
-    found = {}
+    results = {}
     rng = np.random.default_rng(0)
     up = jnp.asarray(rng.standard_normal((WIDTH, 4 * WIDTH)) / 16, jnp.float32)
     down = up.T
     for size in (16, 64, 256):
         x, rows = jnp.asarray(rng.standard_normal((size, WIDTH)), jnp.float32), rows_of(size)
-        found[f"{size} KB"] = {
+        results[f"{size} KB"] = {
             name: timed_us(
                 lambda step=step, x=x, rows=rows: step(x, up, down, rows), repeats, LAYERS
             )
             for name, step in steps(client).items()
         }
-    return found
+    return results
 
 
 def lora_process(path: str, depth: int) -> None:
@@ -230,12 +230,12 @@ def shared(instances: int, depth: int, repeats: int) -> list[float]:
         ]
         for process in (server, *clients):
             process.start()
-        found = [out.get() for _ in clients]
+        results = [out.get() for _ in clients]
         for client in clients:
             client.join()
         server.kill()
         server.join()
-    return max(found)
+    return max(results)
 
 
 def cpu_name() -> str:

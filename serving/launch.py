@@ -55,7 +55,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
 def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     model = given.get("model_tag") or given.get("model")
     if not model:
-        parser.error("which model? Give its folder: python -m serving.launch FOLDER")
+        parser.error("no model is given; start with its folder: python -m serving.launch FOLDER")
     cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
     functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
     names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")

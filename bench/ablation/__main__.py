@@ -71,9 +71,9 @@ def rows_of(options: argparse.Namespace, system: System) -> Iterator[dict[str, A
     for rate in sorted(options.rates):
         work = jobs(load_of(options, rate), options.max_model_len)
         begun, told = system.serve(work, options.patience)
-        said = {"name": system.name, "device": system.device, "rate": rate}
+        about = {"name": system.name, "device": system.device, "rate": rate}
         row = summary(options, work, begun, told)
-        yield said | row
+        yield about | row
         if not is_served(options, row):
             break
         best = rate
@@ -99,19 +99,19 @@ def cold_row(options: argparse.Namespace, system: System) -> dict[str, Any]:
         return Job(at, adapter, prompt, tokens)
 
     alone, queued, beside = ([adapter_name(n) for n in cold[part::3]] for part in range(3))
-    found = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
+    results = {"cold_ttft": [], "warm_ttft": [], "queued_ttft": [], "queued_warm_ttft": []}
     for adapter in alone:
         for name in ("cold_ttft", "warm_ttft"):
-            found[name].append(first_token_s(system, [job(adapter)]))
+            results[name].append(first_token_s(system, [job(adapter)]))
     for adapter in queued:
         hit = system.warm_neighbour(adapter)
         for name, last in (("queued_ttft", adapter), ("queued_warm_ttft", hit)):
             batch = [job(hit, tokens=_FULL_TOKENS) for _ in range(options.max_num_seqs)]
-            found[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
+            results[name].append(first_token_s(system, [*batch, job(last, at=_QUEUED_AT)]))
     tokens = min(_LONG_TOKENS, options.max_model_len - _COLD_PROMPT)
     long = job(system.warm_neighbour(beside[0] if beside else adapter_name(0)), tokens=tokens)
     loads = [job(adapter, at=0.02 * place) for place, adapter in enumerate(beside)]
-    return {name: float(np.median(times)) if times else None for name, times in found.items()} | {
+    return {name: float(np.median(times)) if times else None for name, times in results.items()} | {
         "hit_tpot": tpot_of_first(system, [long]),
         "hit_tpot_beside_loads": tpot_of_first(system, [long, *loads]),
     }
@@ -256,9 +256,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.ablation", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--model", default="assets/tiny-moe")
-    parser.add_argument("--sources", type=Path, help="adapters to copy; by default the model's")
-    parser.add_argument("--rank", type=int, help="of random adapters, in place of copies")
-    parser.add_argument("--lengths", type=Path, help="trace of Azure's to draw lengths from")
+    parser.add_argument(
+        "--sources", type=Path, help="folder of adapters to copy (default: the model's)"
+    )
+    parser.add_argument("--rank", type=int, help="rank of random adapters, instead of copies")
+    parser.add_argument("--lengths", type=Path, help="Azure trace from which lengths are drawn")
     parser.add_argument(
         "--systems", nargs="+", default=[COUPLED, *FIGURE_14], choices=[COUPLED, *STEPS]
     )
@@ -267,12 +269,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=Split.parse,
         nargs="+",
         default=[Split(1, 1)],
-        help="instances+ranks, or instances+ranks:placement",
+        help="devices as INSTANCES+RANKS or INSTANCES+RANKS:LAYOUT",
     )
-    parser.add_argument("--rates", type=float, nargs="+", default=[10.0], help="requests a second")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[10.0], help="requests per second"
+    )
     parser.add_argument("--prefilled", action="store_true", help="prompts come with their KV pages")
     parser.add_argument("--together", action="store_true", help="start all systems at once")
-    parser.add_argument("--wait-for", type=Path, help="a file: started together, measured then")
+    parser.add_argument(
+        "--wait-for", type=Path, help="start all systems, measure once this file exists"
+    )
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.add_argument("--dtype", default="auto")

@@ -16,11 +16,11 @@ PANELS = (  # key of a row, what is shown, factor
     ("output_tokens_per_s", "output tokens per second", 1),
 )
 NAMES = {
-    "coupled": "coupled",
+    "coupled": "adapters on every instance",
     "+disagg": "LoRA Server",
-    "+overlap": "+ overlap",
+    "+overlap": "+ overlapped exchanges",
     "+loading": "+ layer-wise loading",
-    "+kernel": "as shipped (+ fast kernels)",
+    "+kernel": "+ fast kernels (as shipped)",
     "+kernel 2+2:ep1-pp2": "as shipped, EP1-PP2",
     "aside": "as shipped, separate stream",
 }
@@ -45,12 +45,19 @@ def plot_ablation(result: dict[str, Any], path: Path) -> None:
     fig.legend(handles, labels, loc="outside lower center", ncol=3, fontsize=8, frameon=False)
     options, shown = result["options"], ", ".join(f"{rate:g}" for rate in rates)
     fig.suptitle(
-        f"{Path(options['model']).name}, {', '.join(map(str, options['splits']))} devices, "
-        f"{options['adapters']} adapters, {shown} requests/s, {rows[0]['device']}",
+        f"{Path(options['model']).name}, {options['adapters']} adapters, {shown} requests/s, "
+        f"{', '.join(map(_devices, options['splits']))}, {rows[0]['device']}",
         fontsize=9,
     )
     fig.savefig(path, dpi=110)
     plt.close(fig)
+
+
+def _devices(split: str) -> str:
+    """Return the devices of instances and of the LoRA Server: "2+2:ep1-pp2" has its layout too."""
+    devices, _, layout = str(split).partition(":")
+    instances, _, server = devices.partition("+")
+    return f"{instances} for instances + {server} for the LoRA Server {layout}".rstrip()
 
 
 def _color(name: str, place: int) -> str:

@@ -216,7 +216,7 @@ def engine_fields(options: argparse.Namespace, name: str, split: Split) -> dict[
         "max_lora_rank": options.max_lora_rank,
         "max_esft_adapters": 0,
         "enable_prefix_caching": False,
-        "specialize_lora": False,  # every request has an adapter
+        "compile_base_only_steps": False,  # every request has an adapter
         "kv_cache_memory_bytes": int(options.kv_cache_gb * 2**30) or None,
         "lora_memory_bytes": slots * _adapter_bytes(options, name),
         "max_total_adapter_bytes": 1 << 50,  # they share their bytes

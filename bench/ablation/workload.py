@@ -51,13 +51,13 @@ def jobs(load: Load, longest: int) -> list[Job]:
     rng = np.random.default_rng(load.seed)
     arrivals = np.cumsum(rng.exponential(1 / load.rate, int(2 * load.rate * load.seconds) + 16))
     shares = popularity(load.adapters, load.zipf)
-    found = []
+    prepared = []
     for at in arrivals[arrivals < load.seconds]:
         num_prompt, num_output = _lengths(load, longest, rng)
         number = int(rng.choice(load.adapters, p=shares))
         prompt = rng.integers(4, load.vocab, num_prompt).tolist()
-        found.append(Job(float(at), adapter_name(number), prompt, num_output))
-    return found
+        prepared.append(Job(float(at), adapter_name(number), prompt, num_output))
+    return prepared
 
 
 def popularity(adapters: int, zipf: float) -> np.ndarray:
@@ -86,7 +86,7 @@ def read_lengths(path: Path) -> Lengths:
 def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
     """Write `count` adapters, each a scaled copy of one of those in `sources`; return them."""
     originals = sorted(path for path in sources.iterdir() if path.is_dir())
-    found = {}
+    results = {}
     for number in range(count):
         source, target = originals[number % len(originals)], folder / adapter_name(number)
         target.mkdir(parents=True)
@@ -95,8 +95,8 @@ def write_adapters(sources: Path, folder: Path, count: int) -> dict[str, str]:
         scale = np.float32(1 + number / 1024)
         scaled = {k: (v.astype(np.float32) * scale).astype(v.dtype) for k, v in tensors.items()}
         save_file(scaled, target / "adapter_model.safetensors")
-        found[target.name] = str(target)
-    return found
+        results[target.name] = str(target)
+    return results
 
 
 def make_adapters(folder: Path, count: int, rank: int) -> dict[str, str]:
@@ -104,12 +104,12 @@ def make_adapters(folder: Path, count: int, rank: int) -> dict[str, str]:
 
     Under load_format "dummy" their matrices are random (lora_jax.adapters.dummy).
     """
-    found = {}
+    results = {}
     for number in range(count):
         target = folder / adapter_name(number)
         target.mkdir(parents=True)
         alpha = rank * (1 + number / 1024)  # or all would be one adapter
-        said = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": _TARGETS}
-        (target / "adapter_config.json").write_text(json.dumps(said))
-        found[target.name] = str(target)
-    return found
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": _TARGETS}
+        (target / "adapter_config.json").write_text(json.dumps(config))
+        results[target.name] = str(target)
+    return results

@@ -30,21 +30,27 @@ def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.end_to_end", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("folder", type=Path, help="config.json and tokenizer.json of the model")
+    parser.add_argument("folder", type=Path, help="folder with config.json and tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--url", help="a server that runs already; without it ours is started")
-    parser.add_argument("--model", default="base", help="the base's name at that server")
-    parser.add_argument("--names", nargs="*", default=[], help="adapters of that server")
-    parser.add_argument("--label", default="lora-jax", help="the server's name in results")
-    parser.add_argument("--adapters", type=int, default=64, help="of ours; 0: none")
-    parser.add_argument("--max-loras", type=int, default=16, help="slots of ours")
+    parser.add_argument("--url", help="URL of a running server (default: start lora-jax)")
+    parser.add_argument("--model", default="base", help="name of the base model at that server")
+    parser.add_argument("--names", nargs="*", default=[], help="names of that server's adapters")
+    parser.add_argument("--label", default="lora-jax", help="name of the server in the results")
+    parser.add_argument(
+        "--adapters", type=int, default=64, help="adapters of a started server; 0: none"
+    )
+    parser.add_argument(
+        "--max-loras", type=int, default=16, help="adapter slots of a started server"
+    )
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--case", nargs="+", help="only these: base, '8 adapters', prompts, ...")
+    parser.add_argument("--case", nargs="+", help="cases to run: base, '8 adapters', prompts, ...")
     parser.add_argument("--client", type=Path, default=CLIENT)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--server-flags", default="", help="further flags of ours, in one text")
+    parser.add_argument(
+        "--server-flags", default="", help="further flags of a started server, as one string"
+    )
     return parser.parse_args()
 
 
@@ -52,10 +58,10 @@ def device_name() -> str:
     """Return the GPU's name, or the CPU's architecture."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return f"{platform.machine()} CPU"
-    return said.splitlines()[0].strip()
+    return text.splitlines()[0].strip()
 
 
 def flags_of_ours(args: argparse.Namespace, modules: tuple[str, ...]) -> list[str]:

@@ -16,7 +16,7 @@ BYTES = 2  # of a bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What a card can do: a copy's bytes/s (read and written), dense bfloat16 FLOP/s."""
+    """Limits of a card: a copy's bytes/s (read and written), dense bfloat16 FLOP/s."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -16,11 +16,11 @@ OURS, COLORS = "#1f77b4", ("#d95f02", "#7a7a7a", "#2ca02c")
 
 def rates(result: dict[str, Any], case: str) -> dict[int, float]:
     """Return concurrency -> output tokens/s, the median of the repeats that were answered."""
-    found: dict[int, list[float]] = {}
+    results: dict[int, list[float]] = {}
     for row in result["rows"]:
         if row["case"] == case and not row.get("error"):
-            found.setdefault(row["concurrency"], []).append(row["output_throughput"])
-    return {at_once: statistics.median(own) for at_once, own in sorted(found.items())}
+            results.setdefault(row["concurrency"], []).append(row["output_throughput"])
+    return {at_once: statistics.median(own) for at_once, own in sorted(results.items())}
 
 
 def peers_of(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:

@@ -57,12 +57,12 @@ class Target:
             self.command(point, repeat, raw), capture_output=True, text=True, check=False
         )
         if done.returncode or not raw.is_file():
-            said = (done.stdout + done.stderr)[-1500:]
-            raise RuntimeError(f"the load generator ended with {done.returncode}: {said}")
-        found = json.loads(raw.read_text())
-        if found["completed"] != point.requests:
-            raise RuntimeError(f"{found['completed']} of {point.requests} requests were answered")
-        return row_of(point, repeat, found)
+            text = (done.stdout + done.stderr)[-1500:]
+            raise RuntimeError(f"the load generator ended with {done.returncode}: {text}")
+        results = json.loads(raw.read_text())
+        if results["completed"] != point.requests:
+            raise RuntimeError(f"{results['completed']} of {point.requests} requests were answered")
+        return row_of(point, repeat, results)
 
     def command(self, point: Point, repeat: int, raw: Path) -> list[str]:
         """Return the generator's command line of a point."""
@@ -99,7 +99,7 @@ def seed_of(point: Point, repeat: int) -> int:
     return (letters * 131 + point.concurrency * 7 + point.prompt) + repeat * SEEDS_OF_REPEATS
 
 
-def row_of(point: Point, repeat: int, found: dict[str, Any]) -> dict[str, Any]:
+def row_of(point: Point, repeat: int, results: dict[str, Any]) -> dict[str, Any]:
     """Return what a result file keeps of the generator's JSON; times in ms, rates in tokens/s."""
     row: dict[str, Any] = {
         "case": point.case,
@@ -108,8 +108,8 @@ def row_of(point: Point, repeat: int, found: dict[str, Any]) -> dict[str, Any]:
         "prompt_tokens": point.prompt,
         "answer_tokens": point.answer,
     }
-    row |= {key: found.get(key) for key in KEPT}
-    row["input_throughput"] = found["total_input_tokens"] / found["duration"]
+    row |= {key: results.get(key) for key in KEPT}
+    row["input_throughput"] = results["total_input_tokens"] / results["duration"]
     return row
 
 

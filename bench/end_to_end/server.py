@@ -48,9 +48,9 @@ class Server:
         command = [sys.executable, "-m", "serving.launch", str(model), "--port", str(port)]
         command += ["--served-model-name", "base", "--disable-uvicorn-access-log", *flags]
         begun = time.perf_counter()
-        with log.open("w") as said:
+        with log.open("w") as output:
             self._process = subprocess.Popen(
-                command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
         while not self._is_healthy():
             if self._process.poll() is not None or time.perf_counter() - begun > WAIT_S:

@@ -40,26 +40,42 @@ def main() -> None:
     """Run what was asked for, write a JSON file and print its rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--policies", action="store_true", help="greedy plans against the best")
-    parser.add_argument("--simulate", action="store_true", help="functions beside baselines")
-    parser.add_argument("--measure", type=Path, metavar="MODEL", help="functions over this model")
-    parser.add_argument("--isolation", type=Path, metavar="MODEL", help="levels over this model")
-    parser.add_argument("--adapter", type=Path, help="of --measure and --isolation")
-    parser.add_argument("--pages", type=float, nargs="+", metavar="GB", help="sizes to attach to")
-    parser.add_argument("--device", choices=SHAPES, help="functions of a model of this shape")
-    parser.add_argument("--importers", type=int, default=4, help="of --pages")
-    parser.add_argument("--tenants", type=int, default=8, help="of --isolation")
-    parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="of --isolation")
-    parser.add_argument("--rounds", type=int, default=5, help="of --isolation")
-    parser.add_argument("--counts", type=int, nargs="+", default=[2, 4], help="of --measure")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a round of --measure")
     parser.add_argument(
-        "--slice-s", type=float, default=60.0, help="run and simulated by --measure"
+        "--policies", action="store_true", help="compare greedy plans with the best ones"
     )
-    parser.add_argument("--traces", type=Path, help=f"with {WINDOWS} and {MINUTES}")
+    parser.add_argument("--simulate", action="store_true", help="simulate functions and baselines")
+    parser.add_argument(
+        "--measure", type=Path, metavar="MODEL", help="measure functions over this model"
+    )
+    parser.add_argument(
+        "--isolation", type=Path, metavar="MODEL", help="compare isolation levels over this model"
+    )
+    parser.add_argument("--adapter", type=Path, help="adapter for --measure and --isolation")
+    parser.add_argument(
+        "--pages", type=float, nargs="+", metavar="GB", help="sizes of backbones to attach, in GB"
+    )
+    parser.add_argument(
+        "--device", choices=SHAPES, help="run functions of a model of this shape on a GPU"
+    )
+    parser.add_argument("--importers", type=int, default=4, help="attaching processes of --pages")
+    parser.add_argument("--tenants", type=int, default=8, help="tenants of --isolation")
+    parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="levels to compare")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of --isolation")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[2, 4], help="numbers of functions of --measure"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="length of a round of --measure, in seconds"
+    )
+    parser.add_argument(
+        "--slice-s", type=float, default=60.0, help="length of the trace of --measure, in seconds"
+    )
+    parser.add_argument("--traces", type=Path, help=f"folder with {WINDOWS} and {MINUTES}")
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
-    parser.add_argument("--instances", type=int, default=20, help="of --policies")
-    parser.add_argument("--limit-s", type=float, default=20.0, help="of one best plan")
+    parser.add_argument("--instances", type=int, default=20, help="random instances of --policies")
+    parser.add_argument(
+        "--limit-s", type=float, default=20.0, help="time limit of one best plan, in seconds"
+    )
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     named = given.measure, given.isolation, given.pages, given.device

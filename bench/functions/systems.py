@@ -5,7 +5,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """What a system does.
+    """Policies of a simulated system.
 
     Attributes:
         name: in tables.

@@ -34,10 +34,10 @@ PARTS = (
 def show(row: dict) -> str:
     """Return one line of the table."""
     peer, bar = (f"{row[k]:7.1f}" if row.get(k) else "      -" for k in ("peer_us", "bar_us"))
-    said = "" if row["met"] is None else ("met" if row["met"] else "missed")
+    text = "" if row["met"] is None else ("met" if row["met"] else "missed")
     return (
         f"{row['name']:72} {row['us']:7.1f} us  limit {row['floor_us']:6.1f}  peer {peer}  "
-        f"target {bar} {said:6}  error {row['error']:.1e}"
+        f"target {bar} {text:6}  error {row['error']:.1e}"
     )
 
 
@@ -115,20 +115,20 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"kernels_{device.lower().replace(' ', '_')}_{today}.json"
     results = Results(file, {"device": device, "date": today, "jax": jax.__version__})
-    said = results.content
-    if not said["rows"]:
-        said["copy_tb_per_s"] = copy_bandwidth() / 1e12
-        said["dense_tflop_per_s"] = dense_rate() / 1e12
-    copied, dense = said["copy_tb_per_s"], said["dense_tflop_per_s"]
+    content = results.content
+    if not content["rows"]:
+        content["copy_tb_per_s"] = copy_bandwidth() / 1e12
+        content["dense_tflop_per_s"] = dense_rate() / 1e12
+    copied, dense = content["copy_tb_per_s"], content["dense_tflop_per_s"]
     print(f"{device}, {today}, copy {copied:.2f} TB/s, dense {dense:.0f} TFLOP/s", flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for part in args.only:
             run(part, results, Machine(copied * 1e12, dense * 1e12, threads))
-    said["grid"] = summarise(said["rows"])
+    content["grid"] = summarise(content["rows"])
     results.write()
-    print(say_grid(said["rows"]))
-    draw(said, file.with_suffix(".png"))
-    print(f"{len(said['rows'])} rows, {time.perf_counter() - start:.0f} s")
+    print(say_grid(content["rows"]))
+    draw(content, file.with_suffix(".png"))
+    print(f"{len(content['rows'])} rows, {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -198,12 +198,12 @@ def compiled(point: Point, layers: list[Layer], machine: Machine) -> Measured:
 
 def jobs(points: list[Point], machine: Machine) -> list[Job]:
     """Return the points' jobs, as bench.kernels.jobs says."""
-    found, known = [], {}
+    results, known = [], {}
     for point in points:
         layer = point.layer
         if layer not in known:
             pools = moe.Pools(layer.model, layer.rank, SETS * layer.adapters)
             known[layer] = [Layer(layer, pools, part) for part in range(SETS)]
         done = compiled(point, known[layer], machine)
-        found.append(Job(point.name, (done.program,), done.measure))
-    return found
+        results.append(Job(point.name, (done.program,), done.measure))
+    return results

@@ -48,13 +48,13 @@ MOE = {
 
 def dense_points() -> list[lora.Point]:
     """Return shrink, expand and pair of every dense cell; a pair without a peer has their sum."""
-    found = []
+    results = []
     for cell, (shrink, expand, pair) in DENSE.items():
         peers = {"shrink": shrink, "expand": expand, "pair": pair or (shrink and shrink + expand)}
-        found += [_dense_point(cell, op, peer) for op, peer in peers.items()]
+        results += [_dense_point(cell, op, peer) for op, peer in peers.items()]
         sums = DENSE_SUMS.get(cell, {})
-        found += [_dense_point(cell, op, peer, adds=False) for op, peer in sums.items()]
-    return found
+        results += [_dense_point(cell, op, peer, adds=False) for op, peer in sums.items()]
+    return results
 
 
 def _dense_point(cell: tuple, op: str, peer: float | None, *, adds: bool = True) -> lora.Point:

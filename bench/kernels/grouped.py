@@ -169,5 +169,5 @@ def points() -> tuple[Point | experts.Point, ...]:
 def jobs(points: list[Point | experts.Point], machine: Machine) -> list[Job]:
     """Return the points' jobs, as bench.kernels.jobs says."""
     products = [compiled(p, machine) for p in points if isinstance(p, Point)]
-    found = [Job(done.point.name, done.programs, done.measure) for done in products]
-    return found + experts.jobs([p for p in points if isinstance(p, experts.Point)], machine)
+    results = [Job(done.point.name, done.programs, done.measure) for done in products]
+    return results + experts.jobs([p for p in points if isinstance(p, experts.Point)], machine)

@@ -374,12 +374,12 @@ def points() -> tuple[Point, ...]:
 
 def jobs(points: list[Point], machine: Machine) -> list[Job]:
     """Return the points' jobs, as bench.kernels.jobs says."""
-    pools, found = PoolsBySize(points), []
+    pools, prepared = PoolsBySize(points), []
     for _, own in itertools.groupby(points, key=lambda point: point.cell):
         some = list(own)
         cell = Cell(some[0], pools, machine)
         for point in some:
             done = compiled(point, cell, machine)
             programs = (cell.made, done.check, done.chain)
-            found.append(Job(point.name, programs, done.measure))
-    return found
+            prepared.append(Job(point.name, programs, done.measure))
+    return prepared

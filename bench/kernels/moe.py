@@ -147,11 +147,11 @@ class Layer:
 
     def arrays(self) -> dict[str, jax.Array]:
         """Return the set's arrays on the device, without pools and results."""
-        said = {name: getattr(self, name) for name in ("owners", "row_to_slot", "row_to_expert")}
-        said |= {f"{name}_entries": table for name, table in self.entries.items()}
-        said["scaling"] = np.full((self.point.adapters,), SCALING, np.float32)
-        found = {name: jnp.asarray(value) for name, value in said.items()}
-        return found | {f"{pool}_x": x.on_device() for pool, x in self.xs.items()}
+        fields = {name: getattr(self, name) for name in ("owners", "row_to_slot", "row_to_expert")}
+        fields |= {f"{name}_entries": table for name, table in self.entries.items()}
+        fields["scaling"] = np.full((self.point.adapters,), SCALING, np.float32)
+        results = {name: jnp.asarray(value) for name, value in fields.items()}
+        return results | {f"{pool}_x": x.on_device() for pool, x in self.xs.items()}
 
     def results(self) -> dict[str, jax.Array]:
         """Return what the adapters are added to."""
@@ -288,12 +288,12 @@ def points() -> tuple[Point, ...]:
 
 def jobs(points: list[Point], machine: Machine) -> list[Job]:
     """Return the points' jobs, as bench.kernels.jobs says."""
-    found = []
+    results = []
     for (model, rank), own in itertools.groupby(points, key=lambda p: (p.model, p.rank)):
         some = list(own)
         most = max(p.adapters for p in some)
         pools = Pools(model, rank, max(most, min(SETS[1] * most, MOST_ADAPTERS)))
         for point in some:
             done = compiled(point, pools, machine)
-            found.append(Job(point.name, done.programs, done.measure))
-    return found
+            results.append(Job(point.name, done.programs, done.measure))
+    return results

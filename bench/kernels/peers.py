@@ -9,7 +9,7 @@ import jax
 
 
 class Result:
-    """A result of torch's; whoever waits for it waits for the device."""
+    """A result of torch's; waiting for it waits for the device."""
 
     def __init__(self, torch: Any, value: Any):
         self.torch, self.value = torch, value

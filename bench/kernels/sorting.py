@@ -58,11 +58,11 @@ def make(tokens: int) -> dict[str, Any]:
         "table": table,
         "lora": popular("zipf", tokens, ADAPTERS, rng),
     }
-    found: dict[str, Any] = {n: jnp.asarray(a.astype(np.int32)) for n, a in arrays.items()}
+    results: dict[str, Any] = {n: jnp.asarray(a.astype(np.int32)) for n, a in arrays.items()}
     if tokens <= cuda.lora_gemm.MAX_ROWS:  # that grouped LoRA takes at once
         items = jax.jit(cuda.adapter_items, static_argnums=1)
-        found["adapters"] = items(found["lora"], ADAPTERS)
-    return found
+        results["adapters"] = items(results["lora"], ADAPTERS)
+    return results
 
 
 def forms() -> dict[str, Callable[[Array, dict], RowMap]]:
@@ -101,10 +101,10 @@ def chain(sort: Callable, tokens: int, calls: int) -> Callable:
 
     def program(live, arrays):
         for _ in range(calls):
-            found = sort(live, arrays)
-            live = jnp.minimum(live, found.order[0] + tokens)
-            if found.items is not None:
-                live = jnp.minimum(live, found.items.num_items[0] + tokens)
+            results = sort(live, arrays)
+            live = jnp.minimum(live, results.order[0] + tokens)
+            if results.items is not None:
+                live = jnp.minimum(live, results.items.num_items[0] + tokens)
         return live
 
     return program

@@ -37,13 +37,13 @@ def summarise(rows: list[dict]) -> dict | None:
 
 def say_grid(rows: list[dict]) -> str:
     """Return the summary in words, one line for each point that is slower than its peer."""
-    found = summarise(rows)
-    if found is None:
+    results = summarise(rows)
+    if results is None:
         return "No point of the grid with a peer was measured."
-    slower = found["slower_than_peer"]
+    slower = results["slower_than_peer"]
     lines = [
-        f"Grid: the best peer takes {found['geometric_mean']:.2f} times our time, in the geometric "
-        f"mean of {found['points']} points; {len(slower)} are slower than it:"
+        f"Grid: the best peer takes {results['geometric_mean']:.2f} times our time, in the "
+        f"geometric mean of {results['points']} points; {len(slower)} are slower than it:"
     ]
     return "\n".join([*lines, *(f"  {ratio:.2f} {name}" for name, ratio in slower.items())])
 
@@ -52,7 +52,7 @@ def table(result: dict[str, Any]) -> str:
     """Return all rows in Markdown, those of the grid behind the others; times in us."""
     rows = [[row for row in result["rows"] if section(row) == title] for title in SECTIONS]
     copied, dense = result["copy_tb_per_s"], result["dense_tflop_per_s"]
-    said = [
+    texts = [
         f"# Kernels on one {result['device']}, {result['date']}",
         "Microseconds, cold L2. Limit: fewest bytes at the copy bandwidth of the run "
         f"({copied:.2f} TB/s), or FLOPs at the rate of XLA's dense matmul ({dense:.0f} TFLOP/s). "
@@ -65,8 +65,8 @@ def table(result: dict[str, Any]) -> str:
             head = HEAD + OTHER * any(map(_other_forms, some))
             lines = [_line(head), _line(["---"] * len(head))]
             lines += [_line(_cells(row)[: len(head)]) for row in some]
-            said += [f"## {title}", "\n".join(lines)]
-    return "\n\n".join([*said, say_grid(result["rows"]).replace("\n  ", "\n- ")]) + "\n"
+            texts += [f"## {title}", "\n".join(lines)]
+    return "\n\n".join([*texts, say_grid(result["rows"]).replace("\n  ", "\n- ")]) + "\n"
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -88,8 +88,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
 def _other_forms(row: dict[str, Any]) -> str:
     """Return other timed forms, such as XLA's dense map or rerouting by plain operators."""
     others = {name: us for name, us in row.items() if name.endswith("_us") and name not in SHOWN}
-    said = (f"{name[:-3].replace('_', ' ')} {us:.1f}" for name, us in others.items())
-    return ", ".join(said)
+    forms = (f"{name[:-3].replace('_', ' ')} {us:.1f}" for name, us in others.items())
+    return ", ".join(forms)
 
 
 def _line(cells: Iterable[str]) -> str:

@@ -69,20 +69,20 @@ class Bench:
         """Return the plan's row; `tokens` are the batch's that it stands for."""
         instances, servers = self._roles(plan)
         tokens = plan.tokens(self.case, tokens)
-        found: dict = {"tokens": tokens, "base": self._base_us(tokens, instances)}
+        results: dict = {"tokens": tokens, "base": self._base_us(tokens, instances)}
         try:
             self._connect(plan, tokens, instances, servers)
             if plan.instances == 1:
-                found |= self._parts(instances[0], servers)
-            found |= self._overlap(instances)
+                results |= self._parts(instances[0], servers)
+            results |= self._overlap(instances)
             if plan.instances == 1:
-                found |= self._own(instances, servers)
+                results |= self._own(instances, servers)
         finally:
             for group in (instances, servers):
                 all_of([worker.start("leave") for worker in group])
-        found["exposed"] = found["overlap"] - found["base"]
-        found["exposed_share"] = found["exposed"] / found["base"]
-        return found
+        results["exposed"] = results["overlap"] - results["base"]
+        results["exposed_share"] = results["exposed"] / results["base"]
+        return results
 
     def trace(self, plan: MeasuredPlan, tokens: int, out: Path) -> None:
         """Write what ran on the first instance and the first rank, overlapped, as text."""
@@ -144,15 +144,15 @@ class Bench:
 
     def _parts(self, instance: Worker, servers: Sequence[Worker]) -> dict:
         """Return the rows of Table 4, by what each thing that servers do adds."""
-        found: dict = {"error": instance.call("error")}
+        results: dict = {"error": instance.call("error")}
         took = {}
         for mode in (ECHO, REFUSE, LORA):
             self._set_mode(servers, mode)
             took[mode], status = instance.call("exchange")
             if status != _STATUS[mode]:
                 raise RuntimeError(f"status {status} when servers do {mode}")
-        found |= {"receive": took[REFUSE], "send": took[ECHO] - took[REFUSE]}
-        return found | {"lora": took[LORA] - took[ECHO], "exchange": took[LORA]}
+        results |= {"receive": took[REFUSE], "send": took[ECHO] - took[REFUSE]}
+        return results | {"lora": took[LORA] - took[ECHO], "exchange": took[LORA]}
 
     def _overlap(self, instances: Sequence[Worker], mode: int = LORA) -> dict:
         all_of([worker.start("warm_overlap") for worker in instances])
@@ -163,11 +163,11 @@ class Bench:
 
     def _own(self, instances: Sequence[Worker], servers: Sequence[Worker]) -> dict:
         """Return a layer's time when servers echo, or refuse: what is left is the instance's."""
-        found = {}
+        results = {}
         for name, mode in (("overlap_echo", ECHO), ("overlap_refused", REFUSE)):
             self._set_mode(servers, mode)
-            found[name] = self._overlap(instances, mode)["overlap"]
-        return found
+            results[name] = self._overlap(instances, mode)["overlap"]
+        return results
 
     def _set_mode(self, servers: Sequence[Worker], mode: int) -> None:
         for worker in servers:
@@ -187,10 +187,10 @@ def rows_of_table(
         else:
             start = time.monotonic()
             try:
-                found = bench.measure(plan, tokens)
+                results = bench.measure(plan, tokens)
             except RuntimeError as error:
-                found = {"failed": str(error)[:400]}
-            yield name | found | {"took_s": time.monotonic() - start}
+                results = {"failed": str(error)[:400]}
+            yield name | results | {"took_s": time.monotonic() - start}
 
 
 def line_of(row: dict) -> str:
@@ -207,10 +207,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--batches", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--adapters", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--plans", nargs="+", help="names, in this order; else by the GPUs")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no new row after that")
-    parser.add_argument("--gpus", type=int, nargs="+", help="a process for each of these numbers")
-    parser.add_argument("--trace", nargs="+", default=[], help="plans to write down what ran of")
+    parser.add_argument(
+        "--plans", nargs="+", help="plans to run, in this order (default: by number of GPUs)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="start no new row after this time, in seconds"
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", help="GPU numbers; each gets a process")
+    parser.add_argument("--trace", nargs="+", default=[], help="plans whose kernels are traced")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.gpus = options.gpus or list(range(count_gpus(os.environ)))

@@ -58,24 +58,24 @@ def make_pools(case: Case) -> dict:
     first = np.arange(3 * case.adapters, dtype=np.int32) * case.experts * case.rank
     entries = np.full((3, case.adapters, 5), case.rank, np.int32)
     entries[..., :2] = first.reshape(3, -1, 1)
-    found: dict = {
+    results: dict = {
         "entries": jnp.asarray(entries),
         "scaling": jnp.full((3, case.adapters), SCALING, jnp.float32),
     }
     for width in (case.hidden, case.width):
         pool = pool_of(case, width)
-        found[str(width)] = matrix(pool["seed"], 3 * rows, width, pool["scale"], case.dtype)
-    return found
+        results[str(width)] = matrix(pool["seed"], 3 * rows, width, pool["scale"], case.dtype)
+    return results
 
 
 def make_weights(case: Case) -> dict:
     """Return the base model's experts of one layer; every layer of a program uses them."""
-    found = {}
+    results = {}
     for seed, name in enumerate(MATRICES):
         d_in, d_out = case.sizes(name)
         flat = matrix(20 + seed, case.experts * d_in, d_out, d_in**-0.5, case.dtype)
-        found[name] = flat.reshape(case.experts, d_in, d_out)
-    return found
+        results[name] = flat.reshape(case.experts, d_in, d_out)
+    return results
 
 
 def make_rows(
@@ -84,7 +84,7 @@ def make_rows(
     """Return where the rows of layers go: the best experts at random, adapters by Zipf."""
     rng, placement = np.random.default_rng(seed), plan.placement(case)
     owners = popular("zipf", tokens, case.adapters, rng)
-    found = {}
+    results = {}
     for layer in plan.layers(case):
         chosen = np.argsort(rng.random((tokens, case.experts)), axis=1)[:, : case.top_k]
         chosen = chosen.reshape(-1)
@@ -94,8 +94,8 @@ def make_rows(
         sizes = (jnp.int32(len(order)), jnp.int32(0))
         rows = push_rows(placement, layer, adapters, experts, *sizes)
         here = jnp.where(rows.row_to_server < plan.servers, rows.row_to_server, -1)
-        found[layer] = dataclasses.replace(rows, row_to_server=here.astype(jnp.int32))
-    return found
+        results[layer] = dataclasses.replace(rows, row_to_server=here.astype(jnp.int32))
+    return results
 
 
 def orders(mode: int) -> dict:

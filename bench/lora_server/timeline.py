@@ -7,7 +7,7 @@ import jax
 
 def timeline(folder: str) -> list[tuple[str, float, float, str]]:
     """Return (stream, begin, microseconds, kernel) of all that a trace has of devices, in order."""
-    found = []
+    results = []
     for file in Path(folder).rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
             if not plane.name.startswith("/device:"):
@@ -16,8 +16,8 @@ def timeline(folder: str) -> list[tuple[str, float, float, str]]:
                 if line.name.startswith("Stream"):
                     for event in line.events:
                         times = event.start_ns / 1e3, event.duration_ns / 1e3
-                        found.append((line.name, *times, event.name))
-    return sorted(found, key=lambda event: event[1])
+                        results.append((line.name, *times, event.name))
+    return sorted(results, key=lambda event: event[1])
 
 
 def shown(events: list[tuple[str, float, float, str]], most: int = 1500) -> str:

@@ -35,18 +35,22 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.parallel", description=__doc__)
     parser.add_argument("part", nargs="?", default="exchange", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
-    parser.add_argument("--devices", type=int, nargs="+", default=[2], help="number of them")
-    parser.add_argument("--model", default="qwen3-30b-a3b", choices=[*SPEED, *SMALL])
-    parser.add_argument("--layers", type=int, help="only the first ones")
     parser.add_argument(
-        "--expert-parallel", action=argparse.BooleanOptionalAction, help="whole experts on each"
+        "--devices", type=int, nargs="+", default=[2], help="numbers of devices to measure"
     )
-    parser.add_argument("--ranks", type=int, default=2, help="of the LoRA Server")
-    parser.add_argument("--position", type=int, default=512, help="of rows that decode")
-    parser.add_argument("--prompts", type=int, default=8, help="of a step of prompts; 0: none")
-    parser.add_argument("--profile", action="store_true", help="keep the kernels of the steps")
+    parser.add_argument("--model", default="qwen3-30b-a3b", choices=[*SPEED, *SMALL])
+    parser.add_argument("--layers", type=int, help="number of first layers to build (default: all)")
+    parser.add_argument(
+        "--expert-parallel",
+        action=argparse.BooleanOptionalAction,
+        help="give each device whole experts",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the LoRA Server")
+    parser.add_argument("--position", type=int, default=512, help="position of decoding rows")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts in a prefill step; 0: none")
+    parser.add_argument("--profile", action="store_true", help="write the kernels of each step")
     parser.add_argument("--exchange", choices=("own", "lax"), default="own")
-    parser.add_argument("--lock", type=Path, help="file that parts share which run side by side")
+    parser.add_argument("--lock", type=Path, help="lock file shared by parts that run side by side")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     return parser.parse_args()
 

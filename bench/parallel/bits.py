@@ -30,7 +30,7 @@ DRAWN = Sampling(max_tokens=ANSWER, temperature=1.0, seed=3, top_k=40, logprobs=
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What an engine answered, and what it says of itself."""
+    """Answers of an engine, and its own statistics."""
 
     answers: list[tuple[Any, ...]]
     facts: dict[str, Any]

@@ -106,7 +106,11 @@ def flags_of(
         "max-esft-adapters": 0,
     }
     flags = [part for name, value in fields.items() for part in (f"--{name}", str(value))]
-    flags += ["--no-structured-outputs", "--no-specialize-lora", "--no-enable-prefix-caching"]
+    flags += [
+        "--no-structured-outputs",
+        "--no-compile-base-only-steps",
+        "--no-enable-prefix-caching",
+    ]
     return [*flags, "--lora-modules", *modules]
 
 

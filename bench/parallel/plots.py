@@ -10,7 +10,7 @@ LINK_BYTES_PER_US = 450e3
 COLORS = ("#1f77b4", "#d62728", "#2ca02c")
 LINES = {
     "nccl_graph_us": ("NCCL in the CUDA graph", "#9a9a9a"),
-    "nccl_us": ("NCCL, outside of it", "#aec7e8"),
+    "nccl_us": ("NCCL without a CUDA graph", "#aec7e8"),
     "ours_us": ("lora-jax, in the CUDA graph", "#1f77b4"),
 }
 
@@ -22,9 +22,11 @@ def plot_exchange(result: dict[str, Any], path: Path) -> None:
     fig, ax = plt.subplots(figsize=(6, 3.8), layout="constrained")
     for key, (label, color) in LINES.items():
         ax.plot(sizes, [row[key] for row in rows], "o-", color=color, label=label)
-    ax.plot(sizes, [_floor_us(row) for row in rows], "--", color="black", label="floor: the links")
+    limit = [_limit_us(row) for row in rows]
+    ax.plot(sizes, limit, "--", color="black", label="physical limit: bandwidth of the links")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:g}")
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.set_xlabel("result on each GPU, KB")
     ax.set_ylabel("us per exchange")
@@ -44,7 +46,7 @@ PANELS = {
 
 
 def plot_cluster(result: dict[str, Any], path: Path) -> None:
-    """Draw what each system does at each rate, medians and 99 of 100, and write a PNG to `path`."""
+    """Draw medians and 99th percentiles of each system by rate, and write a PNG to `path`."""
     loads = result["rows"]["loads"]
     fig, axes = plt.subplots(1, len(PANELS), figsize=(10, 3.2), layout="constrained")
     for system, color in zip(dict.fromkeys(r["system"] for r in loads), COLORS, strict=False):
@@ -53,7 +55,7 @@ def plot_cluster(result: dict[str, Any], path: Path) -> None:
         for ax, (key, label) in zip(axes, PANELS.items(), strict=True):
             lines = {"": "-"} if key in rows[0] else {"_p50_ms": "-", "_p99_ms": ":"}
             for ending, style in lines.items():
-                name = system if style == "-" else f"{system}, 99 of 100"
+                name = system if style == "-" else f"{system}, 99th percentile"
                 ys = [row[key + ending] for row in rows]
                 ax.plot(rates, ys, style, marker="o", color=color, label=name)
             ax.set_xlabel("requests/s")
@@ -67,7 +69,7 @@ def plot_cluster(result: dict[str, Any], path: Path) -> None:
     plt.close(fig)
 
 
-def _floor_us(row: dict[str, Any]) -> float:
+def _limit_us(row: dict[str, Any]) -> float:
     """Return the time in which the links bring what a device lacks of the result."""
     lacking = row["kilobytes"] * 1024 * (row["devices"] - 1) / row["devices"]
     return lacking / LINK_BYTES_PER_US

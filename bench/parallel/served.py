@@ -75,7 +75,7 @@ def engine_fields(raw: dict[str, Any], devices: int) -> dict[str, Any]:
         "max_lora_rank": RANK,
         "max_esft_adapters": 0,
         "structured_outputs": False,
-        "specialize_lora": False,  # fewer programs to compile
+        "compile_base_only_steps": False,  # fewer programs to compile
     }
 
 

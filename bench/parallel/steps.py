@@ -73,7 +73,7 @@ def make_runners(raw: dict[str, Any], sizes: Sizes, split: Split | None) -> Runn
             vocab_size=config.vocab_size,
             dtype=jnp.dtype(jnp.bfloat16),
             slots=slots,
-            specialize_lora=True,
+            compile_base_only_steps=True,
             split=split,
         )
 

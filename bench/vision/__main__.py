@@ -64,7 +64,9 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for part, text in PARTS.items():
         parser.add_argument(f"--{part}", action="store_true", help=text)
-    parser.add_argument("--data", type=Path, help="what pictures.collect wrote, for --accuracy")
+    parser.add_argument(
+        "--data", type=Path, help="folder that pictures.collect wrote, for --accuracy"
+    )
     parser.add_argument("--heldout", type=int, default=200, help="images of each task")
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     args = parser.parse_args()

@@ -9,14 +9,25 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLOURS = {"unmerged": "#9a9a9a", "merged": "#d95f02", "dlora": "#7570b3", "ours": "#1f77b4"}
+NAMES = {
+    "unmerged": "never merged, as S-LoRA and Punica",
+    "merged": "top adapter always merged",
+    "dlora": "merged or plain, as dLoRA",
+    "ours": "merged, plain or mixed (lora-jax, auto)",
+}
 # sweep, title, axis, measure
 PANELS = (
     ("rate", "retrieval (figure 14)", "requests / s", "latency_ms"),
     ("streams", "analytics (figures 14, 16)", "streams", "latency_ms"),
     ("skew", "retrieval (figures 19, 22)", "share of the top adapter", "latency_ms"),
-    ("others", "rows of other adapters (figure 20)", "of 8 requests", "processor_ms_per_request"),
-    ("two adapters", "two adapters (figure 21)", "adapters", "latency_ms"),
-    ("at once", "16 requests at once (Table 3)", "requests", "requests_per_s"),
+    (
+        "others",
+        "rows of other adapters (figure 20)",
+        "requests for other adapters, of 8",
+        "processor_ms_per_request",
+    ),
+    ("two adapters", "requests for two adapters (figure 21)", "policy", "latency_ms"),
+    ("at once", "16 requests at once (Table 3)", "policy", "requests_per_s"),
 )
 UNITS = {
     "latency_ms": "mean latency, ms",
@@ -34,7 +45,7 @@ def plot_applications(result: dict[str, Any], path: Path) -> None:
         lines = list(dict.fromkeys((row["policy"], row["answered_by"]) for row in rows))
         for at, (policy, way) in enumerate(lines):
             points = [row for row in rows if (row["policy"], row["answered_by"]) == (policy, way)]
-            label = policy + (", task head" if way == "head" else "")
+            label = NAMES[policy] + (", task head" if way == "head" else "")
             x, y = [row["value"] for row in points], [row[measure] for row in points]
             if len(points) > 1:
                 style = "--" if way == "head" else "-"
@@ -49,7 +60,9 @@ def plot_applications(result: dict[str, Any], path: Path) -> None:
         ax.set_ylim(bottom=0)
         ax.tick_params(labelsize=7)
         ax.spines[["top", "right"]].set_visible(False)
-    fig.legend(shown.values(), shown, loc="outside lower center", ncol=5, fontsize=8)
-    fig.suptitle(f"tiny-vl, {result['device']}, {result['date']}", fontsize=9)
+    fig.legend(shown.values(), shown, loc="outside lower center", ncol=3, fontsize=8, frameon=False)
+    fig.suptitle(
+        f"Policies of V-LoRA's figures on tiny-vl, {result['device']}, {result['date']}", fontsize=9
+    )
     fig.savefig(path, dpi=110)
     plt.close(fig)

@@ -79,7 +79,9 @@ class EngineConfig:
     max_adapter_loads_per_minute: int = 600
     adapter_wait_s: float = 600.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
-    specialize_lora: bool = True  # decode steps without an adapter have programs of their own
+    compile_base_only_steps: bool = (
+        True  # decode steps without an adapter have programs of their own
+    )
     # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.
     lora_merge: str = "off"
     lora_merge_theta: float = 0.05  # seconds that a sequence may be left out of steps for it
@@ -108,7 +110,10 @@ class EngineConfig:
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
         if not isinstance(self.override_generation_config, dict):
-            raise ValueError("override_generation_config must map names to values.")
+            raise ValueError(
+                f"override_generation_config must map names to values, got "
+                f"{self.override_generation_config!r}."
+            )
         check_fields(self.override_generation_config, "override_generation_config")
         _check_images(self.limit_mm_per_prompt, self.mm_processor_kwargs)
         share = self.gpu_memory_utilization
@@ -134,7 +139,7 @@ class EngineConfig:
             raise ValueError(f"kv_offloading_size must be 0 to {1 << 20} GiB, got {size!r}.")
         if size and not self.enable_prefix_caching:
             raise ValueError(
-                "kv_offloading_size keeps pages that prompts may begin with: leave it out, or "
+                "kv_offloading_size keeps pages of the prefix cache: set it to 0, or turn "
                 "enable_prefix_caching on."
             )
 
@@ -164,7 +169,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """How answers are speculated on; None: they are not."""
+        """Settings of speculation; None: it is off."""
         return SpeculativeConfig.of(self.speculative_config)
 
     @property
@@ -180,7 +185,7 @@ class EngineConfig:
 
 _SWITCHES = (
     "enable_prefix_caching",
-    "specialize_lora",
+    "compile_base_only_steps",
     "structured_outputs",
     "language_model_only",
 )
@@ -235,7 +240,7 @@ def _check_images(limits: object, kwargs: object) -> None:
     if "image" in limits:
         _check_int("limit_mm_per_prompt", limits["image"], 0, 999)
     if not isinstance(kwargs, dict):
-        raise ValueError("mm_processor_kwargs must map names to values.")
+        raise ValueError(f"mm_processor_kwargs must map names to values, got {kwargs!r}.")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

@@ -40,8 +40,8 @@ class FunctionsConfig:
         ]
         if self.functions is None and given:
             raise ValueError(
-                f"{', '.join(given)}: such limits of functions need more: add --functions with the "
-                "folder of their adapters."
+                f"{', '.join(given)} must go with --functions: add it with the folder of "
+                "adapters, or leave them out."
             )
 
     def _check_isolation(self) -> None:

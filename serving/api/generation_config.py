@@ -25,8 +25,7 @@ _EOS = "eos_token_id"
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """Values of `Sampling`'s fields for who sets none, and tokens that end a text besides the
-    model's own."""
+    """Defaults of `Sampling`'s fields, and tokens that end a text besides the model's own."""
 
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()

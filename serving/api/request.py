@@ -1,4 +1,4 @@
-"""A request on its way through the engine: what came in, where it stands, what goes out. No jax.
+"""A request on its way through the engine: input, state and output. No jax.
 
 A request with n > 1 choices becomes n `Sequence`s that share a prompt (and, through the prefix
 cache, its pages). The scheduler plans steps over sequences; the model runner executes a

@@ -64,8 +64,8 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise ValueError("structured_outputs must be an object with one of " + _LISTED)
-        known = {field.name for field in dataclasses.fields(cls) if field.init}
-        unknown = next((name for name in value if name not in known), None)
+        fields = {field.name for field in dataclasses.fields(cls) if field.init}
+        unknown = next((name for name in value if name not in fields), None)
         if unknown is not None:
             shown = f"{unknown!r:.60}"
             raise ValueError(f"structured_outputs.{shown} is not supported; there are {_LISTED}")

@@ -1,129 +1,155 @@
-"""Help texts of the flags that are fields of a configuration. No jax."""
+"""Help texts of the flags that are fields of a configuration. No jax.
+
+The parser adds the default of a field that has one; a text says what None stands for.
+"""
 
 ENGINE_HELP = {
-    "dtype": "auto is what the checkpoint says",
-    "load_format": "dummy: random weights, for measuring speed",
-    "max_model_len": "tokens of prompt and answer, e.g. 4096 or 4k; auto is the model's",
-    "max_num_seqs": "most sequences in one step",
-    "max_num_batched_tokens": "most tokens in one step",
-    "tensor_parallel_size": "devices over which the model is split; they give the bits of one",
-    "enable_expert_parallel": "each device has some experts whole; off: a part of each expert; "
-    "default: whole ones where their number divides",
-    "block_size": "tokens in one KV page",
-    "kv_cache_memory_bytes": "bytes for KV pages",
-    "kv_cache_dtype": "fp8: KV pages in 8 bits with a scale per token and head; auto: in the dtype "
-    "of the model",
-    "page_pool_bytes": "device memory that KV pages and adapters share, page by page, in place of "
-    "kv_cache_memory_bytes and lora_memory_bytes",
-    "kv_offloading_size": "host memory for KV pages of prompts that leave the device, in GiB, for "
-    "each instance; 0 keeps none",
-    "gpu_memory_utilization": "share of JAX's device memory (XLA_PYTHON_CLIENT_MEM_FRACTION) for "
-    "weights, adapters and KV pages",
-    "enable_prefix_caching": "reuse the KV pages of equal prompt beginnings",
-    "scheduling_policy": "sjf: the smallest prompt + max_tokens first, which may starve "
-    "long requests",
-    "max_queue": "most waiting sequences; further requests get status 429",
-    "seed": "seed of the seeds of requests that set none",
-    "max_logprobs": "most log-probabilities per token that a request may ask for",
-    "chat_template": "Jinja file that replaces the model's chat template",
-    "generation_config": "source of sampling defaults: auto = the model's generation_config.json,"
-    " vllm = the API's defaults, or a folder with such a file",
-    "override_generation_config": "sampling defaults as JSON; they win over the file; "
-    "max_new_tokens is a default, not a limit",
-    "limit_mm_per_prompt": 'most images of one prompt, e.g. {"image": 4}; default: 8',
-    "mm_processor_kwargs": "bounds of an image's size in pixels: min_pixels, max_pixels",
-    "encoder_cache_tokens": "tokens of images kept on the device; default: the context, at most "
-    "16384",
-    "language_model_only": "load no tower and refuse images",
-    "max_loras": "most LoRA adapters on the device at a time; any number may be loaded",
-    "max_lora_rank": "largest rank that an adapter may have",
-    "max_lora_cls_labels": "labels of the largest task head that an adapter may have; 0 takes no "
-    "heads; default: those of --lora-modules",
-    "enable_dora_and_bias": "take adapters with DoRA, a bias of lora_B or trained biases of the "
-    "base; default: if some of --lora-modules have them",
-    "max_lora_trainable_tokens": "most tokens whose rows an adapter may have trained "
-    "(trainable_token_indices); default: those of --lora-modules",
-    "max_lora_modules_to_save": "most whole embeddings and heads of adapters (modules_to_save) on "
-    "the device; default: those of --lora-modules",
-    "lora_dtype": "int8: adapters in 8 bits with a scale per rank row, half the memory; auto: in "
-    "the dtype of the model",
-    "lora_dir": "folder of adapters: model=SUBFOLDER is loaded on first use",
-    "max_esft_adapters": "most ESFT adapters on the device at a time; 0 turns ESFT off; default: "
-    "16 for a model with experts, on a GPU only if the experts fit beside JAX's memory",
-    "max_esft_experts": "most experts that an ESFT adapter replaces in one layer",
-    "esft_memory_bytes": "device memory for ESFT adapters' experts, in bytes; default: as needed,"
-    " on a GPU what is left",
-    "lora_memory_bytes": "device memory for LoRA adapters, in bytes; default: max_loras of "
-    "max_lora_rank",
-    "max_adapter_bytes": "largest adapter, in bytes of all its files",
-    "max_total_adapter_bytes": "host memory for all loaded adapters, in bytes",
-    "max_cpu_loras": "most adapters in host memory, beside --max-total-adapter-bytes; others are "
-    "read again on use",
-    "max_adapter_loads_per_minute": "most adapter loads per minute; further loads are refused",
-    "adapter_wait_s": "longest wait of a request for an adapter slot, in seconds",
-    "adapter_load_chunks_per_step": "pieces of an adapter written to the device between two steps",
-    "specialize_lora": "also compile decode steps for batches without adapters; off halves the "
-    "start time",
-    "speculative_config": "guess tokens from repetitions, e.g. "
+    "dtype": "Data type of weights and activations. auto: the checkpoint's.",
+    "load_format": "Format of the weights. dummy: random weights, to measure speed.",
+    "max_model_len": "Maximum tokens of prompt and answer together, such as 4096 or 4k. auto: the "
+    "model's. Default: the model's, or fewer where the KV cache has no room.",
+    "max_num_seqs": "Maximum sequences in one step.",
+    "max_num_batched_tokens": "Maximum tokens in one step.",
+    "tensor_parallel_size": "Number of devices that the model is split over. The results have "
+    "the bits of one device.",
+    "enable_expert_parallel": "Give each device whole experts instead of a part of every expert. "
+    "Default: on where the number of experts divides by the number of devices.",
+    "block_size": "Tokens in one KV page.",
+    "kv_cache_memory_bytes": "Device memory for the KV cache, in bytes. Default: 256 MiB on a "
+    "CPU, what --gpu-memory-utilization leaves on a GPU.",
+    "kv_cache_dtype": "Data type of the KV cache. fp8: 8 bits, with a scale per token and head. "
+    "auto: the model's.",
+    "page_pool_bytes": "Device memory that KV pages and adapters share, in bytes. It replaces "
+    "--kv-cache-memory-bytes and --lora-memory-bytes. Default: no shared pool.",
+    "kv_offloading_size": "Host memory of each instance for KV pages that leave the device, in "
+    "GiB. 0: none.",
+    "gpu_memory_utilization": "Fraction of JAX's device memory that weights, adapters and KV "
+    "pages may use. XLA_PYTHON_CLIENT_MEM_FRACTION sets JAX's share of the device.",
+    "enable_prefix_caching": "Reuse the KV pages of prompts that begin alike.",
+    "scheduling_policy": "Order of waiting requests. fcfs: first come, first served. sjf: "
+    "smallest prompt + max_tokens first; long requests may starve.",
+    "max_queue": "Maximum waiting sequences. A request beyond it gets status 429.",
+    "seed": "Seed of the server. Requests without a seed draw theirs from it.",
+    "max_logprobs": "Maximum log-probabilities per token that a request may ask for.",
+    "chat_template": "Jinja file that replaces the model's chat template.",
+    "generation_config": "Source of sampling defaults. auto: the model's generation_config.json. "
+    "vllm: the API's defaults. DIR: a folder with such a file.",
+    "override_generation_config": "Sampling defaults that replace those of --generation-config. "
+    "max_new_tokens in it is a default, not a limit. Default: {}.",
+    "limit_mm_per_prompt": 'Maximum images of one prompt. Default: {"image": 8}.',
+    "mm_processor_kwargs": "Bounds of an image's size, in pixels: min_pixels, max_pixels. "
+    "Default: the model's.",
+    "encoder_cache_tokens": "Size of the cache of encoded images on the device, in tokens. "
+    "Default: --max-model-len, but at most 16384.",
+    "language_model_only": "Do not load the image tower. Requests with images are rejected.",
+    "max_loras": "Maximum LoRA adapters on the device at a time. More may be loaded in host "
+    "memory.",
+    "max_lora_rank": "Maximum rank of an adapter.",
+    "max_lora_cls_labels": "Maximum labels of an adapter's task head. 0: no task heads. Default: "
+    "as the adapters of --lora-modules need.",
+    "enable_dora_and_bias": "Accept adapters with DoRA, with a bias of lora_B or with trained "
+    "biases of the base model. Default: on if an adapter of --lora-modules has one.",
+    "max_lora_trainable_tokens": "Maximum trained tokens (trainable_token_indices) of an adapter. "
+    "Default: as the adapters of --lora-modules need.",
+    "max_lora_modules_to_save": "Maximum whole embeddings and output heads (modules_to_save) of "
+    "all adapters on the device. Default: as the adapters of --lora-modules need.",
+    "lora_dtype": "Data type of adapters in memory. int8: 8 bits with a scale per rank row, half "
+    "the memory. auto: the model's.",
+    "lora_dir": "Folder of adapters. A request for model=SUBFOLDER loads that adapter. Adapters "
+    "are loaded at run time from this folder only. Default: none.",
+    "max_esft_adapters": "Maximum ESFT adapters on the device at a time. 0: ESFT is off. Default: "
+    "16 for a model with experts; on a GPU only if the experts fit beside JAX's memory.",
+    "max_esft_experts": "Maximum experts that an ESFT adapter replaces in one layer.",
+    "esft_memory_bytes": "Device memory for the experts of ESFT adapters, in bytes. Default: as "
+    "needed on a CPU, what is left on a GPU.",
+    "lora_memory_bytes": "Device memory for LoRA adapters, in bytes. Default: room for "
+    "--max-loras adapters of --max-lora-rank.",
+    "max_adapter_bytes": "Maximum size of one adapter's files, in bytes.",
+    "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes.",
+    "max_cpu_loras": "Maximum adapters in host memory, within --max-total-adapter-bytes. Others "
+    "are read from disk again when they are used. Default: as many as fit.",
+    "max_adapter_loads_per_minute": "Maximum adapter loads per minute. A load beyond it is "
+    "rejected.",
+    "adapter_wait_s": "Maximum time that a request waits for an adapter slot, in seconds.",
+    "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "
+    "between two steps.",
+    "compile_base_only_steps": "Compile decode steps for batches without adapters too. Without "
+    "them the start takes half the time.",
+    "speculative_config": "Draft tokens by n-gram lookup in the text, such as "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
-    '"prompt_lookup_min": 2}; default: off',
-    "otlp_traces_endpoint": "send a span for each request to this OpenTelemetry collector: "
-    "grpc://HOST:4317 or http://HOST:4318/v1/traces; needs pip install 'lora-jax[otel]'",
-    "lora_merge": "merge the adapter that most rows ask for into a second copy of the weights; "
-    "exact: only its rows run on them, auto: rows of others too, in the same step",
-    "lora_merge_theta": "longest time that such steps leave a running sequence out, in seconds",
-    "merge_adapter": "adapter of --lora-modules that the last of several --instances has in its "
-    "weights and serves alone",
-    "structured_outputs": "also compile steps for answers bound by a JSON schema, a regex or a "
-    "grammar; off shortens the start and refuses such requests",
+    '"prompt_lookup_min": 2}. Default: {}, no speculation.',
+    "otlp_traces_endpoint": "OpenTelemetry collector that gets a span per request: "
+    "grpc://HOST:4317 or http://HOST:4318/v1/traces. Needs pip install 'lora-jax[otel]'. "
+    "Default: none.",
+    "lora_merge": "Merge the adapter that most rows use into a second copy of the weights. exact: "
+    "only rows of that adapter run on the copy. auto: rows of other adapters too.",
+    "lora_merge_theta": "Maximum time that merged steps leave a running sequence out, in seconds.",
+    "merge_adapter": "Adapter of --lora-modules that is merged into the weights of the last of "
+    "several --instances, which serves it alone. Default: none.",
+    "structured_outputs": "Compile steps for answers that follow a JSON schema, a regular "
+    "expression or a grammar. Without them the start is faster and such requests are rejected.",
 }
 FUNCTIONS_HELP = {
-    "functions": "folder of adapters; each becomes a process of its own over one copy of the base "
-    "model, when it is first asked for",
-    "functions_keep_alive_s": "seconds without requests after which such a process ends",
-    "functions_memory_bytes": "memory of these processes together, in bytes, without the base "
-    "model; idle ones end for one that is asked for; default: no limit",
-    "functions_ttft_slo_s": "seconds in which functions promise the first token; they then have "
-    "the device in turns, those first that have least time left. Without it there are turns on "
-    "accelerators only, for 5 times the measured prefill of one request",
-    "functions_isolation": "none = all adapters in one engine, server = each adapter's weights in "
-    "a process of its own and all rows in one batch, process = an engine for each",
-    "functions_max_tenants": "most adapters of one engine at a time, by isolation server or none; "
-    "default: 16",
-    "functions_verify_s": "seconds between two hashes of the shared weights, by a process of its "
-    "own; where bytes have changed they are loaded anew. Default: never",
+    "functions": "Folder of adapters. Each adapter runs in a process of its own over one shared "
+    "copy of the base model, from its first request on. Default: no functions.",
+    "functions_keep_alive_s": "Time without requests after which a function's process ends, in "
+    "seconds.",
+    "functions_memory_bytes": "Memory of all function processes without the base model, in bytes. "
+    "Idle processes end to make room. Default: no limit.",
+    "functions_ttft_slo_s": "Promised time to first token, in seconds. Functions then take turns "
+    "on the device, the one with the least time left first. Default: turns on accelerators only, "
+    "with 5 times the measured prefill of one request.",
+    "functions_isolation": "Isolation of adapters. none: one engine for all. server: each "
+    "adapter's weights in a process of its own, one engine for all rows. process: an engine for "
+    "each adapter.",
+    "functions_max_tenants": "Maximum adapters of one engine at a time, for isolation none and "
+    "server. Default: 16.",
+    "functions_verify_s": "Time between two checks of the shared weights' hashes, in seconds. "
+    "Changed weights are loaded again. Default: no checks.",
 }
 CLUSTER_HELP = {
-    "instances": "number of LLM instances, each a process with the whole base model",
-    "lora_server": "number of ranks of the LoRA Server, which holds the adapters' experts",
-    "placement": "layout of the LoRA Server, e.g. ep2-pp1; default: experts over all ranks",
-    "lora_server_adapters": "most adapters on the LoRA Server; default: max_loras of each instance",
-    "lora_server_memory_bytes": "device memory of each rank for adapters, in bytes; default: "
-    "lora_server_adapters of max_lora_rank",
-    "lora_server_wait_s": "longest wait of a layer for the LoRA Server, in seconds",
-    "lora_server_transport": "transport of rows: auto (by the device's memory; between hosts tcp), "
-    "tcp, or nixl (over UCX, needs lora-jax[nixl])",
-    "distributed_executor_backend": "what starts the processes: mp, on this host, or ray, on the "
-    "hosts of a Ray cluster (needs lora-jax[cluster])",
-    "lora_attention": "adapters' attention: local = on the instances, remote = on the LoRA Server"
-    " too",
-    "local_expert_slots": "most adapters that an instance computes itself while the LoRA Server "
-    "is lost; 0: their requests end with status 503",
-    "nnodes": "hosts over which one instance is split, started with the same command each",
-    "node_rank": "number of this host; 0 answers requests, the others follow it",
-    "master_addr": "address of rank 0 that the other nodes connect to",
-    "master_port": "port of rank 0 for them",
-    "nodes_secret_file": "file with a secret of at least 16 bytes, the same on all nodes",
-    "lora_overlap": "overlap exchanges with the base's computation; switch off only to measure",
-    "lora_separate_stream": "send rows from a separate GPU stream; switch on only to measure",
-    "layerwise_loading": "serve a cold adapter from its first layer on; switch off only to measure",
-    "lora_prefetch": "load an adapter when its request is queued; switch off only to measure",
-    "lora_kernel": "kernels of the LoRA Server: fast, or reference (plain JAX) to measure",
+    "instances": "Number of LLM instances. Each is a process with the whole base model.",
+    "lora_server": "Number of ranks of the LoRA Server. 0: each instance has its own adapters.",
+    "placement": "Layout of the LoRA Server, such as ep2-pp1. Default: experts over all ranks.",
+    "lora_server_adapters": "Maximum adapters on the LoRA Server at a time. Default: --max-loras "
+    "times --instances.",
+    "lora_server_memory_bytes": "Device memory of each rank for adapters, in bytes. Default: room "
+    "for --lora-server-adapters adapters of --max-lora-rank.",
+    "lora_server_wait_s": "Maximum time that a layer waits for the LoRA Server, in seconds.",
+    "lora_server_transport": "Transport between instances and the LoRA Server. auto: shared "
+    "memory or GPU memory on one host, tcp between hosts. nixl: UCX, needs pip install "
+    "'lora-jax[nixl]'.",
+    "distributed_executor_backend": "Starter of the processes. mp and uni: this command, on this "
+    "host. ray: on the hosts of a Ray cluster, needs pip install 'lora-jax[cluster]'.",
+    "lora_attention": "Place that computes adapters of attention layers. local: the instances. "
+    "remote: the LoRA Server.",
+    "local_expert_slots": "Maximum adapters that an instance computes itself while the LoRA "
+    "Server is lost. 0: requests for adapters then end with status 503.",
+    "nnodes": "Number of hosts that one instance is split over. Each starts the same command.",
+    "node_rank": "Number of this host. Host 0 answers requests.",
+    "master_addr": "Address of host 0 that the other hosts connect to.",
+    "master_port": "Port of host 0 that the other hosts connect to.",
+    "nodes_secret_file": "File with a secret of at least 16 bytes, the same on all hosts.",
+    "lora_overlap": "Overlap exchanges with the base model's computation. Turn off only to "
+    "measure.",
+    "lora_separate_stream": "Send rows from a separate GPU stream. Turn on only to measure.",
+    "layerwise_loading": "Serve an adapter while its later layers still load. Turn off only to "
+    "measure.",
+    "lora_prefetch": "Load an adapter when its request is queued. Turn off only to measure.",
+    "lora_kernel": "Kernels of the LoRA Server. reference: plain JAX, to measure.",
 }
 
-# What a value of a field is called; a number or a name where nothing is said.
+# Name of a field's value in --help; others are called BYTES, N, NUMBER or NAME.
 METAVARS = {
     "lora_dir": "DIR",
+    "functions": "DIR",
+    "functions_keep_alive_s": "SECONDS",
+    "functions_ttft_slo_s": "SECONDS",
+    "functions_verify_s": "SECONDS",
+    "functions_isolation": "{none,server,process}",
+    "kv_offloading_size": "GIB",
+    "lora_merge_theta": "SECONDS",
+    "otlp_traces_endpoint": "URL",
     "chat_template": "FILE",
     "generation_config": "auto|vllm|DIR",
     "override_generation_config": "JSON",
@@ -131,7 +157,7 @@ METAVARS = {
     "encoder_cache_tokens": "TOKENS",
     "max_num_batched_tokens": "TOKENS",
     "block_size": "TOKENS",
-    "gpu_memory_utilization": "SHARE",
+    "gpu_memory_utilization": "FRACTION",
     "adapter_wait_s": "SECONDS",
     "lora_server_wait_s": "SECONDS",
     "placement": "epX-ppY",

@@ -19,7 +19,7 @@ def table() -> str:
         "`python -m serving.cli.flag_table > docs/vllm_flags.md` writes this page.",
         "",
         "- *same*: a flag of ours with this name and meaning.",
-        "- *already so*: accepted, because it is true without being said.",
+        "- *already so*: accepted; it asks for what this server always does.",
         "- *refused*: ends the start with the reason. What asks for nothing (the other form of a "
         "switch, vLLM's own default) is accepted.",
         "",

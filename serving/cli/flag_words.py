@@ -1,4 +1,4 @@
-"""Spellings of a command line that vLLM takes, as the words that argparse takes. No jax."""
+"""Converts vLLM's spellings of flags to those that argparse takes. No jax."""
 
 import difflib
 import json

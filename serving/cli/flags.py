@@ -32,11 +32,14 @@ _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words th
 }
 _CHOICES = dict((*config.CHOICES, *cluster_config.CHOICES))
 _KEY_LIMITS = {
-    "max_running": "sequences that run; more wait",
-    "max_waiting": "sequences that wait; more are 429",
-    "tokens_per_minute": "tokens of prompts and answers in a minute; more are 429",
-    "max_adapters": "adapters in host memory that it named",
-    "max_adapter_bytes": "their bytes",
+    "max_running": ("N", "running sequences of one key. Further ones wait"),
+    "max_waiting": ("N", "waiting sequences of one key. A request beyond it gets status 429"),
+    "tokens_per_minute": (
+        "N",
+        "tokens of prompts and answers of one key in a minute. A request beyond it gets status 429",
+    ),
+    "max_adapters": ("N", "adapters in host memory that requests of one key loaded"),
+    "max_adapter_bytes": ("BYTES", "bytes of these adapters"),
 }
 
 
@@ -46,22 +49,30 @@ def build_parser() -> ParserWithSource:
         prog="python -m serving.launch",
         usage="%(prog)s [serve] MODEL [flags]; --help lists them",
         description="Serve one base model with many LoRA adapters over the OpenAI API.",
-        epilog="Every other flag of vLLM is refused with the reason: docs/vllm_flags.md",
+        epilog="Any other flag of vLLM is rejected with the reason: docs/vllm_flags.md",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="folder of the base model")
-    parser.add_argument("--model", help="the same as a flag")
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Folder of the base model.")
+    parser.add_argument("--model", metavar="DIR", help="The same, as a flag.")
     parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
-    parser.add_argument("--config", help="YAML file of flags without their dashes")
+    text = "YAML file of flags, named without leading dashes. Default: none."
+    parser.add_argument("--config", metavar="FILE", help=text)
     text = (
-        "print how large a LoRA Server this workload needs, and end; see serving/cli/provision.py"
+        "Print the size of the LoRA Server that a workload file asks for, then exit. "
+        "serving/cli/provision.py describes the file."
     )
-    parser.add_argument("--provision", metavar="JSON", help=text)
-    text = "print what a deployment of many adapters needs, and end; see serving/cli/plan.py"
+    parser.add_argument("--provision", metavar="FILE", help=text)
+    text = (
+        "Print the devices and memory that a deployment of many adapters needs, then exit. "
+        "serving/cli/plan.py describes the JSON."
+    )
     parser.add_argument("--plan", nargs="?", const="{}", metavar="JSON", help=text)
     parser.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names of the base model"
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="Names of the base model in requests. Default: the folder's name.",
     )
     _add_server_flags(parser.add_argument_group("server"))
     _add_http_flags(parser.add_argument_group("HTTP"))
@@ -76,144 +87,173 @@ def build_parser() -> ParserWithSource:
 
 
 def _add_server_flags(group) -> None:
-    group.add_argument("--host", metavar="ADDRESS", help="address to listen on (127.0.0.1)")
-    group.add_argument("--port", type=port, help="port to listen on (8000); 0 takes a free one")
-    group.add_argument("--uds", metavar="PATH", help="Unix socket to listen on instead of a port")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="TLS key")
-    group.add_argument("--ssl-certfile", metavar="FILE", help="TLS certificate")
-    group.add_argument("--ssl-ca-certs", metavar="FILE", help="who may sign clients' certificates")
+    text = "Address to listen on. Default: 127.0.0.1."
+    group.add_argument("--host", metavar="ADDRESS", help=text)
+    text = "Port to listen on. 0: a free one. Default: 8000."
+    group.add_argument("--port", type=port, metavar="PORT", help=text)
+    text = "Unix socket to listen on instead of a port."
+    group.add_argument("--uds", metavar="PATH", help=text)
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="File of the TLS key.")
+    group.add_argument("--ssl-certfile", metavar="FILE", help="File of the TLS certificate.")
+    text = "File of the authorities that sign client certificates."
+    group.add_argument("--ssl-ca-certs", metavar="FILE", help=text)
     group.add_argument(
         "--ssl-cert-reqs",
         type=int,
         choices=(0, 1, 2),
-        help="whether clients need a certificate: 0 no, 1 if they have one, 2 always (0)",
+        help="Check of client certificates. 0: none. 1: of those that clients send. 2: required. "
+        "Default: 0.",
     )
-    group.add_argument(
-        "--ssl-ciphers", metavar="CIPHERS", help="TLS ciphers, as OpenSSL lists them"
-    )
+    group.add_argument("--ssl-ciphers", metavar="CIPHERS", help="TLS ciphers, in OpenSSL's format.")
     group.add_argument(
         "--h11-max-incomplete-event-size",
         type=whole_number,
         metavar="BYTES",
-        help="largest request line with headers (65536)",
+        help="Maximum size of request line and headers, in bytes. Default: 65536.",
     )
     group.add_argument(
         "--max-body-bytes",
         type=whole_number,
         metavar="BYTES",
-        help="largest body of a request (1024 times the context, in [1 MiB, 16 MiB])",
+        help="Maximum size of a request body, in bytes. Default: 1024 times --max-model-len, "
+        "in [1 MiB, 16 MiB].",
     )
-    text = "open connections; above, the oldest silent one is closed (1000)"
+    text = (
+        "Maximum open connections. Beyond it the connection that was idle longest is closed. "
+        "Default: 1000."
+    )
     group.add_argument("--max-connections", type=int, metavar="N", help=text)
-    text = "seconds from SIGTERM to the end; streams then end with an error event (25)"
+    text = (
+        "Time from SIGTERM to the end, in seconds. Open streams then end with an error event. "
+        "Default: 25."
+    )
     group.add_argument("--shutdown-timeout", type=float, metavar="SECONDS", help=text)
-    group.add_argument("--demo", action="store_true", help="serve a page to try adapters at /")
+    group.add_argument("--demo", action="store_true", help="Serve a demo page at /.")
 
 
 def _add_http_flags(group) -> None:
     pair = argparse.BooleanOptionalAction
     for flag, text in (
-        ("--allowed-origins", "origins whose web pages may call this server, * is any (none)"),
-        ("--allowed-methods", "methods that they may use (*)"),
-        ("--allowed-headers", "headers that they may send (*)"),
+        (
+            "--allowed-origins",
+            "Origins whose web pages may call this server. '*': any. Default: [].",
+        ),
+        ("--allowed-methods", 'HTTP methods that these pages may use. Default: ["*"].'),
+        ("--allowed-headers", 'Headers that these pages may send. Default: ["*"].'),
     ):
         group.add_argument(flag, type=json_list, metavar="JSON", help=text)
-    group.add_argument("--allow-credentials", action=pair, help="they may send cookies (False)")
+    text = "Let these pages send cookies. Default: off."
+    group.add_argument("--allow-credentials", action=pair, help=text)
+    group.add_argument("--root-path", metavar="PATH", help="Path prefix that a proxy removes.")
     group.add_argument(
-        "--root-path", metavar="PATH", help="path under which a proxy offers this server"
+        "--disable-fastapi-docs", action=pair, help="No /docs and /openapi.json. Default: off."
     )
-    group.add_argument(
-        "--disable-fastapi-docs", action=pair, help="no /docs and no /openapi.json (False)"
-    )
-    group.add_argument("--response-role", metavar="ROLE", help="role of chat answers (assistant)")
-    text = "models may call tools by themselves (False)"
+    text = "Role of chat answers. Default: assistant."
+    group.add_argument("--response-role", metavar="ROLE", help=text)
+    text = 'Allow tool_choice "auto": the model decides about tool calls. Default: off.'
     group.add_argument("--enable-auto-tool-choice", action=pair, help=text)
-    text = "format of such calls; hermes is Qwen's too (none)"
+    text = "Format of the model's tool calls. hermes: Qwen's too. Default: none."
     group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=text)
-    text = "format of thoughts, which are reasoning_content of an answer (none: content)"
+    text = (
+        "Format of the model's reasoning, which answers then have as reasoning_content. "
+        "Default: none, reasoning stays in content."
+    )
     group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
     group.add_argument(
         "--default-chat-template-kwargs",
         type=json_object,
         metavar="JSON",
-        help="what the chat template gets beside the messages, under a request's "
-        "chat_template_kwargs",
+        help="Arguments of the chat template. A request's chat_template_kwargs replace them. "
+        "Default: {}.",
     )
     text = (
-        "log-probabilities name tokens as token_id:NUMBER unless a request says otherwise (False)"
+        "Write tokens as token_id:NUMBER in log-probabilities, unless a request says otherwise. "
+        "Default: off."
     )
     group.add_argument("--return-tokens-as-token-ids", action=pair, help=text)
-    text = "hosts whose images may be fetched by http(s) URLs; public addresses only (none)"
+    text = (
+        "Hosts from which images of http(s) URLs are fetched. Private addresses are rejected. "
+        "Default: none."
+    )
     group.add_argument("--allowed-media-domains", nargs="+", metavar="HOST", help=text)
-    text = "folder whose images file: URLs may name (none)"
+    text = "Folder from which images of file: URLs are read. Default: none."
     group.add_argument("--allowed-local-media-path", metavar="DIR", help=text)
-    text = "every stream ends with its usage (False)"
+    text = "Send usage at the end of every stream. Default: off."
     group.add_argument("--enable-force-include-usage", action=pair, help=text)
     group.add_argument(
         "--sse-keep-alive-interval",
         type=float,
         metavar="SECONDS",
-        help="silence of a stream before a comment is sent, for proxies that cut it; 0 never (0)",
+        help="Idle time of a stream before a comment is sent, in seconds, for proxies that "
+        "close idle connections. 0: never. Default: 0.",
     )
 
 
 def _add_log_flags(group) -> None:
     pair = argparse.BooleanOptionalAction
     levels = ("debug", "info", "warning", "error", "critical")
-    group.add_argument("--log-level", type=str.lower, choices=levels, help="how much to log (info)")
+    text = "Lowest level that is logged. Default: info."
+    group.add_argument("--log-level", type=str.lower, choices=levels, help=text)
     group.add_argument(
         "--uvicorn-log-level",
         choices=("trace", *levels),
-        help="how much the HTTP server itself logs; by default as --log-level",
+        help="Lowest level that uvicorn, the HTTP server, logs. Default: --log-level.",
     )
-    text = "no line per HTTP request (False)"
+    text = "Do not log a line per HTTP request. Default: off."
     group.add_argument("--disable-uvicorn-access-log", action=pair, help=text)
     group.add_argument(
         "--disable-access-log-for-endpoints",
         type=json_list,
         metavar="PATH,PATH",
-        help="paths without such lines, beside probes",
+        help="Paths whose requests are not logged. Probes never are. Default: none.",
     )
-    text = "a line per request for text: its model, numbers and sampling, never its words (False)"
+    text = (
+        "Log model, token counts and sampling of each request for text, never its text. "
+        "Default: off."
+    )
     group.add_argument("--enable-log-requests", action=pair, help=text)
     group.add_argument(
-        "--disable-log-stats", action="store_true", help="no line of rates every ten seconds"
+        "--disable-log-stats", action="store_true", help="Do not log rates every ten seconds."
     )
 
 
 def _add_key_flags(group) -> None:
     for flag, text in (
-        ("--api-key", "key that clients must send; better given as SERVING_API_KEY"),
-        ("--admin-api-key", "key for loading and unloading adapters"),
-        ("--metrics-key", "key for /metrics only, for Prometheus"),
+        ("--api-key", "Key that clients must send. The variable SERVING_API_KEY hides it from ps."),
+        ("--admin-api-key", "Key for loading and unloading adapters. Without one any client may."),
+        ("--metrics-key", "Key that is valid for /metrics only."),
     ):
         group.add_argument(flag, action="extend", nargs="+", metavar="KEY", help=text)
-    text = "API keys, hashed or plain, with their adapters, roles and limits; read again on change"
+    text = (
+        "JSON file of API keys with their adapters, roles and limits. It is read again when it "
+        "changes."
+    )
     group.add_argument("--keys-file", metavar="FILE", help=text)
-    for field, text in _KEY_LIMITS.items():
-        flag = f"--key-{field.replace('_', '-')}"
-        group.add_argument(flag, type=int, metavar="N", help=f"for each key: {text}")
-    group.add_argument("--metrics-port", type=port, help="/metrics without a key at this port")
-    group.add_argument(
-        "--metrics-host", metavar="ADDRESS", help="address of --metrics-port (127.0.0.1)"
+    for field, (metavar, text) in _KEY_LIMITS.items():
+        flag, text = f"--key-{field.replace('_', '-')}", f"Maximum {text}. Default: no limit."
+        group.add_argument(flag, type=int, metavar=metavar, help=text)
+    text = "Port that serves /metrics without a key. Default: none."
+    group.add_argument("--metrics-port", type=port, metavar="PORT", help=text)
+    text = "Address of --metrics-port. Default: 127.0.0.1."
+    group.add_argument("--metrics-host", metavar="ADDRESS", help=text)
+    text = (
+        "File that gets a line of JSON per load, unload, rejected load and wrong key. "
+        "Default: none."
     )
-    text = "file for a line of JSON per load, unload, refusal and wrong key"
     group.add_argument("--audit-log", metavar="FILE", help=text)
-    group.add_argument(
-        "--insecure", action="store_true", help="listen on the network without a key"
-    )
+    group.add_argument("--insecure", action="store_true", help="Allow the network without a key.")
 
 
 def _add_adapter_flags(group) -> None:
-    text = "adapters to load at start: NAME=PATH or JSON with name and path"
+    text = "Adapters to load at the start: NAME=PATH, or JSON with name and path."
     group.add_argument("--lora-modules", action="extend", nargs="+", metavar="NAME=PATH", help=text)
     group.add_argument(
         "--enable-runtime-lora",
         action="store_true",
-        help="let clients load adapters from --lora-dir and unload them; needs the admin key if "
-        "there is one (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 is its twin)",
+        help="Let clients load adapters of --lora-dir and unload them, with the admin key if "
+        "there is one. Environment: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.",
     )
-    text = "folder that records such loads, so that they outlast this server"
+    text = "Folder that records these loads, so that a restart repeats them. Default: none."
     group.add_argument("--state-dir", metavar="FOLDER", help=text)
     hidden = argparse.SUPPRESS
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
@@ -234,7 +274,7 @@ def _add_cluster_flags(group) -> None:
     """One flag per field of ClusterConfig, with the field's own type."""
     for field in dataclasses.fields(ClusterConfig):
         _add_field(group, field, CLUSTER_HELP)
-    text = "vLLM's name of --instances"
+    text = "The same as --instances."
     group.add_argument(
         "--data-parallel-size", dest="instances", type=whole_number, metavar="N", help=text
     )
@@ -257,12 +297,21 @@ def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> Non
         group.add_argument(flag, type=json_object, metavar="JSON", help=text)
         return
     if field.default is not None:
-        text += f" ({field.default})"
+        text += f" Default: {_spelled(field.default)}."
     if kind is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         return
     read = _TYPES.get(field.name, whole_number if kind is int else kind)
     group.add_argument(flag, type=read, metavar=_metavar(field.name, kind), help=text)
+
+
+def _spelled(default: Any) -> str:
+    """Return a default value as a reader would write it."""
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, int) and default >= 1 << 30 and default % (1 << 30) == 0:
+        return f"{default} ({default >> 30} GiB)"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def _metavar(name: str, kind: type) -> str:

@@ -1,6 +1,6 @@
-"""Flags of vLLM and SGLang that are none here: already true, or refused with the reason. No jax.
+"""Flags of vLLM and SGLang that this server does not have. No jax.
 
-A command line that serves elsewhere either means the same here, or is refused with the reason.
+A command line for these servers means the same here, or is rejected with the reason.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Verdict:
 
     reason: str
     accepted: tuple[str, ...]  # forms of a switch, or values; "*" is any
-    so: bool  # true here without being said, not merely refused
+    so: bool  # asks for what is always so; else it is rejected
 
 
 @functools.cache
@@ -141,7 +141,9 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
 
     Flags of ours get vLLM's other spellings of them.
     """
-    group = parser.add_argument_group(f"true without being said ({vllm_source()})")
+    group = parser.add_argument_group(
+        f"vLLM flags that ask for what is always so ({vllm_source()})"
+    )
     for fact in (*vllm_facts(), *_older_facts()):
         action = parser._option_string_actions.get(fact.flag)
         if action is not None:

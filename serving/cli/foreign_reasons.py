@@ -1,54 +1,53 @@
-"""Meaning here of the flags of vLLM that have no flag of ours. No jax.
+"""Answers to flags of vLLM that this server does not have. No jax.
 
-`vllm_flags.json` has the flags as vLLM's own parser knows them. One that has a flag of the same
-name here is not in these tables.
+`vllm_flags.json` lists the flags of vLLM's parser. Flags that this server has under the same name
+are not in these tables.
 """
 
-# A form of a switch, or a flag with the values it may have (* is any), that is true here without
-# being said. Every other form or value is refused with the same reason.
+# Switches, and flags with values (* is any), that ask for what this server always does. They are
+# accepted and change nothing. Every other form or value is rejected with the same reason.
 ALWAYS_SO = {
-    "--enable-lora": "adapters are always on",
+    "--enable-lora": "adapters are always enabled",
     "--enable-chunked-prefill": "prompts are computed in pieces of --max-num-batched-tokens",
     "--async-scheduling": "a step is scheduled while the one before it runs",
     "--enable-prompt-tokens-details": "usage always has prompt_tokens_details",
-    "--enable-server-load-tracking": "/load always counts",
-    "--enable-request-id-headers": "every answer has an X-Request-Id",
-    "--enable-offline-docs": "/docs loads nothing from elsewhere",
-    "--disable-cascade-attn": "attention has one kernel per device",
-    "--disable-custom-all-reduce": "nothing is summed over devices",
-    "--disable-nccl-for-dp-synchronization": "instances do not synchronize",
-    "--disable-hybrid-kv-cache-manager": "all layers share one kind of KV page",
+    "--enable-server-load-tracking": "/load always counts requests",
+    "--enable-request-id-headers": "every answer has the header X-Request-Id",
+    "--enable-offline-docs": "/docs loads nothing from other hosts",
+    "--disable-cascade-attn": "no kernel for shared prefixes",
+    "--disable-custom-all-reduce": "devices exchange parts of results and sum nothing",
+    "--disable-nccl-for-dp-synchronization": "instances run independently",
+    "--disable-hybrid-kv-cache-manager": "all layers have one kind of KV page",
     "--enable-tower-connector-lora": "adapters may change towers and projectors",
-    "--mm-processor-cache-gb 0": "--encoder-cache-tokens keeps images, as rows on the device",
+    "--mm-processor-cache-gb 0": "--encoder-cache-tokens caches encoded images on the device",
     "--kv-offloading-backend native": "the engine itself moves KV pages to --kv-offloading-size",
-    "--skip-mm-profiling": "memory for images is set by --encoder-cache-tokens",
-    "--no-interleave-mm-strings": "content parts keep their order",
-    "--no-mm-device-do-normalize": "pixels have the bits of transformers' processors",
-    "--no-use-tqdm-on-load": "loading is logged in lines",
-    "--scheduler-reserve-full-isl": "a request starts when there are pages for its whole prompt",
+    "--skip-mm-profiling": "--encoder-cache-tokens sets the memory for images",
+    "--no-interleave-mm-strings": "text and images keep their order",
+    "--no-mm-device-do-normalize": "images are prepared on the host, as transformers does",
+    "--no-use-tqdm-on-load": "progress is logged as lines",
+    "--scheduler-reserve-full-isl": "a request starts when its whole prompt has KV pages",
     "--disable-log-deltas": "answers are never logged",
-    "--disable-flash-late-interaction": "models generate text here",
-    "--no-cohere-is-reasoning-model": "there is no Cohere route",
-    "--disable-flashinfer-autotune": "kernels have tilings that are kept as tables",
-    "--no-swa-bounded-replay": "the KV pages of a sliding window are kept like all others",
-    "--no-dcp-q-replicate": "a sequence is never split over devices",
+    "--disable-flash-late-interaction": "models only generate text",
+    "--no-cohere-is-reasoning-model": "no Cohere route",
+    "--disable-flashinfer-autotune": "tables hold the tile sizes of kernels",
+    "--no-swa-bounded-replay": "KV pages outside a sliding window are kept",
+    "--no-dcp-q-replicate": "sequences are not split over devices",
     "--disable-batch-sharded-sampling": "every device of a split model samples every row",
-    "--aggregate-engine-logging": "one log has the lines of every process",
-    "--fail-on-environ-validation": "an unknown SERVING_ variable always ends the start",
+    "--aggregate-engine-logging": "all processes write to one log",
+    "--fail-on-environ-validation": "an unknown SERVING_ variable is always an error",
     "--max-log-len *": "no part of a prompt is ever logged",
-    "--api-server-count 1": "one process answers HTTP; --instances starts more engines behind it",
-    "--tokenizer-mode auto hf": "the tokenizer is the one in the model's folder",
-    "--runner auto generate": "models generate text here",
-    "--convert auto none": "models generate text here",
-    "--chat-template-content-format auto string": "parts of a message are joined to one text "
-    "before the template reads them",
-    "--config-format auto hf": "a model's folder is as Hugging Face has it",
-    "--fingerprint-mode none": "system_fingerprint is null but for versions of adapters",
-    "--prefix-caching-hash-algo sha256": "pages are found by SHA-256",
-    "--logprobs-mode raw_logprobs": "log-probabilities are those of the model, before temperature "
-    "and penalties",
-    "--stream-interval 1": "a stream sends tokens as they are made",
-    "--safetensors-load-strategy lazy": "a file's tensors are read when they are placed",
+    "--api-server-count 1": "one process answers HTTP; --instances adds engines",
+    "--tokenizer-mode auto hf": "the tokenizer comes from the model's folder",
+    "--runner auto generate": "models only generate text",
+    "--convert auto none": "models only generate text",
+    "--chat-template-content-format auto string": "the template gets the parts of "
+    "a message joined to one text",
+    "--config-format auto hf": "the model's folder has the Hugging Face format",
+    "--fingerprint-mode none": "only versions of adapters have a system_fingerprint",
+    "--prefix-caching-hash-algo sha256": "the prefix cache uses SHA-256",
+    "--logprobs-mode raw_logprobs": "log-probabilities are taken before temperature and penalties",
+    "--stream-interval 1": "a stream sends each token at once",
+    "--safetensors-load-strategy lazy": "each tensor is read when it is placed",
 }
 
 # Why a flag is refused, and what to use instead. Of a switch the other form is accepted, of a value
@@ -75,9 +74,7 @@ REFUSED = {
         "--enable-ep-weight-filter --all2all-backend --enable-eplb "
         "--eplb-config --expert-placement-strategy"
     ),
-    "each device has an adapter's A whole, so that it needs no exchange of its own": (
-        "--fully-sharded-loras"
-    ),
+    "each device has the whole A of an adapter, which saves an exchange": ("--fully-sharded-loras"),
     "an instance or a rank that ends is started anew by the server itself": (
         "--enable-fault-tolerance --fault-tolerance-config --watchdog-config"
     ),
@@ -92,21 +89,21 @@ REFUSED = {
     "the models are this package's own": "--model-impl",
     "idle pages go in the order of their last use": "--prefix-cache-retention-interval",
     "templates are rendered in threads of the server": "--renderer-num-workers",
-    "steps are planned in one way; --max-num-seqs and --max-num-batched-tokens bound them": (
+    "there is one scheduling mode; --max-num-seqs and --max-num-batched-tokens bound a step": (
         "--performance-mode"
     ),
     "templates come from the model's folder or --chat-template, never from a request": (
         "--trust-request-chat-template"
     ),
-    "the model is a folder of this machine and nothing is downloaded": (
+    "nothing is downloaded: the model is a local folder": (
         "--revision --code-revision --tokenizer-revision --download-dir --hf-token "
         "--ignore-patterns"
     ),
-    "config.json in the model's folder says it; change a copy of that file": (
+    "config.json in the model's folder sets it; change a copy of that file": (
         "--hf-config-path --hf-overrides"
     ),
     "the tokenizer is the one in the model's folder": "--tokenizer --skip-tokenizer-init",
-    "the model's quantization_config says it; python -m lora_jax.quantize writes one": (
+    "the model's quantization_config sets it; python -m lora_jax.quantize writes one": (
         "--quantization --quantization-config --allow-deprecated-quantization"
     ),
     "safetensors files are read straight to the device": (
@@ -115,8 +112,9 @@ REFUSED = {
         "--weight-transfer-config"
     ),
     "adapters may change any module that the model has": "--lora-target-modules",
-    "adapters of any mixture share a batch anyway, and --specialize-lora compiles steps without "
-    "adapters": "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
+    "a batch may mix any adapters; --compile-base-only-steps compiles steps without adapters": (
+        "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras"
+    ),
     "steps may cut an image anywhere, with equal bits": "--disable-chunked-mm-input",
     "images are decoded and prepared in one way, and no other media are taken": (
         "--trust-request-mm-kwargs --default-mm-loras --enable-mm-embeds "
@@ -128,18 +126,18 @@ REFUSED = {
         "--mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --ec-transfer-config "
         "--ec-manager-config --aux-output-config"
     ),
-    "models generate text here": ("--pooler-config --enable-prompt-embeds --diffusion-config"),
-    "demanded calls are always bound by their schemas, others never; tools are the client's": (
+    "models only generate text": ("--pooler-config --enable-prompt-embeds --diffusion-config"),
+    "required calls always follow their schemas, others never; the client runs the tools": (
         "--tool-strict-level --tool-server"
     ),
-    "templates get the tools under every tool_choice": "--exclude-tools-when-tool-choice-none",
-    "chat_template_kwargs and reasoning_effort go to the template as they are": (
+    "chat templates get the tools under every tool_choice": "--exclude-tools-when-tool-choice-none",
+    "the chat template gets chat_template_kwargs and reasoning_effort unchanged": (
         "--reasoning-config --reasoning-effort-map"
     ),
     "llguidance makes the grammars, and a request's structured_outputs has the other options": (
         "--structured-outputs-config"
     ),
-    "there is no such route; see serving/http/README.md for those there are": (
+    "this server has no such route; serving/http/README.md lists the routes": (
         "--grpc --grpc-port --cohere-format --anthropic-disabled-thinking-effort "
         "--enable-tokenizer-info-endpoint --tokens-only --enable-scale-out --engram-config"
     ),
@@ -152,7 +150,7 @@ REFUSED = {
     "log lines go to stdout in one format; --log-level and --uvicorn-log-level choose them": (
         "--logging-config --log-config-file --enable-logging-iteration-details"
     ),
-    "/metrics has what there is; see ARCHITECTURE.md": (
+    "/metrics has all metrics that this server keeps; see docs/reference/metrics.md": (
         "--enable-per-request-metrics --show-hidden-metrics-for-version --kv-cache-metrics "
         "--kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics "
         "--enable-mfu-metrics --jit-monitor-mode --jit-monitor-verbose"
@@ -203,7 +201,7 @@ REFUSED = {
     ),
     "drafts are counted for the whole server, see /metrics": "--per-request-spec-decode-metrics",
     "texts carry no watermark": "--watermark-config",
-    "answers do not say it": "--enable-return-routed-experts --return-sampling-mask",
+    "answers have no such field": "--enable-return-routed-experts --return-sampling-mask",
     "waiting sequences are bounded by --max-queue, running ones by --max-num-seqs": (
         "--max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens"
     ),
@@ -221,18 +219,18 @@ OLDER_SPELLINGS = {
     "--data-parallel-size": ("--dp-size",),
 }
 OLDER_ALWAYS_SO = {
-    "--lora-eviction-policy lru": "idle adapters go in the order of their last use",
-    "--task auto generate": "models generate text here",
+    "--lora-eviction-policy lru": "the idle adapter that was used least recently is evicted first",
+    "--task auto generate": "models only generate text",
     "--device auto": "JAX picks the device: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",
     "--guided-decoding-backend auto guidance": "llguidance makes the grammars",
-    "--num-scheduler-steps 1": "a step is one token of each sequence",
+    "--num-scheduler-steps 1": "a step computes one token of each sequence",
 }
 OLDER_REFUSED = {
-    "--lora-extra-vocab-size": "adapters that change embeddings are refused",
+    "--lora-extra-vocab-size": "use --max-lora-trainable-tokens",
     "--lora-backend": "kernels are chosen by device and batch",
-    "--swap-space": "a preempted request is computed anew, its prefix from the cache",
-    "--mem-fraction-static": "the share of the device's memory is --gpu-memory-utilization",
-    "--rope-scaling": "config.json in the model's folder says it; change a copy of that file",
-    "--rope-theta": "config.json in the model's folder says it; change a copy of that file",
+    "--swap-space": "a preempted request is computed again, its prefix from the cache",
+    "--mem-fraction-static": "use --gpu-memory-utilization",
+    "--rope-scaling": "config.json in the model's folder sets it; change a copy of that file",
+    "--rope-theta": "config.json in the model's folder sets it; change a copy of that file",
     "--max-seq-len-to-capture": "a step is always one compiled program",
 }

@@ -72,8 +72,8 @@ class Options:
         closed = self.uds is not None or is_loopback(self.host)
         if not (self.insecure or self.http.has_api_keys or closed):
             raise ValueError(
-                f"Without --api-key or --keys-file everybody who can reach {self.host} could use "
-                "this server. Give a key, or say --insecure if that is what you want."
+                f"Without --api-key or --keys-file anybody who can reach {self.host} could use "
+                "this server. Set a key, or add --insecure to allow that."
             )
 
     def _check_merged(self) -> None:

@@ -207,9 +207,9 @@ def front_server(
 
 def examples_of(options: Options) -> Examples:
     """Return the example prompts of the model and of the adapters that are named at the start."""
-    found = read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
+    examples = read_examples(options.engine.model, {m.name: m.path for m in options.adapters})
     takes_images = not options.engine.language_model_only
-    return found if takes_images else dataclasses.replace(found, images={})
+    return examples if takes_images else dataclasses.replace(examples, images={})
 
 
 def has_template(engine: EngineConfig) -> bool:

@@ -24,7 +24,7 @@ class Instance(Protocol):
 
 
 class AdapterChanges:
-    """One change at a time, by whoever holds `lock`."""
+    """Applies one change at a time, under `lock`."""
 
     def __init__(self, journal: Journal | None, instances: Callable[[], Iterable[Instance]]):
         """Without a journal nothing is recorded, and nothing can be repeated."""
@@ -57,7 +57,7 @@ class AdapterChanges:
         if not failed:
             return True
         for name in failed:
-            logger.error("Adapter %s is taken back: %s", name, failures[name])
+            logger.error("Adapter %s was unloaded again on all instances: %s", name, failures[name])
             self._journal.put_back(name, before)
         self._repeat_everywhere()
         return False

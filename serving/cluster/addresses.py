@@ -17,7 +17,7 @@ HEADER = b"proxy-authorization"  # of the front's secret; clients' keys have the
 
 @dataclasses.dataclass(frozen=True)
 class FarAddress:
-    """An instance of another host, which answers who knows the secret; port 0: not known yet."""
+    """Address of an instance on another host, which wants the secret; port 0: not known yet."""
 
     host: str
     port: int

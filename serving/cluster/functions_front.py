@@ -73,8 +73,8 @@ def serve_functions(
         except OSError as error:
             raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
         if options.http.keys_file is not None:
-            told = AuditLog() if options.http.is_behind_front else audit
-            stack.enter_context(KeyWatch(options.http.keys_file, keys, told))
+            listener = AuditLog() if options.http.is_behind_front else audit
+            stack.enter_context(KeyWatch(options.http.keys_file, keys, listener))
         metrics = HttpMetrics()
         most = options.http.max_body_bytes or Bounds(max_model_len, 1).body_bytes
         limits = BodyLimits(most, options.http.body_timeout_s)

@@ -201,7 +201,11 @@ class FunctionsProxy(AbstractFront):
                 self._suspects.answered(path, body)
                 self._metrics.answered(function.name, upstream.status)
                 return
-        raise ApiError(503, f"Function `{function.name}` ends again and again.", headers=_BUSY)
+        raise ApiError(
+            503,
+            f"Function `{function.name}` ended at every attempt; the server's log says why.",
+            headers=_BUSY,
+        )
 
     def _function_of(self, scope: Scope, body: bytes) -> Function:
         """Return the function that a body names. Raises ApiError 404."""
@@ -317,11 +321,11 @@ def _limit(scope: Scope) -> tuple[float, ...]:
 
 def one_per_process(functions: Mapping[str, Function]) -> dict[str, Function]:
     """Return a function of each process that answers: of the engine that all share, as "shared"."""
-    asked: dict[str, Function] = {}
+    by_process: dict[str, Function] = {}
     for name, function in functions.items():
         running = function.running
         if isinstance(running, Tenant):
-            asked.setdefault(SHARED, function)
+            by_process.setdefault(SHARED, function)
         elif running is not None:
-            asked[name] = function
-    return asked
+            by_process[name] = function
+    return by_process

@@ -1,4 +1,4 @@
-"""One LLM instance as a process of its own, and the handle of who started it."""
+"""Process of one LLM instance, and the supervisor's handle of it."""
 
 import contextlib
 import dataclasses
@@ -93,10 +93,10 @@ class InstanceProcess(AbstractChild):
         watched = [self._life, *(follower.sentinel for follower in self._followers)]
         try:
             if self._life in multiprocessing.connection.wait(watched, _START_S):
-                said = self._life.recv_bytes().removeprefix(_READY).split()
-                self.body_bytes = int(said[0])
+                words = self._life.recv_bytes().removeprefix(_READY).split()
+                self.body_bytes = int(words[0])
                 if isinstance(self.path, FarAddress):
-                    self.path = dataclasses.replace(self.path, port=int(said[1]))
+                    self.path = dataclasses.replace(self.path, port=int(words[1]))
                 self.is_ready = True
                 return
         except (EOFError, OSError, ValueError):
@@ -210,7 +210,7 @@ def instance_main(
 def _announce(
     life: Connection, sock: socket.socket, started: Started, orphaned: threading.Event
 ) -> None:
-    """Say that the instance answers, repeat the journal on demand, end with whoever started it."""
+    """Report that the instance answers, repeat the journal on demand, end with the parent."""
     port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
     life.send_bytes(_READY + b"%d %d" % (started.body_bytes, port))
 

@@ -133,9 +133,9 @@ class LocalCluster:
             place = ServerPlace(group.spec, group.places, self._cluster)
         options, last = self._options, number == self._cluster.instances - 1
         if options.engine.merge_adapter is not None:
-            own = {"lora_merge": "off"} if last else {"merge_adapter": None}
+            changes = {"lora_merge": "off"} if last else {"merge_adapter": None}
             options = dataclasses.replace(
-                options, engine=dataclasses.replace(options.engine, **own)
+                options, engine=dataclasses.replace(options.engine, **changes)
             )
         hosts = self._hosts.instance(number)
         return InstanceProcess(options, number, self._path(number), place, self._leases, hosts)
@@ -186,7 +186,7 @@ class LocalCluster:
         self._replace(dead)
 
     def _replace(self, dead: InstanceProcess) -> None:
-        logger.warning("Instance %d has ended; starting it anew.", dead.number)
+        logger.warning("Instance %d has ended; restarting it.", dead.number)
         self.router.set_up(dead.number, False)
         dead.stop()
         try:

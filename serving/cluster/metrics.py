@@ -1,4 +1,4 @@
-"""The metrics of several instances as one text: every sample says whose it is. No jax."""
+"""Merges the metrics of several instances: each sample gets its instance as a label. No jax."""
 
 from collections.abc import Mapping, Sequence
 

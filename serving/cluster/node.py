@@ -149,7 +149,7 @@ class Node:
             self._status = status
             self._closing.set()
             return
-        logger.warning("The process of this node has ended; starting it anew.")
+        logger.warning("The process of this node has ended; restarting it.")
         self._process = NodeProcess(self._options)
         self._process.wait_up()
 

@@ -177,7 +177,9 @@ class Proxy(AbstractFront):
         good = [answer for answer in answers.values() if answer[0] < 300]
         bad = [answer for answer in answers.values() if answer[0] >= 300]
         if not agreed and not bad:
-            raise ApiError(503, "An instance could not follow; the change was taken back.")
+            raise ApiError(
+                503, "An instance could not apply the change; it was undone on all instances."
+            )
         follow = agreed and self._changes.are_recorded
         await send_whole(send_, *(good + bad if follow else bad + good)[0])
 

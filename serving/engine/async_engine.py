@@ -122,9 +122,9 @@ class AsyncEngine:
         of_chats = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(options.get("adapter"), sampling, *vllm)
-        own = functools.partial(engine.tokenizer_of, session=options.get("session"))
+        tokenizer_of = functools.partial(engine.tokenizer_of, session=options.get("session"))
         (prompt,) = await asyncio.to_thread(
-            chat_prompts, own, engine.images, messages, named, **of_chats
+            chat_prompts, tokenizer_of, engine.images, messages, named, **of_chats
         )
         outputs = self.generate(prompt, sampling, request_id, **options)
         try:
@@ -185,8 +185,8 @@ class _Answer:
     def _submit(self, prompt: Prompt, session: str | None, given: dict[str, Any]) -> SinglePrompt:
         engine, put = self._engine, self._mailbox.put
         default = engine.default_sampling()
-        own = functools.partial(engine.tokenizer_of, session=session)
-        read = single_prompt(own, engine.images, default, prompt, **given)
+        tokenizer_of = functools.partial(engine.tokenizer_of, session=session)
+        read = single_prompt(tokenizer_of, engine.images, default, prompt, **given)
 
         def on_output(delta: OutputDelta) -> None:
             put(self._loop, self._queue, delta)

@@ -44,8 +44,8 @@ def vocabulary_room(
     not go with.
     """
     why = _why_not(config, has_server)
-    found = [] if why else [needs(c) for c in _configs(adapters.values())]
-    default = max((t for t, _ in found), default=0), sum(saved for _, saved in found)
+    needed = [] if why else [needs(c) for c in _configs(adapters.values())]
+    default = max((t for t, _ in needed), default=0), sum(saved for _, saved in needed)
     wanted = [getattr(config, flag) for flag in _ROOM_FLAGS]
     for flag, value in zip(_ROOM_FLAGS, wanted, strict=True):
         if value and why:

@@ -20,10 +20,10 @@ def check_speculation(config: EngineConfig, *, has_server: bool) -> None:
 
 def make_speculation(config: EngineConfig, metrics: EngineMetrics) -> Speculation | None:
     """Return the speculation that the config asks for, its counters among the metrics."""
-    asked = config.speculation
-    if asked is None:
+    settings = config.speculation
+    if settings is None:
         return None
-    speculation = Speculation(asked)
+    speculation = Speculation(settings)
     metrics.registry.register(DraftCollector(metrics.labels, lambda: speculation.stats))
     return speculation
 
@@ -54,6 +54,6 @@ class DraftCollector:
             "Tokens of drafts that were right, by place.",
             labels=[*self._labels, "position"],
         )
-        for place, count in enumerate(stats.accepted_per_place):
-            places.add_metric([*values, str(place)], count)
+        for position, count in enumerate(stats.accepted_per_place):
+            places.add_metric([*values, str(position)], count)
         yield places

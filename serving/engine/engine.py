@@ -172,8 +172,8 @@ class Engine:
     ) -> list[RequestOutput]:
         given = with_images([given_prompt(prompt) for prompt in as_list(prompts)], images)
         names = broadcast("adapter", adapter, len(given), (str, Mapping, type(None)))
-        own = [self.tokenizer_of(name, session) for name in names]
-        ids, placed = read_prompts(own, self.images, given)
+        tokenizers = [self.tokenizer_of(name, session) for name in names]
+        ids, placed = read_prompts(tokenizers, self.images, given)
         batch = Batch(
             functools.partial(self.submit, session=session, by_head=by_head),
             ids,
@@ -205,8 +205,8 @@ class Engine:
         chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
         named, _ = adapter_and_sampling(adapter, sampling, *vllm)
-        own = functools.partial(self.tokenizer_of, session=options.get("session"))
-        prompts = chat_prompts(own, self.images, messages, named, **chat_options)
+        tokenizer_of = functools.partial(self.tokenizer_of, session=options.get("session"))
+        prompts = chat_prompts(tokenizer_of, self.images, messages, named, **chat_options)
         return self.generate(prompts, adapter, sampling, **options)
 
     def default_sampling(self) -> Sampling:
@@ -227,8 +227,8 @@ class Engine:
         The request is handed in before this returns; giving up the iteration aborts it.
         """
         default = self.default_sampling()
-        own = functools.partial(self.tokenizer_of, session=session)
-        read = single_prompt(own, self.images, default, prompt, adapter, sampling, images)
+        tokenizer_of = functools.partial(self.tokenizer_of, session=session)
+        read = single_prompt(tokenizer_of, self.images, default, prompt, adapter, sampling, images)
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
         how = {"on_output": deltas.put, "images": read.images, "session": session}
         request_id = self.submit(read.ids, read.adapter, read.sampling, **how)

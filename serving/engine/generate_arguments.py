@@ -39,7 +39,7 @@ def _of_mapping(prompt: Mapping[str, Any]) -> GivenPrompt:
     if text is None and ids is None:
         raise ValueError(f"A prompt must have {' or '.join(_KEYS)}.")
     if text is not None and not isinstance(text, str):
-        raise TypeError(f"prompt must be a text, got {type(text).__name__}.")
+        raise TypeError(f"prompt must be a string, got {type(text).__name__}.")
     return GivenPrompt(text, None if ids is None else _ids(ids), _images_of(prompt))
 
 

@@ -1,4 +1,4 @@
-"""Room for adapters' task heads in an engine: how many labels, and the modules with it."""
+"""Room for adapters' task heads in an engine: number of labels, and the modules with it."""
 
 import contextlib
 import os

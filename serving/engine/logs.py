@@ -109,10 +109,10 @@ def ready_lines(
     if url.startswith("unix:"):
         return [f"Ready: {url} serves {model}."]
     examples = examples or Examples()
-    asked = next((name for name in examples.adapters if name in adapters), None)
-    prompt, images = examples.of(asked)
+    adapter = next((name for name in examples.adapters if name in adapters), None)
+    prompt, images = examples.of(adapter)
     prompt = prompt or "Once upon a time"
-    body: dict[str, Any] = {"model": asked or model, "max_tokens": 48, "temperature": 0}
+    body: dict[str, Any] = {"model": adapter or model, "max_tokens": 48, "temperature": 0}
     if chats:
         content = _image_parts(images, prompt) if images else prompt
         path, body = "chat/completions", body | {"messages": [{"role": "user", "content": content}]}

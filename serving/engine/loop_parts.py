@@ -22,7 +22,7 @@ class AbstractTurns(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """Whether the turn is to be given back as soon as no step runs."""
+        """True if the turn is to be given back as soon as no step runs."""
         ...
 
     def take(self, arrivals: Callable[[], SequenceOf[float]], closing: Callable[[], bool]) -> None:

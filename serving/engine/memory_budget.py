@@ -31,26 +31,28 @@ def size_kv_cache(
     config: EngineConfig,
     model: AbstractCausalLM,
     model_config: ModelConfig,
-    here: LoraCatalogue,
+    local_catalogue: LoraCatalogue,
     dtype: jnp.dtype,
-    whole: int = 0,
+    num_full_adapters: int = 0,
     encoder_bytes: int = 0,
     devices: int = 1,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same `here` and `whole`, rows of
+    Adapters take of it what `make_allocator` gives them for the same arguments, rows of
     images `encoder_bytes`. Of a model over several devices all bytes are those of one, as are the
-    widths of `here`.
+    widths of the catalogue.
     """
     shape = model.kv_shape(model_config).local(devices)
     per_token = shape.bytes_per_token(kv_dtype(config, dtype))
     free = free_device_bytes(config)
     if free is not None:
-        slots = adapter_bytes(config, _one_adapter_bytes(config, here, dtype), free)
-        if whole:
-            slots += whole * _one_adapter_bytes(config, model.catalogue(model_config), dtype)
-        slots += rows_nbytes(saved_rows(here), lora_dtype(config, dtype).itemsize)
+        slots = adapter_bytes(config, _one_adapter_bytes(config, local_catalogue, dtype), free)
+        if num_full_adapters:
+            slots += num_full_adapters * _one_adapter_bytes(
+                config, model.catalogue(model_config), dtype
+            )
+        slots += rows_nbytes(saved_rows(local_catalogue), lora_dtype(config, dtype).itemsize)
         free = kv_bytes(free, slots + encoder_bytes)
     size = cache_size(config, per_token, model_config.max_positions, free)
     logger.info(
@@ -78,32 +80,36 @@ def free_device_bytes(config: EngineConfig) -> int | None:
     return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])
 
 
-def _one_adapter_bytes(config: EngineConfig, here: LoraCatalogue, dtype: jnp.dtype) -> int:
+def _one_adapter_bytes(config: EngineConfig, catalogue: LoraCatalogue, dtype: jnp.dtype) -> int:
     """Return what an adapter of max_lora_rank on every module takes."""
-    rows = rows_per_adapter(here, config.max_lora_rank)
+    rows = rows_per_adapter(catalogue, config.max_lora_rank)
     return rows_nbytes(rows, lora_dtype(config, dtype).itemsize)
 
 
 def make_allocator(
     config: EngineConfig,
     catalogue: LoraCatalogue,
-    here: LoraCatalogue,
+    local_catalogue: LoraCatalogue,
     dtype: jnp.dtype,
-    whole: int = 0,
+    num_full_adapters: int = 0,
 ) -> tuple[SlotAllocator, SlotsSpec]:
-    """Return slots for the modules of `here`, which are all or some of the catalogue's.
+    """Return slots for the modules of `local_catalogue`, all or some of the catalogue's.
 
-    `whole` more slots have room for adapters of max_lora_rank on every module of the catalogue.
+    `num_full_adapters` more slots have room for adapters of max_lora_rank on every module of
+    the catalogue.
     """
     budget = adapter_bytes(
-        config, _one_adapter_bytes(config, here, dtype), free_device_bytes(config)
+        config, _one_adapter_bytes(config, local_catalogue, dtype), free_device_bytes(config)
     )
     itemsize = lora_dtype(config, dtype).itemsize
-    spec = size_slots(here, config.max_loras, config.max_lora_rank, itemsize, budget)
-    if whole:
+    spec = size_slots(local_catalogue, config.max_loras, config.max_lora_rank, itemsize, budget)
+    if num_full_adapters:
         more = rows_per_adapter(catalogue, config.max_lora_rank)
-        rows = {width: spec.rows.get(width, 0) + whole * count for width, count in more.items()}
-        spec = SlotsSpec(spec.num_slots + whole, rows)
+        rows = {
+            width: spec.rows.get(width, 0) + num_full_adapters * count
+            for width, count in more.items()
+        }
+        spec = SlotsSpec(spec.num_slots + num_full_adapters, rows)
         budget = rows_nbytes(rows, itemsize)
     logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, itemsize), spec

@@ -1,4 +1,4 @@
-"""The base model as it is served: what requests are checked against, and what is said of it."""
+"""The base model as it is served: limits for the checks of requests, and its description."""
 
 import dataclasses
 import logging

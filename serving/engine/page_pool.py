@@ -15,6 +15,7 @@ from lora_jax.kv_cache import KVShape
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import AbstractVirtualMemory
+from lora_jax.models.expert_tensors import ExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
@@ -54,7 +55,7 @@ class PoolSizes:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PagePoolParts:
-    """The pool of an engine, and who shares it."""
+    """The pool of an engine, and the parts that share it."""
 
     sizes: PoolSizes
     room: PageRoom
@@ -67,9 +68,9 @@ class PagePoolParts:
         """Return the KV side of the exchange over a cache whose pages are all absent."""
         sizes = self.sizes
         how = {"extent": sizes.extent, "extent_pages": sizes.extent_pages, "least": sizes.least_kv}
-        made = PageExtents(cache, self.exchange, self.room, **how)
-        self.room.mapped_pages = lambda: made.mapped
-        return made
+        extents = PageExtents(cache, self.exchange, self.room, **how)
+        self.room.mapped_pages = lambda: extents.mapped
+        return extents
 
 
 def check_page_pool(config: EngineConfig, **others: bool) -> None:
@@ -86,9 +87,9 @@ def check_page_pool(config: EngineConfig, **others: bool) -> None:
         "merge_adapter": config.merge_adapter is not None,
         **{name.replace("_", " "): is_set for name, is_set in others.items()},
     }
-    if found := [name for name, is_set in refused.items() if is_set]:
+    if reasons := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"page_pool_bytes does not go with {', '.join(found)}: KV pages and adapters share "
+            f"page_pool_bytes does not go with {', '.join(reasons)}: KV pages and adapters share "
             "its bytes on one device. Leave one of them out."
         )
     platform = jax.default_backend()
@@ -118,9 +119,9 @@ def check_kernels(
         ),
         "adapters that bring rows of the vocabulary": brings,
     }
-    if found := [name for name, is_set in refused.items() if is_set]:
+    if reasons := [name for name, is_set in refused.items() if is_set]:
         raise ValueError(
-            f"page_pool_bytes on a GPU does not go with {'; '.join(found)}. Set "
+            f"page_pool_bytes on a GPU does not go with {'; '.join(reasons)}. Set "
             "kv_cache_memory_bytes and lora_memory_bytes in its place."
         )
 
@@ -155,6 +156,7 @@ def make_page_pool(
     if on_gpu:
         check_kernels(config, model_config, catalogue, dtype)
     tensors = None if esft is None else esft.room.tensors
+    assert tensors is None or isinstance(tensors, ExpertTensors), "a page pool has one device"
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
@@ -211,8 +213,8 @@ def kv_sides(shape: KVShape, page_size: int, dtype: jnp.dtype) -> tuple[int, ...
         dataclasses.replace(shape, v_dim=0),
         dataclasses.replace(shape, k_dim=0),
     )
-    found = (side.bytes_per_token(dtype) * page_size for side in sides)
-    return tuple(num_bytes for num_bytes in found if num_bytes)
+    page_bytes = (side.bytes_per_token(dtype) * page_size for side in sides)
+    return tuple(num_bytes for num_bytes in page_bytes if num_bytes)
 
 
 def rows_by_bytes(rows: dict[int, int], itemsize: int) -> tuple[int, ...]:
@@ -245,7 +247,8 @@ def pool_sizes(
     wanted = config.max_model_len or model_positions
     if wanted > model_positions:
         raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
+            "max_model_len."
         )
     most = max(0, pages - adapter) // extent_pages * extent  # KV pages
     longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)

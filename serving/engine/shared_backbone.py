@@ -27,12 +27,12 @@ def check_backbone(config: EngineConfig, has_server: bool) -> EngineConfig:
         "lora_server": has_server,
         "a model that takes images": read_config(Path(config.model)).vision is not None,
     }
-    found = [name for name, is_set in refused.items() if is_set]
-    if found:
+    reasons = [name for name, is_set in refused.items() if is_set]
+    if reasons:
         raise ValueError(
-            f"A function over a shared backbone does not work with {', '.join(found)}: it has one "
-            "device, weights from files, text and LoRA adapters. Serve the rest by an engine of "
-            "its own."
+            f"A function over a shared backbone does not work with {', '.join(reasons)}: it has "
+            "one device, weights from files, text and LoRA adapters. Leave that out, or use an "
+            "engine without functions."
         )
     return dataclasses.replace(config, max_esft_adapters=0)
 

@@ -57,14 +57,16 @@ def cache_size(
     wanted = config.max_model_len or model_positions
     if wanted > model_positions:
         raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions."
+            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
+            "max_model_len."
         )
     budget = config.kv_cache_memory_bytes or (DEFAULT_KV_BYTES if free is None else free)
     affordable = budget // (bytes_per_token * page_size)
     if affordable < 1:
         raise ValueError(
             f"One KV page of {page_size} tokens takes {bytes_per_token * page_size} bytes; the "
-            f"budget is {budget}."
+            f"budget is {budget}. Raise kv_cache_memory_bytes or gpu_memory_utilization, or lower "
+            "block_size."
         )
     longest = min(wanted, affordable * page_size)
     if config.max_model_len and longest < wanted:

@@ -67,7 +67,7 @@ def make_runner(
         encoder=encoder,
         # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
         # that nobody needs take a third of a small model's step.
-        specialize_lora=config.specialize_lora
+        compile_base_only_steps=config.compile_base_only_steps
         and (jax.default_backend() != "cpu" or link is not None),
         structured_outputs=config.structured_outputs,
         split=base.split,

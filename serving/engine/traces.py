@@ -29,7 +29,7 @@ _LAST_S = 3.0  # for spans that wait when the engine ends
 def span_attributes(request: Request, ended: FinishedRequest, model: str) -> dict[str, Any]:
     """Return what a span says of a request; times in seconds, unknown ones are left out."""
     sampling, scheduled, first = request.sampling, ended.scheduled_s, ended.first_token_s
-    told: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.response.model": ended.adapter or model,
         "gen_ai.request.id": request.request_id,
         "gen_ai.request.temperature": sampling.temperature,
@@ -42,16 +42,16 @@ def span_attributes(request: Request, ended: FinishedRequest, model: str) -> dic
         "gen_ai.latency.e2e": ended.finished_s - ended.arrival_s,
     }
     if request.trace is not None and request.trace.http_request_id:
-        told["http.request.id"] = request.trace.http_request_id
+        attributes["http.request.id"] = request.trace.http_request_id
     if scheduled is not None:
-        told["gen_ai.latency.time_in_queue"] = scheduled - ended.arrival_s
-        told["gen_ai.latency.time_in_model_inference"] = ended.finished_s - scheduled
+        attributes["gen_ai.latency.time_in_queue"] = scheduled - ended.arrival_s
+        attributes["gen_ai.latency.time_in_model_inference"] = ended.finished_s - scheduled
     if first is not None:
-        told["gen_ai.latency.time_to_first_token"] = first - ended.arrival_s
-        told["gen_ai.latency.time_in_model_decode"] = ended.finished_s - first
+        attributes["gen_ai.latency.time_to_first_token"] = first - ended.arrival_s
+        attributes["gen_ai.latency.time_in_model_decode"] = ended.finished_s - first
         if scheduled is not None:
-            told["gen_ai.latency.time_in_model_prefill"] = first - scheduled
-    return told
+            attributes["gen_ai.latency.time_in_model_prefill"] = first - scheduled
+    return attributes
 
 
 class Traces:
@@ -83,7 +83,7 @@ class Traces:
             self._hand_over(request, ended)
         except Exception:
             if not self._told:
-                logger.exception("A request could not be traced; it is said once.")
+                logger.exception("A request could not be traced; this is logged once.")
             self._told = True
 
     def close(self) -> None:

@@ -219,7 +219,7 @@ class Agent:
         Raises what `Published.renew` raises; functions then stay without processes.
         """
         logger.error(
-            "%d arrays of the backbone have changed, %s first: it is loaded anew.",
+            "%d arrays of the backbone have changed, %s first: loading it again.",
             len(changed),
             changed[0],
         )

@@ -45,12 +45,12 @@ def base_of(adapter: _Path) -> Path:
     if not named:
         raise ValueError(f"{folder} names no base model: give model= with its folder.")
     around = (parent / Path(named).name for parent in (Path.cwd(), *folder.parents))
-    for place in (Path(named).absolute(), *around):
-        if (place / "config.json").is_file():
-            return place
+    for candidate in (Path(named).absolute(), *around):
+        if (candidate / "config.json").is_file():
+            return candidate
     raise ValueError(
-        f"{folder} is for the base model {named!r}, which is no folder here, and none with its "
-        "name is around the adapter: give model= with its folder."
+        f"{folder} is for the base model {named!r}, and neither that path nor a folder of its "
+        "name near the adapter exists: give model= with its folder."
     )
 
 

@@ -219,7 +219,7 @@ class _Calls:
             return self._take(call)
         if call["call"] == "metrics":
             return "" if self._http is None else self._http.metrics_text()
-        raise ValueError(f"There is no call {call['call']!r}.")
+        raise ValueError(f"Unknown call {call['call']!r}.")
 
     def _take(self, call: dict[str, Any]) -> None:
         """Take an adapter or its process in, or let one go, unless a newer one has its name."""
@@ -253,15 +253,15 @@ class _Calls:
 
 def backbone_memory(maps: str = "/proc/self/smaps") -> dict[str, int]:
     """Return bytes of this process's maps of shared pages: size, and its share of them (Pss)."""
-    found, ours = {"Size": 0, "Pss": 0}, False
+    totals, ours = {"Size": 0, "Pss": 0}, False
     with open(maps) as lines:
         for line in lines:
             name, _, rest = line.partition(":")
             if "-" in name and " " in line.split(":")[0]:  # the head of a mapping
                 ours = "lora_jax_pages" in line
-            elif ours and name in found:
-                found[name] += int(rest.split()[0]) << 10
-    return found
+            elif ours and name in totals:
+                totals[name] += int(rest.split()[0]) << 10
+    return totals
 
 
 def private_bytes(path: str = "/proc/self/smaps_rollup") -> int:

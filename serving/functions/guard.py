@@ -82,36 +82,36 @@ class Guard:
         self._running = running = Running(connection, pid, ready)
         reading = threading.Thread(target=running.read, name="guard-answers", daemon=True)
         reading.start()
-        found = ready["changed"]
-        if not found:
+        changed = ready["changed"]
+        if not changed:
             self.starts += 1
             self._count(0)
-        while not (found or self._closing.is_set() or running.ended):
+        while not (changed or self._closing.is_set() or running.ended):
             self._look.wait(self._verify_s)
             self._look.clear()
             answers = running.send({"call": "check"})
             answer = {} if answers is None else _answer(answers)
             if "value" not in answer:
                 break
-            found = answer["value"]
-            self._count(not found)
+            changed = answer["value"]
+            self._count(not changed)
         ended = running.ended
         running.close()
         reading.join()
-        if found:
-            self._replace(found)
+        if changed:
+            self._replace(changed)
         elif ended and not self._closing.is_set():
             logger.warning("The backbone's guard has ended; a backup takes its place.")
 
-    def _replace(self, found: list[str]) -> None:
+    def _replace(self, changed: list[str]) -> None:
         """Return when other pages are in the place of those that have changed."""
         wait_s = _AGAIN_S
         while not self._closing.is_set():
             try:
-                self._changed(found)
+                self._changed(changed)
                 return
             except (OSError, ValueError) as error:
-                logger.error("The backbone cannot be loaded anew, functions stay off: %s", error)
+                logger.error("The backbone cannot be loaded again, functions stay off: %s", error)
             self._closing.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_AGAIN_S)
 

@@ -149,7 +149,7 @@ class Function:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether there is no process, and none on its way."""
+        """True if there is no process, and none is starting."""
         return self._offloaded
 
     def offload(self) -> bool:

@@ -127,17 +127,17 @@ def _landlock(libc, reads, writes, lists, network: bool) -> None:
 
 def _allow(libc, ruleset: int, path: str | Path, access: int) -> None:
     try:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, PermissionError):
         return  # nothing that could be opened
     try:
         if not os.path.isdir(path):
             access &= _OF_FILES | _IOCTL
-        rule = ctypes.create_string_buffer(struct.pack("<Qi", access, place), 12)
+        rule = ctypes.create_string_buffer(struct.pack("<Qi", access, descriptor), 12)
         if libc.syscall(_ADD, ruleset, _BENEATH, rule, 0) < 0:
             _raise()
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def _seccomp(libc, network: bool) -> None:

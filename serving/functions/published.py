@@ -35,7 +35,7 @@ class Published:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the pages, once for all who map them."""
+        """Bytes of the pages, counted once for all processes that map them."""
         return sum(self._manifest["blocks"])
 
     @property
@@ -60,7 +60,7 @@ class Published:
             send_fds(connection, self._fds)
 
     def condemn(self, why: str) -> list[socket.socket]:
-        """Send these pages to nobody any more; return the connections of those who got them.
+        """Stop sending these pages; return the connections of the processes that have them.
 
         Their descriptors are closed, so that their memory is free for new pages once these ended.
         """
@@ -82,7 +82,8 @@ class Published:
             if manifest["leaves"] != self.leaves:
                 close_all(fds)
                 raise ValueError(
-                    f"The files of {self._model} are not those that were loaded before: start anew."
+                    f"The files of {self._model} have changed since they were loaded: restart "
+                    "the agent."
                 )
         except (OSError, ValueError) as error:
             with self._lock:

@@ -33,7 +33,7 @@ class Room:
 
     @property
     def is_limited(self) -> bool:
-        """Whether processes may have to make room for each other."""
+        """True if processes may have to make room for each other."""
         return self._limit is not None
 
     def ready(self, name: str, num_bytes: int, start_s: float) -> None:
@@ -52,9 +52,9 @@ class Room:
         if self._limit is None or not off:
             return off
         with self._lock:
-            there = [f for f in functions.values() if self._holds(f)]
-            idle = {f.name for f in there if f.running is not None and f.running.is_idle}
-            free = self._limit - sum(self._held(f.name) for f in there if f.name not in idle)
+            held = [f for f in functions.values() if self._holds(f)]
+            idle = {f.name for f in held if f.running is not None and f.running.is_idle}
+            free = self._limit - sum(self._held(f.name) for f in held if f.name not in idle)
             known = [name for name in (*idle, *off) if self._held(name)]
             parts = [
                 Artifact(name, self._held(name), (name,), device_s=self._start_s.get(name, 1.0))

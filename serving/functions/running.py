@@ -56,7 +56,7 @@ class Running:
         return number
 
     def has_calls(self, owner: str) -> bool:
-        """Whether calls of this owner are under way."""
+        """True if calls of this owner are under way."""
         with self._lock:
             return owner in self._owners.values()
 
@@ -96,13 +96,13 @@ class Running:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is under way."""
+        """True if no call is under way."""
         with self._lock:
             return not self._waiting
 
     @property
     def ended_by_others(self) -> bool:
-        """Whether it ended with a process that others use too."""
+        """True if it ended with a process that other functions use too."""
         return False
 
     def end_if_idle(self) -> bool:
@@ -119,7 +119,7 @@ class Running:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def read(self) -> None:
-        """Pass answers to those who wait, until the process has ended; they all get an answer."""
+        """Pass answers to waiting calls until the process has ended; every call gets an answer."""
         try:
             while True:
                 answer = receive_header(self._connection)

@@ -26,10 +26,10 @@ def run(connection: Any, order: dict[str, Any], private_bytes: Any) -> None:
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
-    told = {"report": report.as_json(), "epoch": seat.epoch, "private_bytes": private_bytes()}
+    answer = {"report": report.as_json(), "epoch": seat.epoch, "private_bytes": private_bytes()}
     fds = [seat.channel, seat.bell, seat.life]
     try:
-        send_header(connection, {"ready": True, "start_s": time.monotonic() - start, **told})
+        send_header(connection, {"ready": True, "start_s": time.monotonic() - start, **answer})
         send_fds(connection, fds)
     finally:
         close_all(fds)

@@ -182,12 +182,12 @@ class Tenant:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call of this function is under way."""
+        """True if no call of this function is under way."""
         return not self.engine.has_calls(self.name)
 
     @property
     def ended_by_others(self) -> bool:
-        """Whether it ended with the engine, which had answered calls: not by this adapter alone."""
+        """True if it ended with the engine, which had answered calls: not by this adapter alone."""
         return self.engine.ended and self.engine.has_answered
 
     def end_if_idle(self) -> bool:

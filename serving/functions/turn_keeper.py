@@ -76,15 +76,15 @@ class TurnKeeper:
         connection = self._sockets[key]
         while True:
             try:
-                said = connection.recv(_LONGEST)
+                message = connection.recv(_LONGEST)
             except BlockingIOError:
                 return
             except OSError:
-                said = b""
-            if said[:1] == ASK and len(said) == ASK_FIELDS.size:
-                fields = [_bounded(value) for value in ASK_FIELDS.unpack(said)[1:]]
+                message = b""
+            if message[:1] == ASK and len(message) == ASK_FIELDS.size:
+                fields = [_bounded(value) for value in ASK_FIELDS.unpack(message)[1:]]
                 self._table.asks(key, Ask(*fields), time.monotonic())
-            elif said == BACK:
+            elif message == BACK:
                 self._table.gives_back(key)
             else:  # its end, or no language of ours
                 self._forget(key)

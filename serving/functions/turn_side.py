@@ -49,7 +49,7 @@ class TurnSide:
 
     @property
     def is_due(self) -> bool:
-        """Whether another function waits, and this one's time is over."""
+        """True if another function waits and this one's time is over."""
         if self._holds and not self._is_due:
             self._hear(0.0)
         return self._holds and self._is_due

@@ -1,4 +1,4 @@
-"""Turns of functions on one device: whose it is, whom it is asked back from, who is next. No jax.
+"""Turns of functions on one device: the holder, its recall, and the next one. No jax.
 
 A turn is granted by margin (`policies.turns`) and has no end while nobody else asks. When somebody
 does, it is asked back at the end of its time, or when a batch expires that waits for the device

@@ -166,7 +166,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         return self.is_loading(digest) or self.is_resident(digest)
 
     def is_pinned(self, digest: str) -> bool:
-        """Return whether the adapter stays on the device whoever else needs its place."""
+        """Return whether the adapter is never evicted to make room."""
         adapter = self._known.get(digest)
         return adapter is not None and adapter.pinned
 

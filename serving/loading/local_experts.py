@@ -69,8 +69,8 @@ class LocalExperts:
         live = self._live.get(digest)
         if live is None:
             return False
-        there = self._loader.is_placed(live.entry.digest)
-        return there or self._loader.can_place(live.weights)
+        is_placed = self._loader.is_placed(live.entry.digest)
+        return is_placed or self._loader.can_place(live.weights)
 
     def serve_instead(self, digest: str) -> None:
         """The server will not have the adapter: serve the requests there are without it."""

@@ -153,15 +153,15 @@ class PooledSlotAllocator(SlotAllocator):
         return Offer(value, self._num_pages(placed), lambda: self._free(digest))
 
     def stats(self) -> ResidencyStats:
-        found = super().stats()
+        stats = super().stats()
         used = sum(self._num_bytes(placed) for placed in self._held())
         return ResidencyStats(
             slots_used=len(self._placed) + len(self._leaving),
             slots_total=self.num_slots,
             bytes_used=used,
             bytes_total=self._most_pages * self._exchange.pool.page_bytes,
-            rows_used=found.rows_used,
-            rows_total=found.rows_total,
+            rows_used=stats.rows_used,
+            rows_total=stats.rows_total,
         )
 
     @property
@@ -174,7 +174,7 @@ class PooledSlotAllocator(SlotAllocator):
         return [*self._placed.values(), *self._leaving]
 
     def _idle(self) -> list[str]:
-        """Return who may be evicted, the least valuable first, of equal ones the oldest."""
+        """Return the adapters that may be evicted, least valuable first, then oldest first."""
         return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:

@@ -103,7 +103,7 @@ class PooledExpertAllocator(ExpertAllocator):
         return pages
 
     def _idle(self) -> list[str]:
-        """Return who may be evicted, the least valuable first, of equal ones the oldest."""
+        """Return the adapters that may be evicted, least valuable first, then oldest first."""
         size = {digest: self._num_bytes(placed.room) for digest, placed in self._placed.items()}
         idle = self._pool.old(super()._idle())
         return sorted(idle, key=lambda d: self._pool.uses.value(d, size[d]))

@@ -62,12 +62,12 @@ class StandInResidency(ServerResidency):
     ) -> Failures:
         """As ServerResidency; a failure that the instance can stand in for ends no request."""
         failures = super().advance(device, max_chunks, dispatched, read)
-        here = self.servable_here(digest for digest, _ in failures)
+        servable = self.servable_here(digest for digest, _ in failures)
         if not self.server.is_lost:
-            for digest in here:
+            for digest in servable:
                 self._local.serve_instead(digest)
             self._local.collect()
-        return [(digest, why) for digest, why in failures if digest not in here]
+        return [(digest, why) for digest, why in failures if digest not in servable]
 
     def servable_here(self, digests: Iterable[str]) -> frozenset[str]:
         return frozenset(digest for digest in digests if self._local.can_serve(digest))

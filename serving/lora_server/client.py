@@ -106,7 +106,7 @@ class StepExperts:
 
 
 class Step(Protocol):
-    """One traced step: who carries its rows, and the statuses of its exchanges."""
+    """One traced step: the client of its rows, and the statuses of its exchanges."""
 
     client: AbstractClient
     statuses: list[jax.Array]

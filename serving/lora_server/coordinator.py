@@ -142,7 +142,7 @@ class Coordinator:
                 self._ranks[rank] = control
 
     def held(self) -> dict[str, frozenset[str]]:
-        """Return who leases what, by digest."""
+        """Return the instances that lease each adapter, by digest."""
         with self._lock:
             return {digest: frozenset(held.leases) for digest, held in self._held.items()}
 

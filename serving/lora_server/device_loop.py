@@ -141,15 +141,15 @@ class DeviceLoop:
         self._under_way.append(turn)
 
     def _read(self) -> Report:
-        said = self._said[self._under_way.popleft()]
-        lines = np.concatenate(said.lines)
+        answer = self._said[self._under_way.popleft()]
+        lines = np.concatenate(answer.lines)
         left = lines[(lines[:, 0] != _NOBODY) & (lines[:, Word.VERDICT] == Verdict.LEAVE)]
-        return Report(int(said.answered), tuple(map(tuple, left.tolist())))
+        return Report(int(answer.answered), tuple(map(tuple, left.tolist())))
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        said = _Said(self._new_lines(), self._put(np.int32(0)))
-        arguments = self._rank.slots, self._current(0), self._new_lines(), said
+        lines = _Said(self._new_lines(), self._put(np.int32(0)))
+        arguments = self._rank.slots, self._current(0), self._new_lines(), lines
         jax.block_until_ready(program(*arguments, self._put(np.zeros(2, np.int32))))
 
     def _new_lines(self) -> tuple[Array, ...]:

@@ -1,4 +1,4 @@
-"""All ranks of a LoRA Server: started, watched, started anew when one dies."""
+"""All ranks of a LoRA Server: started, watched, restarted when one dies."""
 
 import functools
 import logging
@@ -61,7 +61,7 @@ class ServerGroup:
 
     @property
     def places(self) -> tuple[RankPlace, ...]:
-        """Where instances find the ranks now."""
+        """Current addresses of the ranks."""
         return tuple(process.place for process in self.processes)
 
     @property
@@ -142,6 +142,6 @@ class ServerGroup:
             self._closing.wait(_RESTART_S)
             return
         if self._addresses.get(rank) != before:
-            logger.warning("Rank %d has another address; instances start anew.", rank)
+            logger.warning("Rank %d has another address; restarting the instances.", rank)
             self._moved()
         logger.info("Rank %d was restarted in %.1f s.", rank, time.monotonic() - begun)

@@ -123,11 +123,11 @@ def _up_to(
     placement: LoraPlacement, layer: int, writes: dict[int, list[RowWrite]], is_first: bool
 ) -> LoraPlacement:
     """Return the placement of one layer, whose table entries hold for all layers so far."""
-    there = np.arange(placement.entries.shape[1]) <= layer
+    loaded = np.arange(placement.entries.shape[1]) <= layer
     return dataclasses.replace(
         placement,
-        entries=np.where(there[None, :, None], placement.entries, 0).astype(np.int32),
-        scaling=np.where(there[None], placement.scaling, 0).astype(np.float32),
+        entries=np.where(loaded[None, :, None], placement.entries, 0).astype(np.int32),
+        scaling=np.where(loaded[None], placement.scaling, 0).astype(np.float32),
         writes={width: tuple(rows) for width, rows in writes.items()},
         cleared_slots=placement.cleared_slots if is_first else (),
     )

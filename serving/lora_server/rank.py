@@ -276,8 +276,8 @@ class ServerRank:
         for number, digest in self._digests.items():
             slot = self._slots_of[number % self.sizes.num_adapters]
             loading = self._loads.get(number)
-            there = self._allocator.slot_of(digest) if loading is None else loading.slot
-            assert slot == there, f"{number} is not in slot {slot}"
+            placed = self._allocator.slot_of(digest) if loading is None else loading.slot
+            assert slot == placed, f"{number} is not in slot {slot}"
 
 
 @functools.partial(

@@ -1,4 +1,4 @@
-"""One rank of a LoRA Server as a process of its own, and the handle of who started it."""
+"""Process of one rank of a LoRA Server, and its parent's handle of it."""
 
 import contextlib
 import dataclasses

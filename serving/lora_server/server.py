@@ -209,10 +209,10 @@ class RankServer:
         report = self._programs.turn(self._version, *_PROGRAM[busy])
         self._answered += report.answered
         left = (transport.left(line) for line in report.left)
-        asked = [*self._waiting, *(request for request in left if request is not None)]
-        waits = [self._must_wait(request) for request in asked]
-        self._waiting = [request for request, wait in zip(asked, waits, strict=True) if wait]
-        for request, wait in zip(asked, waits, strict=True):
+        requests = [*self._waiting, *(request for request in left if request is not None)]
+        waits = [self._must_wait(request) for request in requests]
+        self._waiting = [request for request, wait in zip(requests, waits, strict=True) if wait]
+        for request, wait in zip(requests, waits, strict=True):
             if not wait:
                 self._answer(transport, request, self._compute(request))
 
@@ -231,8 +231,8 @@ class RankServer:
         shard, rank = self._rank.shard, self._rank
         local = request.experts - shard.first_expert
         has_experts = np.all((local >= 0) & (local < shard.num_experts))
-        here = self._layout.moe_layers[request.layer] in shard.layers
-        if not (has_experts and here) or request.table_version > self._version:
+        is_local = self._layout.moe_layers[request.layer] in shard.layers
+        if not (has_experts and is_local) or request.table_version > self._version:
             return None
         return rank.slots_of(request.adapters, rank.bucket(request.rows))
 

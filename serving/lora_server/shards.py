@@ -95,8 +95,8 @@ def shard_layout(
     layout = from_text(placement, shape, ranks)
     if layout.dp > 1:
         raise ValueError(
-            f"The placement {placement!r} deals out whole adapters, which this LoRA Server does "
-            f"not do; use epX-ppY with X * Y = {ranks}."
+            f"The placement {placement!r} gives whole adapters to ranks, which is not "
+            f"supported; use epX-ppY with X * Y = {ranks}."
         )
     assert config.moe is not None, "a shape of experts without experts"
     return ShardLayout(layout, tuple(config.moe.layers), attention)

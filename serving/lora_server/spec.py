@@ -92,7 +92,7 @@ class ServerDesign:
             raise ValueError(
                 f"A step of {max_tokens} tokens has {rows} (token, expert) rows and the LoRA "
                 f"Server takes {most} in a message; lower max_num_batched_tokens to "
-                f"{most // self.config.moe.top_k}, or start the server for more."
+                f"{most // self.config.moe.top_k}, or raise that of the LoRA Server."
             )
 
     def require_rank(self, max_rank: int) -> None:

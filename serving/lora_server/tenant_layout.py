@@ -49,8 +49,8 @@ class TenantLayout:
 
     def has(self, module: str, layer: int) -> bool:
         """True if tenants compute this module of the layer: all that adapters may have."""
-        found = self._modules.get(module)
-        return found is not None and layer in found.layers
+        layers = self._modules.get(module)
+        return layers is not None and layer in layers.layers
 
     def has_any(self, report: AdapterReport) -> bool:
         """True if tenants compute a part of an adapter: always."""

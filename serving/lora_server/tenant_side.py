@@ -244,8 +244,8 @@ class TenantSide:
         with self._lock:
             names = {n: self._seats.get(r.digest) for n, r in self._reports.items()}
             digests = frozenset(d for d, number in self._seats.items() if status[number])
-        told = {number: name for name, number in names.items()}
-        failed = {told.get(n, str(n)): Status(int(s)).name for n, s in enumerate(status) if s}
+        name_of = {number: name for name, number in names.items()}
+        failed = {name_of.get(n, str(n)): Status(int(s)).name for n, s in enumerate(status) if s}
         logger.warning(
             "A step failed at %s.", ", ".join(f"tenant {name} ({s})" for name, s in failed.items())
         )

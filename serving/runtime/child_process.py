@@ -1,4 +1,4 @@
-"""A process that lives as long as a connection of its parent's: what every handle of one can do."""
+"""Child process that ends with its parent's connection, and the base of its handles."""
 
 import abc
 import contextlib

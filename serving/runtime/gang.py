@@ -1,4 +1,4 @@
-"""Members of one instance over several hosts: rank 0 says what is done, the others do it.
+"""Members of one instance over several hosts: rank 0 decides, the others follow.
 
 All members end together: when one has gone or is silent, every other ends its process at once, for
 what starts it to start a new generation. Nothing is waited for, since the devices wait too.
@@ -72,7 +72,7 @@ class Gang:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this is rank 0."""
+        """True if this is rank 0."""
         return self.rank == 0
 
     def start_jax(self) -> None:
@@ -146,7 +146,7 @@ class Gang:
             try:
                 jax.distributed.shutdown()
             except RuntimeError as error:
-                logger.warning("jax's coordinator did not end well: %s", error)
+                logger.warning("jax's coordinator failed while it ended: %s", error)
         for connection in self._peers.values():
             connection.close()
 

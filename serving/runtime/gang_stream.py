@@ -135,15 +135,15 @@ def gather_followers(
         raise GangRefused(
             f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
         ) from None
-    found: dict[int, Connection] = {}
+    connections: dict[int, Connection] = {}
     end = time.monotonic() + place.wait_s
     with listener, contextlib.ExitStack() as undo:
-        while len(found) < place.size - 1:
+        while len(connections) < place.size - 1:
             listener.settimeout(max(0.1, end - time.monotonic()))
             try:
                 sock, peer = listener.accept()
             except TimeoutError:
-                missing = sorted(set(range(1, place.size)) - set(found))
+                missing = sorted(set(range(1, place.size)) - set(connections))
                 raise GangRefused(
                     f"Nodes {missing} of {place.size} have not come within {place.wait_s:g} s."
                 ) from None
@@ -151,12 +151,18 @@ def gather_followers(
             connection = Connection(sock)
             undo.callback(connection.close)
             try:
-                found[_welcome(connection, place, about, coordinator, found)] = connection
+                connections[_welcome(connection, place, about, coordinator, connections)] = (
+                    connection
+                )
             except (OSError, KeyError, TypeError) as error:
-                logger.warning("A connection from %s is no member: %s", peer[0], error)
+                logger.warning(
+                    "Rejected a connection from %s, which is no member of this instance: %s",
+                    peer[0],
+                    error,
+                )
                 connection.close()
         undo.pop_all()
-    return found
+    return connections
 
 
 def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection, str]:
@@ -193,9 +199,9 @@ def _welcome(
     place: GangPlace,
     about: Mapping[str, Any],
     coordinator: str,
-    found: Mapping[int, Connection],
+    connections: Mapping[int, Connection],
 ) -> int:
-    """Return the rank of who connected, having told it where the coordinator is."""
+    """Return the rank of a new member, after sending it the coordinator's address."""
     nonce = secrets.token_bytes(_NONCE)
     connection.raw(nonce)
     text = connection.receive_text()
@@ -205,7 +211,7 @@ def _welcome(
     hello = json.loads(text)
     rank = hello["rank"]
     why = difference(about, hello["about"], "on rank 0")
-    if rank in found or not 0 < rank < place.size:
+    if rank in connections or not 0 < rank < place.size:
         why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
     answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})
     connection.raw(_proof(place, bytes.fromhex(hello["nonce"]), answer))
@@ -221,12 +227,12 @@ def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any
     text = connection.send_text(hello)
     connection.raw(_proof(place, nonce, text))
     answer = connection.receive_text()
-    said = json.loads(answer)
-    if "why" in said:
-        raise GangRefused(f"Rank 0 refuses node {place.rank}: {said['why']}.")
+    verdict = json.loads(answer)
+    if "why" in verdict:
+        raise GangRefused(f"Rank 0 refuses node {place.rank}: {verdict['why']}.")
     if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, own, answer)):
         raise GangRefused("Rank 0 does not know the secret: give all nodes the same file.")
-    return said["coordinator"]
+    return verdict["coordinator"]
 
 
 def _proof(place: GangPlace, nonce: bytes, text: bytes) -> bytes:

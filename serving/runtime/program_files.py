@@ -24,8 +24,8 @@ class ProgramFiles:
     """Programs by jax's keys; the ones used longest ago are removed first. Needs no lock."""
 
     def __init__(self, folder: Path, max_bytes: int, *, writes: bool = True, demands: bool = False):
-        """Without `writes` nothing in the folder changes; `demands` says that whoever uses the
-        files is not to make a program that is not there.
+        """Without `writes` nothing in the folder changes; with `demands` a missing
+        program is an error for the user of the files, which must not make it.
         """
         self._path = folder  # jax says it in its messages
         self._max_bytes = max_bytes
@@ -34,7 +34,7 @@ class ProgramFiles:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """Folder of the files."""
         return self._path
 
     @contextlib.contextmanager

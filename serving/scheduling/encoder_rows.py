@@ -1,4 +1,4 @@
-"""Rows of the encoder cache: which image has which, who still needs them. No jax.
+"""Rows of the encoder cache: their images and use counts. No jax.
 
 An image's rows may lie anywhere, so that nothing fragments. Images nobody needs stay findable
 until their rows are taken, the least recently used one first.

@@ -78,7 +78,7 @@ class FairShares:
         return name
 
     def settle(self) -> None:
-        """Set the clock where nothing waits: who comes next begins level with all others."""
+        """Set the clock where nothing waits, so that the next tenant begins level with others."""
         self._clock = max([self._clock, *(t.time for t in self._tenants.values() if t.live)])
 
     def ordered(self, names: Iterable[str]) -> list[str]:

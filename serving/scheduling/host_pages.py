@@ -48,13 +48,13 @@ class HostPages:
 
     def pin(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the longest beginning of `keys` that is here; it stays until `unpin`."""
-        found: list[bytes] = []
+        pinned: list[bytes] = []
         for key in keys:
             if key not in self._key_to_slot:
                 break
-            found.append(key)
-        self._pinned = frozenset(found)
-        return found
+            pinned.append(key)
+        self._pinned = frozenset(pinned)
+        return pinned
 
     def unpin(self) -> None:
         """Let go of what `pin` found."""

@@ -17,8 +17,8 @@ def check_queues(
     waiting.check_integrity()
     running.check_integrity()
     queued = sorted(sequence.number for sequence in (*waiting, *running))
-    asked = sorted(sequence.number for queue in requests.values() for sequence in queue)
-    assert queued == asked, "requests and queues disagree"
+    listed = sorted(sequence.number for queue in requests.values() for sequence in queue)
+    assert queued == listed, "requests and queues disagree"
     for sequence in waiting:
         assert sequence.state is SequenceState.WAITING, sequence.state
         assert sequence.row < 0, "waiting with a row"

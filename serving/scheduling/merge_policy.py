@@ -112,13 +112,13 @@ class MergePolicy:
         """
         costs, base = self.costs, rows.get(PLAIN, 0)
         others = [n for other, n in rows.items() if n and other not in (PLAIN, adapter)]
-        own = costs.lora_row * sum(others) + costs.adapter * len(others)
+        lora_cost = costs.lora_row * sum(others) + costs.adapter * len(others)
         if adapter == PLAIN or not (others or base):
-            return own
+            return lora_cost
         if self._mixture:
             surplus = costs.lora_row * (sum(others) + base)
-            return own + surplus + costs.adapter + costs.branch
-        return own + costs.step * (rows.get(adapter, 0) > 0)
+            return lora_cost + surplus + costs.adapter + costs.branch
+        return lora_cost + costs.step * (rows.get(adapter, 0) > 0)
 
     def next(
         self, target: MergeTarget, rows: Mapping[str, int], can_merge: Callable[[str], bool]
@@ -137,8 +137,8 @@ class MergePolicy:
         self, adapter: str, rows: Mapping[str, int], can_merge: Callable[[str], bool]
     ) -> str | None:
         """Return the best choice besides the present one: plain weights, or the top adapter."""
-        asked = sorted((a for a in rows if a != PLAIN), key=lambda a: (-rows[a], a))
-        choices = [PLAIN, *(a for a in asked[:1] if can_merge(a))]
+        ranked = sorted((a for a in rows if a != PLAIN), key=lambda a: (-rows[a], a))
+        choices = [PLAIN, *(a for a in ranked[:1] if can_merge(a))]
         others = [choice for choice in choices if choice != adapter]
         return min(others, key=lambda other: self.step_cost(other, rows), default=None)
 

@@ -1,4 +1,4 @@
-"""One budget of pages for adapters and KV: who gives pages up when they are short. No jax.
+"""One budget of pages for adapters and KV: the order in which pages are given up. No jax.
 
 Both sides offer what nobody uses: idle adapters, and KV pages that are blank or only cached. The
 offer that is worth least goes first, whichever side it is of. Its value is GDSF's: by byte and use,
@@ -55,7 +55,11 @@ class AnyPool(Protocol):
     """Pages of memory, as far as they are counted here."""
 
     page_bytes: int
-    num_pages: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, used and free."""
+        ...
 
     @property
     def num_available(self) -> int:
@@ -65,7 +69,7 @@ class AnyPool(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PoolShares:
-    """Bytes of the pool by who has them now, and offers that were taken since the start."""
+    """Bytes of the pool by owner, and offers that were taken since the start."""
 
     total_bytes: int = 0
     kv_bytes: int = 0  # leaving pages included
@@ -75,7 +79,7 @@ class PoolShares:
 
 @dataclasses.dataclass
 class _Wanted:
-    """When an adapter was asked for first, and last."""
+    """Times of the first and the last request for an adapter."""
 
     first: float
     last: float
@@ -87,7 +91,7 @@ class PageExchange:
     def __init__(
         self, pool: AnyPool, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
     ):
-        """`kept` pages are for good somebody's who takes no part, as the base's experts."""
+        """`kept` pages never move, such as those of the base's experts."""
         self.pool, self._kept, self._clock = pool, kept, clock
         self._wanted: dict[str, _Wanted] = {}
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
@@ -108,7 +112,7 @@ class PageExchange:
         return self.uses.level
 
     def shares(self, kv_pages: int) -> PoolShares:
-        """Return who has the pool, of which so many pages are KV's."""
+        """Return the pool's bytes by owner; `kv_pages` of its pages are KV's."""
         pool, size = self.pool, self.pool.page_bytes
         total = pool.num_pages - self._kept
         used = pool.num_pages - pool.num_available - self._kept

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds which, and which full pages can be used again. No jax.
+"""Pages of the KV cache: their holders, and full pages that can be used again. No jax.
 
 A full page is known by the SHA-256 of everything before and in it: the adapter's files, the
 caller's salt, all tokens and images. Two requests share a page only when all of these agree, so
@@ -68,7 +68,7 @@ class PrefixCacheStats:
 
 
 class PageWatch(Protocol):
-    """Somebody who follows what becomes of pages."""
+    """Observer of what becomes of pages."""
 
     def taken(self, page: int, *, fresh: bool) -> None:
         """A page that was free is held; `fresh`: for other contents than it had."""

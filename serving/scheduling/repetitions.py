@@ -40,36 +40,36 @@ class Repetitions:
             self._before.append(-1)
             return
         run = tuple(tokens[start : end + 1])
-        place = self._last.get(run, -1)
+        index = self._last.get(run, -1)
         self._last[run] = end
-        self._before.append(place)
-        self._found = self._longest(place, end) + 1 if place >= 0 else -1
+        self._before.append(index)
+        self._found = self._longest(index, end) + 1 if index >= 0 else -1
 
     def following(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed the repetition; a period goes on and on."""
         if self._found < 0:
             return []
-        known = self._tokens[self._found : min(self._found + count, self.num_known)]
-        return [known[i % len(known)] for i in range(count)]
+        draft = self._tokens[self._found : min(self._found + count, self.num_known)]
+        return [draft[i % len(draft)] for i in range(count)]
 
-    def _longest(self, place: int, end: int) -> int:
+    def _longest(self, index: int, end: int) -> int:
         """Return the latest place with the longest repetition of the tokens up to `end`."""
-        best, best_length = place, 0
+        best, best_length = index, 0
         for _ in range(_MOST_PLACES):
-            if place < 0:
+            if index < 0:
                 break
-            length = self._length(place, end)
+            length = self._length(index, end)
             if length > best_length:
-                best, best_length = place, length
+                best, best_length = index, length
             if length == self._high:
                 break
-            place = self._before[place - self._first]
+            index = self._before[index - self._first]
         return best
 
-    def _length(self, place: int, end: int) -> int:
+    def _length(self, index: int, end: int) -> int:
         """Return how many tokens up to `place` are those up to `end`, `high` at most."""
         tokens, length = self._tokens, self._low
-        most = min(self._high, place - self._first + 1)
-        while length < most and tokens[place - length] == tokens[end - length]:
+        most = min(self._high, index - self._first + 1)
+        while length < most and tokens[index - length] == tokens[end - length]:
             length += 1
         return length

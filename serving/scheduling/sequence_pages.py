@@ -143,9 +143,9 @@ class SequencePages:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
             if self.can_match(sequence):
-                found, asked = len(matched) * size, sequence.num_prompt
-                self._cache.record(asked, found)
-                self._host.record(asked - found, len(brought) * size)
+                num_cached, num_prompt = len(matched) * size, sequence.num_prompt
+                self._cache.record(num_prompt, num_cached)
+                self._host.record(num_prompt - num_cached, len(brought) * size)
         return True
 
     def _bring_in(self, keys: SequenceOf[bytes], pages: SequenceOf[int]) -> None:

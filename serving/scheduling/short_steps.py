@@ -31,7 +31,7 @@ class ShortStep:
         return sorted(running, key=lambda sequence: sequence.tenant in self.crowds)
 
     def charge(self, fair: FairShares, served: frozenset[str], idle_rows: int) -> None:
-        """Charge the rows that sat out to those of the callers who got something."""
+        """Charge the rows that sat out to the callers whose rows ran."""
         for tenant in served & self.callers:
             fair.charge(tenant, idle_rows / len(served & self.callers))
 
@@ -39,7 +39,7 @@ class ShortStep:
 def short_step(
     fair: FairShares, running: SequenceOf[Sequence], waiting: Iterable[str], num_rows: int
 ) -> ShortStep:
-    """Return the short step that is due; `waiting` are the tenants of whom something waits."""
+    """Return the short step that is due; `waiting` are the tenants with waiting sequences."""
     held = collections.Counter(sequence.tenant for sequence in running)
     asking = {*waiting, *(s.tenant for s in running if s.num_remaining > 1)}
     uses = fair.uses({name: float(held[name]) for name in {*held, *asking}}, num_rows)

@@ -48,8 +48,8 @@ class SlotClaims:
             if sequence.slot >= 0:
                 users[sequence.request.adapter_digest].append(sequence)
         self._last = {name: at for name, at in self._last.items() if now - at < _AGAIN_S}
-        found = (self._claim(blocked[t], users, now) for t in self._fair.ordered(blocked))
-        return [claim for claim in found if claim is not None]
+        claims = (self._claim(blocked[t], users, now) for t in self._fair.ordered(blocked))
+        return [claim for claim in claims if claim is not None]
 
     def _claim(
         self, claimant: Sequence, users: dict[str, list[Sequence]], now: float
@@ -82,7 +82,7 @@ class SlotClaims:
         if not may_claim(self._fair.own_use(tenant, held, len(users)), 1):
             return None
         may_give = {name: counts[name] for name in own}
-        found = victim(self._fair.uses(held, len(users)), tenant, may_give)
-        if found is None:
+        chosen = victim(self._fair.uses(held, len(users)), tenant, may_give)
+        if chosen is None:
             return None
-        return min(own[found], key=lambda digest: (len(users[digest]), digest))
+        return min(own[chosen], key=lambda digest: (len(users[digest]), digest))

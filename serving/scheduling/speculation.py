@@ -48,10 +48,10 @@ class DraftState:
         repetitions = self.repetitions
         start = repetitions.num_known
         end = min(len(token_ids), start + most)
-        for place in range(start, end):
+        for position in range(start, end):
             guess = repetitions.next_token
             if guess is not None:
-                self.trust += _NEWEST * ((guess == token_ids[place]) - self.trust)
+                self.trust += _NEWEST * ((guess == token_ids[position]) - self.trust)
             repetitions.add()
         return end - start
 
@@ -64,7 +64,7 @@ class DraftState:
 
     def expected(self, first: int, count: int) -> float:
         """Return how many of `count` guesses, after `first` others, will be right on average."""
-        return sum(self.trust**place for place in range(first + 1, first + count + 1))
+        return sum(self.trust**position for position in range(first + 1, first + count + 1))
 
 
 class StepTimes:
@@ -101,8 +101,8 @@ class StepTimes:
         drafted = self._times.get((True, (rows + num_drafts).bit_length()), ())
         if len(plain) < _FEW:
             return False
-        known = len(drafted) >= _FEW
-        ratio = statistics.median(drafted) / statistics.median(plain) if known else 1.0
+        is_measured = len(drafted) >= _FEW
+        ratio = statistics.median(drafted) / statistics.median(plain) if is_measured else 1.0
         # Guesses are sent where they were right lately: on average fewer will be than that says.
         share = min(1.0, (self._right + 1.0) / (self._expected + 1.0))
         paid = (rows + share * expected) / rows >= _MARGIN * ratio
@@ -167,13 +167,13 @@ class Speculation:
         self._follow([chunk.sequence for chunk in chunks])
         drafts, expected = [], {}
         masks = self._config.num_speculative_tokens
-        for place, chunk in enumerate(chunks):
+        for index, chunk in enumerate(chunks):
             unknown = chunk.start + 1 - len(chunk.sequence.token_ids)
             is_bound = chunk.sequence.request.grammar is not None
             draft = self._draft(chunk.sequence, unknown, min(room, masks) if is_bound else room)
             if draft:
-                drafts.append((place, draft))
-                expected[place] = chunk.sequence.draft_state.expected(unknown, len(draft))
+                drafts.append((index, draft))
+                expected[index] = chunk.sequence.draft_state.expected(unknown, len(draft))
                 room -= len(draft)
                 masks -= len(draft) if is_bound else 0
         num_drafts = sum(len(draft) for _, draft in drafts)
@@ -181,10 +181,10 @@ class Speculation:
         if not drafts or not self._times.pays(len(chunks), num_drafts, total):
             return
         self._expected = 0.0
-        for place, draft in drafts:
-            if self._grow(chunks[place].sequence, len(draft), pages, num_running):
-                step.add_drafts(place, draft)
-                self._expected += expected[place]
+        for index, draft in drafts:
+            if self._grow(chunks[index].sequence, len(draft), pages, num_running):
+                step.add_drafts(index, draft)
+                self._expected += expected[index]
 
     def complete(
         self, plan: StepPlan, results: Iterable[SequenceResult], fair: FairShares, now: float
@@ -213,8 +213,8 @@ class Speculation:
         chunk.sequence.num_scheduled_outputs -= wrong
         self._drafts += 1
         self._tokens += len(chunk.drafts)
-        for place in range(right):
-            self._accepted[place] += 1
+        for position in range(right):
+            self._accepted[position] += 1
 
     def _follow(self, sequences: Iterable[Sequence]) -> None:
         """Let the states of sequences know their new tokens, a bounded number in all."""

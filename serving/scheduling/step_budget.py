@@ -94,13 +94,13 @@ class StepBudget:
         if scores:
             sequence.num_prompt_logprobs = start + num_tokens
 
-    def add_drafts(self, place: int, drafts: tuple[int, ...]) -> None:
+    def add_drafts(self, index: int, drafts: tuple[int, ...]) -> None:
         """Let the chunk at `place`, which draws a token, go on with guesses of the next ones."""
-        chunk, count = self._chunks[place], len(drafts)
+        chunk, count = self._chunks[index], len(drafts)
         if count > min(self.tokens, self.logit_rows):
             raise ValueError(f"{count} drafts; {self.tokens} tokens, {self.logit_rows} rows left.")
         longer = chunk.num_tokens + count
-        self._chunks[place] = chunk._replace(num_tokens=longer, drafts=drafts)
+        self._chunks[index] = chunk._replace(num_tokens=longer, drafts=drafts)
         self.tokens -= count
         self.logit_rows -= count
         chunk.sequence.num_computed += count

@@ -44,7 +44,7 @@ class WaitingLine:
 
     @property
     def tenants(self) -> list[str]:
-        """The tenants of whom something waits, in order of their first arrival."""
+        """The tenants with waiting sequences, in order of their first arrival."""
         return list(self._lines)
 
     def check_integrity(self) -> None:

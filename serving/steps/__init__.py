@@ -1,1 +1,1 @@
-"""One step on the device: its arrays, its programs, the sampler, and who runs it."""
+"""One step on the device: its arrays, its programs, the sampler, and the model runner."""

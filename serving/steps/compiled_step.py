@@ -289,13 +289,13 @@ def _jit_steps(
     specs = None if split is None else weight_specs(leaves)
 
     def run_forward(leaves, cache, history, rest, bucket, lora):
-        made = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
+        whole = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         (slots, reroute_tables, remote_table), table, pages, images, merged, pooled = rest
         cache = pooled if cache is None else cache
         over = None if split is None else split.split
         remote = None if link is None or not lora else link.start(remote_table, over)
         batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
-        cache, logits, rows, heads = forward_step(made, cache, history, *batch, merged)
+        cache, logits, rows, heads = forward_step(whole, cache, history, *batch, merged)
         cache = cache if pooled is None else None
         return cache, logits, (rows, heads), None if remote is None else remote.status()
 
@@ -359,13 +359,13 @@ def _jit_steps(
     return (step, forward, sample_part), tuple(leaves)
 
 
-def _make_holes(place: Callable[[Any], jax.Array]) -> list[jax.Array]:
+def _make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
     """Leave free places for small arrays, kept apart by the arrays returned.
 
     Otherwise the allocator cuts them from the front of the memory that programs take for their
     temporaries, which then lie elsewhere in every step.
     """
-    arrays = [place(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
     jax.block_until_ready(arrays)
     step = len(_HOLE_BYTES)
     return [array for i, array in enumerate(arrays) if i // step % 2]

@@ -237,6 +237,6 @@ def _padded(values: SequenceOf[int], size: int, padding: int) -> np.ndarray:
 def _aligned(words: SequenceOf[SequenceOf[int]]) -> np.ndarray:
     """Return int32 [forms x tokens]: each word at the end of its place, after -1."""
     table = np.full((MAX_BAD_FORMS, MAX_BAD_WORD_TOKENS), -1, np.int32)
-    for place, word in enumerate(words):
-        table[place, MAX_BAD_WORD_TOKENS - len(word) :] = word
+    for index, word in enumerate(words):
+        table[index, MAX_BAD_WORD_TOKENS - len(word) :] = word
     return table.reshape(-1)

@@ -43,7 +43,7 @@ class NotKept(LookupError):
 
 @dataclasses.dataclass(frozen=True)
 class KeptSteps:
-    """Where programs of steps are kept, and what all of them are made from."""
+    """Files of compiled steps, and the parts of their key that all steps share."""
 
     files: ProgramFiles
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
@@ -72,18 +72,18 @@ class KeptJit:
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
         lower = functools.partial(self._jitted.lower, *arguments, **static)
-        made = KeptProgram(lower, self._steps, key)
-        self._made.setdefault(called, {})[_shapes(given)] = made
-        return made
+        program = KeptProgram(lower, self._steps, key)
+        self._made.setdefault(called, {})[_shapes(given)] = program
+        return program
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         *given, trees = arguments
         programs = self._made.get((trees, *static.values()), {})
         if len(programs) == 1:
-            (made,) = programs.values()
+            (program,) = programs.values()
         else:
-            made = programs.get(_shapes(given))
-        return self._jitted(*arguments, **static) if made is None else made.compiled(*given)
+            program = programs.get(_shapes(given))
+        return self._jitted(*arguments, **static) if program is None else program.compiled(*given)
 
 
 def _shapes(given: list[Any]) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ class KeptProgram:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `compile` reads it."""
+        """True if `compile` reads it from a file."""
         return self._kept is not None
 
     @property
@@ -126,8 +126,8 @@ class KeptProgram:
         if self._kept is None:
             return None
         try:
-            here = jax.devices()[:1]
-            return serialize_executable.deserialize_and_load(*self._kept, execution_devices=here)
+            devices = jax.devices()[:1]
+            return serialize_executable.deserialize_and_load(*self._kept, execution_devices=devices)
         except Exception as error:  # of XLA: it is compiled again, and written over
             logger.warning("A step that was kept cannot be loaded: %s", error)
             return None
@@ -136,28 +136,28 @@ class KeptProgram:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
         lowered, programs = self._lowered or self._lower(), self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
-        with programs.watched() as found, reading:
+        with programs.watched() as was_read, reading:
             compiled = lowered.compile()
-        if not found():
+        if not was_read():
             self._keep(compiled)
         return compiled
 
     def _keep(self, compiled: Compiled) -> None:
         try:
-            made = serialize_executable.serialize(compiled)
-            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), made)))
+            program = serialize_executable.serialize(compiled)
+            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), program)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
 
 
 def _unpacked(kept: bytes) -> tuple[Any, ...] | None:
     """Return the parts of a kept program; None where its kernels are not there."""
-    choices, made = pickle.loads(kept)
+    choices, program = pickle.loads(kept)
     used = {one["implementation"] for op in choices.values() for one in op}
     if not all(_READY[name]() for name in _READY if name in used):
         return None
     dispatch.remember(choices)
-    return made
+    return program
 
 
 def _mosaic_is_ready() -> bool:
@@ -200,10 +200,10 @@ def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        found = importlib.util.find_spec(package)
-        if found is None or found.origin is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
             continue
-        root = Path(found.origin).parent
+        root = Path(spec.origin).parent
         for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
             data = file.read_bytes()
             digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)

@@ -42,7 +42,7 @@ def dense_maps(model: AbstractCausalLM) -> tuple[DenseMap, ...]:
     """Return the maps of a model's layers whose adapters may be merged, in order of its leaves."""
     params = nnx.split(model, graph=False)[1]
     dtype = model.embed.weight[...].dtype
-    found = []
+    maps = []
     for number, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0]):
         *owner, name = (key.key for key in path if hasattr(key, "key"))
         if name != "weight":
@@ -52,8 +52,8 @@ def dense_maps(model: AbstractCausalLM) -> tuple[DenseMap, ...]:
         if not isinstance(module, Linear) or module.module not in names or leaf.dtype != dtype:
             continue
         if module.module != _HEAD:
-            found.append(DenseMap(number, module.module, module.layer))
-    return tuple(found)
+            maps.append(DenseMap(number, module.module, module.layer))
+    return tuple(maps)
 
 
 def dense_map_bytes(model: AbstractCausalLM) -> int:
@@ -184,13 +184,13 @@ def switched(
     done: dict[int, Array] = {}
     shapes = [w.shape for w in plain]
     for shape in dict.fromkeys(shapes):
-        own = [n for n, other in enumerate(shapes) if other == shape]
-        at = np.array([sites[n] for n in own], np.int32)
+        members = [n for n, other in enumerate(shapes) if other == shape]
+        at = np.array([sites[n] for n in members], np.int32)
         entries = slots.entries[at[:, 0], at[:, 1], slot]  # [maps, 5]
         scaling = slots.scaling[at[:, 0], at[:, 1], slot]
         site = jnp.stack([entries[:, n] for n in (A_OFFSET, B_OFFSET, RANK)], axis=1)
         pools = slots.pools[str(shape[1])], slots.pools[str(shape[0])]
-        maps = tuple(plain[n] for n in own)
+        maps = tuple(plain[n] for n in members)
         merged = merge_apart(maps, *pools, site, scaling, max_rank=max_rank)
-        done |= dict(zip(own, merged, strict=True))
+        done |= dict(zip(members, merged, strict=True))
     return tuple(done[n] for n in range(len(plain)))

@@ -114,8 +114,8 @@ def forward_step(
     if merged_slot is not None and lora:
         batch = mixture(batch, merged_slot)
     hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
-    asked = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
-    logits = model.logits(*asked, slots, sizes.max_rank, split, remote)
+    logit_inputs = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
+    logits = model.logits(*logit_inputs, slots, sizes.max_rank, split, remote)
     if not sizes.head_width:
         return cache, logits, rows, None
     if slots is None:  # then no row has an adapter
@@ -157,10 +157,10 @@ def history_with_drafts(
     drafts = table[TABLE_ROWS:]
     max_drafts, seqs = drafts.shape
     count = jnp.maximum(table[SAMPLES] - 1, 0)
-    place, seq = jnp.indices((max_drafts, seqs), dtype=jnp.int32)
-    positions = (table[START] + table[NUM_TOKENS] - count)[None] + place
+    position, seq = jnp.indices((max_drafts, seqs), dtype=jnp.int32)
+    positions = (table[START] + table[NUM_TOKENS] - count)[None] + position
     # Others go to distinct rows past the end and are dropped.
-    row = jnp.where(place < count[None], seq, seqs + place * seqs + seq)
+    row = jnp.where(position < count[None], seq, seqs + position * seqs + seq)
     return history.at[row, positions].set(drafts, mode="drop", unique_indices=True)
 
 

@@ -102,11 +102,11 @@ class StepInputs:
         """Yield what is new of each; pages of a running sequence only grow."""
         for sequence in sequences:
             row, pages = sequence.row, sequence.pages
-            known = self._num_pages[row]
-            if len(pages) != known:
+            first = self._num_pages[row]
+            if len(pages) != first:
                 self._num_pages[row] = len(pages)
-                new = np.array(pages[known:], np.int32) * np.int32(self._sizes.page_stride)
-                yield NewPages(row, known, new)
+                new = np.array(pages[first:], np.int32) * np.int32(self._sizes.page_stride)
+                yield NewPages(row, first, new)
 
 
 def is_scored(plan: StepPlan) -> bool:

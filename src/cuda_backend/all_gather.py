@@ -35,8 +35,9 @@ _CALLS = {
 class PeerLost(RuntimeError):
     """A GPU of a group did not answer in time: results since then are not valid.
 
-    If it goes on later, it writes a large exchange where this GPU's result was, memory that may
-    have another use by then: the process should end.
+    Each wait of the group ends at once from then on, and a GPU that comes later writes nothing into
+    results that were given up. Only one that stands still between its first write of a large
+    exchange and its last, for longer than the others wait, still does: the process should end.
     """
 
 
@@ -62,8 +63,10 @@ class GatherGroup:
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"a group has 2 to {MOST_DEVICES} devices, got {devices}")
         if devices > len(jax.local_devices()):
-            there = len(jax.local_devices())
-            raise ValueError(f"a group of {devices} devices needs as many GPUs; there are {there}")
+            available = len(jax.local_devices())
+            raise ValueError(
+                f"a group of {devices} devices needs as many GPUs; there are {available}"
+            )
         calls = _calls()
         self._devices = [Device(number) for number in range(devices)]
         self._memories = [_memory(device, self._devices, calls) for device in self._devices]
@@ -77,7 +80,10 @@ class GatherGroup:
         for device, memory in zip(self._devices, self._memories, strict=True):
             status = device.read(memory.address + self._status_offset, 4)
             if peer := int.from_bytes(status, "little"):
-                raise PeerLost(f"GPU {device.number} got no answer from GPU {peer - 1}")
+                raise PeerLost(
+                    f"GPU {device.number} got no answer from GPU {peer - 1}: what they exchanged "
+                    "since is not valid; start this process anew"
+                )
 
 
 def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Landing:
@@ -89,8 +95,8 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
             raise NotImplementedError(f"the all-gather kernels do not load: CUDA error {code}")
         for peer in group:
             if peer is not device and (code := calls.reach(peer.number)):
-                said = f"GPU {device.number} does not reach GPU {peer.number}: CUDA error {code}"
-                raise NotImplementedError(said)
+                reason = f"GPU {device.number} does not reach GPU {peer.number}: CUDA error {code}"
+                raise NotImplementedError(reason)
     _check_allocator(device)
     users = [peer.number for peer in group]
     memory, fd = create_landing(device, device.number, calls.bytes(len(group)), users)
@@ -100,8 +106,8 @@ def _memory(device: Device, group: Sequence[Device], calls: native.Calls) -> Lan
 
 def _check_allocator(device: Device) -> None:
     """Raise NotImplementedError where results of programs lie in memory that has no peers."""
-    there = jax.device_put(np.zeros(64, np.int32), jax.local_devices()[device.number])
-    if not device.is_plain(there.unsafe_buffer_pointer()):
+    probe = jax.device_put(np.zeros(64, np.int32), jax.local_devices()[device.number])
+    if not device.is_plain(probe.unsafe_buffer_pointer()):
         raise NotImplementedError(
             "the all-gather kernels write into memory of cuMemAlloc, which XLA's is not: leave "
             "XLA_PYTHON_CLIENT_ALLOCATOR and TF_GPU_ALLOCATOR at their defaults"
@@ -112,9 +118,14 @@ _GROUPS: dict[int, GatherGroup] = {}  # by size: their memories stay as long as 
 
 
 def gather_group(devices: int) -> GatherGroup:
-    """Return the group over the first GPUs of this process; raises as GatherGroup does."""
+    """Return the group over the first GPUs of this process; raises as GatherGroup does.
+
+    Raises:
+        PeerLost: a GPU of the group was lost before, so no exchange of it is valid any more.
+    """
     if devices not in _GROUPS:
         _GROUPS[devices] = GatherGroup(devices)
+    _GROUPS[devices].check()
     return _GROUPS[devices]
 
 

@@ -34,7 +34,7 @@ SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a weight is stored; gate and up have one."""
+    """Storage form of a weight; gate and up share one."""
 
     coding: int
     scale_columns: int  # of d_in that share a scale
@@ -125,7 +125,10 @@ def check_support(
             f"not {rows}"
         )
     if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
-        raise Declined(f"cuda grouped_matmul: {rows} rows in {groups} groups are too many blocks")
+        raise Declined(
+            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {TILE_ROWS} rows, "
+            f"not {rows} rows in {groups} groups"
+        )
     if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:
         raise Declined(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "

@@ -23,7 +23,10 @@ def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
     if dtype != jnp.float32:
         raise Declined(f"cuda grouped_matmul takes float32, not {dtype}")
     if rows < 1 or d_out < 1 or -(-rows // 4) * -(-d_out // 4) > MAX_TILES:
-        raise Declined(f"cuda grouped_matmul: {rows} rows, d_out {d_out}")
+        raise Declined(
+            f"cuda grouped_matmul takes 1 to {MAX_TILES} tiles of 4 rows by 4 columns, not {rows} "
+            f"rows by {d_out}"
+        )
     if d_in % VECTOR or d_in == 0:
         raise Declined(f"cuda grouped_matmul takes d_in in steps of {VECTOR}, not {d_in}")
 

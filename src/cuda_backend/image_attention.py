@@ -10,15 +10,18 @@ from lora_jax.typing import Array, Bool, Float, Int
 
 HEAD_DIM = 72  # Qwen3-VL's; cuDNN takes as long for it as for 128
 PIECES = 10  # of 8 columns that a head takes in memory
+MAX_HEADS = 100  # q, k or v of 16 patches, of all heads, lie in a CTA's shared memory
 QUERIES, KEYS = 192, 112  # of a tile; a block of memory is 8 of either
 
 
-def check_support(dtype: jnp.dtype, dim: int) -> None:
+def check_support(dtype: jnp.dtype, heads: int, dim: int) -> None:
     """Raise Declined, saying why, for what the kernels do not serve."""
     if dtype != jnp.bfloat16:
         raise Declined(f"cuda turned_attention takes bfloat16, not {dtype}")
     if dim != HEAD_DIM:
         raise Declined(f"cuda turned_attention takes heads of {HEAD_DIM}, not {dim}")
+    if heads > MAX_HEADS:
+        raise Declined(f"cuda turned_attention takes up to {MAX_HEADS} heads, not {heads}")
 
 
 def turned_attention(
@@ -37,7 +40,7 @@ def turned_attention(
     """
     assert leading, "the op asks before"
     patches, _, heads, dim = qkv.shape
-    check_support(qkv.dtype, dim)
+    check_support(qkv.dtype, heads, dim)
     ffi.require()
     rows = max(-(-patches // size) * size for size in (QUERIES, KEYS))
     out = jax.ShapeDtypeStruct((patches, heads, dim), qkv.dtype)

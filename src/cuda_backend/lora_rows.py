@@ -25,7 +25,9 @@ def check_support(y: jax.ShapeDtypeStruct | Array, x: Array, max_rank: int) -> N
         raise Declined(f"cuda lora_rows takes no {x.dtype} to {y.dtype}")
     if x.shape[0] < 1 or y.shape[1] > MAX_WIDTH or not 1 <= max_rank <= MAX_RANK:
         sizes = f"{x.shape[0]} rows of {x.shape[1]} to {y.shape[1]} by rank {max_rank}"
-        raise Declined(f"cuda lora_rows does not take {sizes}")
+        raise Declined(
+            f"cuda lora_rows takes up to {MAX_WIDTH} columns and ranks to {MAX_RANK}, not {sizes}"
+        )
 
 
 def lora_rows(

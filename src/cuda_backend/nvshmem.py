@@ -70,8 +70,8 @@ def package() -> Path:
 
 def library(folder: Path) -> native.Library:
     """Return the kernel, to be built against the package in `folder`."""
-    here = Path(__file__).parent
-    headers = [here / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
+    root = Path(__file__).parent
+    headers = [root / "csrc" / name for name in ("peer/state.cuh", "device/ptx.cuh")]
     return native.Library(
         name="nvshmem",
         title="NVSHMEM kernels",
@@ -80,17 +80,17 @@ def library(folder: Path) -> native.Library:
         flags=(
             *ffi.FLAGS,
             "-rdc=true",
-            f"-I{here / 'csrc'}",
             f"-I{folder / 'include'}",
             f"-L{folder / 'lib'}",
             "-lnvshmem_device",
             "-Xlinker",
             f"-l:{_HOST_LIBRARY}",
         ),
+        includes=(root / "csrc",),
         sources=(
             *headers,
-            here / "csrc_nvshmem" / "forward.cuh",
-            here / "csrc_nvshmem" / "forward.cu",
+            root / "csrc_nvshmem" / "forward.cuh",
+            root / "csrc_nvshmem" / "forward.cu",
         ),
         unit=".cu",
         targets=(FORWARD_AFTER,),
@@ -226,7 +226,7 @@ class NvshmemDevice(PeerDevice):
         return staging, landing
 
     def _place(self, sender: int, turn: int) -> int:
-        """Return where a PE's messages land, in the heap of whoever gets them."""
+        """Return the address at which a PE's messages land in the receiver's heap."""
         return self._heap + (sender * _TURNS + turn % _TURNS) * self._room
 
 
@@ -238,7 +238,9 @@ class _Forwarding:
         self._routes = device.device.allocate(_ROUTE.size * device.size)
         self.number = device.forwards.new(numbers, self._routes, device.size)
         if not self.number:
-            raise ValueError("The kernels take fewer sites, or fewer outputs of a site.")
+            raise ValueError(
+                "The kernels take at most 4 sites of 4 outputs each (csrc/peer/state.cuh)."
+            )
 
     def open(self, channel: SymmetricChannel, staging: int) -> None:
         """Send what is staged at `staging` to the channel's PE from now on."""

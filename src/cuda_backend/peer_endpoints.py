@@ -87,8 +87,8 @@ class _Endpoint:
             self.number = calls.new(numbers, servers, self._state)
         if not self.number:
             raise ValueError(
-                "The device end could not be created: the kernels support at most 4 sites of 4 "
-                "outputs each (csrc/peer_state.cuh), and need a CUDA stream."
+                "The endpoint could not be created: the kernels take at most 4 sites of 4 outputs "
+                "each (csrc/peer/state.cuh), and need a CUDA stream."
             )
         self._turns = [0] * layout.most_peers
         self._channels: dict[int, Channel] = {}

@@ -72,7 +72,7 @@ class Uploader:
             return copied and all(map(self._driver.is_idle, self._streams))
 
     def finish(self) -> None:
-        """Return when all bytes are there, whoever began their copies; raise the first error."""
+        """Return when all copies are complete, of all threads; raise the first error."""
         with self._lock:
             tasks, owners = list(self._under_way), len(self._owners)
         errors = [error for task in tasks if (error := task.exception())]

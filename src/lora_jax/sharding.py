@@ -116,8 +116,8 @@ def weight_sharding(
     if len(axes) != len(shape):
         raise ValueError(f"Logical axes {axes} do not fit shape {shape}.")
     spec = split.spec(axes)
-    for axis, size, there in zip(axes, shape, spec, strict=False):
-        if there is not None and size % split.size:
+    for axis, size, current in zip(axes, shape, spec, strict=False):
+        if current is not None and size % split.size:
             raise ValueError(
                 f"Axis {axis!r} of size {size} does not divide among {split.size} devices."
             )

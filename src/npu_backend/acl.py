@@ -83,7 +83,7 @@ class AscendCL:
         if not code:
             return
         message = self._recent_error() if self._recent_error is not None else None
-        said = f"{name} answers {code}" + (f": {message.decode()}" if message else "")
+        text = f"{name} answers {code}" + (f": {message.decode()}" if message else "")
         if code == OUT_OF_MEMORY:
-            raise OutOfPages(said)
-        raise NotImplementedError(said) if code == FEATURE_UNSUPPORTED else MappingError(said)
+            raise OutOfPages(text)
+        raise NotImplementedError(text) if code == FEATURE_UNSUPPORTED else MappingError(text)

@@ -97,10 +97,10 @@ def _multiply(x: Tensor, w: Tensor, group_sizes: Tensor) -> Tensor:
 
 
 def _check(x: Tensor, w: Tensor, group_sizes: Tensor) -> None:
-    found = f"x {x.dtype}{tuple(x.shape)}, w {w.dtype}{tuple(w.shape)}"
+    given = f"x {x.dtype}{tuple(x.shape)}, w {w.dtype}{tuple(w.shape)}"
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2] or x.dtype != w.dtype:
         raise ValueError(
-            f"grouped_matmul: {found} must be [rows, d_in], [groups, d_out, d_in] of one dtype"
+            f"grouped_matmul: {given} must be [rows, d_in], [groups, d_out, d_in] of one dtype"
         )
     if group_sizes.dtype != torch.int64 or tuple(group_sizes.shape) != w.shape[:1]:
         sizes = f"{group_sizes.dtype}{tuple(group_sizes.shape)}"
@@ -109,7 +109,7 @@ def _check(x: Tensor, w: Tensor, group_sizes: Tensor) -> None:
     if len({x.device, w.device, group_sizes.device}) != 1 or not (
         x.is_contiguous() and w.is_contiguous() and group_sizes.is_contiguous()
     ):
-        raise ValueError(f"grouped_matmul: {found} and group_sizes must be contiguous, on 1 device")
+        raise ValueError(f"grouped_matmul: {given} and group_sizes must be contiguous, on 1 device")
     if x.dtype not in DTYPES:
         raise NotImplementedError(f"grouped_matmul takes {_names(DTYPES)}, not {x.dtype}")
     if len(w) > MAX_GROUPS:

@@ -87,8 +87,8 @@ def row_map(groups: Tensor, num_tokens: int, num_groups: int) -> tuple[Tensor, T
 
 def _check(name: str, array: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or tuple(array.shape) != tuple(shape) or not array.is_contiguous():
-        found = f"{array.dtype}{tuple(array.shape)}"
-        raise ValueError(f"reroute: {name} {found} must be contiguous {dtype}{tuple(shape)}")
+        given = f"{array.dtype}{tuple(array.shape)}"
+        raise ValueError(f"reroute: {name} {given} must be contiguous {dtype}{tuple(shape)}")
 
 
 def _kernels() -> ModuleType:

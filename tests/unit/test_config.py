@@ -218,7 +218,7 @@ def test_deepseek_v2():
 
 
 REFUSED = [
-    ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are dbrx, deepseek_v2"),
+    ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; supported are dbrx, deepseek_v2"),
     ("llama", {"model_type": None}, "model_type None is not supported"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
     ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' .*only default"),

@@ -128,8 +128,8 @@ class RayHosts(AbstractRoleHosts):
         hosts = [host for some in self._fresh.values() for host in some]
         probe.write_bytes(content)
         try:
-            asked = [host.actor.sees.remote(str(probe), content) for host in hosts]
-            seen = _answers(asked, _ACTOR_S)
+            calls = [host.actor.sees.remote(str(probe), content) for host in hosts]
+            seen = _answers(calls, _ACTOR_S)
         finally:
             probe.unlink(missing_ok=True)
         if blind := sorted({h.where for h, sees in zip(hosts, seen, strict=True) if not sees}):

@@ -72,7 +72,9 @@ def _require_tokens(options: Options, environ: Mapping[str, str]) -> None:
     if environ.get(_AUTH, "") == "token":
         return
     if options.insecure:
-        logger.warning("Ray demands no token: whoever reaches its ports runs code on its hosts.")
+        logger.warning(
+            "Ray requires no token: anybody who reaches its ports can run code on its hosts."
+        )
         return
     raise StartError(
         f"Whoever reaches a Ray cluster without tokens runs code on its hosts: set {_AUTH}=token "

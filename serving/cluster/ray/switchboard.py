@@ -71,7 +71,7 @@ class Switchboard:
         return ours, ticket
 
     def drop(self, ticket: Ticket) -> None:
-        """End a connection whose process has ended; whoever reads this side is told."""
+        """End a connection whose process has ended; its reader here gets an error."""
         with self._lock:
             waiting = self._waiting.pop(ticket.name, None)
             line = self._lines.get(ticket.name)
@@ -104,7 +104,9 @@ class Switchboard:
             answer_challenge(far, self.secret)
             name = far.recv_bytes(_MOST_TICKET)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
-            logger.warning("A connection from %s is no role of this cluster: %s", peer, error)
+            logger.warning(
+                "Rejected a connection from %s, which is no role of this cluster: %s", peer, error
+            )
             far.close()
             return
         with _socket_of(far) as sock:

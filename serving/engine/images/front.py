@@ -103,7 +103,7 @@ class ImageFront:
         ValueError when placeholders and images are not equally many.
         """
         self.check_count(len(images))
-        places = [place for place, token in enumerate(ids) if token == self.token_id]
+        places = [position for position, token in enumerate(ids) if token == self.token_id]
         if len(places) != len(images):
             raise ValueError(
                 f"The prompt has {len(places)} image placeholder(s) {self.placeholder!r} for "
@@ -111,11 +111,11 @@ class ImageFront:
             )
         expanded: list[int] = []
         starts, done = [], 0
-        for place, image in zip(places, images, strict=True):
-            expanded += ids[done:place]
+        for position, image in zip(places, images, strict=True):
+            expanded += ids[done:position]
             starts.append(len(expanded))
             expanded += [self.token_id] * image.num_tokens
-            done = place + 1
+            done = position + 1
         return [*expanded, *ids[done:]], starts
 
     def placed(

@@ -170,7 +170,7 @@ def _fetch(parts, host: str, address: tuple[str, int], deadline: float, policy) 
 
 
 def _cut(link: socket.socket) -> None:
-    """Let whoever reads from this connection go on with an error."""
+    """End this connection, so that its reader gets an error."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
 

@@ -33,8 +33,8 @@ class Usage:
     calls: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Usage(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        ours, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Usage(*(a + b for a, b in zip(ours, theirs, strict=True)))
 
 
 def dollars(usage: Usage, rates: Rates | None = None) -> float:

@@ -14,7 +14,7 @@ REFUSALS_PER_S = 50.0  # lines about refusals; what is beyond that is counted
 
 
 class AuditLog:
-    """Appends to a file, which it opens for each line: whoever rotates it may just move it.
+    """Appends to a file, which it opens for each line, so that log rotation may move it.
 
     Several processes may share the file. Without a path it writes nothing.
     """

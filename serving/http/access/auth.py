@@ -95,7 +95,7 @@ def _unauthorized(message: str) -> ApiError:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sent this request."""
+    """Return the caller of this request."""
     return request.scope["state"]["caller"]
 
 

@@ -58,7 +58,7 @@ class KeyWatch:
             self._ring.set_tenants(tenants)
         except (ValueError, OSError) as error:
             why = str(error) if isinstance(error, ValueError) else error.strerror
-            logger.error("The keys file is not taken, the keys before it stay: %s", why)
+            logger.error("The keys file was rejected, the previous keys stay valid: %s", why)
             self._audit.write("rotation", key="", status=400, detail=str(why))
             return
         logger.info("The keys file was read again: %d keys.", len(tenants))

@@ -1,4 +1,4 @@
-"""API keys: which caller a key is, what it may see, how much it may take.
+"""API keys: their callers, permissions and limits.
 
 `python -m serving.http.access.keys new ID` prints a new key, and the line for the keys file.
 """

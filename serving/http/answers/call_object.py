@@ -107,8 +107,8 @@ class CallObject:
     def _read_head(self) -> None:
         """Begin the call if name and key of the arguments are all that stands before them."""
         self._is_head = False
-        found = _HEAD.fullmatch(self.raw)
-        name = _parsed(found[1]) if found else None
+        match = _HEAD.fullmatch(self.raw)
+        name = _parsed(match[1]) if match else None
         if isinstance(name, str) and name:
             self._deltas.begin(name)
             self.is_call = self._passes = True

@@ -178,10 +178,10 @@ class MistralParser(AbstractCallParser):
 
     def _in_name(self, char: str) -> None:
         """Take a character of a name and of the marks behind it."""
-        found = _NAMED.fullmatch(self._named) if char == "{" else None
-        if found is not None:
+        match = _NAMED.fullmatch(self._named) if char == "{" else None
+        if match is not None:
             self._named, self._is_list = "", False
-            self._begin(found[1])
+            self._begin(match[1])
             self._in_object(char)
         elif char == "{" or len(self._named) >= _MAX_NAMED:
             self._held, self._named = self._held + self._named, ""

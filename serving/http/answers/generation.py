@@ -102,8 +102,8 @@ class Generation:
         """Do what `submit` does; the event loop goes on between prompts."""
         submission = self._submission(adapter, cache_salt, caller, entry, grammar)
         with self._all_or_none():
-            for place, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
-                if place % _AT_ONCE == _AT_ONCE - 1:
+            for index, (prompt, sampling) in enumerate(zip(self.prompts, samplings, strict=True)):
+                if index % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
                 self._submit_one(prompt, sampling, submission)
 

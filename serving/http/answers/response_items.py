@@ -42,18 +42,18 @@ class ResponseItems:
         at = self._at(item)
         if item["type"] == "function_call":
             item["arguments"] = text
-            told = {"arguments": text, "name": item["name"]}
-            events = [{"type": "response.function_call_arguments.done", **at, **told}]
+            fields = {"arguments": text, "name": item["name"]}
+            events = [{"type": "response.function_call_arguments.done", **at, **fields}]
         else:
             part, kind = item["content"][0], _PARTS[item["type"]]
             part["text"] = text
             at |= {"content_index": 0}
-            told = {"text": text}
+            fields = {"text": text}
             if kind == "output_text":
                 part["logprobs"], self._logprobs = self._logprobs, []
-                told |= {"logprobs": part["logprobs"]}
+                fields |= {"logprobs": part["logprobs"]}
             events = [
-                {"type": f"response.{kind}.done", **at, **told},
+                {"type": f"response.{kind}.done", **at, **fields},
                 {"type": "response.content_part.done", **at, "part": part},
             ]
         return [*events, self._told("done", item)]
@@ -110,8 +110,8 @@ class ResponseItems:
         return [self._told("added", dict(self._open))]
 
     def _told(self, what: str, item: dict[str, Any]) -> Event:
-        place = len(self.output) - 1
-        return {"type": f"response.output_item.{what}", "output_index": place, "item": item}
+        index = len(self.output) - 1
+        return {"type": f"response.output_item.{what}", "output_index": index, "item": item}
 
     def _at(self, item: dict[str, Any]) -> dict[str, Any]:
         return {"item_id": item["id"], "output_index": len(self.output) - 1}

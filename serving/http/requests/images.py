@@ -64,8 +64,8 @@ async def read_images(
     if len(urls) > front.max_images:
         raise _wrong(TOO_MANY.format(limit=front.max_images))
     images, pixels, tokens = [], 0, 0
-    for place, url in enumerate(urls, 1):
-        which = f"Image {place} of {len(urls)}: " if len(urls) > 1 else ""
+    for number, url in enumerate(urls, 1):
+        which = f"Image {number} of {len(urls)}: " if len(urls) > 1 else ""
         lane = Lane.FETCH if url[:6].lower().startswith(_REMOTE) else Lane.IMAGES
         try:
             data = await run_in(lane, read_source, url, policy)
@@ -95,7 +95,7 @@ def _wrong(message: str) -> ApiError:
     return ApiError(400, message, param="messages")
 
 
-def parts_of(front: ImageFront, place: int, message: ChatMessage) -> list[dict[str, Any]]:
+def parts_of(front: ImageFront, index: int, message: ChatMessage) -> list[dict[str, Any]]:
     """Return a message's parts for the chat template; ApiError 400 names a kind not understood.
 
     Text that spells the image placeholder is refused: it would stand for an image.
@@ -109,12 +109,12 @@ def parts_of(front: ImageFront, place: int, message: ChatMessage) -> list[dict[s
             continue
         if not is_text(part):
             raise _wrong(
-                f"messages.{place}: a part of type {part_kind(part)[:64]!r} is not supported; "
+                f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
                 "this model takes text and image_url."
             )
         if front.placeholder in (part.text or ""):
             raise _wrong(
-                f"messages.{place}: the text holds {front.placeholder!r}, which stands for an "
+                f"messages.{index}: the text holds {front.placeholder!r}, which stands for an "
                 "image; send images as parts of type image_url."
             )
         parts.append({"type": "text", "text": part.text})

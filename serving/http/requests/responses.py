@@ -85,8 +85,8 @@ def own_names() -> Iterator[None]:
         raise ApiError(error.status, message, param=param, **more) from None
 
 
-def _own_word(found: re.Match[str]) -> str:
-    word = found[1].partition(".")[0]
+def _own_word(match: re.Match[str]) -> str:
+    word = match[1].partition(".")[0]
     return "text.format" if word == "response_format" else _OWN_NAMES[word]
 
 
@@ -101,9 +101,9 @@ def _refuse(body: ResponsesBody) -> None:
         value = getattr(body, name, None)
         if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
             raise _error(name, "is not supported: this server keeps no responses and no tools")
-    for name, own in _ELSEWHERE.items():
+    for name, replacement in _ELSEWHERE.items():
         if extra.get(name) is not None:
-            raise _error(name, f"is not a field of responses; use {own}")
+            raise _error(name, f"is not a field of responses; use {replacement}")
     for name in body.include or ():
         if name != LOGPROBS:
             raise _error("include", f"has {name[:64]!r}; only {LOGPROBS!r} is supported")
@@ -124,11 +124,11 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     system: list[str | list[Any]] = [] if body.instructions is None else [body.instructions]
     messages: list[dict[str, Any]] = []
-    for place, item in enumerate(items):
+    for index, item in enumerate(items):
         if not messages and _is_for_system(item):
-            system.append(_content(f"input.{place}", item.get("content")))
+            system.append(_content(f"input.{index}", item.get("content")))
         else:
-            _add_item(messages, f"input.{place}", item)
+            _add_item(messages, f"input.{index}", item)
     return [{"role": "system", "content": _joined(system)}, *messages] if system else messages
 
 
@@ -221,11 +221,11 @@ def _response_format(body: ResponsesBody) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {k: v for k, v in given.items() if k != "type"}}
 
 
-def _tool(place: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a tool in the form of chats; only functions are served."""
     kind = tool.get("type")
     if kind != "function":
-        raise _error(f"tools.{place}", f"has the type {str(kind)[:64]!r}; only function is served")
+        raise _error(f"tools.{index}", f"has the type {str(kind)[:64]!r}; only function is served")
     names = ("name", "description", "parameters")
     function = {name: tool[name] for name in names if tool.get(name) is not None}
     return {"type": "function", "function": function}

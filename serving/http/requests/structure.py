@@ -25,10 +25,10 @@ def structured_outputs(body: GenerationBody) -> StructuredOutputs | None:
     A chat that demands tool calls asks for theirs.
     """
     demanded = demanded_calls(body) if isinstance(body, ChatBody) else None
-    asked = _of_body(body)
+    outputs = _of_body(body)
     if demanded is None:
-        return asked
-    if asked is not None:
+        return outputs
+    if outputs is not None:
         raise ApiError(
             400,
             "tool_choice demands a call, which response_format and structured_outputs exclude.",

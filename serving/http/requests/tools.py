@@ -71,9 +71,9 @@ def auto_parser(body: ChatBody, parser: str | None) -> str | None:
     return parser
 
 
-def template_calls(place: int, given: Any) -> list[dict[str, Any]]:
+def template_calls(index: int, given: Any) -> list[dict[str, Any]]:
     """Return an earlier message's tool calls as templates take them: arguments as an object."""
-    where = f"messages.{place}.tool_calls"
+    where = f"messages.{index}.tool_calls"
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise _error("messages", f"{where} must be a list of at most {MAX_TOOLS} calls", whole=True)
     calls = []

@@ -12,6 +12,6 @@ def trace_of(request: Request, engine: AbstractEngine) -> TraceContext | None:
     """Return the caller's trace and request id; None where the engine sends no traces."""
     if engine.config.otlp_traces_endpoint is None:
         return None
-    found = ((name, request.headers.get(name, "")) for name in _MOST)
-    headers = tuple((name, value) for name, value in found if 0 < len(value) <= _MOST[name])
+    pairs = ((name, request.headers.get(name, "")) for name in _MOST)
+    headers = tuple((name, value) for name, value in pairs if 0 < len(value) <= _MOST[name])
     return TraceContext(headers, request.state.request_id)

@@ -24,17 +24,17 @@ async def create_chat_completion(request: Request) -> Response:
     """Return the assistant's next message, at once or as a stream."""
     server = server_of(request)
     body = await read_body(request, ChatBody)
-    asked = await chat_generation(request, server, body)
+    generation = await chat_generation(request, server, body)
     answer = ChatAnswer(
         body,
-        asked.generation,
-        asked.target.name,
-        asked.tokenizer,
+        generation.generation,
+        generation.target.name,
+        generation.tokenizer,
         server.settings,
-        asked.role,
-        asked.echo,
+        generation.role,
+        generation.echo,
     )
-    answer.served_by(asked.target)
+    answer.served_by(generation.target)
     return await respond(request, server, answer, body.stream)
 
 

@@ -31,11 +31,11 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesBody)
     chat = await run_in(Lane.SHORT, chat_of, body, Bounds.of(server.engine).context)
     with own_names():
-        asked = await chat_generation(request, server, chat)
-    reader = reader_of(chat, server.settings, asked.generation)()
-    text_of = token_text(asked.tokenizer, server.settings.tokens_as_ids)
-    answer = ResponseAnswer(body, asked.generation, asked.target.name, reader, text_of)
-    answer.served_by(asked.target)
+        generation = await chat_generation(request, server, chat)
+    reader = reader_of(chat, server.settings, generation.generation)()
+    text_of = token_text(generation.tokenizer, server.settings.tokens_as_ids)
+    answer = ResponseAnswer(body, generation.generation, generation.target.name, reader, text_of)
+    answer.served_by(generation.target)
     return await respond(request, server, answer, body.stream)
 
 
@@ -94,8 +94,8 @@ class ResponseAnswer(AbstractAnswer):
         }
 
     def first(self) -> list[Event]:
-        told = ("response.created", "response.in_progress")
-        return self._numbered({"type": kind, "response": dict(self._response)} for kind in told)
+        events = ("response.created", "response.in_progress")
+        return self._numbered({"type": kind, "response": dict(self._response)} for kind in events)
 
     def of(self, piece: Piece) -> list[Event]:
         return self._numbered(self._take(piece))

@@ -106,14 +106,14 @@ def _answer(server: Server, name: str) -> dict[str, Any]:
     try:
         state, seen = rollouts.state(name), rollouts.seen(name)
     except NoRollout as error:
-        there = ", ".join(rollouts.versions_of(name)) or "none"
-        raise ApiError(404, f"{error} Versions that are loaded: {there}.") from None
+        listed = ", ".join(rollouts.versions_of(name)) or "none"
+        raise ApiError(404, f"{error} Versions that are loaded: {listed}.") from None
     loaded = {entry.name: entry.digest for entry in server.engine.registry.known()}
     digests = {v: loaded.get(joined(name, v)) for v in state.now.buckets}  # None: not loaded
-    told = {"name": name, **state.as_json(), "digests": digests}
-    told["seen"] = {version: _seen(outcomes) for version, outcomes in seen.items()}
+    answer = {"name": name, **state.as_json(), "digests": digests}
+    answer["seen"] = {version: _seen(outcomes) for version, outcomes in seen.items()}
     note = durability(server).strip()
-    return told | ({"note": note} if note else {})
+    return answer | ({"note": note} if note else {})
 
 
 def _seen(outcomes: Outcomes) -> dict[str, Any]:

@@ -83,14 +83,14 @@ class BoundedH11(H11Protocol):
         self._wait_for_head()
         if len(self.connections) <= self.limits.most:
             return
-        here = [c for c in self.connections if _is_here(c.transport)]
-        if len(here) <= self.limits.most:
+        local = [c for c in self.connections if _is_here(c.transport)]
+        if len(local) <= self.limits.most:
             return
-        self._complain("%d connections are open, the limit is %d.", len(here))
-        idle = [c for c in here if c is not self and _idle_since(c)]
+        self._complain("%d connections are open, the limit is %d.", len(local))
+        idle = [c for c in local if c is not self and _idle_since(c)]
         if idle:
             min(idle, key=_idle_since).transport.abort()
-        elif len(here) > self.limits.most + _SPARE:
+        elif len(local) > self.limits.most + _SPARE:
             transport.write(_REFUSAL)
             transport.close()
         else:

@@ -62,7 +62,7 @@ def bind_unix(path: str) -> socket.socket:
     try:
         if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
             if sock.connect_ex(path) == 0:
-                raise OSError(errno.EADDRINUSE, "somebody listens on it", path)
+                raise OSError(errno.EADDRINUSE, "another process listens on it", path)
             os.unlink(path)
         sock.bind(path)
         os.chmod(path, 0o600)

@@ -113,10 +113,12 @@ class _Imported(AbstractCalledConnector):
 
 
 class AbstractDeviceTransport(AbstractTransport[DeviceServer]):
-    """Set-up between devices: the server has the slots, and a connection says who has gone."""
+    """Set-up between devices: the server has the slots; a closed connection means a lost peer."""
 
-    def welcome(self, server: DeviceServer, said: dict, last_epoch: int) -> Guest:
-        client, channel, fds, epoch = server.join(last_epoch, str(said.get("device")), local=False)
+    def welcome(self, server: DeviceServer, greeting: dict, last_epoch: int) -> Guest:
+        client, channel, fds, epoch = server.join(
+            last_epoch, str(greeting.get("device")), local=False
+        )
         del channel  # the server's own, or the world's
         return Guest({"epoch": epoch}, fds, wait_for_end, lambda: server.leave(client))
 

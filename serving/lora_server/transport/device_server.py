@@ -26,7 +26,7 @@ _DROPPED = 6  # its place among the counts
 
 
 @dataclasses.dataclass(frozen=True)
-class _Seat:
+class _DeviceClient:
     """One client as the server's host sees it."""
 
     index: int  # among the kernels' links
@@ -126,7 +126,7 @@ class Word(enum.IntEnum):
     FOUND = 7
 
 
-class DeviceServer(AbstractServerBase[_Seat]):
+class DeviceServer(AbstractServerBase[_DeviceClient]):
     """A rank of the LoRA Server whose kernels read and write the slots. See AbstractServer."""
 
     def __init__(self, shapes: Shapes, endpoints: DeviceEndpoints, *, pull: bool):
@@ -162,7 +162,7 @@ class DeviceServer(AbstractServerBase[_Seat]):
             if local:
                 channel.share()
             link = self._endpoint.attach(index, channel, epoch)
-            self._seats[self._last_client] = _Seat(index, channel, epoch, link)
+            self._seats[self._last_client] = _DeviceClient(index, channel, epoch, link)
             return self._last_client, channel, fds, epoch
 
     def leave(self, client: int) -> None:
@@ -258,7 +258,7 @@ class DeviceServer(AbstractServerBase[_Seat]):
     def _free(self) -> None:
         self._endpoint.close()
 
-    def _fetch(self, seat: _Seat, arrays: Sequence[np.ndarray], rows: int) -> None:
+    def _fetch(self, seat: _DeviceClient, arrays: Sequence[np.ndarray], rows: int) -> None:
         shapes, slot = self.shapes, seat.channel.request_slot
         offsets = (shapes.rows_offset, shapes.adapters_offset, shapes.experts_offset)
         for array, offset in zip(arrays, offsets, strict=True):

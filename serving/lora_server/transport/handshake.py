@@ -45,7 +45,7 @@ class AbstractTransport[Server: HasGuests](abc.ABC):
         return {}
 
     @abc.abstractmethod
-    def welcome(self, server: Server, said: dict, last_epoch: int) -> Guest:
+    def welcome(self, server: Server, greeting: dict, last_epoch: int) -> Guest:
         """Let in a client that agrees to the terms; return what the server does with it.
 
         Raises TransportError to refuse it.
@@ -95,7 +95,9 @@ def let_in[Server: HasGuests](
     def welcome(greeting: dict) -> Guest:
         theirs, last_epoch = greeting.get("facts"), greeting.get("last_epoch")
         if not isinstance(theirs, dict) or not isinstance(last_epoch, int):
-            raise TransportError("The greeting is not one of this package.")
+            raise TransportError(
+                "The greeting is of another protocol; start both sides from the same release."
+            )
         if not 0 <= last_epoch < LAST_EPOCH:
             raise TransportError(f"There is no epoch after {last_epoch}.")
         if wrong := mismatch(terms.facts(rank), theirs):
@@ -133,14 +135,14 @@ def callers(
             f"{terms.placement.name} has {devices} ranks and {len(addresses)} addresses were given."
         )
     connectors = [
-        _Caller(transport, address, terms, rank) for rank, address in enumerate(addresses)
+        _Connector(transport, address, terms, rank) for rank, address in enumerate(addresses)
     ]
     for caller in connectors:
         caller.wait_for(patience)
     return list(connectors)
 
 
-class _Caller(AbstractConnector):
+class _Connector(AbstractConnector):
     """Joins by a handshake; the end of its connection is the end of the server."""
 
     def __init__(self, transport: AbstractTransport, address: Address, terms: Terms, rank: int):

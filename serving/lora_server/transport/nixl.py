@@ -171,7 +171,9 @@ def _introduce(relay: Relay, name: str, agent: Agent, connection: socket.socket)
     theirs = socket_messages.receive(connection)[0]
     wanted = {"agent": str, "metadata": str, "address": int, "bytes": int}
     if any(not isinstance(theirs.get(key), kind) for key, kind in wanted.items()):
-        raise TransportError("The peer does not speak as this package does.")
+        raise TransportError(
+            "The peer answered in another protocol; start both sides from the same release."
+        )
     if theirs["bytes"] != relay.outgoing.num_bytes:
         raise TransportError(f"The peer's slot has {theirs['bytes']} bytes.")
     agent.add_remote_agent(base64.b64decode(theirs["metadata"]))

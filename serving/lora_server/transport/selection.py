@@ -27,7 +27,7 @@ AUTO, TCP, NIXL = TRANSPORTS = ("auto", "tcp", "nixl")
 
 @dataclasses.dataclass(frozen=True)
 class RankPlace:
-    """Where a rank lets instances in: a Unix socket, or a host and port (0: a free one).
+    """Address at which a rank accepts instances: a Unix socket, or a host and port (0: a free one).
 
     Over TCP both sides must know the secret.
     """

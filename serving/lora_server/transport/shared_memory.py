@@ -34,7 +34,7 @@ class _SharedMemory(AbstractTransport[SlotServer]):
 
     num_fds = 2
 
-    def welcome(self, server: SlotServer, said: dict, last_epoch: int) -> Guest:
+    def welcome(self, server: SlotServer, greeting: dict, last_epoch: int) -> Guest:
         client, joined = server.join(last_epoch)
         fds = [joined.channel, joined.bell]
         return Guest({"epoch": joined.epoch}, fds, wait_for_end, lambda: server.leave(client))

@@ -1,4 +1,4 @@
-"""Both endpoints over memory that the two processes, or the one, have mapped; for CPUs."""
+"""Endpoints over mapped memory, between two processes or within one; for CPUs."""
 
 import copy
 import ctypes
@@ -149,18 +149,18 @@ class SlotClient(AbstractClientBase[Joined]):
         check_push(self.shapes, site, x, rows)
 
 
-def stats_of(found: Sequence[int] | ctypes.Array) -> ClientStats:
+def stats_of(numbers: Sequence[int] | ctypes.Array) -> ClientStats:
     """Return the counts of a client as its native end gives them: see csrc/client.h."""
-    *counts, waited, longest = found[:_NUM_COUNTS]
+    *counts, waited, longest = numbers[:_NUM_COUNTS]
     return ClientStats(
         *counts,
         wait_seconds=waited / 1e9,
         longest_wait=longest / 1e9,
-        waits_by_length=tuple(found[_NUM_COUNTS:]),
+        waits_by_length=tuple(numbers[_NUM_COUNTS:]),
     )
 
 
-class _Seat:
+class _ClientSlots:
     """The server's own view of one client's slots; gone when the last array over it is."""
 
     def __init__(self, shapes: Shapes, channel: int, epoch: int):
@@ -177,7 +177,7 @@ class _Seat:
         ]
 
 
-class SlotServer(AbstractServerBase[_Seat]):
+class SlotServer(AbstractServerBase[_ClientSlots]):
     """A server whose clients' slots the C++ code reads and writes. See AbstractServer."""
 
     def __init__(self, shapes: Shapes, *, pull: bool):
@@ -208,7 +208,7 @@ class SlotServer(AbstractServerBase[_Seat]):
             if not client:
                 os.close(channel)
                 raise TransportError("a client's slots cannot be mapped")
-            self._seats[client] = _Seat(self.shapes, channel, epoch)
+            self._seats[client] = _ClientSlots(self.shapes, channel, epoch)
             return client, Joined(channel, os.dup(self._bell), epoch)
 
     def leave(self, client: int) -> None:

@@ -155,7 +155,7 @@ def _refuse(connection: socket.socket, why: str) -> None:
 
 
 def call(
-    address: Address, said: dict, num_fds: int, admit: Admit | None = None
+    address: Address, message: dict, num_fds: int, admit: Admit | None = None
 ) -> tuple[socket.socket, dict, list[int]]:
     """Return a connection to the listener at `address`, its answer and its descriptors.
 
@@ -168,7 +168,7 @@ def call(
     try:
         if admit is not None:
             admit(connection)
-        send(connection, said)
+        send(connection, message)
         answer, fds = receive(connection, num_fds)
         if "refused" in answer:
             raise TransportError(str(answer["refused"]))
@@ -289,9 +289,9 @@ def _remove_dead(path: Path) -> None:
     raise ValueError(f"another process listens at {path}; choose another path or end it")
 
 
-def send(connection: socket.socket, said: dict, fds: Sequence[int] = ()) -> None:
+def send(connection: socket.socket, message: dict, fds: Sequence[int] = ()) -> None:
     """Send a message, with descriptors on a Unix socket."""
-    text = json.dumps(said).encode()
+    text = json.dumps(message).encode()
     head = len(text).to_bytes(4, "little")
     if fds:
         socket.send_fds(connection, [head], list(fds))

@@ -63,7 +63,7 @@ class Tcp(AbstractTransport[SlotServer]):
     num_fds = 0
 
     def __init__(self, secret: bytes, relay: RunRelay | None = None):
-        """With NO_SECRET whoever may connect is let in. `relay` is another than over the socket."""
+        """With NO_SECRET every client is accepted. `relay` is another than over the socket."""
         self._relay: RunRelay = _relay if relay is None else relay
         if secret is NO_SECRET:
             return
@@ -72,7 +72,7 @@ class Tcp(AbstractTransport[SlotServer]):
         self.admit_client = functools.partial(_admit_client, secret)
         self.admit_server = functools.partial(_admit_server, secret)
 
-    def welcome(self, server: SlotServer, said: dict, last_epoch: int) -> Guest:
+    def welcome(self, server: SlotServer, greeting: dict, last_epoch: int) -> Guest:
         client, joined = server.join(last_epoch)
 
         def gone() -> None:
@@ -142,6 +142,6 @@ def _equal(given: str, wanted: str) -> bool:
 
 
 def _proof(secret: bytes, role: bytes, asked: str, asking: str) -> str:
-    """Return what only who knows the secret can say to the other side's nonce `asked`."""
+    """Return the proof of the secret for the other side's nonce `asked`."""
     message = b"|".join([role, asked.encode("utf-8", "replace"), asking.encode("utf-8", "replace")])
     return hmac.new(secret, message, "sha256").hexdigest()

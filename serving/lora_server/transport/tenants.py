@@ -157,7 +157,7 @@ class TenantClient(SlotClient):
         return self._epochs[number]
 
     def is_lost(self, number: int) -> bool:
-        """Whether nobody answers in a seat."""
+        """True if nobody answers in a seat."""
         return bool(self._calls.client_lost(self._number, number))
 
     def rise(self, number: int) -> None:

@@ -49,7 +49,7 @@ def _first_tokens(matcher: LLMatcher) -> str | None:
             return "no answer fits." if why.startswith(_NO_EXTENSION) or not why else why
         if matcher.is_stopped():
             return None
-        word = next(place for place, byte in enumerate(mask) if byte)
+        word = next(index for index, byte in enumerate(mask) if byte)
         if not matcher.consume_token(8 * word + (mask[word] & -mask[word]).bit_length() - 1):
             return matcher.get_error()
     return None

@@ -66,8 +66,8 @@ def _of_tags(value: dict[str, Any], options: dict[str, Any]) -> str:
         )
     structures, triggers = (_objects(value, name) for name in ("structures", "triggers"))
     tags = []
-    for place, structure in enumerate(structures):
-        where = f"structural_tag.structures.{place}"
+    for index, structure in enumerate(structures):
+        where = f"structural_tag.structures.{index}"
         if not isinstance(structure, Mapping):
             raise ValueError(f"{where} must be an object with begin, schema and end.")
         begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))

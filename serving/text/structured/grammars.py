@@ -46,7 +46,7 @@ class Grammar:
 
     @property
     def num_compiled(self) -> int:
-        """How often it is compiled."""
+        """Number of times it was compiled."""
         return len(self._compiled)
 
     def asked(self) -> bool:
@@ -100,30 +100,30 @@ class Grammars:
         Raises GrammarRefused (a ValueError), QueueFull when many structures wait already, or
         EngineDead after `close`.
         """
-        found = self._find(outputs)
-        if found is not None:
-            if found.asked():
-                self._add(outputs.digest, found)
-            return found
-        made = self._make(outputs)
-        self._keep(outputs.digest, made)
-        return _grammar(made)
+        grammar = self._find(outputs)
+        if grammar is not None:
+            if grammar.asked():
+                self._add(outputs.digest, grammar)
+            return grammar
+        outcome = self._make(outputs)
+        self._keep(outputs.digest, outcome)
+        return _grammar(outcome)
 
     def find(self, outputs: StructuredOutputs) -> Grammar | None:
         """Return a grammar that is kept, at once; GrammarRefused for one that was refused.
 
         None also for one that `compile` would compile once more.
         """
-        found = self._find(outputs)
-        return None if found is not None and found.asked() else found
+        grammar = self._find(outputs)
+        return None if grammar is not None and grammar.asked() else grammar
 
     def _find(self, outputs: StructuredOutputs) -> Grammar | None:
         with self._lock:
-            found = self._kept.get(outputs.digest)
-            if found is None:
+            kept = self._kept.get(outputs.digest)
+            if kept is None:
                 return None
             self._kept.move_to_end(outputs.digest)
-        return _grammar(found)
+        return _grammar(kept)
 
     def of(self, sampling: Sampling) -> Grammar | None:
         """Return the grammar of a sampling's structure, None for one that nothing binds."""
@@ -186,12 +186,12 @@ class Grammars:
             else:  # each question would compile it in vain
                 grammar.text = ""
 
-    def _keep(self, digest: str, made: Grammar | str) -> None:
+    def _keep(self, digest: str, outcome: Grammar | str) -> None:
         """Keep what was made, and forget what was used longest ago beyond the bounds."""
         with self._lock:
             self._forget(self._kept.pop(digest, None))
-            self._kept[digest] = made
-            self._bytes += _size(made)
+            self._kept[digest] = outcome
+            self._bytes += _size(outcome)
             while self._bytes > self._max_bytes or len(self._kept) > self._max_kept:
                 self._forget(self._kept.popitem(last=False)[1])
 
@@ -199,11 +199,11 @@ class Grammars:
         self._bytes -= 0 if gone is None else _size(gone)
 
 
-def _grammar(made: Grammar | str) -> Grammar:
-    if isinstance(made, str):
-        raise GrammarRefused(made)
-    return made
+def _grammar(outcome: Grammar | str) -> Grammar:
+    if isinstance(outcome, str):
+        raise GrammarRefused(outcome)
+    return outcome
 
 
-def _size(made: Grammar | str) -> int:
-    return len(made) if isinstance(made, str) else made.bytes
+def _size(outcome: Grammar | str) -> int:
+    return len(outcome) if isinstance(outcome, str) else outcome.bytes

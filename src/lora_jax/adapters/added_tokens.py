@@ -34,18 +34,18 @@ def read_added(folder: AdapterFolder) -> tuple[AddedToken, ...]:
 
     ValueError naming the file for one that cannot be read, and the token for one of two ids.
     """
-    names, found = folder.files(), {}
+    names, tokens = folder.files(), {}
     for file in (name for name in _MOST_BYTES if name in names):
         try:
             values = strict_json.read_object(folder.read(file, _MOST_BYTES[file]), _MOST_VALUES)
             for token in _tokens(file, values):
-                known = found.setdefault(token.content, token)
+                known = tokens.setdefault(token.content, token)
                 if known.token_id != token.token_id:
                     ids = f"{known.token_id} and {token.token_id}"
                     raise ValueError(f"the token {token.content[:64]!r} has the ids {ids}.")
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-    return tuple(sorted(found.values(), key=lambda token: token.token_id))
+    return tuple(sorted(tokens.values(), key=lambda token: token.token_id))
 
 
 def _tokens(file: str, values: dict[str, Any]) -> list[AddedToken]:

@@ -182,7 +182,7 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
             assert not (placed.retired and idle), f"{digest[:12]} is retired but not freed"
 
     def _idle(self) -> list[str]:
-        """Return who may be evicted, least recently used first."""
+        """Return the adapters that may be evicted, least recently used first."""
         return [digest for digest, placed in self._placed.items() if placed.evictable]
 
     def _loading(self, digest: str) -> Placed[R]:

@@ -84,13 +84,13 @@ def combine(
     rank = _rank_of(sources, method)
     config = _config_of(sources, rank, _base_of(sources, base_name))
     tensors = _tensors_of(sources, weights, rank, method, dtype)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as place:
-        made = Path(place) / out.name
-        made.mkdir()
-        save_file(tensors, made / WEIGHTS_FILE, metadata={"format": "pt"})
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+        scratch = Path(temporary) / out.name
+        scratch.mkdir()
+        save_file(tensors, scratch / WEIGHTS_FILE, metadata={"format": "pt"})
         text = json.dumps(config, indent=2, sort_keys=True)
-        (made / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
-        made.rename(out)
+        (scratch / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        scratch.rename(out)
     _log.info("%s: rank %d, %d modules", out, rank, len(tensors) // 2)
 
 
@@ -107,7 +107,7 @@ def _check(folders: Sequence[Path], weights: Sequence[float], out: Path) -> None
                 f"{MOST_WEIGHT:g}], got {weight!r}."
             )
     if out.exists():
-        raise ValueError(f"{out} is there already; name a new folder.")
+        raise ValueError(f"{out} exists; name a new folder.")
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent} to write {out.name} in.")
 
@@ -152,8 +152,8 @@ def _rank_of(sources: list[Source], method: Method) -> int:
     if method.combination_type == "cat":
         return sum(ranks)
     if len(set(ranks)) > 1:
-        told = ", ".join(f"{s.path} {rank}" for s, rank in zip(sources, ranks, strict=True))
-        raise ValueError(f"{method.combination_type} needs equal ranks: {told}. cat takes any.")
+        listed = ", ".join(f"{s.path} {rank}" for s, rank in zip(sources, ranks, strict=True))
+        raise ValueError(f"{method.combination_type} needs equal ranks: {listed}. cat takes any.")
     return ranks[0]
 
 
@@ -163,8 +163,8 @@ def _base_of(sources: list[Source], base_name: str | None) -> str | None:
         return base_name
     named = {s.path: s.config.base_model for s in sources if s.config.base_model}
     if len({PurePosixPath(name).name for name in named.values()}) > 1:
-        told = ", ".join(f"{path} {name!r}" for path, name in named.items())
-        raise ValueError(f"the adapters name different base models: {told}. Say --base-name.")
+        listed = ", ".join(f"{path} {name!r}" for path, name in named.items())
+        raise ValueError(f"the adapters name different base models: {listed}. Set --base-name.")
     return next(iter(named.values()), None)
 
 
@@ -210,15 +210,15 @@ def _tensors_of(
     rng = np.random.default_rng(method.seed)
     tensors = {}
     for path in sorted({path for source in sources for path in source.pairs}):
-        found = [(s, w) for s, w in zip(sources, weights, strict=True) if path in s.pairs]
-        _check_shapes(path, [source for source, _ in found], method)
+        holders = [(s, w) for s, w in zip(sources, weights, strict=True) if path in s.pairs]
+        _check_shapes(path, [source for source, _ in holders], method)
         try:
-            pairs = [(s.pairs[path].a.read(), s.pairs[path].b.read()) for s, _ in found]
+            pairs = [(s.pairs[path].a.read(), s.pairs[path].b.read()) for s, _ in holders]
         except ValueError as error:
-            raise ValueError(f"{' or '.join(str(s.path) for s, _ in found)}: {error}") from None
-        scalings = [s.config.scaling_of(path, s.pairs[path].a.shape[0]) for s, _ in found]
-        made = combine_pairs(pairs, [weight for _, weight in found], scalings, method, rng)
-        for side, matrix in zip("AB", _padded(made, rank), strict=True):
+            raise ValueError(f"{' or '.join(str(s.path) for s, _ in holders)}: {error}") from None
+        scalings = [s.config.scaling_of(path, s.pairs[path].a.shape[0]) for s, _ in holders]
+        combined = combine_pairs(pairs, [weight for _, weight in holders], scalings, method, rng)
+        for side, matrix in zip("AB", _padded(combined, rank), strict=True):
             name = f"{_PREFIX}{path}.lora_{side}.weight"
             tensors[name] = _as(matrix, dtype, name)
     return tensors
@@ -252,10 +252,10 @@ def _padded(pair: Pair, rank: int) -> Pair:
 def _as(matrix: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """Return the matrix in `dtype`; ValueError naming it where a value does not fit."""
     with np.errstate(over="ignore"):
-        made = np.ascontiguousarray(matrix.astype(DTYPES[dtype]))
-    if not np.isfinite(made.astype(np.float32)).all():
+        narrow = np.ascontiguousarray(matrix.astype(DTYPES[dtype]))
+    if not np.isfinite(narrow.astype(np.float32)).all():
         raise ValueError(f"{name} of the result has values too large for {dtype}.")
-    return made
+    return narrow
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -265,12 +265,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("adapters", type=Path, nargs="+", help="PEFT LoRA folders")
-    add("--weights", type=float, nargs="+", help="one for each (default: 1 each)")
+    add("--weights", type=float, nargs="+", help="weight of each adapter (default: 1)")
     add("--combination-type", choices=COMBINATION_TYPES, default="cat")
-    add("--density", type=float, help="share of the values that stay, for ties and dare_*")
-    add("--majority-sign-method", choices=SIGN_METHODS, default="total", help="of ties, dare_ties")
-    add("--seed", type=int, default=0, help="of dare_*")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the file")
+    add("--density", type=float, help="fraction of values that ties and dare_* keep")
+    add(
+        "--majority-sign-method",
+        choices=SIGN_METHODS,
+        default="total",
+        help="how ties and dare_ties elect signs",
+    )
+    add("--seed", type=int, default=0, help="seed of dare_*")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the file")
     add("--base-name", help="base_model_name_or_path (default: the adapters')")
     add("--out", type=Path, required=True, help="folder to write; it must not exist")
     args = parser.parse_args(argv)

@@ -81,8 +81,8 @@ def shown(parts: Iterable[tuple[str, float]]) -> str:
 
 def digest_of(parts: Iterable[tuple[str, float]]) -> str:
     """Return the digest of (digest, weight) pairs in this order."""
-    told = "\n".join(f"{digest} {weight!r}" for digest, weight in parts)
-    return hashlib.sha256(f"composition\n{told}".encode()).hexdigest()
+    text = "\n".join(f"{digest} {weight!r}" for digest, weight in parts)
+    return hashlib.sha256(f"composition\n{text}".encode()).hexdigest()
 
 
 def sum_of(
@@ -156,14 +156,14 @@ def union_of(parts: Sequence[ExpertWeights], digest: str, name: str) -> ExpertWe
     experts: dict[int, dict[int, tuple[np.ndarray, ...]]] = {}
     for part in parts:
         for layer, of_layer in part.experts.items():
-            there = experts.setdefault(layer, {})
-            both = sorted(there.keys() & of_layer.keys())
+            replaced = experts.setdefault(layer, {})
+            both = sorted(replaced.keys() & of_layer.keys())
             if both:
                 raise ValueError(
                     f"{name[:200]!r} has two ESFT adapters that replace expert {both[0]} of layer "
                     f"{layer}; only one can."
                 )
-            there.update(of_layer)
+            replaced.update(of_layer)
     ordered = {layer: dict(sorted(experts[layer].items())) for layer in sorted(experts)}
     places = {layer: tuple(of_layer) for layer, of_layer in ordered.items()}
     size = sum(part.report.weight_bytes for part in parts)

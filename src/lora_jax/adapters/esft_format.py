@@ -88,7 +88,7 @@ def _weight_files(folder: AdapterFolder) -> tuple[str, ...]:
     if CONFIG_FILE not in names:
         raise ValueError(f"no {CONFIG_FILE}.")
     if "adapter_config.json" in names:
-        raise ValueError(f"both {CONFIG_FILE} and adapter_config.json: which one is meant?")
+        raise ValueError(f"both {CONFIG_FILE} and adapter_config.json; remove one of them.")
     files = [name for name in names if name.endswith(".safetensors")]
     for part in filter(_RANK_FOLDER.fullmatch, names):
         files += [f"{part}/{n}" for n in folder.files(part) if n.endswith(".safetensors")]

@@ -144,7 +144,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             assert end == pool.total, f"rows after {end} of width {width} are lost"
 
     def _held(self) -> list[Placed[Rows]]:
-        """Return who has a slot and rows."""
+        """Return the adapters that have a slot and rows."""
         return list(self._placed.values())
 
     def _take_back(self, placed: Placed[Rows]) -> None:

@@ -18,7 +18,7 @@ Pair = tuple[np.ndarray, np.ndarray]  # A [rank, d_in], B [d_out, rank]
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """How adapters are combined; ValueError naming what does not go together."""
+    """Method of combining adapters. Raises ValueError for options that exclude each other."""
 
     combination_type: str = "cat"
     density: float | None = None  # share of the values that stay
@@ -44,7 +44,7 @@ class Method:
 
     @property
     def prunes(self) -> bool:
-        """Whether only a share of the values stays."""
+        """True if only a fraction of the values is kept."""
         return self.combination_type not in ("cat", "linear")
 
 

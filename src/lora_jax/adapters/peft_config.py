@@ -141,16 +141,16 @@ def _take_more(config: dict[str, Any]) -> dict[str, Any]:
     bias = config.pop("bias", "none")
     if bias not in (None, *_BIASES):
         raise ValueError(f"bias is {_short(bias)}; {', '.join(_BIASES)} are known.")
-    found = {key: _bool(config, key) for key in ("use_dora", "lora_bias")}
-    for key in found:
+    flags = {key: _bool(config, key) for key in ("use_dora", "lora_bias")}
+    for key in flags:
         config.pop(key, None)
-    if all(found.values()):
+    if all(flags.values()):
         raise ValueError("use_dora and lora_bias together have no meaning in PEFT.")
     more = {"token_ids": _take_token_ids(config), "saved": _take_saved(config)}
     if more["token_ids"] or more["saved"]:
         more["ties_weights"] = _bool(config, "ensure_weight_tying")
         config.pop("ensure_weight_tying", None)
-    return found | {"has_bias": bias not in (None, _BIASES[0])} | more
+    return flags | {"has_bias": bias not in (None, _BIASES[0])} | more
 
 
 def _take_token_ids(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -160,17 +160,17 @@ def _take_token_ids(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if given is None:
         return {}
     by_module = given if isinstance(given, dict) else {VOCABULARY[0]: given}
-    found: dict[str, tuple[int, ...]] = {}
+    ids_of: dict[str, tuple[int, ...]] = {}
     for path, ids in by_module.items():
         name = path.rpartition(".")[2]
-        if name not in VOCABULARY or name in found:
+        if name not in VOCABULARY or name in ids_of:
             raise ValueError(f"{key} names {_short(path)}; {' and '.join(VOCABULARY)} are served.")
         if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
             raise ValueError(f"{key} of {name} is {_short(ids)}, not a list of token ids.")
         if len(set(ids)) < len(ids):
             raise ValueError(f"{key} of {name} has a token twice.")
-        found[name] = tuple(ids)
-    return found
+        ids_of[name] = tuple(ids)
+    return ids_of
 
 
 def _take_saved(config: dict[str, Any]) -> tuple[str, ...]:

@@ -177,8 +177,8 @@ def _buckets(shares: Mapping[str, Any], known: Iterable[str]) -> dict[str, int]:
     buckets = {}
     for version, share in shares.items():
         if version not in known:
-            there = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"there is no version {str(version)[:64]!r}; loaded: {there}.")
+            listed = ", ".join(sorted(known)) or "none"
+            raise ValueError(f"there is no version {str(version)[:64]!r}; loaded: {listed}.")
         buckets[version] = _bucket_count(version, share)
     total = sum(buckets.values())
     if total != BUCKETS:

@@ -73,7 +73,7 @@ class TaskHead:
 
     @property
     def size(self) -> int:
-        """How many numbers the head gives: a row of its weight for each."""
+        """Number of outputs: one row of the head's weight each."""
         return self.queries * (len(self.labels) + 5) if self.queries else len(self.labels)
 
     def answer(self, logits: np.ndarray) -> HeadAnswer:

@@ -98,18 +98,18 @@ def take_rows(
     """
     if not config.token_ids and not config.saved:
         return VocabularyRows({}, {}, ())
-    found: dict[tuple[str, str], AdapterTensor] = {}
+    tensors_of: dict[tuple[str, str], AdapterTensor] = {}
     for name in tuple(tensors):
         if (match := _NAME.fullmatch(name)) is None:
             continue
         _check_path(name, match["path"], match["part"], catalogue)
         kind = _SAVED if match["kind"] == ".weight" else _TOKENS
-        if (match["part"], kind) in found:
+        if (match["part"], kind) in tensors_of:
             raise ValueError(f"{name}: the file has it under two names.")
-        found[match["part"], kind] = tensors.pop(name)
-    tokens = _trained(found, config, catalogue)
-    saved = _saved(found, config, catalogue)
-    for (part, kind), tensor in found.items():
+        tensors_of[match["part"], kind] = tensors.pop(name)
+    tokens = _trained(tensors_of, config, catalogue)
+    saved = _saved(tensors_of, config, catalogue)
+    for (part, kind), tensor in tensors_of.items():
         raise ValueError(f"{tensor.name}: the config announces no{_what(kind, part)}.")
     both = sorted(
         {n.partition(".")[0] for n, _ in tokens} & {n.partition(".")[0] for n, _ in saved}
@@ -242,10 +242,10 @@ def _check_path(name: str, path: str, part: str, catalogue: LoraCatalogue) -> No
     """Raise ValueError unless the path is that of the base's embedding or head."""
     if part == HEAD:
         target = find_target(path, catalogue)
-        known = target is not None and target.modules[0].name == HEAD
+        is_head = target is not None and target.modules[0].name == HEAD
     else:
-        known = any(rule.pattern.fullmatch(path) for rule in catalogue.rules)
-    if not known:
+        is_head = any(rule.pattern.fullmatch(path) for rule in catalogue.rules)
+    if not is_head:
         raise ValueError(f"{name}: the base model ({catalogue.model_type}) has no module {path}.")
 
 

@@ -117,10 +117,10 @@ class AdapterWeights:
 
     def in_8_bits(self) -> "AdapterWeights":
         """Return the adapter with rank rows in 8 bits; sites go on sharing their matrices."""
-        made = {id(matrix): quantised(matrix) for matrix in self.matrices()}
-        size = sum(matrix.nbytes for matrix in made.values())
+        narrowed = {id(matrix): quantised(matrix) for matrix in self.matrices()}
+        size = sum(matrix.nbytes for matrix in narrowed.values())
         report = dataclasses.replace(self.report, weight_bytes=size)
-        return dataclasses.replace(self._with(made), report=report)
+        return dataclasses.replace(self._with(narrowed), report=report)
 
     def in_one_block(self) -> "AdapterWeights":
         """Return a copy whose matrices are views of one array, with those of one width together.
@@ -131,8 +131,8 @@ class AdapterWeights:
         block = np.empty(sum(_room(matrix) for matrix in matrices), np.uint8)
         made, start = {}, 0
         for matrix in matrices:
-            place = block[start : start + matrix.nbytes].view(matrix.dtype)
-            made[id(matrix)] = place.reshape(matrix.shape)
+            view = block[start : start + matrix.nbytes].view(matrix.dtype)
+            made[id(matrix)] = view.reshape(matrix.shape)
             made[id(matrix)][...] = matrix
             start += _room(matrix)
         return self._with(made)

@@ -28,7 +28,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         allowed = ", ".join(known_model_types())
         if model_type in REFUSED:
             raise ValueError(f"{model_type} is not supported: {REFUSED[model_type]}.")
-        raise ValueError(f"model_type {model_type!r} is not supported; known are {allowed}.")
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {allowed}.")
     keys = Keys(raw, str(model_type))
     config = _READERS[model_type](keys)
     config = dataclasses.replace(config, quantization=read_quantization(keys))

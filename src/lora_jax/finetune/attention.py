@@ -51,7 +51,7 @@ def attend(
         return grouped_attention(attn, x, angles, visible, lora)
     if isinstance(attn, LatentAttention):
         return latent_attention(attn, x, angles, visible, lora)
-    raise ValueError(f"training through {type(attn).__name__} is not done")
+    raise ValueError(f"training does not support {type(attn).__name__}")
 
 
 def grouped_attention(

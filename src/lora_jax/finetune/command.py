@@ -14,11 +14,21 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
-    add("--data", type=pathlib.Path, nargs="+", required=True, help=".jsonl or .jsonl.gz")
+    add(
+        "--data",
+        type=pathlib.Path,
+        nargs="+",
+        required=True,
+        help="records, as .jsonl or .jsonl.gz files",
+    )
     add("--out", type=pathlib.Path, required=True, help="folder of the adapter")
-    add("--state", type=pathlib.Path, help="checkpoints and loss.jsonl (default: OUT.training)")
+    add(
+        "--state",
+        type=pathlib.Path,
+        help="folder of checkpoints and loss.jsonl (default: OUT.training)",
+    )
     add("--style", choices=("chat", "plain"), default="chat")
-    add("--answer-only", action="store_true", help="learn the answers' tokens alone")
+    add("--answer-only", action="store_true", help="train on the tokens of answers only")
     add("--length", type=int, default=512, help="tokens in a row")
     add("--batch-rows", type=int, default=4)
     add("--steps", type=int, default=200)

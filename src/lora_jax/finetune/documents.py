@@ -41,10 +41,10 @@ class TextFormat:
         """Return a user's turn, a text or parts with images, and the assistant's; as `chat`."""
         if self.template is None:
             raise ValueError("this model has no chat template: use plain text")
-        asked = [{"role": "user", "content": content}]
-        answered = [*asked, {"role": "assistant", "content": answer}]
+        question = [{"role": "user", "content": content}]
+        answered = [*question, {"role": "assistant", "content": answer}]
         specials = {"bos_token": self.bos, "eos_token": self.eos}
-        start = self.template.render(messages=asked, add_generation_prompt=True, **specials)
+        start = self.template.render(messages=question, add_generation_prompt=True, **specials)
         whole = self.template.render(messages=answered, add_generation_prompt=False, **specials)
         if not whole.startswith(start):
             raise ValueError("the chat template does not begin an answered chat as an asked one")
@@ -59,9 +59,9 @@ class TextFormat:
             return tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
         if self.template is None:
             raise ValueError("this model has no chat template: use plain text")
-        asked = [{"role": "user", "content": text}]
+        question = [{"role": "user", "content": text}]
         specials = {"bos_token": self.bos, "eos_token": self.eos}
-        whole = self.template.render(messages=asked, add_generation_prompt=True, **specials)
+        whole = self.template.render(messages=question, add_generation_prompt=True, **specials)
         return tuple(self.tokenizer.encode(whole, add_special_tokens=False).ids)
 
     def plain(self, record: Record) -> Document:

@@ -107,8 +107,17 @@ def claim(folder: pathlib.Path, selection: Selection) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     flags = training_parser("esft", __doc__ or "", learning_rate=1e-3)
-    flags.add_argument("--score", choices=KINDS, default="token", help="share of choices, or gates")
-    flags.add_argument("--top-p", type=float, help="default: 0.2 of token, 0.1 of gate scores")
+    flags.add_argument(
+        "--score",
+        choices=KINDS,
+        default="token",
+        help="score of an expert: share of tokens, or mean gate",
+    )
+    flags.add_argument(
+        "--top-p",
+        type=float,
+        help="fraction of scores to reach (default: 0.2 for token, 0.1 for gate)",
+    )
     return flags
 
 

@@ -50,7 +50,7 @@ def chosen_experts(model: AbstractCausalLM, selection: Selection) -> EsftParams:
                 **{name: getattr(experts, name)[...][index] for name in PROJECTIONS}
             )
     if not params:
-        raise ValueError("no expert is chosen: there is nothing to train")
+        raise ValueError("no expert is chosen: raise top_p, or name experts")
     return params
 
 

@@ -95,7 +95,7 @@ def states(
         elif isinstance(layer.mlp, Mlp):
             out = gated_mlp(layer.mlp, normed, lora)
         else:
-            raise ValueError(f"training through {type(layer.mlp).__name__} is not done")
+            raise ValueError(f"training does not support {type(layer.mlp).__name__}")
         x = x + out
         x = x if images is None else image_rows.add_after_layer(x, images, number)
     return model.norm(x), routed

@@ -142,16 +142,16 @@ def fuse_pictures(
 
     def score(params: HeadParams, name: str, half: int = 0) -> float:
         given = held[half][name], rows_of[half][name]
-        found = picture_adapter.score(base, params, spec, None, *given)
-        print(f"{name}: {found:.3f} on half {half}, {required[name]} required", flush=True)
-        return found
+        results = picture_adapter.score(base, params, spec, None, *given)
+        print(f"{name}: {results:.3f} on half {half}, {required[name]} required", flush=True)
+        return results
 
     fusion = fuse(order, required, train, score)
-    told = [
+    lines = [
         dataclasses.replace(f, heldout={name: score(f.weights, name, 1) for name in f.sets})
         for f in fusion.adapters
     ]
-    return dataclasses.replace(fusion, adapters=tuple(told))
+    return dataclasses.replace(fusion, adapters=tuple(lines))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -159,16 +159,27 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.fusion")
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True)
-    add("--data", type=pathlib.Path, required=True, help="what pictures.collect wrote")
+    add("--data", type=pathlib.Path, required=True, help="folder that pictures.collect wrote")
     add("--datasets", nargs="+", choices=list(tasks.TASKS), required=True)
-    add("--require", nargs="+", type=float, required=True, help="accuracy of each, 0 to 1")
+    add(
+        "--require",
+        nargs="+",
+        type=float,
+        required=True,
+        help="required accuracy of each dataset, 0 to 1",
+    )
     add("--out", type=pathlib.Path, required=True, help="folder of adapters and fusion.json")
     add("--rank", type=int, default=8)
-    add("--steps", type=int, default=100, help="on each set")
+    add("--steps", type=int, default=100, help="training steps on each dataset")
     add("--batch-rows", type=int, default=32)
     add("--learning-rate", type=float, default=2e-3)
-    add("--rehearsal", type=float, default=0.0, help="share of earlier sets learned again, 0 to 1")
-    add("--seed", type=int, default=0, help="of the order and of the weights")
+    add(
+        "--rehearsal",
+        type=float,
+        default=0.0,
+        help="fraction of records from earlier datasets, 0 to 1",
+    )
+    add("--seed", type=int, default=0, help="seed of order and initial weights")
     args = parser.parse_args(argv)
     if len(args.require) != len(args.datasets) or len(set(args.datasets)) != len(args.datasets):
         parser.error("--require needs one accuracy for each of --datasets, which differ")
@@ -188,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
         folder = args.out / "-".join(fused.sets)
         given = {"base_name": base.name, "dtype": DTYPES["bfloat16"]}
         save_adapter(folder, fused.weights.lora, spec, catalogue, **given)
-    told = {
+    summary = {
         "order": order,
         "required": required,
         "adapters": [
@@ -198,8 +209,8 @@ def main(argv: list[str] | None = None) -> None:
         "rollbacks": fusion.rollbacks,
         "missed": fusion.missed,
     }
-    (args.out / "fusion.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(told))
+    (args.out / "fusion.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def train_above_lora(
 
 
 def train_above_states(
-    found: StateRows,
+    states: StateRows,
     examples: Examples,
     head: TaskHead,
     schedule: Schedule,
@@ -127,17 +127,17 @@ def train_above_states(
         ones = jnp.ones(batch.wanted.shape, jnp.float32)
         return head_loss(params.logits(batch.states), wanted[batch.wanted], ones, head.kind)
 
-    start = init_head(head, found.states.shape[1], {})
-    return fit(start, None, loss, found, schedule, folder=folder, label="head")
+    start = init_head(head, states.states.shape[1], {})
+    return fit(start, None, loss, states, schedule, folder=folder, label="head")
 
 
-def right_share(params: HeadParams, found: StateRows, examples: Examples, head: TaskHead) -> float:
+def right_share(params: HeadParams, states: StateRows, examples: Examples, head: TaskHead) -> float:
     """Return the share of examples of which the head says all labels and no other."""
-    logits, right = np.asarray(params.logits(jnp.asarray(found.states))), 0
-    for row, one in zip(found.wanted, logits, strict=True):
+    logits, right = np.asarray(params.logits(jnp.asarray(states.states))), 0
+    for row, one in zip(states.wanted, logits, strict=True):
         wanted = {head.labels[n] for n in np.flatnonzero(examples.wanted[row])}
         right += set(head.answer(one).labels) == wanted
-    return right / len(found.wanted)
+    return right / len(states.wanted)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,12 +146,12 @@ def parser() -> argparse.ArgumentParser:
     add = flags.add_argument
     kinds = [kind for kind in HeadKind if kind is not HeadKind.BOXES]  # those are of images
     add("--head", type=HeadKind, choices=kinds, required=True, help="kind of the head")
-    add("--eval", type=pathlib.Path, help="held-out text, as --data has it")
-    add("--adapter", type=pathlib.Path, help="adapter that gets the head, its LoRA as it is")
-    add("--rank", type=int, default=8, help="of the LoRA below the head; 0: a head alone")
-    add("--alpha", type=float, help="default: twice the rank")
-    add("--modules", nargs="+", help="default: all but router and lm_head")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
+    add("--eval", type=pathlib.Path, help="held-out records, in the format of --data")
+    add("--adapter", type=pathlib.Path, help="adapter that gets the head; its LoRA stays as it is")
+    add("--rank", type=int, default=8, help="rank of the LoRA below the head; 0: a head alone")
+    add("--alpha", type=float, help="LoRA alpha (default: twice the rank)")
+    add("--modules", nargs="+", help="modules with LoRA (default: all but router and lm_head)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the adapter's file")
     return flags
 
 
@@ -171,8 +171,8 @@ def main(argv: list[str]) -> None:
     if args.adapter is not None:
         delta = loaded_delta(peft_format.read(args.adapter, catalogue))
     if args.adapter is not None or not args.rank:
-        found = state_rows(model, examples, args.length, delta)
-        params = train_above_states(found, examples, head, schedule, folder=state)
+        states = state_rows(model, examples, args.length, delta)
+        params = train_above_states(states, examples, head, schedule, folder=state)
     else:
         alpha = 2.0 * args.rank if args.alpha is None else args.alpha
         spec = LoraSpec(args.rank, alpha, tuple(args.modules or default_modules(catalogue)))
@@ -207,8 +207,8 @@ def tell_score(
 ) -> None:
     """Log the share of right answers of held-out text, and write it to heldout.json."""
     share = right_share(params, state_rows(model, held, length, delta), held, head)
-    told = {"right": round(share, 4), "examples": len(held.documents)}
-    (state / "heldout.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
+    score = {"right": round(share, 4), "examples": len(held.documents)}
+    (state / "heldout.json").write_text(json.dumps(score) + "\n", encoding="utf-8")
     log.info("held out: %.1f%% of %d right", 100 * share, len(held.documents))
 
 

@@ -53,11 +53,11 @@ def state_rows(
         merged = nnx.merge(graphdef, state)
         return states(merged, batch.tokens, batch.positions, batch.segments, delta)[0]
 
-    rows, found, wanted = pack(examples.documents, length, answer_only=True), [], []
+    rows, parts, wanted = pack(examples.documents, length, answer_only=True), [], []
     for start in range(0, rows.num_rows, BATCH_ROWS):
         batch = padded(rows, start)
         places = np.asarray(batch.weights).reshape(-1) > 0
         computed = np.asarray(states_of(state, delta, batch), np.float32)
-        found.append(computed[places])
+        parts.append(computed[places])
         wanted.append(np.asarray(batch.targets).reshape(-1)[places])
-    return StateRows(np.concatenate(found), np.concatenate(wanted))
+    return StateRows(np.concatenate(parts), np.concatenate(wanted))

@@ -73,12 +73,12 @@ def _parse(line: str, kind: HeadKind, where: str) -> Labelled:
 
 def head_of(records: Sequence[Labelled], kind: HeadKind) -> TaskHead:
     """Return the head of all labels that records have, in order; of a count up to the largest."""
-    found = {label for record in records for label in record.labels}
-    if not found:
+    labels = {label for record in records for label in record.labels}
+    if not labels:
         raise ValueError("no record has a label")
     if kind is HeadKind.COUNT:
-        return TaskHead(kind, tuple(str(n) for n in range(max(map(int, found)) + 1)))
-    return TaskHead(kind, tuple(sorted(found)))
+        return TaskHead(kind, tuple(str(n) for n in range(max(map(int, labels)) + 1)))
+    return TaskHead(kind, tuple(sorted(labels)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,11 +81,11 @@ def parser() -> argparse.ArgumentParser:
     flags = training_parser("lora", __doc__ or "", learning_rate=2e-3)
     add = flags.add_argument
     add("--rank", type=int, default=8)
-    add("--alpha", type=float, help="default: twice the rank")
+    add("--alpha", type=float, help="LoRA alpha (default: twice the rank)")
     add("--rslora", action="store_true", help="scale by alpha / sqrt(rank)")
-    add("--modules", nargs="+", help="default: all but router and lm_head")
+    add("--modules", nargs="+", help="modules with LoRA (default: all but router and lm_head)")
     add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="of the adapter's file")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the adapter's file")
     add("--quantization", choices=sorted(UNITS), help="freeze a 16-bit base in this format")
     return flags
 

@@ -111,7 +111,7 @@ LORA_RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class EsftRecipe:
-    """One ESFT adapter of the shipped model: which text or part of one, and who learns it."""
+    """One ESFT adapter of the shipped model: its text or part of one, and its recipe."""
 
     text: str
     score: str
@@ -193,9 +193,15 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.make_assets")
     parser.add_argument("--data", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--state", type=pathlib.Path, help="default: OUT.training")
     parser.add_argument(
-        "--esft-only", nargs="*", choices=ESFT_RECIPES, metavar="NAME", help="default: all of them"
+        "--state", type=pathlib.Path, help="folder of checkpoints (default: OUT.training)"
+    )
+    parser.add_argument(
+        "--esft-only",
+        nargs="*",
+        choices=ESFT_RECIPES,
+        metavar="NAME",
+        help="ESFT adapters to train (default: all)",
     )
     args = parser.parse_args(argv)
     state = args.state or args.out.with_name(args.out.name + ".training")

@@ -113,8 +113,13 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--start", type=int, default=START)
     flags.add_argument("--lowest", type=int, default=1)
     flags.add_argument("--highest", type=int, default=64)
-    flags.add_argument("--bar", type=float, default=0.95, help="share of the gain of --start")
-    flags.add_argument("--perplexity", type=float, help="a bar in its place")
+    flags.add_argument(
+        "--bar",
+        type=float,
+        default=0.95,
+        help="fraction of the gain of --start that a rank must keep",
+    )
+    flags.add_argument("--perplexity", type=float, help="highest perplexity, instead of --bar")
     flags.add_argument("--out", type=pathlib.Path, help="JSON file to write")
     return flags
 

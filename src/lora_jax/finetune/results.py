@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.results")
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("--heldout", type=pathlib.Path, required=True, help="NAME.jsonl files")
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of context at most")
+    parser.add_argument("--length", type=int, default=LENGTH, help="maximum tokens of context")
     args = parser.parse_args(argv)
     write_results(args.folder, read_heldout(args.heldout), args.length)
 

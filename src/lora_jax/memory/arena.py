@@ -188,9 +188,9 @@ class ImportedArena:
         """Return an array in place. Raises ValueError where the arena has none such."""
         leaf = self.manifest.leaves.get(name)
         if leaf is None or (leaf.shape, leaf.dtype) != (tuple(shape), np.dtype(dtype)):
-            there = "is not there" if leaf is None else f"is {leaf.dtype.name} {list(leaf.shape)}"
+            stored = "is not there" if leaf is None else f"is {leaf.dtype.name} {list(leaf.shape)}"
             raise ValueError(
-                f"array {name!r}, {np.dtype(dtype).name} {list(shape)} by the model, {there} in "
+                f"array {name!r}, {np.dtype(dtype).name} {list(shape)} by the model, {stored} in "
                 "the backbone: start both from the same folder and dtype."
             )
         return self._memory.array(self._address + leaf.offset, leaf.shape, leaf.dtype)

@@ -88,8 +88,8 @@ def _describe(
 class _Producer:
     """Methods that jax.dlpack calls for the descriptor."""
 
-    def __init__(self, place: int, device: tuple[int, int]):
-        self._place, self._device = place, device
+    def __init__(self, address: int, device: tuple[int, int]):
+        self._place, self._device = address, device
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device

@@ -285,8 +285,8 @@ class HostMemory(AbstractVirtualMemory):
     def usage(self) -> Usage:
         """Created: blocks of our files. Mapped: files' lines in the process's memory map."""
         with self._lock:
-            own = [*self._sealed, *([self._own] if self._own else [])]
-            created = sum(os.fstat(file.fd).st_blocks * 512 for file in own)
+            files = [*self._sealed, *([self._own] if self._own else [])]
+            created = sum(os.fstat(file.fd).st_blocks * 512 for file in files)
             mapped = 0
             with open("/proc/self/maps") as lines:
                 for line in lines:

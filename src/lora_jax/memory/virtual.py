@@ -129,7 +129,7 @@ class AbstractVirtualMemory(abc.ABC):
         self.write(address, data)
 
     def begin_write_into(self, array: Any, offset: int, data: np.ndarray) -> None:
-        """As `begin_write`, from byte `offset` of a jax.Array of this device, whoever made it.
+        """As `begin_write`, from byte `offset` of any jax.Array of this device.
 
         No program may write the array, or read the place, before the bytes are there.
 

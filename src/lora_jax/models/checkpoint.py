@@ -79,10 +79,10 @@ class CheckpointTensor:
         Raises:
             ValueError: they have another number of bytes.
         """
-        there = math.prod(self.shape) * self.dtype.itemsize
-        if math.prod(shape) * dtype.itemsize != there:
+        stored_bytes = math.prod(self.shape) * self.dtype.itemsize
+        if math.prod(shape) * dtype.itemsize != stored_bytes:
             raise ValueError(
-                f"{self.name} has {there} bytes, which are no {dtype.name} {tuple(shape)}."
+                f"{self.name} has {stored_bytes} bytes, which are no {dtype.name} {tuple(shape)}."
             )
         return dataclasses.replace(self, dtype=dtype, shape=tuple(shape))
 

@@ -41,13 +41,13 @@ class ClipLayer(nnx.Module):
         size, width = config.hidden_size, config.intermediate_size
         self.layer_norm1 = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
         self.layer_norm2 = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
-        own: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
-        self.q_proj = vision_linear("self_attn.q_proj", layer, size, size, **own)
-        self.k_proj = vision_linear("self_attn.k_proj", layer, size, size, **own)
-        self.v_proj = vision_linear("self_attn.v_proj", layer, size, size, **own)
-        self.out_proj = vision_linear("self_attn.out_proj", layer, size, size, **own)
-        self.fc1 = vision_linear("mlp.fc1", layer, size, width, **own)
-        self.fc2 = vision_linear("mlp.fc2", layer, width, size, **own)
+        kwargs: dict[str, Any] = {"dtype": dtype, "rngs": rngs}
+        self.q_proj = vision_linear("self_attn.q_proj", layer, size, size, **kwargs)
+        self.k_proj = vision_linear("self_attn.k_proj", layer, size, size, **kwargs)
+        self.v_proj = vision_linear("self_attn.v_proj", layer, size, size, **kwargs)
+        self.out_proj = vision_linear("self_attn.out_proj", layer, size, size, **kwargs)
+        self.fc1 = vision_linear("mlp.fc1", layer, size, width, **kwargs)
+        self.fc2 = vision_linear("mlp.fc2", layer, width, size, **kwargs)
 
     def __call__(
         self, x: Float[Array, "rows hidden"], valid: Bool[Array, "rows"], routing: AdapterRouting
@@ -68,17 +68,17 @@ class ClipTower(AbstractTower):
 
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
-        size, own = config.hidden_size, {"dtype": dtype, "rngs": rngs}
+        size, kwargs = config.hidden_size, {"dtype": dtype, "rngs": rngs}
         self.patch_embedding = Linear(
-            config.patch_dim, size, module=None, layer=0, axes=(None, None), **own
+            config.patch_dim, size, module=None, layer=0, axes=(None, None), **kwargs
         )
         self.class_embedding = parameter(rngs, (size,), (None,), dtype)
         self.positions = parameter(rngs, (config.num_positions, size), (None, None), dtype)
         self.pre_norm = LayerNorm(size, config.norm_eps, dtype=dtype, bias=True)
-        self.layers = nnx.List([ClipLayer(config, n, **own) for n in range(config.num_layers)])
+        self.layers = nnx.List([ClipLayer(config, n, **kwargs) for n in range(config.num_layers)])
         out = config.out_size
-        self.linear_1 = vision_linear("projector.linear_1", 0, size, out, **own)
-        self.linear_2 = vision_linear("projector.linear_2", 0, out, out, **own)
+        self.linear_1 = vision_linear("projector.linear_1", 0, size, out, **kwargs)
+        self.linear_2 = vision_linear("projector.linear_2", 0, out, out, **kwargs)
 
     def __call__(
         self, inputs: TowerInputs, routing: AdapterRouting
@@ -122,14 +122,14 @@ class ClipTower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        here, file = "tower.layers.{layer}", "encoder.layers.{layer}"
+        ours, file = "tower.layers.{layer}", "encoder.layers.{layer}"
         names = {
             "tower.class_embedding": "embeddings.class_embedding",
             "tower.positions": "embeddings.position_embedding.weight",
             "tower.pre_norm.{kind}": "pre_layrnorm.{kind}",
-            f"{here}.{{norm}}.{{kind}}": f"{file}.{{norm}}.{{kind}}",
-            f"{here}.{{map}}_proj.{{kind}}": f"{file}.self_attn.{{map}}_proj.{{kind}}",
-            f"{here}.fc{{map}}.{{kind}}": f"{file}.mlp.fc{{map}}.{{kind}}",
+            f"{ours}.{{norm}}.{{kind}}": f"{file}.{{norm}}.{{kind}}",
+            f"{ours}.{{map}}_proj.{{kind}}": f"{file}.self_attn.{{map}}_proj.{{kind}}",
+            f"{ours}.fc{{map}}.{{kind}}": f"{file}.mlp.fc{{map}}.{{kind}}",
         }
         patches = ("tower.patch_embedding.weight", "embeddings.patch_embedding.weight")
         linear = (f"{at}.linear_{{map}}.{{kind}}" for at in _PROJECTORS)

@@ -34,10 +34,10 @@ def make_dummy(
     wanted = supported_dtype(dummy_dtype(config) if dtype is None else dtype)
     graphdef, state = abstract(config, wanted, split)
     made = []
-    for place, (name, param) in enumerate(nnx.to_flat_state(state)):
+    for index, (name, param) in enumerate(nnx.to_flat_state(state)):
         axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
         mean, deviation = _moments(str(name[-1]), shape)
-        key = jax.random.key(SEED + place, impl="rbg")
+        key = jax.random.key(SEED + index, impl="rbg")
         draw = _drawer(stored_shape(param, config), jnp.dtype(param.dtype), jax.local_devices()[0])
         drawn = draw(key, mean, deviation)
         if split is not None:  # drawn in parts, the values would be others

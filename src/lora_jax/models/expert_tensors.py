@@ -247,8 +247,8 @@ class ExpertTensors:
 
 def expert_blocks(model: AbstractCausalLM) -> dict[int, Experts]:
     """Return the experts of every layer that has them, by layer."""
-    found = ((n, layer.mlp) for n, layer in enumerate(model.layers))
-    return {n: mlp.experts for n, mlp in found if isinstance(mlp, MoeBlock)}
+    mlps = ((n, layer.mlp) for n, layer in enumerate(model.layers))
+    return {n: mlp.experts for n, mlp in mlps if isinstance(mlp, MoeBlock)}
 
 
 def has_quantised(blocks: Iterable[Experts]) -> bool:

@@ -64,16 +64,16 @@ class GptOss(AbstractCausalLM):
 
 def _expert_weights(moe: MoeConfig) -> tuple[WeightRule, ...]:
     """Return the rules of the experts' matrices and biases; gate's rows are even, up's odd."""
-    here, file = f"{LAYER}.mlp.experts", f"{FILE_LAYER}.mlp.experts"
+    ours, file = f"{LAYER}.mlp.experts", f"{FILE_LAYER}.mlp.experts"
     both, down = f"{file}.gate_up_proj", f"{file}.down_proj"
     end = 2 * moe.intermediate_size
     rules = [
-        weight(f"{here}.down_proj", Transpose(Tensor(down)), Mxfp4(down)),
-        weight(f"{here}.down_bias", f"{down}_bias"),
+        weight(f"{ours}.down_proj", Transpose(Tensor(down)), Mxfp4(down)),
+        weight(f"{ours}.down_bias", f"{down}_bias"),
     ]
     for start, name in enumerate(("gate", "up")):
         stored = Transpose(Tensor(both)), Mxfp4(both)
         matrices = (Slice(source, 1, start, end, step=2) for source in stored)
-        rules.append(weight(f"{here}.{name}_proj", *matrices))
-        rules.append(weight(f"{here}.{name}_bias", Slice(Tensor(f"{both}_bias"), 1, start, end, 2)))
+        rules.append(weight(f"{ours}.{name}_proj", *matrices))
+        rules.append(weight(f"{ours}.{name}_bias", Slice(Tensor(f"{both}_bias"), 1, start, end, 2)))
     return tuple(rules)

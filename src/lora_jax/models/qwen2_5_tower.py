@@ -39,14 +39,14 @@ class Qwen25Block(nnx.Module):
 
     def __init__(self, config: VisionConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         size, width = config.hidden_size, config.intermediate_size
-        own: dict[str, Any] = {"dtype": dtype}
-        self.norm1 = RMSNorm(size, config.norm_eps, **own)
-        self.norm2 = RMSNorm(size, config.norm_eps, **own)
-        own |= {"rngs": rngs}
-        self.attn = VisionAttention(config, layer, **own)
-        self.gate_proj = vision_linear("mlp.gate_proj", layer, size, width, **own)
-        self.up_proj = vision_linear("mlp.up_proj", layer, size, width, **own)
-        self.down_proj = vision_linear("mlp.down_proj", layer, width, size, **own)
+        kwargs: dict[str, Any] = {"dtype": dtype}
+        self.norm1 = RMSNorm(size, config.norm_eps, **kwargs)
+        self.norm2 = RMSNorm(size, config.norm_eps, **kwargs)
+        kwargs |= {"rngs": rngs}
+        self.attn = VisionAttention(config, layer, **kwargs)
+        self.gate_proj = vision_linear("mlp.gate_proj", layer, size, width, **kwargs)
+        self.up_proj = vision_linear("mlp.up_proj", layer, size, width, **kwargs)
+        self.down_proj = vision_linear("mlp.down_proj", layer, width, size, **kwargs)
 
     def __call__(
         self,
@@ -66,10 +66,10 @@ class Qwen25Merger(nnx.Module):
 
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.merged_size = size = config.merged_size
-        own = {"dtype": dtype, "rngs": rngs}
+        kwargs = {"dtype": dtype, "rngs": rngs}
         self.ln_q = RMSNorm(config.hidden_size, config.norm_eps, dtype=dtype)
-        self.mlp_0 = vision_linear("merger.mlp.0", 0, size, size, **own)
-        self.mlp_2 = vision_linear("merger.mlp.2", 0, size, config.out_size, **own)
+        self.mlp_0 = vision_linear("merger.mlp.0", 0, size, size, **kwargs)
+        self.mlp_2 = vision_linear("merger.mlp.2", 0, size, config.out_size, **kwargs)
 
     def __call__(
         self, x: Float[Array, "patches hidden"], routing: AdapterRouting
@@ -83,12 +83,12 @@ class Qwen25Tower(AbstractTower):
 
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
-        own = {"dtype": dtype, "rngs": rngs}
+        kwargs = {"dtype": dtype, "rngs": rngs}
         self.patch_embed = Linear(
-            config.patch_dim, config.hidden_size, module=None, layer=0, axes=(None, None), **own
+            config.patch_dim, config.hidden_size, module=None, layer=0, axes=(None, None), **kwargs
         )
-        self.blocks = nnx.List([Qwen25Block(config, n, **own) for n in range(config.num_layers)])
-        self.merger = Qwen25Merger(config, **own)
+        self.blocks = nnx.List([Qwen25Block(config, n, **kwargs) for n in range(config.num_layers)])
+        self.merger = Qwen25Merger(config, **kwargs)
 
     def __call__(
         self, inputs: TowerInputs, routing: AdapterRouting
@@ -129,11 +129,11 @@ class Qwen25Tower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        here = "tower.blocks.{layer}"
+        ours = "tower.blocks.{layer}"
         names = {
-            f"{here}.{{norm}}.weight": "blocks.{layer}.{norm}.weight",
-            f"{here}.attn.{{map}}.{{kind}}": "blocks.{layer}.attn.{map}.{kind}",
-            f"{here}.{{map}}_proj.{{kind}}": "blocks.{layer}.mlp.{map}_proj.{kind}",
+            f"{ours}.{{norm}}.weight": "blocks.{layer}.{norm}.weight",
+            f"{ours}.attn.{{map}}.{{kind}}": "blocks.{layer}.attn.{map}.{kind}",
+            f"{ours}.{{map}}_proj.{{kind}}": "blocks.{layer}.mlp.{map}_proj.{kind}",
             "tower.merger.ln_q.weight": "merger.ln_q.weight",
             "tower.merger.mlp_0.{kind}": "merger.mlp.0.{kind}",
             "tower.merger.mlp_2.{kind}": "merger.mlp.2.{kind}",

@@ -172,12 +172,12 @@ class Qwen3Tower(AbstractTower):
 
     @staticmethod
     def weight_rules(config: VisionConfig) -> tuple[WeightRule, ...]:
-        here, deep = "tower.blocks.{layer}", "deepstack_merger_list.{layer}"
+        ours, deep = "tower.blocks.{layer}", "deepstack_merger_list.{layer}"
         names = {
             "tower.positions": "pos_embed.weight",
-            f"{here}.{{norm}}.{{kind}}": "blocks.{layer}.{norm}.{kind}",
-            f"{here}.attn.{{map}}.{{kind}}": "blocks.{layer}.attn.{map}.{kind}",
-            f"{here}.linear_{{map}}.{{kind}}": "blocks.{layer}.mlp.linear_{map}.{kind}",
+            f"{ours}.{{norm}}.{{kind}}": "blocks.{layer}.{norm}.{kind}",
+            f"{ours}.attn.{{map}}.{{kind}}": "blocks.{layer}.attn.{map}.{kind}",
+            f"{ours}.linear_{{map}}.{{kind}}": "blocks.{layer}.mlp.linear_{map}.{kind}",
             "tower.merger.{map}.{kind}": "merger.{map}.{kind}",
             "tower.deepstack.{layer}.{map}.{kind}": f"{deep}.{{map}}.{{kind}}",
             "tower.patch_embed.bias": "patch_embed.proj.bias",

@@ -29,12 +29,12 @@ def _experts(config: ModelConfig) -> tuple[WeightRule, ...]:
     The hub has them as [experts, d_in, d_out], transformers 5 writes [experts, d_out, d_in].
     """
     hidden, width = config.hidden_size, config.experts.intermediate_size
-    here, file = f"{LAYER}.mlp.experts", f"{FILE_LAYER}.mlp.experts"
+    ours, file = f"{LAYER}.mlp.experts", f"{FILE_LAYER}.mlp.experts"
     gate_up, down = Tensor(f"{file}.gate_up_proj"), Tensor(f"{file}.down_proj")
     wide, narrow = (2 * width, hidden), (hidden, width)
     both = Oriented(gate_up, wide, down, narrow)
     return (
-        weight(f"{here}.gate_proj", Slice(both, 1, 0, width)),
-        weight(f"{here}.up_proj", Slice(both, 1, width, 2 * width)),
-        weight(f"{here}.down_proj", Oriented(down, narrow, gate_up, wide)),
+        weight(f"{ours}.gate_proj", Slice(both, 1, 0, width)),
+        weight(f"{ours}.up_proj", Slice(both, 1, width, 2 * width)),
+        weight(f"{ours}.down_proj", Oriented(down, narrow, gate_up, wide)),
     )

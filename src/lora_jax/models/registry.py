@@ -35,7 +35,7 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
     """
     if model_type not in _CLASSES:
         allowed = ", ".join(sorted(_CLASSES))
-        raise ValueError(f"model_type {model_type!r} is not supported; known are {allowed}.")
+        raise ValueError(f"model_type {model_type!r} is not supported; supported are {allowed}.")
     module, name = _CLASSES[model_type].split(":")
     return getattr(importlib.import_module(f"lora_jax.models.{module}"), name)
 

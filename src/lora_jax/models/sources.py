@@ -158,9 +158,9 @@ class Slice:
 
     def _inner(self, index: Index) -> Index:
         """Return the index in the source that this is a part of."""
-        inner, asked = list(index), index[self.axis]
+        inner, wanted = list(index), index[self.axis]
         chosen = range(self.start, self.stop, self.step)
-        inner[self.axis] = chosen[asked.start : asked.stop : asked.step]
+        inner[self.axis] = chosen[wanted.start : wanted.stop : wanted.step]
         return tuple(inner)
 
 

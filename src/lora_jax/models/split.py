@@ -23,11 +23,11 @@ def make_split(
     experts = _experts(config, size, expert_parallel)
     if size == 1:
         return None
-    there = jax.devices()
-    if len(there) < size:
+    devices = jax.devices()
+    if len(devices) < size:
         raise ValueError(
-            f"tensor_parallel_size is {size}, but there are {len(there)} devices "
-            f"({there[0].device_kind}). Lower it, or let this process see more of them."
+            f"tensor_parallel_size is {size}, but there are {len(devices)} devices "
+            f"({devices[0].device_kind}). Lower it, or let this process see more of them."
         )
     check_divides(config, size, experts, UNIT if jax.default_backend() == "gpu" else 1)
     group = open_group(size)

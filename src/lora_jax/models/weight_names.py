@@ -21,8 +21,8 @@ def frame_weights() -> tuple[WeightRule, ...]:
 
 def mlp_weights() -> tuple[WeightRule, ...]:
     """Return the rules of dense MLPs."""
-    here, file = f"{LAYER}.mlp.{{map}}_proj.{{kind}}", f"{FILE_LAYER}.mlp.{{map}}_proj.{{kind}}"
-    return (weight(here, file),)
+    ours, file = f"{LAYER}.mlp.{{map}}_proj.{{kind}}", f"{FILE_LAYER}.mlp.{{map}}_proj.{{kind}}"
+    return (weight(ours, file),)
 
 
 def expert_weights(
@@ -39,9 +39,9 @@ def expert_weights(
     def each(name: str) -> Source:
         return Stack(f"{single}.{name}.weight", moe.num_experts)
 
-    here = f"{LAYER}.mlp.experts"
+    ours = f"{LAYER}.mlp.experts"
     return (
-        weight(f"{here}.gate_proj", each(gate), Slice(gate_up, 1, 0, width)),
-        weight(f"{here}.up_proj", each(up), Slice(gate_up, 1, width, 2 * width)),
-        weight(f"{here}.down_proj", each(down), Tensor(f"{fused}.down_proj")),
+        weight(f"{ours}.gate_proj", each(gate), Slice(gate_up, 1, 0, width)),
+        weight(f"{ours}.up_proj", each(up), Slice(gate_up, 1, width, 2 * width)),
+        weight(f"{ours}.down_proj", each(down), Tensor(f"{fused}.down_proj")),
     )

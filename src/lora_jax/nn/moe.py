@@ -67,8 +67,8 @@ class Router(nnx.Module):
             return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
         own = tokens // split.size
         first = jax.lax.axis_index(AXIS) * own
-        mine = jax.lax.dynamic_slice_in_dim(x, first, own).astype(jnp.float32)
-        logits = matmul(mine, self.weight[...], jnp.clip(num_rows - first, 0, own), bias)
+        local = jax.lax.dynamic_slice_in_dim(x, first, own).astype(jnp.float32)
+        logits = matmul(local, self.weight[...], jnp.clip(num_rows - first, 0, own), bias)
         return gather_rows(logits, split)
 
 
@@ -269,12 +269,13 @@ class MoeBlock(nnx.Module):
         owner, local = local_index(ids, self.moe.num_experts // routing.split.size)
         map = self._group(local, routing)
         num_rows = jnp.sum(map.group_sizes, dtype=jnp.int32)
-        here = routing.gathered(map.row_to_token, num_rows, map.items)
+        expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
         position = jnp.arange(ids.size, dtype=jnp.int32)
-        here = dataclasses.replace(
-            here, row_to_slot=jnp.where(position < num_rows, here.row_to_slot, -1)
+        expert_routing = dataclasses.replace(
+            expert_routing,
+            row_to_slot=jnp.where(position < num_rows, expert_routing.row_to_slot, -1),
         )
-        out = self.experts(x[map.row_to_token], map, here)
+        out = self.experts(x[map.row_to_token], map, expert_routing)
         everywhere = swap(out[map.inverse], routing.split)
         mine = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
         return gather(combine(mine, weights), routing.split)

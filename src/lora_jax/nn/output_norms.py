@@ -60,14 +60,14 @@ class OutputNorms:
         """
         made: dict[tuple[str, int], SiteWeights] = {}
         for site, raw in weights.gains.items():
-            where, found = f"{site[0]} of layer {site[1]}", self._maps[site]
-            bias = None if isinstance(found, Embedding) or found.bias is None else found.bias[...]
+            where, maps = f"{site[0]} of layer {site[1]}", self._maps[site]
+            bias = None if isinstance(maps, Embedding) or maps.bias is None else maps.bias[...]
             bias = None if bias is None else np.asarray(bias, np.float32)
             norm = None
             if raw.magnitude is not None:
                 lora = weights.sites[site]
                 a, b = (np.asarray(m[0], np.float32) for m in (lora.a, lora.b))
-                norm = self._norms(found.weight[...], a, b * np.float32(lora.scaling))
+                norm = self._norms(maps.weight[...], a, b * np.float32(lora.scaling))
             made[site] = gains.gain_site(raw, norm, bias, where)
         return gains.resolved(weights, made) if made else weights
 
@@ -88,6 +88,6 @@ def _row_norms(
     wide = plain(weight).astype(jnp.float32)
     by_rank = jnp.einsum("oi,ri->ro", wide, a, precision=_HIGHEST)
     squares = jnp.einsum("ri,si->rs", a, a, precision=_HIGHEST)
-    own = jnp.sum(b * jnp.einsum("rs,so->ro", squares, b, precision=_HIGHEST), axis=0)
-    total = jnp.sum(wide * wide, axis=1) + 2 * jnp.sum(b * by_rank, axis=0) + own
+    squared = jnp.sum(b * jnp.einsum("rs,so->ro", squares, b, precision=_HIGHEST), axis=0)
+    total = jnp.sum(wide * wide, axis=1) + 2 * jnp.sum(b * by_rank, axis=0) + squared
     return jnp.sqrt(jnp.maximum(total, 0))

@@ -33,15 +33,15 @@ def own_embeddings(
     if saved_name(EMBEDDING) in routing.module_names:
         entries, has = _entries(saved_name(EMBEDDING), routing, adapters)
         matrices = _matrices(adapters, vocab, x.shape[1])
-        own = matrices[jnp.where(has, entries[:, A_OFFSET], 0), tokens]
-        x = jnp.where(has[:, None], own.astype(x.dtype), x)
+        rows = matrices[jnp.where(has, entries[:, A_OFFSET], 0), tokens]
+        x = jnp.where(has[:, None], rows.astype(x.dtype), x)
     if tokens_name(EMBEDDING) in routing.module_names:
         entries, has = _entries(tokens_name(EMBEDDING), routing, adapters)
         hits = _token_ids(EMBEDDING, routing, adapters) == tokens[:, None]
         has &= hits.any(axis=1)
         at = jnp.where(has, entries[:, A_OFFSET] + jnp.argmax(hits, axis=1).astype(jnp.int32), 0)
-        own = float_rows(adapters.pools[str(x.shape[1])][at])
-        x = jnp.where(has[:, None], own.astype(x.dtype), x)
+        rows = float_rows(adapters.pools[str(x.shape[1])][at])
+        x = jnp.where(has[:, None], rows.astype(x.dtype), x)
     return x
 
 

@@ -112,7 +112,7 @@ def grouped_case(
 
 @dataclasses.dataclass(frozen=True)
 class LoraCase:
-    """Arguments of lora_gemm, with `ranks` for whoever computes the answer."""
+    """Arguments of lora_gemm, with `ranks` for the oracle."""
 
     y: Float[Array, "rows d_out"]
     x: Float[Array, "rows d_in"]

@@ -111,8 +111,7 @@ class Op:
             except Declined as reason:
                 declined[candidate.name] = str(reason)
                 continue
-            if _CHOICES.add(self.name, Choice(candidate.name, declined)):
-                _log_choice(self.name, candidate.name, declined)
+            _record(self.name, Choice(candidate.name, declined))
             return result
         raise Declined(self._all_declined(implementation, declined))
 
@@ -149,19 +148,21 @@ def table() -> dict[str, list[dict[str, Any]]]:
 
 
 def remember(choices: Mapping[str, list[dict[str, Any]]]) -> None:
-    """Record the `table` of programs that another process traced and this one runs."""
-    for op, made in choices.items():
-        for choice in made:
-            _CHOICES.add(op, Choice(**choice))
+    """Record and log the `table` of programs that another process traced and this one runs."""
+    for op, outcomes in choices.items():
+        for outcome in outcomes:
+            _record(op, Choice(**outcome))
 
 
-def _log_choice(op: str, chosen: str, declined: Mapping[str, str]) -> None:
-    """Log once per op and outcome which implementation serves it, and why none before it does."""
-    if not declined:
-        log.info("%s runs as %s", op, chosen)
+def _record(op: str, choice: Choice) -> None:
+    """Record an outcome; log a new one: which implementation serves, and why others declined."""
+    if not _CHOICES.add(op, choice):
         return
-    reasons = "; ".join(f"{name} declined: {reason}" for name, reason in declined.items())
-    log.info("%s runs as %s (%s)", op, chosen, reasons)
+    if not choice.declined:
+        log.info("%s runs as %s", op, choice.implementation)
+        return
+    reasons = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined.items())
+    log.info("%s runs as %s (%s)", op, choice.implementation, reasons)
 
 
 def backend_kernel(name: str, op: str) -> Callable:

@@ -55,15 +55,19 @@ class Library:
     unit: str  # suffix of the files that are compiled
     targets: tuple[str, ...]  # custom calls, by the names of their symbols
     platform: str  # of XLA
+    includes: tuple[Path, ...] = ()  # folders of `sources`, searched for headers; not in the key
     machine: str = ""  # what else the result depends on
     stateful: tuple[str, ...] = ()  # of the custom calls: each place in a program keeps a state
     state: str = ""  # the symbol that makes one; its type's have _id and _info behind that name
     ready: Path | None = None  # a compiled file that is taken as it is
 
     def key(self, compiler: Compiler) -> str:
-        """Return a digest of everything that the compiled library depends on."""
-        asked = [compiler.path, "--version"]
-        version = subprocess.run(asked, capture_output=True, check=False).stdout
+        """Return a digest of everything that the compiled library depends on.
+
+        Where the sources lie is not in it: a tree that was moved takes the library of before.
+        """
+        command = [compiler.path, "--version"]
+        version = subprocess.run(command, capture_output=True, check=False).stdout
         digest = hashlib.sha256()
         inputs = (jax.__version__, jaxlib.version.__version__, *self.flags, self.machine)
         for part in (
@@ -77,9 +81,9 @@ class Library:
     def command(self, compiler: Compiler, library: Path, *more: str) -> list[str]:
         """Return the command that compiles everything into `library`."""
         units = [str(p) for p in self.sources if p.suffix == self.unit]
-        include = f"-I{jax.ffi.include_dir()}"
+        includes = [f"-I{folder}" for folder in (*self.includes, jax.ffi.include_dir())]
         flags = (*self.flags, *compiler.flags, *more)
-        return [compiler.path, *flags, include, *units, "-o", str(library)]
+        return [compiler.path, *flags, *includes, *units, "-o", str(library)]
 
     def build(self, folder: Path) -> Path:
         """Return the compiled library in `folder`, compiling it if it is not there, or damaged.

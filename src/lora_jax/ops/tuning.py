@@ -176,8 +176,8 @@ def main() -> None:
     """Tune the ops that were asked for and write one table each."""
     parser = argparse.ArgumentParser(prog="python -m lora_jax.ops.tuning", description=__doc__)
     parser.add_argument("--op", nargs="+", choices=tuple(OPS), default=list(OPS))
-    parser.add_argument("--out", type=Path, help="folder of the tables; by default this package's")
-    parser.add_argument("--programs", type=Path, help="folder of compiled programs; kept there")
+    parser.add_argument("--out", type=Path, help="folder of the tables (default: this package's)")
+    parser.add_argument("--programs", type=Path, help="folder where compiled programs are kept")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     args = parser.parse_args()
     kind = jax.devices()[0].device_kind

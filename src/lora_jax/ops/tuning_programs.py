@@ -159,7 +159,7 @@ def _load(op: str, shape: Shape, file: Path, future: Future | None) -> Callable:
     tunable = find_tunable(op)
     takes = jax.tree.structure((tunable.arguments(shape), {}))
     gives = jax.tree.structure([0] * tunable.launches(shape))
-    here = jax.devices()[:1]
+    devices = jax.devices()[:1]
     return serialize_executable.deserialize_and_load(
-        file.read_bytes(), takes, gives, execution_devices=here
+        file.read_bytes(), takes, gives, execution_devices=devices
     )

@@ -214,7 +214,7 @@ def _bounds(raw: Mapping[str, Any], low: int, high: int) -> tuple[int, int]:
     """Return the bounds of an image's area, in either spelling."""
     size = raw.get("size") if isinstance(raw.get("size"), Mapping) else {}
     assert size is not None
-    found = []
+    bounds = []
     for old, new, default in (
         ("min_pixels", "shortest_edge", low),
         ("max_pixels", "longest_edge", high),
@@ -223,8 +223,8 @@ def _bounds(raw: Mapping[str, Any], low: int, high: int) -> tuple[int, int]:
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"The image processor's {old} is {value!r}, not a positive integer.")
-        found.append(value)
-    return found[0], found[1]
+        bounds.append(value)
+    return bounds[0], bounds[1]
 
 
 def _three(raw: Mapping[str, Any], name: str, default: tuple[float, ...]) -> tuple[float, ...]:

@@ -93,11 +93,19 @@ def test_every_device_gets_its_columns_of_all(library, devices):
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_peer_that_does_not_come_is_named_and_waits_end(library, direct):
-    units = library.most_word_bytes(2) // UNIT + 1 if direct else 200
+    units = library.most_word_bytes(2) // UNIT + direct
     gpus, rng = Gpus(library, 2), np.random.default_rng(0)
     parts = parts_of(rng, 2, 1, units)
     gpus.gather(parts)
-    gpus.gather(parts, present=[0], patience_ms=20)
+    given_up = gpus.gather(parts, present=[0], patience_ms=20)[0]
     assert gpus.status(0) == 2  # 1 + the number of the lost one
     gpus.gather(parts, present=[0])  # with all its patience: nothing is awaited any more
     assert gpus.status(1) == 0
+    before = given_up.copy()
+    late = threading.Thread(target=gpus.gather, args=(parts, [1]))
+    late.start()
+    late.join(20)  # not its patience, if it is told
+    assert direct <= (not late.is_alive())
+    np.testing.assert_array_equal(given_up, before)  # which may have another use by now
+    assert gpus.status(1) == (1 if direct else 0)
+    late.join()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from cuda_backend import all_gather as cuda
 from lora_jax.ops import all_gather as package
 from lora_jax.ops import dispatch
 from lora_jax.ops.all_gather import all_gather, open_group
@@ -50,6 +51,16 @@ def test_a_group_is_opened_only_on_gpus_and_its_lack_is_no_error(monkeypatch, ca
     with caplog.at_level("WARNING", logger=package.__name__):
         assert open_group(2) is None
     assert "GPU 0 cannot reach" in caplog.text
+
+
+def test_a_group_that_has_lost_a_gpu_is_not_opened_again(monkeypatch):
+    def check():
+        raise cuda.PeerLost("GPU 0 got no answer from GPU 1")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setitem(cuda._GROUPS, 2, SimpleNamespace(number=1, check=check))
+    with pytest.raises(cuda.PeerLost, match="no answer"):
+        open_group(2)
 
 
 @pytest.mark.parametrize(

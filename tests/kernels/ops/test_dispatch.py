@@ -1,10 +1,13 @@
 """Dispatch: which implementation runs, which may decline, what the environment forces."""
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
+from lora_jax import ops
 from lora_jax.ops import dispatch
 from lora_jax.ops.choices import Choices
 from lora_jax.ops.dispatch import ANY, GPU, Declined, Implementation, Op
@@ -24,6 +27,25 @@ def op_of(**kernels) -> Op:
 def choices(monkeypatch):
     """A record of choices of this test alone."""
     monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+
+
+def declared_ops() -> dict[str, Op]:
+    """Return the ops that the packages of lora_jax.ops declare, by name."""
+    packages = [m.name for m in pkgutil.iter_modules(ops.__path__, "lora_jax.ops.") if m.ispkg]
+    modules = map(importlib.import_module, packages)
+    return {op.name: op for m in modules for op in vars(m).values() if isinstance(op, Op)}
+
+
+def test_every_op_declares_its_implementations_once_and_one_for_every_platform():
+    declared = declared_ops()
+    assert {"lora_gemm", "grouped_matmul", "paged_attention", "reroute", "merge"} <= set(declared)
+    for name, op in declared.items():
+        names = [i.name for i in op.implementations]
+        assert len(names) == len(set(names)), name
+        assert set(names) <= set(dispatch.IMPLEMENTATIONS), name
+        assert op.implementations[-1].platforms == ANY, name
+        order = [dispatch.IMPLEMENTATIONS.index(n) for n in names]
+        assert order == sorted(order), f"{name}: {names}"
 
 
 def test_the_first_accepting_implementation_runs():
@@ -103,6 +125,15 @@ def test_each_outcome_is_logged_once(caplog):
         "made_up runs as xla (ffi declined: not these sizes)",
         "made_up runs as xla",
     ]
+
+
+def test_choices_of_a_kept_program_are_logged_as_if_traced_here(caplog):
+    kept = {"made_up": [{"implementation": "xla", "declined": {"ffi": "not these sizes"}}]}
+    with caplog.at_level("INFO"):
+        dispatch.remember(kept)
+        dispatch.remember(kept)
+    assert dispatch.table() == kept
+    assert caplog.messages == ["made_up runs as xla (ffi declined: not these sizes)"]
 
 
 def test_the_environment_names_one_for_all(monkeypatch):

@@ -91,9 +91,11 @@ def test_kernels_say_what_they_do_not_serve():
             attend()
         with pytest.raises(NotImplementedError, match=wanted):
             attend(leading=True)
-    for check in (cuda.check_support, cudnn.check_support):
+    for check, sizes in ((cuda.check_support, (16, 72)), (cudnn.check_support, (72,))):
         with pytest.raises(NotImplementedError, match="takes bfloat16, not float32"):
-            check(jnp.dtype(jnp.float32), 72)
+            check(jnp.dtype(jnp.float32), *sizes)
+    with pytest.raises(NotImplementedError, match="takes up to 100 heads, not 101"):
+        cuda.check_support(jnp.dtype(jnp.bfloat16), 101, 72)
 
 
 def test_turned_attention_turns_q_and_k_before():

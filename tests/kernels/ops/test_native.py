@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import shutil
 import stat
 import subprocess
 import sys
@@ -153,6 +154,17 @@ def test_the_key_follows_flags_machine_and_sources(library, monkeypatch):
     keys.add(library.key(compiler))
     assert len(keys) == 5
     assert library.key(compiler) in keys
+
+
+def test_a_moved_tree_takes_the_library_of_before(library, tmp_path):
+    moved = tmp_path / "moved"
+    sources = tuple(moved / source.name for source in library.sources)
+    shutil.copytree(library.sources[0].parent, moved)
+    here = dataclasses.replace(library, includes=(library.sources[0].parent,))
+    there = dataclasses.replace(library, includes=(moved,), sources=sources)
+    compiler = library.compilers[0]
+    assert f"-I{moved}" in there.command(compiler, tmp_path / "out.so")
+    assert there.key(compiler) == here.key(compiler)
 
 
 def test_a_compiler_error_is_told_and_leaves_no_file(library, tmp_path):

@@ -16,7 +16,7 @@ def test_every_config_that_reads_has_a_class(model_type):
 
 
 def test_unknown_model_type():
-    with pytest.raises(ValueError, match="'gpt2' is not supported; known are dbrx"):
+    with pytest.raises(ValueError, match="'gpt2' is not supported; supported are dbrx"):
         model_class("gpt2")
 
 

@@ -240,7 +240,7 @@ def test_mistakes_end_with_status_2_and_their_name(capsys, argv, problem):
 def test_no_model(capsys):
     with pytest.raises(SystemExit):
         read_options([], {})
-    assert "which model?" in capsys.readouterr().err
+    assert "no model is given" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -148,7 +148,7 @@ CANNOT = {
         r"linear needs equal ranks: .*a 2, .*b 4\. cat takes any\.",
     ),
     "size": ({"d_out": 7}, "cat", r"q_proj maps 6 to 5 in .*a, 6 to 7 in .*b: not the same base"),
-    "base": ({"base_model_name_or_path": "x/two"}, "cat", "different base models: .*Say --base"),
+    "base": ({"base_model_name_or_path": "x/two"}, "cat", "different base models: .*Set --base"),
     "dora": ({"use_dora": True}, "cat", r"b: adapter_config.json: use_dora = true is not supp"),
     "parameters": (
         {"target_parameters": ["mlp.experts.down_proj"]},
@@ -186,7 +186,7 @@ def test_what_cannot_be_combined_is_named(tmp_path, case):
         (["{a}", "--weights", "1"], "2 adapters need as many weights, got 1."),
         (["{a}", "--weights", "1", "nan"], "must be a number other than 0 in [-100, 100]"),
         (["{a}", "--combination-type", "ties"], "ties needs a density above 0"),
-        (["{a}", "--out", "{a}"], "is there already; name a new folder."),
+        (["{a}", "--out", "{a}"], "exists; name a new folder."),
         (["{a}", "--out", "{a}/no/out"], "there is no folder"),
         (["{a}.no"], "there is no folder"),
         (["{a}", "--dtype", "float16", "--weights", "1", "1"], "too large for float16"),

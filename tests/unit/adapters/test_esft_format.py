@@ -232,7 +232,7 @@ BAD = {
     "no config": (lambda folder: (folder / "expert_cfg.json").unlink(), r"no expert_cfg\.json"),
     "two kinds at once": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
-        "which one is meant",
+        "remove one of them",
     ),
     "a truncated file": (short, r"part-0\.safetensors: truncated"),
 }

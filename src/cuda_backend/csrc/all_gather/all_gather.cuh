@@ -12,7 +12,8 @@
 //
 // Large ones are written where the peers want them: each CTA tells its peers where its device's y is, which is
 // free from when the kernel runs, and has a flag of each of them for what has come. A peer's next y is told
-// in the other of two places; the one after that only when this exchange has ended everywhere.
+// in the other of two places; the one after that only when this exchange has ended everywhere. Who gives an
+// exchange up takes back what it told: a peer that comes later writes nothing there, and knows at once.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -83,8 +84,12 @@ struct GatherClock {
   bool lost;
   __device__ GatherClock(const GatherArgs& args)
       : start(now_nanos()), patience(args.patience), status(&args.head(0)->status), lost(load_word(status) != 0) {}
+  __device__ void lose(int peer) {
+    if (!lost) store_word(status, 1 + peer);
+    lost = true;
+  }
   __device__ bool expired(int peer) {
-    if (!lost && now_nanos() - start > patience) store_word(status, 1 + peer), lost = true;
+    if (now_nanos() - start > patience) lose(peer);
     return lost;
   }
 };
@@ -154,19 +159,22 @@ __global__ void __launch_bounds__(kWordThreads, 1) gather_words_kernel(const __g
   if (threadIdx.x == 0) count_exchange(head->sequence, number);
 }
 
-// By one thread for each peer: tells it where y is.
+// By one thread for each peer: tells it where y is, or null: nothing is to be written.
 template <int N>
-__device__ void tell_peer(const GatherArgs& args, int turn, uint64_t number) {
-  const uint64_t y = reinterpret_cast<uint64_t>(args.y);
+__device__ void tell_peer(const GatherArgs& args, int turn, uint64_t number, bool wanted) {
+  const uint64_t y = wanted ? reinterpret_cast<uint64_t>(args.y) : 0;
   uint4* to = &args.head_of<N>(turn)->told[number & 1][args.me][blockIdx.x];
   send_word(to, static_cast<uint32_t>(y), static_cast<uint32_t>(y >> 32), static_cast<uint32_t>(number));
 }
-// By the same threads, behind all that tell: returns where the peer's y is, null when it does not tell.
+// By the same threads, behind all that tell: returns where the peer's y is, null when it is lost or has given up.
 __device__ inline uint4* hear_peer(const GatherArgs& args, int peer, uint64_t number, GatherClock& clock) {
   const uint4* from = &args.head(0)->told[number & 1][peer][blockIdx.x];
   for (;;) {
     const uint4 v = poll_words_sys(from);
-    if (is_word(v, static_cast<uint32_t>(number))) return reinterpret_cast<uint4*>(v.x | static_cast<uint64_t>(v.z) << 32);
+    if (is_word(v, static_cast<uint32_t>(number))) {
+      if ((v.x | v.z) == 0) clock.lose(peer);
+      return reinterpret_cast<uint4*>(v.x | static_cast<uint64_t>(v.z) << 32);
+    }
     if (clock.expired(peer)) return nullptr;
   }
 }
@@ -204,7 +212,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const 
   const int turn = threadIdx.x, peer = (args.me + turn) % N;
   const bool meets = turn > 0 && turn < N;
   GatherClock clock(args);
-  if (meets) tell_peer<N>(args, turn, number);
+  if (meets) tell_peer<N>(args, turn, number, !clock.lost);
   __syncthreads();
   if (turn < N) to[turn] = meets ? hear_peer(args, peer, number, clock) : args.y;
   __syncthreads();
@@ -214,6 +222,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const 
   __syncthreads();
   while (meets && poll_acquire_sys(&head->arrived[peer][blockIdx.x]) < number)
     if (clock.expired(peer)) break;
+  if (meets && clock.lost) tell_peer<N>(args, turn, number, false);
   __syncthreads();
   if (threadIdx.x == 0) count_exchange(head->direct, number);
 }

@@ -84,12 +84,12 @@ class Base:
 
 def head_for(kind: HeadKind, examples: Sequence[tasks.Example]) -> TaskHead:
     """Return a head of a kind with the labels of the examples."""
-    found = {label for example in examples for label in example.labels}
+    labels = {label for example in examples for label in example.labels}
     if kind is HeadKind.COUNT:
-        return TaskHead(kind, tuple(str(n) for n in range(max(map(int, found)) + 1)))
+        return TaskHead(kind, tuple(str(n) for n in range(max(map(int, labels)) + 1)))
     if kind is HeadKind.BOXES:
         return TaskHead(kind, tuple(KINDS), QUERIES)
-    return TaskHead(kind, tuple(sorted(found)))
+    return TaskHead(kind, tuple(sorted(labels)))
 
 
 def wanted_of(examples: Sequence[tasks.Example], head: TaskHead) -> Any:
@@ -172,8 +172,8 @@ def score(
     catalogue = base.model.catalogue(base.model.config)
     delta = trained_delta(params.lora, spec, catalogue) if params and spec else None
     if head is None:
-        found = right_answers(base.model, rows, base.settings, delta, _BATCH)
-        return float(found.mean())
+        is_right = right_answers(base.model, rows, base.settings, delta, _BATCH)
+        return float(is_right.mean())
     assert params is not None
     graphdef, state = nnx.split(base.model, graph=False)
     values = jnp.asarray(base.settings.values)
@@ -231,16 +231,16 @@ def main(argv: list[str] | None = None) -> None:
     if head is not None:
         add_head(args.out, head, np.asarray(params.weight), np.asarray(params.bias), dtype)
     heldout = base.rows(held, head, tower=args.tower)
-    told = {"task": args.task, "heldout": args.heldout}
-    told["adapter"] = round(score(base, params, spec, head, held, heldout), 4)
+    summary = {"task": args.task, "heldout": args.heldout}
+    summary["adapter"] = round(score(base, params, spec, head, held, heldout), 4)
     words = base.rows(held, None, tower=False) if head is not None else heldout
-    told["base"] = round(score(base, None, None, None, held, words), 4)
+    summary["base"] = round(score(base, None, None, None, held, words), 4)
     if head is not None:
         above = base.rows(learned, head, tower=False) if args.tower else rows
         alone = train(base, above, None, head, schedule)
-        told["head_alone"] = round(score(base, alone, None, head, held, heldout), 4)
-    (args.out / "heldout.json").write_text(json.dumps(told) + "\n", encoding="utf-8")
-    print(json.dumps(told))
+        summary["head_alone"] = round(score(base, alone, None, head, held, heldout), 4)
+    (args.out / "heldout.json").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

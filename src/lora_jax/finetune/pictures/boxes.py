@@ -45,14 +45,14 @@ def boxes_loss(
     pairings = _pairings(head.queries, labels.shape[1])
     count = len(head.labels)
     shaped = logits.reshape(logits.shape[0], head.queries, -1)
-    said = jax.nn.log_softmax(shaped[..., : count + 1], axis=-1)
+    log_shares = jax.nn.log_softmax(shaped[..., : count + 1], axis=-1)
     places = jax.nn.sigmoid(shaped[..., count + 1 :])
     real = labels >= 0
     at = jnp.maximum(labels, 0)
-    likely = jnp.take_along_axis(said, at[:, None, :], axis=2)  # [rows, queries, things]
+    likely = jnp.take_along_axis(log_shares, at[:, None, :], axis=2)  # [rows, queries, things]
     apart = jnp.sum(jnp.abs(places[:, :, None] - boxes[:, None]), axis=-1)
     costs = jnp.where(real[:, None], _BOX_WEIGHT * apart - likely, 0.0)
-    nothing = -_NOTHING_WEIGHT * said[..., count]
+    nothing = -_NOTHING_WEIGHT * log_shares[..., count]
     # A query that has a thing is spared what it would cost as one that has none.
     spared = costs - jnp.where(real[:, None], nothing[..., None], 0.0)
     things = jnp.arange(labels.shape[1], dtype=jnp.int32)

@@ -71,13 +71,13 @@ def text_tensors(model: AbstractCausalLM) -> dict[str, Array]:
         f"{at}norm.weight": model.norm.weight[...],
     }
     for number, layer in enumerate(model.layers):
-        here = f"{at}layers.{number}."
+        prefix = f"{at}layers.{number}."
         for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
-            tensors[f"{here}self_attn.{name}.weight"] = getattr(layer.attn, name).weight[...]
+            tensors[f"{prefix}self_attn.{name}.weight"] = getattr(layer.attn, name).weight[...]
         for name in ("gate_proj", "up_proj", "down_proj"):
-            tensors[f"{here}mlp.{name}.weight"] = getattr(layer.mlp, name).weight[...]
-        tensors[f"{here}input_layernorm.weight"] = layer.input_norm.weight[...]
-        tensors[f"{here}post_attention_layernorm.weight"] = layer.post_norm.weight[...]
+            tensors[f"{prefix}mlp.{name}.weight"] = getattr(layer.mlp, name).weight[...]
+        tensors[f"{prefix}input_layernorm.weight"] = layer.input_norm.weight[...]
+        tensors[f"{prefix}post_attention_layernorm.weight"] = layer.post_norm.weight[...]
     return tensors
 
 
@@ -93,11 +93,11 @@ def tower_tensors(model: Any) -> dict[str, Array]:
         f"{at}patch_embed.proj.bias": tower.patch_embed.bias[...],
     }
     for number, block in enumerate(tower.blocks):
-        here = f"{at}blocks.{number}."
+        prefix = f"{at}blocks.{number}."
         parts = {"attn.qkv": block.attn.qkv, "attn.proj": block.attn.proj}
         parts |= {f"mlp.{name}": getattr(block, name) for name in ("linear_fc1", "linear_fc2")}
         parts |= {"norm1": block.norm1, "norm2": block.norm2}
-        tensors |= _pairs(here, parts)
+        tensors |= _pairs(prefix, parts)
     mergers = {"merger.": tower.merger}
     mergers |= {f"deepstack_merger_list.{n}.": m for n, m in enumerate(tower.deepstack)}
     for name, merger in mergers.items():
@@ -106,6 +106,6 @@ def tower_tensors(model: Any) -> dict[str, Array]:
     return tensors
 
 
-def _pairs(here: str, parts: dict[str, Linear | LayerNorm]) -> dict[str, Array]:
+def _pairs(prefix: str, parts: dict[str, Linear | LayerNorm]) -> dict[str, Array]:
     kinds = ("weight", "bias")
-    return {f"{here}{n}.{k}": getattr(part, k)[...] for n, part in parts.items() for k in kinds}
+    return {f"{prefix}{n}.{k}": getattr(part, k)[...] for n, part in parts.items() for k in kinds}

@@ -109,8 +109,8 @@ def read_emoji(folder: pathlib.Path) -> Pictures:
             continue
         images.append(_square(path))
         names.append(row["short_name"].replace("_", " ").replace("-", " "))
-        here = (k for k, begin in KINDS.items() if row["subcategory"].startswith(begin))
-        kinds.append(next(here, ""))
+        matching = (k for k, begin in KINDS.items() if row["subcategory"].startswith(begin))
+        kinds.append(next(matching, ""))
     heldout = np.array([held(name) for name in names])
     return Pictures(np.stack(images), np.array(names), heldout, np.array(kinds))
 

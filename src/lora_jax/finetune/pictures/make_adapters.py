@@ -82,8 +82,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.pictures.make_adapters")
     add = parser.add_argument
     add("--model", type=pathlib.Path, required=True)
-    add("--data", type=pathlib.Path, required=True, help="what pictures.collect wrote")
-    add("--only", nargs="+", choices=[recipe.name for recipe in RECIPES], help="train these")
+    add("--data", type=pathlib.Path, required=True, help="folder that pictures.collect wrote")
+    add(
+        "--only",
+        nargs="+",
+        choices=[recipe.name for recipe in RECIPES],
+        help="adapters to train (default: all)",
+    )
     add("--steps", type=int, default=1500)
     add("--batch-rows", type=int, default=64)
     add("--examples", type=int, default=12000)

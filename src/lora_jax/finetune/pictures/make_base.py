@@ -100,9 +100,9 @@ PROCESSOR = {
 def write_text_files(sources: tasks.Sources, folder: pathlib.Path) -> None:
     """Write tokenizer and image processor; the tokenizer learns names, kinds, places, prompts."""
     names = [str(name) for source in sources.values() for name in source.names]
-    said = [e for task in tasks.TASKS for e in tasks.draw(task, sources, 200, 0)]
+    examples = [e for task in tasks.TASKS for e in tasks.draw(task, sources, 200, 0)]
     texts = sorted({*names, *(n.replace(" ", "") for n in names)})
-    texts += [f"{e.prompt}\n{e.answer}" for e in said]
+    texts += [f"{e.prompt}\n{e.answer}" for e in examples]
     checkpoint.save_tokenizer(texts, VOCAB, folder, TEXT["max_position_embeddings"])
     text = json.dumps(PROCESSOR, indent=2) + "\n"
     (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
@@ -180,8 +180,8 @@ def right_answers(
 
     starts = range(0, rows.num_rows, batch)
     places = [np.arange(start, start + batch) % rows.num_rows for start in starts]
-    found = np.concatenate([np.asarray(right(state, lora, rows.take(at))) for at in places])
-    return found[: rows.num_rows]
+    is_right = np.concatenate([np.asarray(right(state, lora, rows.take(at))) for at in places])
+    return is_right[: rows.num_rows]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -190,11 +190,11 @@ def main(argv: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--data", type=pathlib.Path, required=True)
     add("--out", type=pathlib.Path, required=True)
-    add("--examples", type=int, default=60000, help="of each task")
+    add("--examples", type=int, default=60000, help="examples of each task")
     add("--steps", type=int, default=6000)
     add("--batch-rows", type=int, default=512)
     add("--learning-rate", type=float, default=1.5e-3)
-    add("--processes", type=int, default=1, help="that draw scenes")
+    add("--processes", type=int, default=1, help="processes that draw scenes")
     args = parser.parse_args(argv)
     parts = tasks.parts(tasks.read_sources(args.data))
     write_text_files(parts[False], args.out)

@@ -26,7 +26,7 @@ class Thing:
 
     @property
     def place(self) -> str:
-        """Where its middle is: one of PLACES."""
+        """Place of its middle: one of PLACES."""
         left, top, right, bottom = self.box
         column, row = (min(2, 3 * (a + b) // (2 * SIDE)) for a, b in ((left, right), (top, bottom)))
         return PLACES[3 * row + column]
@@ -61,8 +61,8 @@ def paste(canvas: np.ndarray, picture: np.ndarray, left: int, top: int, size: in
     small = Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR)
     values = np.asarray(small, np.float32)
     cover = values[..., 3:] / np.float32(255)
-    there = canvas[top : top + size, left : left + size]
-    there += cover * (values[..., :3] - there)
+    target = canvas[top : top + size, left : left + size]
+    target += cover * (values[..., :3] - target)
 
 
 def finished(canvas: np.ndarray) -> np.ndarray:

@@ -44,14 +44,16 @@ def parts(sources: Sources) -> dict[bool, Sources]:
     """
     out: dict[bool, Sources] = {}
     for heldout in (False, True):
-        mine = {
+        categories = {
             name: source.part(heldout=heldout) if source.heldout.any() else source
             for name, source in sources.items()
         }
-        if "emoji" in mine:
-            kinds = mine["emoji"].kinds
-            mine["things"] = mine["emoji"].take(np.flatnonzero(np.isin(kinds, list(KINDS))))
-        out[heldout] = mine
+        if "emoji" in categories:
+            kinds = categories["emoji"].kinds
+            categories["things"] = categories["emoji"].take(
+                np.flatnonzero(np.isin(kinds, list(KINDS)))
+            )
+        out[heldout] = categories
     return out
 
 
@@ -100,8 +102,8 @@ def _scene(sources: Sources, rng: np.random.Generator, least: int = 1) -> tuple[
 
 def _list(sources: Sources, rng: np.random.Generator) -> Example:
     drawn, kinds = _scene(sources, rng)
-    said = [f"{kind} {thing.place}" for kind, thing in zip(kinds, drawn.things, strict=True)]
-    return _one(drawn.image, "List everything.", "; ".join(said))
+    phrases = [f"{kind} {thing.place}" for kind, thing in zip(kinds, drawn.things, strict=True)]
+    return _one(drawn.image, "List everything.", "; ".join(phrases))
 
 
 def _any(sources: Sources, rng: np.random.Generator) -> Example:
@@ -117,8 +119,10 @@ def _count(sources: Sources, rng: np.random.Generator) -> Example:
 
 def _presence(sources: Sources, rng: np.random.Generator) -> Example:
     drawn, kinds = _scene(sources, rng, least=0)
-    found = tuple(kind for kind in KINDS if kind in kinds)
-    return Example(drawn.image[None], "Which kinds are here?", ", ".join(found) or NO_KIND, found)
+    present = tuple(kind for kind in KINDS if kind in kinds)
+    return Example(
+        drawn.image[None], "Which kinds are here?", ", ".join(present) or NO_KIND, present
+    )
 
 
 def _boxes(sources: Sources, rng: np.random.Generator) -> Example:

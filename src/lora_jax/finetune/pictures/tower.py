@@ -28,7 +28,7 @@ def tower_rows(
     another tower.
     """
     if not isinstance(tower, Qwen3Tower):
-        raise ValueError(f"training through {type(tower).__name__} is not done")
+        raise ValueError(f"training does not support {type(tower).__name__}")
     config, count = tower.config, pixels.shape[0]
     positions = block_positions(grid, config.merge_size)
     taps, weights = table_taps(positions, grid, round(config.num_positions**0.5))

@@ -33,7 +33,7 @@ _LARGEST_STATE = 4096  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class _Nested:
-    """How the scales themselves are coded."""
+    """Coding of the scales themselves."""
 
     table: np.ndarray  # float32 [256]
     absmax: np.ndarray  # float32 [ceil(scales / blocksize)]
@@ -151,10 +151,10 @@ def _nested(
     groups: tuple[int, int],
 ) -> _Nested | None:
     """Return how scales are coded, None where they are float32."""
-    there = [part for part in _NESTED if f"{name}.{part}" in tensors]
-    if not there and tensors[f"{name}.absmax"].dtype == FLOAT32:
+    present = [part for part in _NESTED if f"{name}.{part}" in tensors]
+    if not present and tensors[f"{name}.absmax"].dtype == FLOAT32:
         return None
-    if len(there) < len(_NESTED) or tensors[f"{name}.absmax"].dtype != UINT8:
+    if len(present) < len(_NESTED) or tensors[f"{name}.absmax"].dtype != UINT8:
         want = ", ".join(_NESTED)
         raise ValueError(f"{name}: absmax must be float32, or uint8 with {want} beside it.")
     blocksize = _size(name, state, "nested_blocksize")

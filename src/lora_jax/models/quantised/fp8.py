@@ -63,18 +63,18 @@ def read(
         ValueError: scales are missing, twice there, not finite or of another shape.
     """
     stored, site = tensors[name], name.removesuffix("weight")
-    found = [tensors[site + part] for part in SCALES if site + part in tensors]
-    if len(found) != 1 or len(stored.shape) != 2:
+    stored_scales = [tensors[site + part] for part in SCALES if site + part in tensors]
+    if len(stored_scales) != 1 or len(stored.shape) != 2:
         raise ValueError(
-            f"{name} is F8_E4M3 {stored.shape} with {len(found)} scales; it needs two axes and one "
-            f"of {' or '.join(SCALES)}."
+            f"{name} is F8_E4M3 {stored.shape} with {len(stored_scales)} scales; it needs two axes "
+            f"and one of {' or '.join(SCALES)}."
         )
     d_out, d_in = stored.shape
-    rows, columns = _block_of(found[0], stored, block)
+    rows, columns = _block_of(stored_scales[0], stored, block)
     shape = (-(-d_out // rows), -(-d_in // columns))
-    scales = found[0].whole().astype(np.float32).reshape(shape)
+    scales = stored_scales[0].whole().astype(np.float32).reshape(shape)
     if not np.isfinite(scales).all():
-        raise ValueError(f"{found[0].name} holds values that are not finite.")
+        raise ValueError(f"{stored_scales[0].name} holds values that are not finite.")
     return Fp8Tensor(name, (d_out, d_in), dtype, stored, scales, (rows, columns))
 
 
@@ -93,9 +93,9 @@ def _block_of(
         known = {(-(-d_out // block[0]), -(-d_in // block[1])): block}
     if scales.shape not in known or scales.dtype.itemsize < 2 or scales.dtype.kind == "i":
         want = " or ".join(str(shape) for shape in known)
-        said = "no blocks" if block is None else f"blocks of {block[0]} x {block[1]}"
+        described = "no blocks" if block is None else f"blocks of {block[0]} x {block[1]}"
         raise ValueError(
             f"{scales.name} is {scales.dtype} {scales.shape}; {stored.name} {stored.shape} with "
-            f"{said} needs floats {want}."
+            f"{described} needs floats {want}."
         )
     return known[scales.shape]

@@ -39,8 +39,8 @@ TARGETS = (
 
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
-    made = native.cpp_library("kernels", "CPU kernels", Path(__file__).parent, TARGETS)
-    return dataclasses.replace(made, ready=prebuilt.find())
+    kernels = native.cpp_library("kernels", "CPU kernels", Path(__file__).parent, TARGETS)
+    return dataclasses.replace(kernels, ready=prebuilt.find())
 
 
 @functools.cache
@@ -59,9 +59,9 @@ def rows_address() -> int:
     Raises native.BuildError where the kernels cannot be built.
     """
     path = library().build(dispatch.cache_folder())
-    found = ctypes.cast(ctypes.CDLL(str(path)).lora_jax_lora_rows, ctypes.c_void_p).value
-    assert found is not None, "a function at no address"
-    return found
+    address = ctypes.cast(ctypes.CDLL(str(path)).lora_jax_lora_rows, ctypes.c_void_p).value
+    assert address is not None, "a function at no address"
+    return address
 
 
 def require() -> None:

@@ -65,9 +65,9 @@ def find(folder: Path = FOLDER) -> Path | None:
 
     With `LORA_JAX_MARCH` only a level of that name counts.
     """
-    asked, features = os.environ.get(dispatch.MARCH_ENV), cpu_features()
+    march, features = os.environ.get(dispatch.MARCH_ENV), cpu_features()
     for level in LEVELS.get(platform.machine(), ()):
-        if level.needs <= features and asked in (None, "", "native", level.name):
+        if level.needs <= features and march in (None, "", "native", level.name):
             file = folder / _file_name(level)
             if file.is_file():
                 return file
@@ -119,7 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.ops.cpu.prebuilt")
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--architecture", choices=list(LEVELS), default=platform.machine())
-    parser.add_argument("--compiler", help="default: the first of g++, clang++ and c++")
+    parser.add_argument(
+        "--compiler", help="C++ compiler (default: the first of g++, clang++ and c++)"
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     compilers = (Compiler(args.compiler),) if args.compiler else native.cpp_compilers()

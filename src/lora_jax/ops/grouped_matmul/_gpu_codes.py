@@ -38,7 +38,7 @@ class Decoding:
 
     @property
     def e2m1(self) -> bool:
-        """Whether codes are floats of one sign, two exponent and one mantissa bit."""
+        """True if codes are floats of one sign, two exponent and one mantissa bit."""
         return is_e2m1(self.table)
 
 

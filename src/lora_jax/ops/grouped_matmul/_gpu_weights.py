@@ -25,7 +25,7 @@ QUANTISED_STEPS = (128, 64)  # of d_in in one stage: the first that divides it
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How the weights of a launch lie in memory; the same for gate and up."""
+    """Memory layout of the weights of a launch; the same for gate and up."""
 
     bits: int = 16
     step: int = STEP  # of d_in in one stage
@@ -38,7 +38,7 @@ class Form:
 
     @property
     def arrays(self) -> int:
-        """How many arrays a weight has beside the one that is copied: scales, zero points."""
+        """Number of arrays of a weight beside the one that is copied: scales, zero points."""
         return int(self.quantised) + (self.decoding is not None and self.decoding.zeros)
 
     @property

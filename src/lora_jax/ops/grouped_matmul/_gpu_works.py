@@ -124,9 +124,9 @@ class Works:
 
     def _is_empty(self, sizes_ref, length: int, group: Int[Array, ""]) -> Bool[Array, ""]:
         """Return whether there are so many groups from this one on, and no row in them."""
-        there = group <= self.groups - length
-        begin = jnp.where(there, group, 0)
-        return there & (sum(sizes_ref[begin + i] for i in range(length)) == 0)
+        exists = group <= self.groups - length
+        begin = jnp.where(exists, group, 0)
+        return exists & (sum(sizes_ref[begin + i] for i in range(length)) == 0)
 
 
 def _behind(place: _Place) -> _Cursor:

@@ -130,7 +130,9 @@ def _require(
     form = form_of(op, *weights)
     rows, (groups, d_out, d_in) = x.shape[0], weights[0].shape
     if rows < 1 or groups < 1:
-        raise Declined(f"{op} on Mosaic GPU: {rows} rows in {groups} groups")
+        raise Declined(
+            f"{op} on Mosaic GPU takes at least 1 row and 1 group, not {rows} and {groups}"
+        )
     if d_in % STEP or d_in == 0 or d_out % ALIGN or d_out == 0:
         raise Declined(
             f"{op} on Mosaic GPU takes d_in in steps of {STEP} and d_out in steps of {ALIGN}, "

@@ -105,15 +105,15 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
                 lax.fori_loop(0, tile_rows, take, None)
 
                 def stage(k, _):
-                    here = slot(begin + k)
+                    place = slot(begin + k)
 
                     @pl.when(begin + k >= stages)
                     def _():
-                        plgpu.barrier_wait(empty.at[here])
+                        plgpu.barrier_wait(empty.at[place])
 
                     rank_row = pl.multiple_of(items_ref[item, 1] + k * STEP, ALIGN)
                     source = b_ref.at[pl.ds(rank_row, STEP), pl.ds(tile * wide, wide)]
-                    plgpu.copy_gmem_to_smem(source, b_smem.at[here], full.at[here])
+                    plgpu.copy_gmem_to_smem(source, b_smem.at[place], full.at[place])
 
                 lax.fori_loop(0, depth, stage, None)
 
@@ -147,9 +147,9 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
 
                 def scope(acc):
                     def stage(k, _):
-                        here = slot(begin + k)
-                        plgpu.barrier_wait(full.at[here])
-                        b_t = b_smem.at[here, :, side].transpose((1, 0))
+                        place = slot(begin + k)
+                        plgpu.barrier_wait(full.at[place])
+                        b_t = b_smem.at[place, :, side].transpose((1, 0))
                         b = plgpu.load(b_t, layout=layout)
                         # A neighbour's rank row may hold NaN, which no zero of h would take out.
                         index = plgpu.broadcasted_iota(jnp.int32, b.shape, 1, layout=layout)
@@ -163,7 +163,7 @@ def _expand_body(config: LoraGemmConfig, d_out: int, ctas: int, interpreted: boo
                         else:
                             plgpu.wgmma(acc, b, h_t)
                         plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(empty.at[here])
+                        plgpu.barrier_arrive(empty.at[place])
 
                     lax.fori_loop(0, depth, stage, None)
                     return acc[...]

@@ -78,7 +78,7 @@ def launches(shape: Shape) -> int:
 
 
 def arguments(shape: Shape) -> tuple:
-    """Return rows of each launch, its pools, and the table of the adapters with who asks for which.
+    """Return rows of each launch, its pools, the table of the adapters, and each row's slot.
 
     Pools hold the adapters that are asked for, rounded up to a power of two of them.
     """

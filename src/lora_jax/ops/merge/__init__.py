@@ -104,8 +104,8 @@ def merge_apart(
         ValueError: shapes or dtypes do not fit each other.
     """
     if len({(w.shape, w.dtype) for w in maps}) != 1 or maps[0].ndim != 2:
-        found = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
-        raise ValueError(f"merge_apart: maps must be matrices of one shape and dtype, not {found}")
+        listed = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
+        raise ValueError(f"merge_apart: maps must be matrices of one shape and dtype, not {listed}")
     stacked = jax.ShapeDtypeStruct((len(maps), *maps[0].shape), maps[0].dtype)
     _check(stacked, a_pool, b_pool, sites, scaling, max_rank)
     args = (maps, a_pool, b_pool, sites, scaling, max_rank)

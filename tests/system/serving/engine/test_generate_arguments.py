@@ -39,7 +39,7 @@ def test_forms_of_a_prompt(prompt, want):
         ({"prompt": "a", "multi_modal_data": {"video": 1}}, ValueError, "other media"),
         ({"prompt": "a", "cache_salt": "x"}, ValueError, "'cache_salt'; known are prompt, "),
         ({}, ValueError, "prompt or prompt_token_ids"),
-        ({"prompt": 3}, TypeError, "prompt must be a text, got int"),
+        ({"prompt": 3}, TypeError, "prompt must be a string, got int"),
         (3.5, TypeError, "got float where a token id"),
         (["a"], TypeError, "got str where a token id"),
         ([True], TypeError, "got bool"),

@@ -38,7 +38,7 @@ def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monk
 
     class Specialized(ModelRunner):
         def __init__(self, *args, **kwargs):
-            super().__init__(*args, **{**kwargs, "specialize_lora": True})
+            super().__init__(*args, **{**kwargs, "compile_base_only_steps": True})
 
         def _run(self, table, program):
             used.append((program.bucket, program.lora))

@@ -22,10 +22,10 @@ from serving.api.functions_config import FunctionsConfig
             "one engine batches them all",
         ),
         ({"functions": "d", "functions_verify_s": 0.0}, r"verify_s must be in \(0"),
-        ({"functions_isolation": "server"}, "add --functions with the folder"),
-        ({"functions_ttft_slo_s": 5}, "add --functions with the folder"),
-        ({"functions_memory_bytes": 5}, "add --functions with the folder"),
-        ({"functions_keep_alive_s": 5}, "add --functions with the folder"),
+        ({"functions_isolation": "server"}, "must go with --functions"),
+        ({"functions_ttft_slo_s": 5}, "must go with --functions"),
+        ({"functions_memory_bytes": 5}, "must go with --functions"),
+        ({"functions_keep_alive_s": 5}, "must go with --functions"),
     ],
 )
 def test_contradictions(fields, message):

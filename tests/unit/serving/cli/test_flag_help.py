@@ -14,4 +14,4 @@ def test_every_field_has_a_text_and_every_text_a_field():
     assert set(ENGINE_HELP) == engine
     assert set(CLUSTER_HELP) == cluster
     assert set(FUNCTIONS_HELP) == {f.name for f in dataclasses.fields(FunctionsConfig)}
-    assert set(METAVARS) <= engine | cluster
+    assert set(METAVARS) <= engine | cluster | set(FUNCTIONS_HELP)

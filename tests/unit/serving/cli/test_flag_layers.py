@@ -133,4 +133,4 @@ def test_a_flag_of_vllm_in_a_file_is_refused_as_on_the_command_line(tmp_path, ca
     path.write_text("enable-lora: false\n")
     with pytest.raises(SystemExit):
         read(["--config", str(path)])
-    assert "adapters are always on" in capsys.readouterr().err
+    assert "adapters are always enabled" in capsys.readouterr().err

@@ -36,8 +36,8 @@ def test_what_is_so_anyway_changes_nothing(flag):
     [
         (["--trust-remote-code"], "never run here"),
         (["--enforce-eager"], "one compiled program"),
-        (["--fully-sharded-loras"], "A whole"),
-        (["--quantization=awq"], "quantization_config says it"),
+        (["--fully-sharded-loras"], "the whole A"),
+        (["--quantization=awq"], "quantization_config sets it"),
         (["--tokenizer", "other"], "the model's folder"),
         (["--enable-expert-parallel"], "set tensor_parallel_size"),
         (["--enable-eplb"], "share experts in order"),

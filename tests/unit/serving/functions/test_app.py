@@ -36,7 +36,7 @@ def test_the_base_is_the_folder_that_the_adapter_names(tmp_path, monkeypatch):
 
 
 def test_an_adapter_without_a_base_here_says_what_to_give(tmp_path):
-    with pytest.raises(ValueError, match=r"'other/none', which is no folder here.*give model="):
+    with pytest.raises(ValueError, match=r"'other/none', and neither that path.*give model="):
         base_of(adapter_in(tmp_path / "a", "other/none"))
     with pytest.raises(ValueError, match="names no base model: give model="):
         base_of(adapter_in(tmp_path / "b", None))

@@ -101,7 +101,7 @@ def test_a_backbone_that_cannot_be_loaded_anew_is_tried_again(processes, monkeyp
     assert guard.wait_checked(1, 60)
     guard.close()
     assert tried.qsize() == 3
-    assert caplog.text.count("cannot be loaded anew, functions stay off: the files are not") == 2
+    assert caplog.text.count("cannot be loaded again, functions stay off: the files are not") == 2
 
 
 def test_closing_does_not_wait_for_a_load_without_end(processes, monkeypatch, caplog):

@@ -69,9 +69,9 @@ def test_greetings_of_strangers_are_refused(tmp_path):
     [
         ({"last_epoch": -1}, "no epoch after -1"),
         ({"last_epoch": LAST_EPOCH}, "no epoch after"),
-        ({"last_epoch": "7"}, "not one of this package"),
-        ({"last_epoch": None}, "not one of this package"),
-        ({"facts": ["tiny"]}, "not one of this package"),
+        ({"last_epoch": "7"}, "another protocol"),
+        ({"last_epoch": None}, "another protocol"),
+        ({"facts": ["tiny"]}, "another protocol"),
         ({"facts": {"base model": {"a": 1}}}, "protocol: .* the instance nothing"),
     ],
 )

@@ -69,7 +69,7 @@ def test_without_tokens_a_cluster_is_refused_unless_it_may_be_open(made, caplog)
     assert not made.joined
     ray_hosts(dataclasses.replace(options(), insecure=True), {})
     assert (made.joined, made.needs_tokens) == (["auto"], False)
-    assert "Ray demands no token" in caplog.text
+    assert "Ray requires no token" in caplog.text
 
 
 def test_a_cluster_that_is_not_there_is_told_with_what_to_do(made):

@@ -61,7 +61,7 @@ def test_a_wrong_secret_is_refused_and_a_ticket_is_good_once(board, caplog):
     ours, ticket = board.ticket()
     with pytest.raises((AuthenticationError, ConnectionError, EOFError)):
         dataclasses.replace(ticket, secret=b"another" * 4).redeem()
-    until(lambda: "is no role of this cluster" in caplog.text)
+    until(lambda: "which is no role of this cluster" in caplog.text)
     first, second = ticket.redeem(), ticket.redeem()
     with pytest.raises((EOFError, ConnectionError)):
         second.recv_bytes()
@@ -75,7 +75,7 @@ def test_a_stranger_who_says_nothing_does_not_stop_others(board, monkeypatch, ca
     with socket.create_connection(board.address):
         _, ticket = board.ticket()
         ticket.redeem().close()
-        until(lambda: "is no role of this cluster" in caplog.text)
+        until(lambda: "which is no role of this cluster" in caplog.text)
 
 
 def until(condition):

@@ -88,7 +88,7 @@ def test_a_unix_socket_is_the_owner_s_and_a_dead_one_is_replaced(tmp_path):
     first = bind_unix(path)
     assert os.stat(path).st_mode & 0o777 == 0o600
     first.listen()
-    with pytest.raises(OSError, match="somebody listens"):
+    with pytest.raises(OSError, match="another process listens"):
         bind_unix(path)
     first.close()
     bind_unix(path).close()
