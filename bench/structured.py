@@ -130,11 +130,11 @@ class Parts:
         parts = loop._parts
         self.seconds: dict[str, list[float]] = {}
         self._time(parts.scheduler, "plan", "complete")
-        self._time(parts.runner, "dispatch", "forward", "sample", "read", "prepare")
+        self._time(parts.runner, "dispatch", "forward", "sample", "read")
         self._time(parts.runner._step, "_step", "_forward", "_sample", launch="launch ")
         self._time(parts.runner._step.inputs, "set_table", "set_masks")
-        self._time(engine.grammars.masks, "start", "finish")
-        self._time(engine.grammars.masks, "_compute")
+        self._time(engine.grammars.masks, "start", "finish", "post")
+        self._time(engine.grammars.masks, "_work")
         self._time(loop, "_hand_out")
 
     def start(self) -> None:
@@ -222,7 +222,7 @@ def _row(
         [(one[place], other[place]) for one, other in zip(taken, plain, strict=True)]
         for place in (0, 1)
     )
-    masks = spent["compute"] or [0.0]
+    masks = spent["work"] or [0.0]
     return {
         "rows": rows,
         "case": name,

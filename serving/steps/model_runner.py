@@ -2,7 +2,8 @@
 
 One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
 adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
-are read when the next one is on its way. Steps in which a grammar binds a row have two programs:
+are read when the next one is on its way. A step in which a grammar binds a row waits on the device
+for the masks that are posted after its dispatch. Where no step can wait, it has two programs:
 `forward` goes out like any step, and `sample` follows when the host knows which tokens may come.
 """
 
@@ -30,6 +31,7 @@ from serving.steps.compiling import compile_all, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
+from serving.steps.mask_board import MaskBoard
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.sampler import Sampled
@@ -38,6 +40,7 @@ from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
 from serving.steps.step_programs import (
     Program,
+    bucket_for,
     lora_slot,
     lora_slots,
     names_of,
@@ -80,6 +83,7 @@ class ModelRunner:
         tell: Callable[[Any], None] = lambda command: None,
         kept: KeptSteps | None = None,
         pooled: PagedKVCache | None = None,
+        board: MaskBoard | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -92,7 +96,7 @@ class ModelRunner:
         `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
         is given every StepInput and SampleInput before it is done, for the runners of other
         processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
-        a pool, whose rows `slots` then has.
+        a pool, whose rows `slots` then has. With `board` steps wait for masks.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._compile_base_only_steps = compile_base_only_steps and slots is not None
@@ -100,6 +104,7 @@ class ModelRunner:
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
+        self.board = board if structured_outputs else None
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -110,6 +115,7 @@ class ModelRunner:
             compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
+            board=self.board,
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
@@ -166,8 +172,8 @@ class ModelRunner:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
             forwarded, status = self._run_forward(table, program)
-            packed = self.new_masks().packed
-            jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
+            sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
+            jax.block_until_ready((sampled, status))
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)
@@ -178,7 +184,7 @@ class ModelRunner:
         """Return steps of one program, ready to compile."""
         for p in programs:
             arguments = self._operands(p), self._inputs.empty_table(), p.bucket
-            yield self._step.lower(*arguments, lora=p.lora)
+            yield self._step.lower(*arguments, lora=p.lora, bound=p.bound)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -193,12 +199,12 @@ class ModelRunner:
             if lora or not brings
             for b in self.buckets
         ]
-        alone = [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
-        return (*programs, *alone)
+        programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
+        return (*programs, *(() if self.board is None else self._bound_programs))
 
     @property
-    def two_part_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps in two programs, forward and sample; they have LoRA.
+    def bound_buckets(self) -> tuple[int, ...]:
+        """The token buckets of steps with masks; they have LoRA.
 
         One for decode steps and one for others: more would take long to compile.
         """
@@ -208,13 +214,17 @@ class ModelRunner:
 
     @property
     def two_part_programs(self) -> tuple[Program, ...]:
-        """Every step in two programs; all have LoRA."""
+        """Every step in two programs, forward and sample; all have LoRA."""
+        return self._bound_programs if self.board is None else ()
+
+    @property
+    def _bound_programs(self) -> tuple[Program, ...]:
         kinds = (False,) if self.merged is None else (False, True)
         return tuple(
-            Program(bucket, merged=merged, brings=brings)
+            Program(bucket, merged=merged, brings=brings, bound=True)
             for merged in kinds
             for brings in self._variants
-            for bucket in self.two_part_buckets
+            for bucket in self.bound_buckets
         )
 
     @property
@@ -240,12 +250,16 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
-        A chunk's input tokens that the host has not seen are those the steps in flight sample.
+        A chunk's input tokens that the host has not seen are those the steps in flight sample. With
+        a board the masks of a bound step must be posted next; until then nothing may wait for it.
         """
-        bucket = self._bucket(plan, self.buckets)
-        lora = self._needs_lora(plan, bucket)
-        program = Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
-        sampled, status = self._run(self._prepared(plan, program), program)
+        bound = (board := self.board if plan.is_bound else None) is not None
+        bucket = self._bucket(plan, self.bound_buckets if bound else self.buckets)
+        lora = bound or self._needs_lora(plan, bucket)
+        brings = lora and self._brings(plan)
+        program = Program(bucket, lora, plan.merged is not None, brings, bound)
+        table = self._prepared(plan, program)
+        sampled, status = self._run(table, program, board.take_number() if board else 0)
         return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
 
     def forward(self, plan: StepPlan) -> HeldStep:
@@ -253,8 +267,8 @@ class ModelRunner:
 
         Masks may be made meanwhile.
         """
-        bucket = self._bucket(plan, self.two_part_buckets)
-        program = Program(bucket, merged=plan.merged is not None, brings=self._brings(plan))
+        bucket, brings = self._bucket(plan, self.bound_buckets), self._brings(plan)
+        program = Program(bucket, merged=plan.merged is not None, brings=brings, bound=True)
         table = self._prepared(plan, program, in_parts=True)
         forwarded, status = self._run_forward(table, program)
         return HeldStep(plan, first_rows(plan), is_scored(plan), bucket, forwarded, status)
@@ -282,7 +296,7 @@ class ModelRunner:
 
     def new_masks(self) -> HostMasks:
         """Return masks on the host in which no row is masked."""
-        return self._step.new_masks()
+        return self._step.new_masks() if self.board is None else self.board.new_masks()
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
@@ -321,6 +335,8 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
+        if self.board is not None:
+            self.board.post()  # a loop that has failed has not
         jax.block_until_ready((self._cache, self._state))
         if self.encoder is not None:
             self.encoder.wait()
@@ -349,9 +365,12 @@ class ModelRunner:
     def _num_lora(self) -> int:
         return 0 if self.slots is None else self.slots.num_slots
 
-    def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
+    def _run(
+        self, table: np.ndarray, program: Program, number: int = 0
+    ) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)
-        done = self._step.run(operands, table, program.bucket, lora=program.lora)
+        how = {"lora": program.lora, "bound": program.bound, "number": number}
+        done = self._step.run(operands, table, program.bucket, **how)
         self._cache, self._state, sampled, status = done
         return sampled, status
 
@@ -378,13 +397,5 @@ class ModelRunner:
         return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
-        """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
         rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
-        most = self.sizes.max_logit_rows
-        for bucket in buckets:
-            if plan.num_tokens <= bucket and rows <= most:
-                return bucket
-        raise ValueError(
-            f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
-            f"{buckets[-1]} and {most} fit."
-        )
+        return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)
