@@ -96,10 +96,11 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    On a CPU alone: a start of an accelerator that reads its steps was not tried.
+    It was tried on CPUs and NVIDIA's GPUs, for functions on CPUs alone.
     """
     alone = base.split is None and base.remote is None
-    files = step_files() if alone and jax.default_backend() == "cpu" else None
+    tried = ("cpu",) if base.source.is_shared else ("cpu", "gpu")
+    files = step_files() if alone and jax.default_backend() in tried else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

@@ -13,7 +13,7 @@ programs, forward and sample.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState
-from serving.steps.host_inputs import HostInputs
+from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
@@ -45,9 +45,6 @@ from serving.steps.step import (
     with_drafts,
 )
 from serving.steps.token_masks import HostMasks, unpack_masks
-
-_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
-_HOLES = 32  # of each size
 
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
@@ -117,7 +114,7 @@ class CompiledStep:
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self.inputs = HostInputs(sizes, self._place, in_place=in_place)
         self._board = None if board is None else self._place(board.address)
-        self._spacers = _make_holes(self._place) if in_place else []
+        self._spacers = make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
         self._forwarded: dict[int, Forwarded] = {}  # by bucket
         self._sent: np.ndarray | jax.Array | None = None  # the table of a forward part
@@ -157,6 +154,11 @@ class CompiledStep:
             self._status = self._status if status is None else status
             sampled, status = _copied((sampled, status))
         return cache, state, sampled, status
+
+    def warm_up(self, buckets: Iterable[int]) -> None:
+        """Compile what steps of these buckets need beside their programs."""
+        for bucket in buckets if self._in_place else ():
+            jax.block_until_ready(_copied((self._results_of(bucket), self._status)))
 
     def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
@@ -382,18 +384,6 @@ def _jit_steps(
         return sample_step(logits, rows, state, sample, masks, heads)
 
     return (step, forward, sample_part), tuple(leaves)
-
-
-def _make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
-    """Leave free places for small arrays, kept apart by the arrays returned.
-
-    Otherwise the allocator cuts them from the front of the memory that programs take for their
-    temporaries, which then lie elsewhere in every step.
-    """
-    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
-    jax.block_until_ready(arrays)
-    step = len(_HOLE_BYTES)
-    return [array for i, array in enumerate(arrays) if i // step % 2]
 
 
 @jax.jit

@@ -16,6 +16,8 @@ import numpy as np
 from lora_jax.typing import Array, Int
 from serving.steps.step import StepSizes
 
+_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
+_HOLES = 32  # of each size
 _FEW_PAGES = 64  # new ones that every table has room for; twice its sequences if they are more
 
 
@@ -32,7 +34,9 @@ class HostInputs:
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
         self.pages: Int[Array, "seqs max_pages"] = place(self._tables.copy())
-        self.number: np.ndarray | jax.Array = place(np.zeros(1, np.int32))  # of the masks it waits for
+        self.number: np.ndarray | jax.Array = place(
+            np.zeros(1, np.int32)
+        )  # of the masks it waits for
         self.masks: jax.Array | None = None  # HostMasks.packed
 
     def set_pages(self, tables: np.ndarray) -> None:
@@ -111,3 +115,15 @@ def _write(
     new = packed[: table.size].reshape(table.shape)
     written = pages.at[row, place].set(page, mode="drop", unique_indices=True)
     return table.at[...].set(jnp.asarray(new)), written, number.at[...].set(packed[-1:])
+
+
+def make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
+    """Leave free places for small arrays, kept apart by the arrays returned.
+
+    Otherwise the allocator cuts them from the front of the memory that programs take for their
+    temporaries, which then lie elsewhere in every step.
+    """
+    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    jax.block_until_ready(arrays)
+    step = len(_HOLE_BYTES)
+    return [array for i, array in enumerate(arrays) if i // step % 2]

@@ -164,6 +164,7 @@ class ModelRunner:
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
         if self._step.keeps and read_kept(programs := list(programs)):
+            self._step.warm_up(self.buckets)
             jax.block_until_ready(self._run(table, self.programs[0]))
             return
         compile_all(programs, names, progress=progress)
@@ -307,7 +308,7 @@ class ModelRunner:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
             for work in plan.encodes:
-                slot = lora_slot(work.slot, self._num_lora, self._num_esft)
+                slot = lora_slot(work.slot, *self._num_slots)
                 self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
@@ -352,18 +353,16 @@ class ModelRunner:
             return plan.is_mixture
         if not self._can_specialize(bucket) or self.slots is None:
             return True
-        return any(True for _ in self._lora_slots(plan))
+        return any(True for _ in lora_slots(plan, *self._num_slots))
 
     def _brings(self, plan: StepPlan) -> bool:
         """Return whether a row's adapter has more than LoRA."""
-        return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
-
-    def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
-        return lora_slots(plan, self._num_lora, self._num_esft)
+        slots = lora_slots(plan, *self._num_slots) if self._bringing else ()
+        return any(slot in self._bringing for slot in slots)
 
     @property
-    def _num_lora(self) -> int:
-        return 0 if self.slots is None else self.slots.num_slots
+    def _num_slots(self) -> tuple[int, int]:
+        return 0 if self.slots is None else self.slots.num_slots, self._num_esft
 
     def _run(
         self, table: np.ndarray, program: Program, number: int = 0

@@ -30,7 +30,7 @@ REWRITES = (
     ),
     (r"(\w+(?:<\w+(?:, \w+)*>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
-    (r"kBoardThreads = 256, kBoardCtas = 1024;", "kBoardThreads = 16, kBoardCtas = 4;"),
+    (r"kBoardThreads = 256, kBoardCtas = 1024;", "kBoardThreads = 32, kBoardCtas = 2;"),
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),

@@ -26,7 +26,8 @@ __device__ __forceinline__ const unsigned char* board_of(const BoardArgs& p) {
   return reinterpret_cast<const unsigned char*>(static_cast<uint64_t>(p.where[1]) << 32 | p.where[0]);
 }
 
-__global__ void __launch_bounds__(1) board_wait_kernel(const BoardArgs p) {
+__global__ void __launch_bounds__(32) board_wait_kernel(const BoardArgs p) {
+  if (threadIdx.x) return;
   const uint64_t want = static_cast<uint32_t>(*p.number), start = now_nanos();
   BoardState state = kBoardUnasked;
   if (want) {
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kBoardThreads) board_copy_kernel(const BoardAr
 }
 
 inline cudaError_t launch_board(const BoardArgs& args, cudaStream_t stream) {
-  board_wait_kernel<<<1, 1, 0, stream>>>(args);
+  board_wait_kernel<<<1, 32, 0, stream>>>(args);
   const int64_t ctas = (args.count + kBoardThreads - 1) / kBoardThreads;
   board_copy_kernel<<<static_cast<int>(ctas < kBoardCtas ? ctas : kBoardCtas), kBoardThreads, 0, stream>>>(args);
   return cudaGetLastError();
