@@ -123,7 +123,7 @@ class CompiledStep:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
 
     def lower(
-        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool, bound: bool
+        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool, bound: bool = False
     ) -> Lowered | KeptProgram:
         """Return the program that `run` runs for the same arguments, ready to compile."""
         source = self.inputs.table if self._in_place else table
