@@ -1,30 +1,34 @@
 """A workload that shifts between adapters and long contexts: one page pool against fixed shares.
 
-`python -m bench.page_pool --out DIR`: a Llama of random weights. Three phases come one after the
-other, several times:
+`python -m bench.page_pool --out DIR`: a Llama of random weights. Three phases follow each other
+without a pause, several times:
 
     adapters   short requests over many adapters, which fill the budget
     long       questions about documents, whose KV fills it
     both       both kinds, over half of the adapters and half of the documents
+
+So many requests of a phase are outstanding at any time, as from a steady crowd of callers: where
+one is answered the next one is handed in. A phase lasts from its first request to the first of the
+next phase. So its transition counts, and no engine is measured while it runs empty.
 
 On a CPU 5 million parameters, 60 MiB for KV pages and adapters; with `--large` on a GPU 16 layers
 of Llama-3.1-8B's shape and 3 GiB, documents that no two requests share, and wall-clock seconds.
 
 Engines with fixed shares of the same bytes get them too. Of those the best is the one that takes
 least time over all phases. On a CPU times are processor seconds of the process, for the machine may
-have other work; a phase counts with its own transition. `--engine NAME` runs one engine and adds it
-to the results of others in DIR; with `--lock FILE` engines of several processes, which all start at
-once, measure by turns.
+have other work. `--engine NAME` runs one engine and adds it to the results of others in DIR; with
+`--lock FILE` engines of several processes, which all start at once, measure by turns.
 """
 
 import argparse
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import random
-import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +40,7 @@ from bench import tier_throughput
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from bench.turns import turn
 from serving import Engine, Sampling
+from serving.api.request import OutputDelta
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Case:
     tokens: int  # of a document
     answer: int  # tokens
     phases: dict[str, tuple[int, int]]  # requests of each kind
+    outstanding: dict[str, int]  # requests at any time
     fields: dict[str, Any]
 
 
@@ -66,32 +72,34 @@ SMALL = Case(
         max_positions=1024,
     ),
     budget=60 << 20,
-    shares=(0.2, 0.35, 0.5, 0.65, 0.8),
-    adapters=48,
-    rank=16,
-    documents=16,
+    shares=(0.2, 0.35, 0.5, 0.65),
+    adapters=12,
+    rank=64,
+    documents=15,
     tokens=768,
-    answer=12,
-    phases={"adapters": (160, 0), "long": (0, 72), "both": (80, 36)},
+    answer=24,
+    phases={"adapters": (320, 0), "long": (0, 144), "both": (160, 72)},
+    outstanding={"adapters": 32, "long": 24, "both": 28},
     fields={
         "dtype": "float32",
         "max_model_len": 1024,
         "max_num_seqs": 16,
         "max_num_batched_tokens": 256,
-        "max_loras": 64,
-        "max_lora_rank": 16,
+        "max_loras": 16,
+        "max_lora_rank": 64,
     },
 )
 LARGE = Case(
     shape=dataclasses.replace(tier_throughput.LLAMA_8B, num_layers=16, max_positions=4096),
     budget=3 << 30,
-    shares=(0.25, 0.4, 0.55, 0.7),
+    shares=(0.25, 0.4, 0.55),
     adapters=128,
     rank=16,
     documents=0,
     tokens=2048,
     answer=128,
-    phases={"adapters": (192, 0), "long": (0, 40), "both": (96, 20)},
+    phases={"adapters": (480, 0), "long": (0, 120), "both": (180, 60)},
+    outstanding={"adapters": 96, "long": 40, "both": 64},
     fields={
         "load_format": "dummy",
         "max_model_len": 2304,
@@ -122,37 +130,80 @@ def requests(case: Case, phase: str, rng: random.Random) -> list[tuple[list[int]
     return asked
 
 
-def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
-    """Return seconds of each phase and round, and what the engine answered."""
-    answer = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
-    took: dict[str, dict[str, list[float]]] = {
-        kind: {phase: [] for phase in PHASES} for kind in ("processor", "wall", "steps")
-    }
-    answers, failed = [], 0
-    for number in range(rounds + 1):  # the first round fills and is not counted
-        for phase in PHASES:
-            asked = requests(case, phase, random.Random(f"{number} {phase}"))
-            prompts, adapters = (list(each) for each in zip(*asked, strict=True))
-            begun, wall, steps = time.process_time(), time.perf_counter(), engine.stats().steps
-            outputs = engine.generate(prompts, adapters, [answer] * len(asked))
-            if number:
-                took["processor"][phase].append(time.process_time() - begun)
-                took["wall"][phase].append(time.perf_counter() - wall)
-                took["steps"][phase].append(engine.stats().steps - steps)
-            tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-            failed += sum(len(each) != case.answer for each in tokens)
-            answers.append(tokens)
+class Crowd:
+    """Callers of an engine, of whom so many wait for an answer at a time."""
+
+    def __init__(self, engine: Engine, case: Case):
+        self._engine, self._case = engine, case
+        self._sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
+        self._ended = threading.Condition()
+        self._waiting = 0
+        self.answers: list[list[int]] = []  # of each request, in the order of hand_in
+        self.failed = 0
+
+    def hand_in(self, prompt: list[int], adapter: str | None) -> None:
+        """Ask for an answer."""
+        answer: list[int] = []
+        self.answers.append(answer)
+
+        def on_output(delta: OutputDelta) -> None:
+            answer.extend(delta.token_ids)
+            if delta.finish_reason is None:
+                return
+            with self._ended:
+                self._waiting -= 1
+                self.failed += len(answer) != self._case.answer
+                self._ended.notify()
+
+        with self._ended:
+            self._waiting += 1
+        self._engine.submit(prompt, adapter, self._sampling, on_output=on_output)
+
+    def wait(self, fewer_than: int) -> None:
+        """Return when fewer callers than that wait."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._waiting < fewer_than)
+
+
+def counts(engine: Engine) -> dict[str, float]:
+    """Return what an engine has done so far, and the time."""
     stats = engine.stats()
     return {
-        **took,
-        "failed": failed,
+        "processor": time.process_time(),
+        "wall": time.perf_counter(),
+        "tokens": stats.generation_tokens,
+        "steps": stats.steps,
         "loads": stats.adapter_swaps,
-        "prefix_hit_rate": stats.prefix_hit_rate,
-        "preemptions": stats.preemptions,
         "given": stats.pool.given,
+        "asked": stats.prefix_queries,
+        "found": stats.prefix_hits,
+        "preemptions": stats.preemptions,
+    }
+
+
+def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
+    """Return what was done in each phase and round, and what the engine answered."""
+    crowd = Crowd(engine, case)
+    found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
+    for number in range(rounds + 1):  # the first round fills and is not counted
+        for phase in PHASES:
+            before = counts(engine)
+            for prompt, adapter in requests(case, phase, random.Random(f"{number} {phase}")):
+                crowd.wait(case.outstanding[phase])
+                crowd.hand_in(prompt, adapter)
+            crowd.wait(case.outstanding[phase])
+            if number:
+                after = counts(engine)
+                found[phase].append({name: after[name] - before[name] for name in after})
+                print(phase, {name: round(n, 2) for name, n in found[phase][-1].items()})
+    crowd.wait(1)
+    stats = engine.stats()
+    return {
+        "phases": found,
+        "failed": crowd.failed,
         "pool_bytes": stats.pool.total_bytes,
         "compilations_after_warmup": stats.compilations_after_warmup,
-        "answers": hash(tuple(map(tuple, answers))),
+        "answers": hashlib.sha256(json.dumps(crowd.answers).encode()).hexdigest(),
     }
 
 
@@ -196,12 +247,15 @@ def measure(
 def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
     """Return tokens a second of each engine and phase, and the pool's against the best share."""
     took = {
-        name: {phase: statistics.median(seconds) for phase, seconds in one[kind].items()}
-        for name, one in found.items()
+        name: {phase: sum(one[kind] for one in rounds) for phase, rounds in of["phases"].items()}
+        for name, of in found.items()
     }
     rates = {
-        name: {phase: sum(case.phases[phase]) * case.answer / of[phase] for phase in PHASES}
-        for name, of in took.items()
+        name: {
+            phase: sum(one["tokens"] for one in rounds) / took[name][phase]
+            for phase, rounds in of["phases"].items()
+        }
+        for name, of in found.items()
     }
     total = {name: sum(of.values()) for name, of in took.items()}
     shares = [name for name in found if name != "pool"]

@@ -15,6 +15,7 @@ from flax import nnx
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.ops.grouped_matmul import CodedWeight, ScaledWeight, Weight
+from lora_jax.ops.grouped_matmul.orders import for_kernels
 from lora_jax.typing import Array
 
 KEPT = ("lm_head", "router")  # in the names of linear maps that stay plain
@@ -63,6 +64,7 @@ def quantised(model: AbstractCausalLM, name: str) -> AbstractCausalLM:
     for path, param in list(flat):
         kept = any(word in str(part) for part in path for word in KEPT)
         if param.get_metadata().get("coded") and not kept:
-            param = param.replace(jax.block_until_ready(make(param.get_value())))
+            made_one = for_kernels(jax.block_until_ready(make(param.get_value())))
+            param = param.replace(made_one)
         made.append((path, param))
     return nnx.merge(graphdef, nnx.from_flat_state(made))

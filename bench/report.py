@@ -19,7 +19,7 @@ from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
 from bench.parallel.plots import plot_cluster, plot_exchange
-from bench.vision.plots import plot_applications
+from bench.vision import plots as vision_plots
 
 BARS = {
     "peft_mixed": ("transformers + PEFT, 8 adapters", "#9a9a9a"),
@@ -106,7 +106,7 @@ PLOTS = {
     "functions_simulated": plot_functions,
     "parallel_cluster_": plot_cluster,
     "parallel_exchange_": plot_exchange,
-    "vision_applications_": plot_applications,
+    **{f"vision_{part}_": plot for part, plot in vision_plots.PLOTS.items()},
 }
 
 

@@ -55,6 +55,30 @@ def profile_in_turn(
     }
 
 
+def device_span(step: Callable[[], object]) -> tuple[float, float] | None:
+    """Return ms from the first kernel's start to the last one's end, and those of all kernels.
+
+    None where the profiler sees none. Copies between host and device are no kernels.
+    """
+    jax.block_until_ready(step())
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step())
+        events = [
+            (event.start_ns, event.duration_ns)
+            for file in Path(folder).rglob("*.xplane.pb")
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+            for line in plane.lines
+            if plane.name.startswith("/device:") and line.name.startswith("Stream")
+            for event in line.events
+            if not event.name.startswith("Memcpy")
+        ]
+    if not events:
+        return None
+    span = max(start + took for start, took in events) - min(start for start, _ in events)
+    return span / 1e6, sum(took for _, took in events) / 1e6
+
+
 def _kernels(folder: Path, turns: int) -> list[Kernels]:
     """Return the kernels of a step in each turn of a session whose files lie in a folder."""
     begun, events = [0.0] * turns, []

@@ -31,6 +31,7 @@ if os.environ.get("FAST_COMPILE"):
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from support.checks import lazy_checker
 from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,11 @@ CHECKED = [
     "serving.steps.sampler",
     "serving.steps.model_runner",
 ]
-_hook = install_import_hook(CHECKED, "beartype.beartype")
+_hook = install_import_hook(CHECKED, f"{lazy_checker.__name__}.checked")
+
+# Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage takes a
+# tenth to a quarter of a worker's time.
+gc.set_threshold(50_000, 20, 20)
 
 
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
@@ -91,13 +96,16 @@ TOGETHER = (
         "tests/model/nn/test_rope.py",
         "tests/model/nn/test_vision.py",
         "tests/unit/vision/",
+        "tests/unit/adapters/test_combine.py",
+        "tests/unit/test_config.py",
         "tests/kernels/npu_backend/",
         "tests/system/serving/test_brought_adapters.py",
+        "tests/system/serving/test_families.py",
         "tests/system/serving/test_esft_with_images.py",
         "tests/system/serving/test_image_families.py",
         "tests/system/serving/test_image_requests.py",
     ),
-    ("tests/system/clients/",),
+    ("tests/system/docs/test_commands.py", "tests/system/clients/"),
     (
         "tests/system/serving/http/",
         "tests/system/serving/engine/test_engine_answers.py",

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from cuda_backend.all_gather import GatherGroup
 from lora_jax.ops.all_gather import all_gather
 
-FEW, MANY, RUNS = 32, 160, 30
+FEW, MANY, RUNS, ROWS = 32, 160, 30, 64
+UNIT = 8  # columns of bfloat16 that the kernel moves at once
 COLUMNS = PartitionSpec(None, "tp")
 KILOBYTES = (32, 64, 256, 512, 1024, 2048, 4096)
 IN_GRAPH = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
@@ -37,15 +38,24 @@ class Exchange:
 def exchanges(devices: int) -> list[dict[str, float]]:
     """Return a row for every size over the first `devices` GPUs."""
     group = GatherGroup(devices)
-    rows = [measure(devices, size, group.number) for size in KILOBYTES]
+    rows = []
+    for size in KILOBYTES:
+        rows.append(dataclasses.asdict(measure(devices, size, group.number)))
+        print(rows[-1], flush=True)
     group.check()
-    return [dataclasses.asdict(row) for row in rows]
+    return rows
+
+
+def columns_of(kilobytes: int, devices: int) -> int:
+    """Return the columns of a bfloat16 result of about so many KB: equal parts in whole units."""
+    whole = kilobytes * 1024 // 2 // ROWS
+    return whole // (UNIT * devices) * UNIT * devices
 
 
 def measure(devices: int, kilobytes: int, group: int) -> Exchange:
     """Return the times of one size; `group` is a GatherGroup's number over the same devices."""
     mesh = jax.make_mesh((devices,), ("tp",), devices=jax.devices()[:devices])
-    rows, columns = 64, kilobytes * 1024 // 2 // 64
+    rows, columns = ROWS, columns_of(kilobytes, devices)
     values = np.random.default_rng(kilobytes).normal(size=(rows, columns))
     x = jax.device_put(jnp.asarray(values, jnp.bfloat16), NamedSharding(mesh, COLUMNS))
 

@@ -1,8 +1,9 @@
 """A whole engine over several devices: it answers 64 requests at once, base and adapters.
 
 `python -m bench.parallel served --model llama-3.1-70b --devices 2 --out DIR`. The time of a token
-is the slope between answers of few and of many tokens, so it has no prompts in it, but all that the
-host does. `--profile` adds the kernels of a decode step on one device.
+is the slope between answers of few and of many tokens, so it has all that the host does. No answer
+ends before all prompts are computed, so the slope has no prompts in it. `--profile` adds the
+kernels of a decode step on one device.
 """
 
 import time
@@ -16,7 +17,20 @@ from bench.parallel.shapes import write_config, write_lora
 from bench.step_profile import Kernels, longest, profile_step
 from serving import Engine, Sampling
 
-ROWS, PROMPT, FEW, MANY, ADAPTERS, RANK = 64, 128, 8, 72, 4, 16
+ROWS, PROMPT, BUDGET, ADAPTERS, RANK = 64, 128, 128, 4, 16
+
+
+def fewest_tokens(rows: int, prompt: int, budget: int) -> int:
+    """Return how long answers are at least, so that none ends before all prompts are computed.
+
+    A step of `budget` tokens gives a token to each row that has its prompt, at most all of them,
+    and computes prompts with the rest.
+    """
+    return -(-rows * prompt // (budget - rows))
+
+
+FEW = fewest_tokens(ROWS, PROMPT, BUDGET)
+MANY = FEW + 64
 
 
 def measure(
@@ -69,7 +83,7 @@ def engine_fields(raw: dict[str, Any], devices: int) -> dict[str, Any]:
         "tensor_parallel_size": devices,
         "kv_cache_memory_bytes": room,
         "max_num_seqs": ROWS,
-        "max_num_batched_tokens": 128,
+        "max_num_batched_tokens": BUDGET,
         "max_model_len": length,
         "max_loras": ADAPTERS,
         "max_lora_rank": RANK,
@@ -96,6 +110,7 @@ def token_ms(engine: Engine, vocab: int, names: list[str | None]) -> float:
 def _kernels(engine: Engine, names: list[str | None], devices: int) -> Kernels:
     """Return (launches, us) of the kernels that take longest in a step of a token for every row."""
     asked = [names[row % len(names)] for row in range(ROWS)]
-    sampling = Sampling(max_tokens=MANY, temperature=0.0, ignore_eos=True)
+    sampling = Sampling(max_tokens=MANY - FEW, temperature=0.0, ignore_eos=True)
     prompts = [[4 + row] for row in range(ROWS)]
-    return longest(profile_step(lambda: engine.generate(prompts, asked, sampling)), MANY * devices)
+    kernels = profile_step(lambda: engine.generate(prompts, asked, sampling))
+    return longest(kernels, (MANY - FEW) * devices)

@@ -87,8 +87,8 @@ def main() -> None:
             args.out.mkdir(parents=True, exist_ok=True)
             name = f"vision_{part}_{kind.replace(' ', '_').lower()}_{date}.json"
             (args.out / name).write_text(json.dumps(told | found, indent=1) + "\n")
-            if part == "applications":
-                plots.plot_applications(told | found, (args.out / name).with_suffix(".png"))
+            if plot := plots.PLOTS.get(part):
+                plot(told | found, (args.out / name).with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from bench.step_profile import device_span
 from bench.vision import shapes
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.models.loader import read_config
@@ -102,30 +103,33 @@ def _slots(layers: int, outs: tuple[int, ...], hidden: int, rank: int) -> Adapte
 def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]:
     """Time the tower's program for one image, beside the time of its products at full speed.
 
-    `ms` is from the host's arrays to the rows, `ms_in_a_row` of images that follow each other: the
-    device then waits for no host.
+    `ms` is from the host's arrays to the rows, `ms_resident` from arrays on the device. Those "in a
+    row" are of images that follow each other, so that the device waits for no host.
+    `ms_on_device` is from the first kernel's start to the last one's end for one image alone.
     """
     config, sizes = read_config(folder), read_settings(folder, read_config(folder).tower)
     model = Qwen3Tower(config.tower, dtype=jnp.dtype(jnp.bfloat16), rngs=nnx.Rngs(0))
     image = prepared(folder, sides)
-    encoder = ImageEncoder(
-        model,
-        config,
-        sizes,
-        (),
-        num_rows=image.num_tokens,
-        max_image_tokens=image.num_tokens,
-        max_rank=1,
-    )
+    count = image.num_tokens
+    limits: dict[str, Any] = {"num_rows": count, "max_image_tokens": count, "max_rank": 1}
+    encoder = ImageEncoder(model, config, sizes, (), **limits)
     encoder.start(1, 64, jax.devices()[0])
-    rows = tuple(range(image.num_tokens))
+    rows = tuple(range(count))
 
     def run(count: int) -> None:
         for _ in range(count):
             encoder.encode(image, rows, -1, None)
         encoder.wait()
 
-    times = {"ms": median_ms(lambda: run(1), 7), "ms_in_a_row": median_ms(lambda: run(8), 3) / 8}
+    resident = _resident(encoder, image, rows)
+    times = {
+        "ms": median_ms(lambda: run(1), 7),
+        "ms_in_a_row": median_ms(lambda: run(8), 3) / 8,
+        "ms_resident": median_ms(lambda: resident(1), 7),
+        "ms_resident_in_a_row": median_ms(lambda: resident(32), 3) / 32,
+    }
+    span = device_span(lambda: resident(1))
+    times |= {} if span is None else {"ms_on_device": span[0], "ms_of_kernels": span[1]}
     patches = image.grid[0] * image.grid[1]
     flops, peak = shapes.tower_flops(patches, config.tower.out_size), of_device(DENSE_FLOPS)
     found: dict[str, Any] = {"tokens": image.num_tokens, "patches": patches}
@@ -136,6 +140,24 @@ def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]
     floor = 1e3 * flops / peak
     shares = {name.replace("ms", "share_of_peak"): floor / ms for name, ms in times.items()}
     return found | {"floor_ms": round(floor, 2)} | {k: round(v, 3) for k, v in shares.items()}
+
+
+def _resident(
+    encoder: ImageEncoder, image: PreparedImage, rows: tuple[int, ...]
+) -> Callable[[int], None]:
+    """Return a call that computes an image, whose arrays are on the device, this many times."""
+    bucket = encoder.buckets[-1]
+    leaves, _, *given = encoder._arguments(image.patches, rows, -1, bucket, None)
+    tree = given.pop()
+    given = jax.device_put(given)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            done, _ = encoder._encode(leaves, encoder.operands.rows, *given, tree)
+            encoder.operands = encoder.operands._replace(rows=done)
+        encoder.wait()
+
+    return run
 
 
 def prepared(folder: Path, sides: tuple[int, int]) -> PreparedImage:
@@ -180,26 +202,51 @@ def _of_next(ask: Callable[[list], Any], images: Iterator[list]) -> Any:
 
 
 def frames(folder: Path, sides: tuple[int, int] = shapes.SIDES, **fields: Any) -> dict[str, Any]:
-    """Time requests of one full frame each: the first token of one alone, tokens/s of several."""
+    """Time requests of one full frame each: the first token of one alone, tokens/s of several.
+
+    The tower's time is the device's for its program, an image.
+    """
     prompt = shapes.TURN.format(shapes.IMAGE, QUESTION)
     rows, length = 4, 64
     with engine_of(folder, {}, sides, max_num_seqs=rows, **fields) as engine:
+        encoder = engine._parts.loop._parts.runner.encoder
+        assert encoder is not None
+        stopwatch = encoder.stopwatch
 
-        def ask(count: int, tokens: int, first: int) -> float:
+        def ask(count: int, tokens: int, first: int) -> tuple[float, float]:
+            """Return milliseconds of the requests, and of the tower for an image of theirs."""
             sampling = Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True)
             images = [[shapes.frame(first + n, sides)] for n in range(count)]
-            start = time.perf_counter()
+            before, start = stopwatch.seconds, time.perf_counter()
             engine.generate([prompt] * count, None, sampling, images=images)
-            return time.perf_counter() - start
+            took = time.perf_counter() - start
+            stopwatch.settle()
+            return 1e3 * took, 1e3 * (stopwatch.seconds - before) / count
 
         ask(1, 2, 0)
-        first = statistics.median(ask(1, 1, 10 + n) for n in range(5))
-        alone = statistics.median(ask(1, 1 + length, 20 + n) for n in range(2))
+        alone = np.median([ask(1, 1, 10 + n) for n in range(5)], axis=0)
+        longer = np.median([ask(1, 1 + length, 20 + n) for n in range(2)], axis=0)
         together = ask(rows, length, 30)
+    ttft, tower_ms = (float(ms) for ms in alone)
     return {
-        "ttft_ms": round(1e3 * first, 1),
-        "tpot_ms": round(1e3 * (alone - first) / length, 2),
+        "ttft_ms": round(ttft, 1),
+        "tpot_ms": round((float(longer[0]) - ttft) / length, 2),
         "requests": rows,
         "answer_tokens": length,
-        "tokens_per_s": round(rows * length / together, 1),
+        "tokens_per_s": round(1e3 * rows * length / together[0], 1),
+        "tower_ms": round(tower_ms, 2),
+        "tower_ms_of_several": round(together[1], 2),
+        "tower_share_of_ttft": round(tower_ms / ttft, 3),
+        **_beside_peak(folder, sides, tower_ms),
     }
+
+
+def _beside_peak(folder: Path, sides: tuple[int, int], ms: float) -> dict[str, Any]:
+    """Return the tower's time by its products at the dense peak, and the share it reaches."""
+    config = read_config(folder)
+    grid = read_settings(folder, config.tower).grid_of(*sides)
+    peak = of_device(DENSE_FLOPS)
+    if peak is None:
+        return {}
+    floor = 1e3 * shapes.tower_flops(grid[0] * grid[1], config.tower.out_size) / peak
+    return {"tower_floor_ms": round(floor, 2), "tower_share_of_peak": round(floor / ms, 3)}

@@ -1,4 +1,4 @@
-"""Plots of the applications of `python -m bench.vision`, as V-LoRA's figures 14, 16, 19 to 22."""
+"""Plots of `python -m bench.vision`: the applications as V-LoRA's figures, heads, frames."""
 
 from pathlib import Path
 from typing import Any
@@ -66,3 +66,34 @@ def plot_applications(result: dict[str, Any], path: Path) -> None:
     )
     fig.savefig(path, dpi=110)
     plt.close(fig)
+
+
+def plot_heads(result: dict[str, Any], path: Path) -> None:
+    """Draw the latency of a label by the task head and by the LM head, as in figure 16."""
+    labels = {"task_head_ms": "task head", "lm_head_ms": f"{result['answer_tokens']} tokens"}
+    bars = {label: result[key] for key, label in labels.items()}
+    title = f"a label of one image, {result['times_less']:.2f} times less by the head"
+    _plot_bars(result, bars, title, path)
+
+
+def plot_frames(result: dict[str, Any], path: Path) -> None:
+    """Draw the time to the first token, of the tower, and of its products at the dense peak."""
+    names = {"ttft_ms": "first token", "tower_ms": "tower", "tower_floor_ms": "tower's products"}
+    bars = {name: result[key] for key, name in names.items() if key in result}
+    title = f"an image of 1080 x 1920; {result['tokens_per_s']:.0f} tokens/s of four at once"
+    _plot_bars(result, bars, title, path)
+
+
+def _plot_bars(result: dict[str, Any], bars: dict[str, float], title: str, path: Path) -> None:
+    fig, ax = plt.subplots(figsize=(4.6, 3.2), layout="constrained")
+    colours = [COLOURS["ours"], COLOURS["unmerged"], COLOURS["merged"]][: len(bars)]
+    ax.bar_label(ax.bar(list(bars), list(bars.values()), color=colours), fmt="%.1f", fontsize=8)
+    ax.set_ylabel("ms")
+    ax.tick_params(labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(f"{title}\n{result['device']}, {result['date']}", fontsize=8)
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+PLOTS = {"applications": plot_applications, "heads": plot_heads, "frames": plot_frames}

@@ -225,8 +225,8 @@ def _add_key_flags(group) -> None:
     ):
         group.add_argument(flag, action="extend", nargs="+", metavar="KEY", help=text)
     text = (
-        "JSON file of API keys with their adapters, roles and limits. It is read again when it "
-        "changes."
+        "YAML or JSON-lines file of API keys with their adapters, roles and limits. It is read "
+        "again when it changes."
     )
     group.add_argument("--keys-file", metavar="FILE", help=text)
     for field, (metavar, text) in _KEY_LIMITS.items():

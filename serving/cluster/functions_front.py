@@ -78,8 +78,8 @@ def serve_functions(
         metrics = HttpMetrics()
         most = options.http.max_body_bytes or Bounds(max_model_len, 1).body_bytes
         limits = BodyLimits(most, options.http.body_timeout_s)
-        own = metrics.failed_keys_text
-        proxy = FunctionsProxy(agent, folder, names, max_model_len, limits, own)
+        failed_keys = metrics.failed_keys_text
+        proxy = FunctionsProxy(agent, folder, names, max_model_len, limits, failed_keys)
         stack.callback(proxy.close)
         app = _app(proxy, options, keys, audit, metrics)
         lines = _ready_lines(options, sock, names[0])

@@ -159,14 +159,14 @@ class FunctionsProxy(AbstractFront):
         """Return the metrics of each process with its function's name, and the front's own."""
         functions = one_per_process(self._agent.functions)
         loop = asyncio.get_running_loop()
-        asked = [
+        queries = [
             loop.run_in_executor(None, functools.partial(f.metrics_text, METRICS_S))
             for f in functions.values()
         ]
-        texts = dict(zip(functions, await asyncio.gather(*asked), strict=True))
+        texts = dict(zip(functions, await asyncio.gather(*queries), strict=True))
         texts["front"] = self._own_metrics()
-        own = self._metrics.text(self._agent.functions)
-        return own + await asyncio.to_thread(merge, texts)
+        front_text = self._metrics.text(self._agent.functions)
+        return front_text + await asyncio.to_thread(merge, texts)
 
     async def _to_one(self, scope: Scope, body: bytes, receive: Receive, send_: Send) -> None:
         """Let the function answer that the body names.

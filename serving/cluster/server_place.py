@@ -84,8 +84,8 @@ def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess
 
     def connect(terms: Terms, device: int) -> AbstractClient:
         transport, separate = place.spec.transport, place.cluster.lora_separate_stream
-        how = {"separate_stream": separate, "device": device}
-        return selection.open_client_at(place.ranks, terms, transport, **how)
+        options = {"separate_stream": separate, "device": device}
+        return selection.open_client_at(place.ranks, terms, transport, **options)
 
     return ServerAccess(
         place.spec,

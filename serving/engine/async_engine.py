@@ -191,9 +191,9 @@ class _Answer:
         def on_output(delta: OutputDelta) -> None:
             put(self._loop, self._queue, delta)
 
-        how: dict[str, Any] = {"on_output": on_output, "request_id": self._request_id}
-        how |= {"images": read.images, "session": session}
-        engine.submit(read.ids, read.adapter, read.sampling, **how)
+        options: dict[str, Any] = {"on_output": on_output, "request_id": self._request_id}
+        options |= {"images": read.images, "session": session}
+        engine.submit(read.ids, read.adapter, read.sampling, **options)
         if self._is_left:  # set before the abort that came too early
             engine.abort(self._request_id)
         return read

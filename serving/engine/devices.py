@@ -69,8 +69,10 @@ def log_devices(split: Split | None) -> None:
         return
     names = ", ".join(map(str, split.mesh.devices.flat))
     by = {"ep": "whole experts", "tp": "a part of each expert"}[split.experts]
-    how = "the GPUs' own all-gather" if split.group else "jax.lax.all_gather"
-    logger.info("Mesh: %d devices (%s); %s on each; exchange by %s.", split.size, names, by, how)
+    exchange = "the GPUs' own all-gather" if split.group else "jax.lax.all_gather"
+    logger.info(
+        "Mesh: %d devices (%s); %s on each; exchange by %s.", split.size, names, by, exchange
+    )
 
 
 def make_cpu_devices(size: int) -> None:

@@ -230,8 +230,8 @@ class Engine:
         tokenizer_of = functools.partial(self.tokenizer_of, session=session)
         read = single_prompt(tokenizer_of, self.images, default, prompt, adapter, sampling, images)
         deltas: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-        how = {"on_output": deltas.put, "images": read.images, "session": session}
-        request_id = self.submit(read.ids, read.adapter, read.sampling, **how)
+        options = {"on_output": deltas.put, "images": read.images, "session": session}
+        request_id = self.submit(read.ids, read.adapter, read.sampling, **options)
         return self._pieces(request_id, deltas, read.sampling.n)
 
     def _pieces(
@@ -283,8 +283,8 @@ class Engine:
         request_id = request_id or secrets.token_hex(12)
         now = time.monotonic()
         deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
-        how = {"key": session or request_id, "deadline": deadline}
-        named = functools.partial(self.rollouts.entry_for, **how)
+        options = {"key": session or request_id, "deadline": deadline}
+        named = functools.partial(self.rollouts.entry_for, **options)
         name, entry = self._admission.check(prompt_ids, adapter, sampling, entry, named)
         request = Request(
             request_id=request_id,

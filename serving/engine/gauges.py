@@ -29,17 +29,30 @@ class Gauges:
         """Yield every gauge, and the counters that the scheduler keeps itself."""
         stats = self.stats()
         yield from self._plain(stats)
-        yield self._one("vllm:cache_config_info", "The KV cache.", self._cache_config, 1.0)
+        yield self._one(
+            "vllm:cache_config_info",
+            "Configuration of the KV cache; always 1.",
+            self._cache_config,
+            1.0,
+        )
         yield self._lora_info(stats)
         reasons = {"capacity": stats.waiting - stats.waiting_for_adapter}
         reasons["deferred"] = stats.waiting_for_adapter
         yield self._family(
-            "vllm:num_requests_waiting_by_reason", "Waiting, by what for.", "reason", reasons
+            "vllm:num_requests_waiting_by_reason",
+            "Sequences that wait: for capacity, or deferred for an adapter.",
+            "reason",
+            reasons,
         )
         states = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-        yield self._family("vllm:engine_sleep_state", "Always awake.", "sleep_state", states)
+        yield self._family(
+            "vllm:engine_sleep_state",
+            "Sleep state of the engine; it is always awake.",
+            "sleep_state",
+            states,
+        )
         kinds = GaugeMetricFamily(
-            "lora_jax:adapter_bytes", "Host bytes of loaded adapters.", labels=["kind"]
+            "lora_jax:adapter_bytes", "Host memory of loaded adapters, in bytes.", labels=["kind"]
         )
         for kind, size in (stats.adapter_bytes or {"lora": 0}).items():
             kinds.add_metric([kind], size)
@@ -47,7 +60,9 @@ class Gauges:
         pool = stats.pool
         free = pool.total_bytes - pool.kv_bytes - pool.adapter_bytes
         shares = GaugeMetricFamily(
-            "lora_jax:page_pool_bytes", "The page pool, by who has it.", labels=["owner"]
+            "lora_jax:page_pool_bytes",
+            "Bytes of the page pool by owner: kv, adapters or free.",
+            labels=["owner"],
         )
         for owner, size in {
             "kv": pool.kv_bytes,
@@ -59,55 +74,83 @@ class Gauges:
 
     def _plain(self, stats: EngineStats) -> Iterable[Metric]:
         for name, text, value in (
-            ("vllm:num_requests_running", "Choices running.", stats.running),
-            ("vllm:num_requests_waiting", "Choices waiting.", stats.waiting),
-            ("vllm:kv_cache_usage_perc", "Share of KV pages held, 0 to 1.", stats.kv_usage),
+            ("vllm:num_requests_running", "Sequences that run.", stats.running),
+            ("vllm:num_requests_waiting", "Sequences that wait.", stats.waiting),
+            ("vllm:kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1.", stats.kv_usage),
         ):
             yield self._one(name, text, {}, value)
         for name, text, value in (
-            ("vllm:prefix_cache_queries", "Tokens looked up.", stats.prefix_queries),
-            ("vllm:prefix_cache_hits", "Tokens found.", stats.prefix_hits),
+            (
+                "vllm:prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_queries,
+            ),
+            (
+                "vllm:prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_hits,
+            ),
             (
                 "vllm:external_prefix_cache_queries",
-                "Tokens looked up in host memory.",
+                "Prompt tokens looked up in host memory.",
                 stats.host_pages.queries,
             ),
             (
                 "vllm:external_prefix_cache_hits",
-                "Tokens found in host memory.",
+                "Prompt tokens found in host memory.",
                 stats.host_pages.hits,
             ),
-            ("vllm:mm_cache_queries", "Images looked up.", stats.image_stats.queries),
-            ("vllm:mm_cache_hits", "Images found on the device.", stats.image_stats.hits),
-            ("vllm:num_preemptions", "Preemptions by recompute.", stats.preemptions),
+            (
+                "vllm:mm_cache_queries",
+                "Images looked up in the encoder cache.",
+                stats.image_stats.queries,
+            ),
+            ("vllm:mm_cache_hits", "Images found in the encoder cache.", stats.image_stats.hits),
+            (
+                "vllm:num_preemptions",
+                "Preemptions; a preempted sequence is computed again.",
+                stats.preemptions,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
         for name, text, value in (
-            ("adapter_slots_used", "Adapters on the device.", stats.adapter_slots_used),
-            ("adapter_slots_total", "Adapter slots.", stats.adapter_slots_total),
-            ("encoder_rows_used", "Tokens of images kept.", stats.image_stats.rows_used),
+            ("adapter_slots_used", "Adapter slots in use.", stats.adapter_slots_used),
+            ("adapter_slots_total", "Adapter slots of the device.", stats.adapter_slots_total),
+            (
+                "encoder_rows_used",
+                "Rows of the encoder cache in use, one per token of an image.",
+                stats.image_stats.rows_used,
+            ),
             ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
             ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
             ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
             ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
-            ("adapter_device_bytes", "Rank rows and experts in use.", stats.adapter_device_bytes),
-            ("expert_page_bytes", "Pages behind base and ESFT experts.", stats.expert_page_bytes),
+            (
+                "adapter_device_bytes",
+                "Device memory of rank rows and experts in use, in bytes.",
+                stats.adapter_device_bytes,
+            ),
+            (
+                "expert_page_bytes",
+                "Device memory of base and ESFT experts, in bytes of whole pages.",
+                stats.expert_page_bytes,
+            ),
             (
                 "compilations_after_warmup",
-                "Programs compiled by the engine after its start.",
+                "Programs that the engine compiled after its start; 0 is expected.",
                 stats.compilations_after_warmup,
             ),
         ):
             yield GaugeMetricFamily(f"lora_jax:{name}", text, value=value)
         yield CounterMetricFamily(
             "lora_jax:page_pool_evictions",
-            "Adapters and KV extents given up.",
+            "Adapters and KV extents that were evicted to free pages of the pool.",
             value=stats.pool.given,
         )
         yield CounterMetricFamily(
-            "lora_jax:adapter_swaps", "Adapters written to a slot.", value=stats.adapter_swaps
+            "lora_jax:adapter_swaps", "Loads of an adapter into a slot.", value=stats.adapter_swaps
         )
 
     def _one(self, name: str, text: str, extra: Mapping[str, str], value: float) -> Metric:
@@ -126,7 +169,9 @@ class Gauges:
         """One series, whatever happens: gateways read only the newest."""
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
         gauge = GaugeMetricFamily(
-            "vllm:lora_requests_info", "Adapters waited for and resident.", labels=labels
+            "vllm:lora_requests_info",
+            "Names of adapters on the device (running), and of those that requests wait for.",
+            labels=labels,
         )
         names = (",".join(stats.waiting_adapters), ",".join(stats.resident_adapters))
         gauge.add_metric([str(max(1, self._max_loras)), *names], time.time())

@@ -58,14 +58,22 @@ def length_buckets(longest: int) -> tuple[int, ...]:
 
 
 TIME_HISTOGRAMS = (
-    ("time_to_first_token_seconds", "Time from arrival to the first token.", TTFT),
-    ("inter_token_latency_seconds", "Time between two tokens.", ITL),
-    ("request_time_per_output_token_seconds", "Mean time per token after the first.", ITL),
-    ("e2e_request_latency_seconds", "Time from arrival to the end.", LATENCY),
-    ("request_queue_time_seconds", "Time spent waiting.", LATENCY),
-    ("request_inference_time_seconds", "Time spent running.", LATENCY),
-    ("request_prefill_time_seconds", "Time from admission to the first token.", LATENCY),
-    ("request_decode_time_seconds", "Time from the first to the last token.", LATENCY),
+    ("time_to_first_token_seconds", "Seconds from arrival to the first token.", TTFT),
+    ("inter_token_latency_seconds", "Seconds between two tokens of an answer.", ITL),
+    (
+        "request_time_per_output_token_seconds",
+        "Mean seconds per output token after the first, of a request.",
+        ITL,
+    ),
+    ("e2e_request_latency_seconds", "Seconds from arrival to the end of a request.", LATENCY),
+    ("request_queue_time_seconds", "Seconds from arrival to admission.", LATENCY),
+    ("request_inference_time_seconds", "Seconds from admission to the end of a request.", LATENCY),
+    ("request_prefill_time_seconds", "Seconds from admission to the first token.", LATENCY),
+    (
+        "request_decode_time_seconds",
+        "Seconds from the first to the last token of a request.",
+        LATENCY,
+    ),
     ("iteration_tokens_total", "Tokens in one step.", ITERATION),
 )
 
@@ -75,10 +83,18 @@ def count_histograms(lengths: tuple[int, ...]) -> tuple[tuple[str, str, tuple[in
     return (
         ("request_prompt_tokens", "Prompt tokens of a request.", lengths),
         ("request_generation_tokens", "Tokens generated for a request.", lengths),
-        ("request_max_num_generation_tokens", "Longest choice of a request.", lengths),
-        ("request_params_n", "The parameter n.", (1, 2, 5, 10, 20)),
-        ("request_params_max_tokens", "The parameter max_tokens.", lengths),
-        ("request_prefill_kv_computed_tokens", "Prompt tokens computed.", lengths),
+        (
+            "request_max_num_generation_tokens",
+            "Tokens of the longest answer of a request.",
+            lengths,
+        ),
+        ("request_params_n", "Parameter n of requests.", (1, 2, 5, 10, 20)),
+        ("request_params_max_tokens", "Parameter max_tokens of requests.", lengths),
+        (
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens that a request computed, without cached ones.",
+            lengths,
+        ),
         ("request_num_preemptions", "Preemptions of a request.", (0, 1, 2, 5, 10, 20)),
     )
 

@@ -12,7 +12,7 @@ from flax import nnx
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.config import ModelConfig
-from lora_jax.models.weight_sizes import weight_sizes
+from lora_jax.models.weight_sizes import WeightSizes, weight_sizes
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.sharding import Split
@@ -53,8 +53,8 @@ class LoadedBase:
 
 def load_model(
     config: EngineConfig, source: WeightSource, split: Split | None
-) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype]:
-    """Return the model, its config and the dtype of its embedding; log what was loaded."""
+) -> tuple[AbstractCausalLM, ModelConfig, jnp.dtype, WeightSizes]:
+    """Return the model, its config, the dtype of its embedding, and its sizes, which are logged."""
     start = time.monotonic()
     wanted = None if config.dtype == "auto" else jnp.dtype(config.dtype)
     model, model_config = source.load_model(config.model, dtype=wanted, split=split)
@@ -71,4 +71,4 @@ def load_model(
     )
     log_quantised(model_config, sizes)
     log_devices(split)
-    return model, model_config, dtype
+    return model, model_config, dtype, sizes

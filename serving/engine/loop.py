@@ -240,10 +240,10 @@ class EngineLoop:
     def _take_turn(self, turns: AbstractTurns) -> None:
         """Give the device to another process where that is due, and have it for the next step."""
         if turns.is_due:
-            if self._flying is not None:
-                step, self._flying = self._flying, None
-                self._process_results(step)
-            turns.give_back()
+            step, self._flying = self._flying, None
+            progress = [] if step is None else self._read_results(step)
+            turns.give_back()  # whose next holder need not wait for our callers
+            self._hand_out(progress)
         with self._lock:
             has_work = self._parts.scheduler.has_work
         if has_work:
@@ -309,13 +309,14 @@ class EngineLoop:
         """Wait until something is to be done."""
         if self._parts.turns is not None:
             self._parts.turns.give_back()
-        loading = self._parts.residencies.is_busy
+        loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
+            cold = self._parts.runner.run_cold()
         with self._lock:
             if self._woken or self._closing:
                 return
-            blocked = self._parts.scheduler.has_work
+            blocked = cold or self._parts.scheduler.has_work
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
 

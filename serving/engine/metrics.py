@@ -63,18 +63,20 @@ class EngineMetrics:
             "vllm:prompt_tokens_cached", "Prompt tokens taken from the prefix cache."
         )
         by_source = self._counter(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source"
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by source: computed or from a cache.",
+            "source",
         )
         sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
         self._by_source = {s: by_source.labels(**self.labels, source=s) for s in sources}
         success = self._counter(
-            "vllm:request_success", "Requests by how they ended.", "finished_reason"
+            "vllm:request_success", "Requests by finish reason.", "finished_reason"
         )
         reasons = ("stop", "length", "abort", "error")
         self._success = {r: success.labels(**self.labels, finished_reason=r) for r in reasons}
         self._rejections = Counter(
             "vllm:admission_rejections",
-            "Requests refused before they entered the engine.",
+            "Requests rejected before they entered the engine, by reason.",
             ("model_name", "reason"),
             registry=self.registry,
         )
@@ -98,7 +100,7 @@ class EngineMetrics:
         }
         self._load_seconds = Histogram(
             "lora_jax:adapter_load_seconds",
-            "Time from the first row written to the adapter being resident.",
+            "Seconds from the first row that is written to the adapter being resident.",
             buckets=LOAD,
             registry=self.registry,
         )

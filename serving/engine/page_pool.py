@@ -67,8 +67,12 @@ class PagePoolParts:
     def extents(self, cache: PageCache) -> PageExtents:
         """Return the KV side of the exchange over a cache whose pages are all absent."""
         sizes = self.sizes
-        how = {"extent": sizes.extent, "extent_pages": sizes.extent_pages, "least": sizes.least_kv}
-        extents = PageExtents(cache, self.exchange, self.room, **how)
+        options = {
+            "extent": sizes.extent,
+            "extent_pages": sizes.extent_pages,
+            "least": sizes.least_kv,
+        }
+        extents = PageExtents(cache, self.exchange, self.room, **options)
         self.room.mapped_pages = lambda: extents.mapped
         return extents
 

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import jax
@@ -11,7 +12,6 @@ import jax
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
-from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
@@ -117,13 +117,12 @@ def build_parts(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
     source = source_of(config, backbone, None if access is None else access.read_adapter)
-    model, model_config, dtype = load_model(config, source, split)
+    model, model_config, dtype, weights = load_model(config, source, split)
     made_up = model_config.vocab_size if source.made_up else None
     tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
     images = take_tower(config, model, model_config, dtype)
     check_pairs(model_config, access is not None)
     check_merging(config, model_config, has_server=access is not None)
-    weights = weight_sizes(model)
     with ExitStack() as undo:
         if traces is not None:
             undo.callback(traces.close)
@@ -192,12 +191,15 @@ def _build(
         allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
+    copier = None if base.split is not None else device_copier()
+    copied_as = None if copier is None else base.dtype
+    held_as = base.catalogue, base.widths, base.norms
     residencies = make_residencies(
         allocator,
         base.esft,
         base.remote,
-        copier=None if base.split is not None else device_copier(),
-        host_form=host_form(config, base.catalogue, base.widths, base.norms),
+        copier=copier,
+        host_form=host_form(config, *held_as, copied_as=copied_as),
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
@@ -205,10 +207,14 @@ def _build(
     tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
     on_read = metrics.tiers.read, tokenizers.fitted
     registry, compositions = make_registry(config, base, residencies, *on_read)
-    load_adapters(registry, adapters)
-    primary = merge_primary(config, base.model, registry)
     end_ids = info.end_token_ids
-    runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
+    with ThreadPoolExecutor(1, thread_name_prefix="adapters") as pool:
+        loading = pool.submit(load_adapters, registry, adapters)
+        if not base.source.is_shared:  # else programs are read, not compiled, while files are
+            loading.result()
+        primary = merge_primary(config, base.model, registry)
+        runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
+        loading.result()
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
@@ -219,9 +225,9 @@ def _build(
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
-    how = {"modes": modes, "speculation": make_speculation(config, metrics)}
-    how["extents"] = None if base.pool is None else base.pool.extents
-    scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **how)
+    options = {"modes": modes, "speculation": make_speculation(config, metrics)}
+    options["extents"] = None if base.pool is None else base.pool.extents
+    scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **options)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
@@ -244,9 +250,9 @@ def _build(
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
-    told = metrics, compilations, loop, info, front, grammars
+    observers = metrics, compilations, loop, info, front, grammars
     kept = tokenizer, tokenizers, registry, rollouts, compositions, residencies
-    return EngineParts(*kept, *told, gang, primary)
+    return EngineParts(*kept, *observers, gang, primary)
 
 
 def engine_stats(

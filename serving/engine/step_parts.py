@@ -49,7 +49,7 @@ def make_runner(
     where = names, longest, base.split
     encoder = base.images and make_encoder(config, base.images, base.config, *where)
     sizes = _step_sizes(config, base)
-    waits = config.structured_outputs and base.split is None and link is None
+    alone = base.split is None and link is None and not base.source.is_shared
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -80,7 +80,7 @@ def make_runner(
         tell=teller(gang),
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
-        board=make_board(sizes, base.config.vocab_size) if waits else None,
+        board=make_board(sizes, base.config.vocab_size) if alone else None,
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
@@ -96,11 +96,11 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    It was tried on CPUs and NVIDIA's GPUs, for functions on CPUs alone.
+    It was tried on CPUs and on NVIDIA's GPUs. Functions on accelerators compile none.
     """
     alone = base.split is None and base.remote is None
-    tried = ("cpu",) if base.source.is_shared else ("cpu", "gpu")
-    files = step_files() if alone and jax.default_backend() in tried else None
+    keeps = jax.default_backend() in ("cpu", "gpu") or base.source.is_shared
+    files = step_files() if alone and keeps else None
     if files is None:
         return None
     fields = dataclasses.asdict(config)

@@ -28,20 +28,20 @@ class TierMetrics:
     def __init__(self, registry: CollectorRegistry):
         self._hits = Counter(
             "lora_jax:adapter_tier_hits",
-            "Requests by where their adapter was when they were queued.",
+            "Requests by the tier of their adapter when they were queued: device, host or disk.",
             ("tier",),
             registry=registry,
         )
         self._first = Histogram(
             "lora_jax:adapter_tier_ttft_seconds",
-            "Time from arrival to the first token, by that tier.",
+            "Seconds from arrival to the first token, by the tier of the adapter at queueing.",
             ("tier",),
             buckets=_TTFT,
             registry=registry,
         )
         self._reads = Histogram(
             "lora_jax:adapter_read_seconds",
-            "Time to read an adapter's files into host memory.",
+            "Seconds to read an adapter's files into host memory.",
             buckets=_READ,
             registry=registry,
         )

@@ -18,25 +18,25 @@ class VersionMetrics:
     def __init__(self, registry: CollectorRegistry):
         self._ended = Counter(
             "lora_jax:adapter_version_requests",
-            "Choices of a version by how they ended.",
+            "Answers of a version by finish reason.",
             (*_LABELS, "finished_reason"),
             registry=registry,
         )
         self._first = Summary(
             "lora_jax:adapter_version_ttft_seconds",
-            "Time from arrival to the first token.",
+            "Seconds from arrival to the first token, by version.",
             _LABELS,
             registry=registry,
         )
         self._scored = Counter(
             "lora_jax:adapter_version_scored_tokens",
-            "Tokens of answers that came with log-probabilities.",
+            "Tokens of a version's answers that have log-probabilities.",
             _LABELS,
             registry=registry,
         )
         self._surprise = Counter(
             "lora_jax:adapter_version_negative_logprob",
-            "Sum of their negative log-probabilities.",
+            "Sum of the negative log-probabilities of a version's scored tokens.",
             _LABELS,
             registry=registry,
         )

@@ -16,15 +16,12 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from lora_jax.memory.wire import (
-    send_fds,
-    send_header,
-)
+from lora_jax.memory.wire import send_fds, send_header
 from serving.api.functions_config import ISOLATIONS
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
-from serving.functions.processes import Zygote, expect
+from serving.functions.processes import Ends, Zygote, expect
 from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
@@ -33,6 +30,7 @@ from serving.functions.turn_keeper import TurnKeeper
 
 logger = logging.getLogger(__name__)
 
+GPU_JAIL = "LORA_JAX_GPU_JAIL"  # 1: functions on a GPU are in the jail too
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
 # Sizes of one function, where nothing else is asked for.
@@ -122,8 +120,10 @@ class Agent:
         self._slo_s = ttft_slo_s
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
-        self._starting = threading.Lock()  # functions start one at a time
+        self._naming = threading.Lock()
+        self._ends = Ends()
         self._filling, self._filled = threading.Lock(), False  # kept programs of functions
+        self._steps: list[str] = []  # that the last process asked for, for the next one to read
         self._zygote = Zygote()
         self._closing = threading.Event()
         self._published: Published | None = None
@@ -186,16 +186,32 @@ class Agent:
         """
         folder = None if adapter is None else str(Path(adapter).resolve())
         name = name or (Path(folder).name if folder else "base")
-        with self._starting:
-            if name not in self._functions:
-                self._functions[name] = Function(name, lambda: self._start(name, folder), lazy=lazy)
+        with self._naming:
+            is_new = name not in self._functions
+            if is_new:
+                self._functions[name] = Function(name, lambda: self._start(name, folder), lazy=True)
                 self._folders[name] = folder
             if self._folders[name] != folder:
                 raise ValueError(
                     f"Function {name!r} has the adapter {self._folders[name]}, not {folder}: give "
                     "another name."
                 )
-            return self._functions[name]
+            function = self._functions[name]
+        if is_new and not lazy:
+            self._begin(function)
+        elif not lazy and function.state == "starting":
+            function.warm()
+        return function
+
+    def _begin(self, function: Function) -> None:
+        """Start a new function's first process; one that does not start has no name here."""
+        try:
+            function.begin()
+        except BaseException:
+            with self._naming:
+                self._functions.pop(function.name, None)
+            function.close()
+            raise
 
     def close(self) -> None:
         """End all functions, and give the backbone's memory back. A second call does nothing."""
@@ -224,7 +240,8 @@ class Agent:
             changed[0],
         )
         why = "The bytes of the backbone have changed, and it has to be loaded anew."
-        for connection in self._backbone.condemn(why):  # also of those that still start
+        users = self._backbone.condemn(why)  # also those that still start
+        for connection in users:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._tenants is not None and (engine := self._tenants.engine) is not None:
@@ -232,6 +249,7 @@ class Agent:
         for function in self.functions.values():
             if (running := function.running) is not None:
                 running.close()
+        self._ends.wait(users)  # they hold the old pages, beside which new ones may have no room
         self._backbone.renew()
 
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
@@ -253,13 +271,18 @@ class Agent:
         launched = self._launch(order, programs={"writes": False, "demands": not self._filled})
         if launched[2]["ready"]:
             return launched
-        launched[0].close()
+        self._end(launched[0])
         with self._filling:
-            if not self._filled:
+            if not self._filled:  # in the room of the function, which has no process meanwhile
                 filler = {"name": "programs", "adapter": None, "http": None}
-                self._launch(filler, programs={"writes": True})[0].close()
+                self._end(self._launch(filler, programs={"writes": True})[0])
                 self._filled = True
         return self._launch(order, programs={"writes": False})
+
+    def _end(self, connection: socket.socket) -> None:
+        """Close a process' connection; return when its memory is free."""
+        connection.close()
+        self._ends.wait([connection])
 
     def _launch(
         self,
@@ -274,15 +297,18 @@ class Agent:
         of functions. Raises ValueError with its reason, ConnectionError where it ends.
         """
         tenants = self._tenant_sizes is not None
-        ours, pid = self._zygote.fork({"device": self._backbone.device, "tenants": tenants})
+        facts = {"device": self._backbone.device, "tenants": tenants}
+        facts |= {"model": self.model, "dtype": self._fields.get("dtype")}
+        ours, pid = self._zygote.fork(facts)
+        self._ends.note(ours, pid)
         try:
             # Tenants and guards answer no HTTP: its settings name files of keys.
             http = self._http if backbone and not order.get("guard") else None
             order = {"model": self.model, "fields": self._fields, "http": http} | order
             makes = backbone and not order.get("guard")
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
-            jailed = self._backbone.device == "cpu" and self._isolation != "none"
-            order["jail"] = {"memory_bytes": self._room.limit} if jailed else None
+            order["jail"] = self._jail(order["programs"])
+            order["steps"] = self._steps if self._backbone.device == "cpu" else []
             takes_turns = self._turns is not None and backbone and not order.get("guard")
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
@@ -295,18 +321,30 @@ class Agent:
             ours.settimeout(_START_S)
             ready = expect(ours, "ready")
             ours.settimeout(None)
+            self._steps = ready.get("steps") or self._steps
         except BaseException:
             ours.close()
             raise
         return ours, pid, ready
 
+    def _jail(self, programs: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the limits of a process that keeps programs so; None: it has none.
+
+        On a GPU only where the environment asks for it, and not for the process that makes
+        programs: XLA's assembler is a program. It gets no adapter and no call.
+        """
+        on_gpu = self._backbone.device != "cpu"
+        free = on_gpu and (os.environ.get(GPU_JAIL) != "1" or (programs or {}).get("writes"))
+        if self._isolation == "none" or free:
+            return None
+        return {"memory_bytes": None if on_gpu else self._room.limit, "gpus": on_gpu}
+
     def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
         """Return how a process keeps programs. None: as a server of this user does.
 
-        The engine of isolation "server" has a folder of its own, which nothing else reads. On an
-        accelerator steps are not kept, so that a process could not make them for others.
+        The engine of isolation "server" has a folder of its own, which nothing else reads.
         """
-        if self._isolation == "none" or self._backbone.device != "cpu":
+        if self._isolation == "none":
             return None
         kind = "functions" if self._isolation == "process" else "engines"
         return {"kind": kind, "writes": True, **given}

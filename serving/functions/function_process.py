@@ -30,7 +30,8 @@ from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
 from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
 from serving.lora_server.transport.tenants import Seat
-from serving.runtime.program_cache import keep_programs_apart
+from serving.runtime.program_cache import keep_programs_apart, step_files
+from serving.steps import kept_steps
 from serving.steps.kept_steps import NotKept
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ def main(connection) -> None:
     turns = _turns_of(connection, order)
     start = time.monotonic()
     try:
-        arena = ImportedArena(for_platform(jax.default_backend()), manifest, fds)
+        memory = for_platform(jax.default_backend())
+        if (kept := step_files()) is not None:
+            kept_steps.read_ahead(kept[0], order.get("steps", ()))
+        arena = ImportedArena(memory, manifest, fds)
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
         adapters = {} if folder is None else {name: folder}
@@ -71,6 +75,12 @@ def main(connection) -> None:
     except NotKept:
         send_header(connection, {"ready": False})
         return
+    except jax.errors.JaxRuntimeError as error:
+        if programs is None or not programs.get("demands"):
+            raise
+        logger.info("Function %r has not all of its programs: %s", order["name"], error)
+        send_header(connection, {"ready": False})
+        return
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
@@ -80,6 +90,7 @@ def main(connection) -> None:
         "attach_s": attached - start,
         "start_s": time.monotonic() - start,
         "private_bytes": private_bytes(),
+        "steps": kept_steps.used,
         "max_model_len": engine.model_info.max_model_len,
         "tenants": tenants and tenants.sizes(engine.config),
     }
@@ -110,6 +121,7 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         [model],
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
+        gpus=order["jail"]["gpus"],
     )
     for what in failed:
         logger.warning("Function %r runs without %s", order["name"], what)

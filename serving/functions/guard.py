@@ -71,7 +71,7 @@ class Guard:
         while not self._closing.is_set():
             try:
                 self._guard()
-            except (OSError, ValueError) as error:
+            except Exception as error:  # without this thread nobody looks at the backbone
                 if not self._closing.is_set():
                     logger.error("The backbone's guard does not start: %s", error)
                     self._closing.wait(_AGAIN_S)
@@ -110,7 +110,7 @@ class Guard:
             try:
                 self._changed(changed)
                 return
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever it is, functions wait for the next try
                 logger.error("The backbone cannot be loaded again, functions stay off: %s", error)
             self._closing.wait(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_AGAIN_S)

@@ -54,20 +54,34 @@ class Function:
         self._closed = False
         self._failed: ConnectionError | None = None  # why it was given up
         self._failed_until = 0.0
-        self._offloaded = lazy  # no process, and none is started before a call
+        self._offloaded = True  # no process, and none is started before a call
         self._created = time.monotonic()
         self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
         self._deaths = 0  # since the last answer
         self._running: Running | Tenant | None = None
         self.starts = 0  # processes that got ready
         if not lazy:
-            self._adopt(start())
+            self.begin()
 
     def __enter__(self) -> "Function":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def begin(self) -> None:
+        """Start a process where there is none, on this thread. Raises what its start raises."""
+        with self._ready:
+            if not self._offloaded:
+                return
+            self._offloaded = False
+        try:
+            self._adopt(self._start())
+        except BaseException:
+            with self._ready:
+                self._offloaded = True
+                self._ready.notify_all()
+            raise
 
     @property
     def pid(self) -> int:

@@ -7,6 +7,7 @@ the process runs without it.
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -31,6 +32,9 @@ _CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
 _OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
 _SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev", "/proc/self", "/proc/cpuinfo")
 _SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
+# What CUDA's driver reads beside it, and the threads of this process, which it gives names.
+_OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
+_THREADS = "/proc/self/task"
 
 
 def enter(
@@ -40,19 +44,22 @@ def enter(
     *,
     memory_bytes: int | None = None,
     network: bool = False,
+    gpus: bool = False,
 ) -> list[str]:
     """Bind this process, which has one thread, for good; return what the kernel could not do.
 
     `reads` and `writes` are files and folders with all below them, beside the system's own; of
     `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
-    bounds the process' own memory. With `network` internet sockets are left.
+    bounds the process' own memory. With `network` internet sockets are left, with `gpus` the NVIDIA
+    devices.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = _limit(memory_bytes)
+    rules = _rules(reads, writes, lists, gpus)
     steps = {
-        "Landlock (files, signals)": lambda: _landlock(libc, reads, writes, lists, network),
+        "Landlock (files, signals)": lambda: _landlock(libc, rules, network),
         "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
     }
     for name, step in steps.items():
@@ -64,22 +71,29 @@ def enter(
 
 
 def code_folders(without: Iterable[str | Path]) -> list[Path]:
-    """Return folders of the interpreter and its modules.
+    """Return folders of the interpreter and its modules, none below another one.
 
     Of one that holds a path of `without`, such as a checkout, the packages that are imported.
     """
-    private = [Path(path).resolve() for path in without]
-    folders = {Path(sys.prefix), Path(sys.base_prefix)}
-    for entry in filter(os.path.isdir, sys.path):
-        folder = Path(entry).resolve()
-        if not any(path.is_relative_to(folder) for path in private):
-            folders.add(folder)
+    private = [f"{os.path.realpath(path)}/" for path in without]
+    kept: list[str] = []
+    for folder in _folders_of(len(sys.modules)):
+        below = bool(kept) and f"{folder}/".startswith(f"{kept[-1]}/")
+        if not below and not any(path.startswith(f"{folder}/") for path in private):
+            kept.append(folder)
+    return [Path(folder) for folder in kept]
+
+
+@functools.lru_cache(maxsize=1)  # a fork of the zygote has imported nothing more
+def _folders_of(num_modules: int) -> list[str]:
+    """Return all folders of code, links followed, in an order in which inner ones come later."""
+    found = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # `__path__` of torch.classes is no list
         places = getattr(spec, "submodule_search_locations", None) or ()
-        folders |= {Path(place) for place in list(places)[:1]}
-    kept = {f for f in folders if not any(path.is_relative_to(f.resolve()) for path in private)}
-    return sorted(kept)
+        found |= {str(place) for place in list(places)[:1]}
+    real = {os.path.realpath(folder) for folder in found}
+    return sorted(real, key=lambda folder: f"{folder}/")
 
 
 def _limit(memory_bytes: int | None) -> list[str]:
@@ -99,7 +113,19 @@ def _limit(memory_bytes: int | None) -> list[str]:
     return failed
 
 
-def _landlock(libc, reads, writes, lists, network: bool) -> None:
+def _rules(reads, writes, lists, gpus: bool) -> list[tuple[str | Path, int]]:
+    """Return paths with what is allowed below them."""
+    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
+    rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
+    rules += [(path, _LIST) for path in lists]
+    if gpus:
+        rules += [(path, _READ | _LIST) for path in _OF_DRIVER]
+        rules += [(path, _READ | _WRITE | _IOCTL) for path in Path("/dev").glob("nvidia*")]
+        rules += [(_THREADS, _WRITE | _TRUNCATE)]
+    return rules
+
+
+def _landlock(libc, rules: list[tuple[str | Path, int]], network: bool) -> None:
     version = libc.syscall(_CREATE, None, 0, _VERSION_ASKED)
     if version < 1:
         _raise()
@@ -114,9 +140,6 @@ def _landlock(libc, reads, writes, lists, network: bool) -> None:
     if ruleset < 0:
         _raise()
     try:
-        rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
-        rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
-        rules += [(path, _LIST) for path in lists]
         for path, access in rules:
             _allow(libc, ruleset, path, access & handled)
         if libc.syscall(_RESTRICT, ruleset, 0) < 0:

@@ -1,14 +1,23 @@
 """Processes of an agent: modules that it starts, and the zygote, which it forks. No jax."""
 
+import contextlib
+import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from lora_jax.memory.wire import ShareError, receive_header, send_fds, send_header
 
 _END_S = 10.0  # for a process to leave by itself
+# XLA takes most of a GPU's memory at once unless it is told not to: the others need theirs.
+_ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 class Zygote:
@@ -67,13 +76,49 @@ class Zygote:
             end_process(self._process)
 
 
+class Ends:
+    """Ends of forked processes, which are nobody's children here; any thread may call.
+
+    A process is known by its connection and held by a descriptor: process ids are used again.
+    """
+
+    def __init__(self):
+        """Know no process."""
+        self._fds: weakref.WeakKeyDictionary[socket.socket, int] = weakref.WeakKeyDictionary()
+
+    def note(self, connection: socket.socket, pid: int) -> None:
+        """Hold a process until its connection is forgotten here."""
+        with contextlib.suppress(OSError):  # it has ended already
+            fd = os.pidfd_open(pid)
+            self._fds[connection] = fd
+            weakref.finalize(connection, os.close, fd)
+
+    def wait(self, connections: Iterable[socket.socket], timeout_s: float = _END_S) -> None:
+        """Return when the processes of closed connections have ended; kill those that stay."""
+        fds = [fd for one in connections if (fd := self._fds.get(one)) is not None]
+        until = time.monotonic() + timeout_s
+        for fd in fds:
+            if not _ends_by(fd, until):
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(fd, signal.SIGKILL)
+                _ends_by(fd, time.monotonic() + _END_S)
+
+
+def _ends_by(process: int, until: float) -> bool:
+    """Return whether a process, by its descriptor, ends before this time (time.monotonic)."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+
+
 def spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
     """Start a module as a process; return it with our end of its only connection."""
     ours, theirs = socket.socketpair()
     with theirs:
         end = theirs.fileno()
         try:
-            process = subprocess.Popen([sys.executable, "-m", module, str(end)], pass_fds=[end])
+            command = [sys.executable, "-m", module, str(end)]
+            process = subprocess.Popen(command, pass_fds=[end], env={**_ENVIRONMENT, **os.environ})
         except BaseException:
             ours.close()
             raise

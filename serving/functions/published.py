@@ -85,7 +85,7 @@ class Published:
                     f"The files of {self._model} have changed since they were loaded: restart "
                     "the agent."
                 )
-        except (OSError, ValueError) as error:
+        except Exception as error:
             with self._lock:
                 self._failed = str(error)
                 self._lock.notify_all()

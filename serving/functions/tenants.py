@@ -126,9 +126,9 @@ class Tenants:
         """Pass answers on; with the engine its tenants end."""
         engine.read()
         with self._lock:
-            own = [tenant for tenant in self._tenants if tenant.engine is engine]
-            self._tenants -= {*own}
-        for tenant in own:
+            members = [tenant for tenant in self._tenants if tenant.engine is engine]
+            self._tenants -= {*members}
+        for tenant in members:
             tenant.close()
 
 

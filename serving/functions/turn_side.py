@@ -39,11 +39,11 @@ class TurnSide:
 
         `arrivals` returns the times of the waiting requests, in order, by time.monotonic.
         """
-        asked = -1
+        request = -1
         while not (self._holds or self._alone or closing()):
             waiting = arrivals()
-            if len(waiting) != asked:
-                asked = len(waiting)
+            if len(waiting) != request:
+                request = len(waiting)
                 self._send(self._ask(waiting))
             self._hear(_LOOK_S)
 

@@ -5,17 +5,27 @@ start a thread: what a child inherits has to be as good as new.
 """
 
 import contextlib
+import functools
+import importlib
 import os
 import signal
 import socket
 import sys
 import warnings
+from pathlib import Path
+
+from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
 
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
+from lora_jax.models.loader import read_config, wanted_dtype
+from lora_jax.models.registry import abstract
 from lora_jax.ops.cpu.build import available
-from serving.functions import function_process  # brings jax and the engine
+from lora_jax.ops.dispatch import Declined, backend_kernel
+from serving.functions import function_process, jail  # which bring jax and the engine
 from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
+
+_KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
 def main(control: socket.socket) -> None:
@@ -31,8 +41,7 @@ def main(control: socket.socket) -> None:
             (end,) = receive_fds(control, 1)
         except ShareError:
             return
-        if order.get("device") == "cpu":
-            available()  # a function may run no compiler
+        _prepare(order.get("device"), order.get("model"), order.get("dtype"))
         if order.get("tenants"):
             with contextlib.suppress(NotImplementedError):  # the function says it
                 prepare()
@@ -41,6 +50,35 @@ def main(control: socket.socket) -> None:
             _be_function(control, end)
         os.close(end)
         send_header(control, {"pid": pid})
+
+
+@functools.cache
+def _prepare(device: str | None, model: str | None, dtype: str | None) -> None:
+    """Do once what each function would do in the same way. No device is touched.
+
+    A function may run no compiler, so that it needs the kernels of its device here.
+    """
+    _load_plugins(device)
+    with contextlib.suppress(Declined):
+        if device in _KERNELS:
+            _KERNELS[device]()
+    if model is not None:
+        with contextlib.suppress(ValueError, OSError, TypeError):  # the function says it
+            abstract(read_config(Path(model)), wanted_dtype(Path(model), dtype))
+    jail.code_folders([])
+
+
+def _load_plugins(device: str | None) -> None:
+    """Load jax's plugins; of CUDA without the check of versions: no fork survives what it starts.
+
+    Mosaic's compiler takes part of a second too.
+    """
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    with contextlib.redirect_stdout(sys.stderr):  # they say what they leave out
+        xla_bridge._discover_and_register_pjrt_plugins()
+    if device == "gpu":
+        with contextlib.suppress(ImportError):
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
 
 
 def _be_function(control: socket.socket, end: int) -> None:

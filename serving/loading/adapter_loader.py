@@ -129,6 +129,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         self._allocator, self._make_job, self._at_once = allocator, make_job, at_once
         self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
+        allocator.is_needed = self._is_needed
         self._loads: deque[_Load[P, S]] = deque()
         self._failures: list[tuple[str, str]] = []
         self._swaps = 0
@@ -160,6 +161,10 @@ class AdapterLoader[P: AnyPlacement, S]:
     def is_resident(self, digest: str) -> bool:
         """Return whether all of the adapter is on the device."""
         return self._allocator.slot_of(digest) is not None
+
+    def protect(self, digests: frozenset[str]) -> None:
+        """Evict none of these for another's sake until the next call."""
+        self._allocator.protect(digests)
 
     def is_placed(self, digest: str) -> bool:
         """Return whether the adapter is resident or loading."""
@@ -286,6 +291,11 @@ class AdapterLoader[P: AnyPlacement, S]:
             assert not self._allocator.users(digest), f"{digest[:12]} is in use"
         assert set(self._allocator.resident()) <= set(self._known), "resident but unknown"
 
+    def _is_needed(self, digest: str) -> bool:
+        """Return whether a live request names the adapter."""
+        adapter = self._known.get(digest)
+        return adapter is not None and adapter.requests > 0
+
     def _know(self, entry: AdapterEntry) -> _Known:
         if entry.digest not in self._known:
             assert not isinstance(entry.weights, PairWeights), "a pair has no slot of its own"
@@ -315,9 +325,12 @@ class AdapterLoader[P: AnyPlacement, S]:
         too_early = adapter.lacked_memory and self._allocator.num_leaving
         if too_early or self._clock() < adapter.retry_s:
             return
+        before = self._allocator.num_leaving
         if self._allocator.make_room(adapter.weights):
             placement = self._allocator.place(adapter.weights, pinned=adapter.pinned)
             self._loads.append(_Load(placement))
+        elif self._allocator.num_leaving == before:
+            return  # dozens may ask in vain in each step
         self._publish()
 
     def _give_up(self, load: _Load[P, S], error: LoadFailed) -> None:

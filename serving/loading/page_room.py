@@ -24,7 +24,7 @@ from serving.loading.pooled_allocator import PooledSlotAllocator
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # of a copy that the engine's thread makes itself
 _TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a virtual memory may raise
 
 
@@ -88,10 +88,13 @@ class PageRoom:
         left, self._left_slots = tuple(self._left_slots), []
         return left if self.rows.overrun else ()
 
-    def jobs(self, allocator: PooledSlotAllocator) -> Callable[..., "PooledLoadJob"]:
+    def jobs(
+        self, allocator: PooledSlotAllocator, chunk_bytes: int = CHUNK_BYTES
+    ) -> Callable[..., "PooledLoadJob"]:
         """Return what makes the load of an adapter that this allocator has placed."""
         self._allocator = allocator
-        return lambda placement, slots: PooledLoadJob(placement, self.rows, allocator)
+        how = {"chunk_bytes": chunk_bytes}
+        return lambda placement, slots: PooledLoadJob(placement, self.rows, allocator, **how)
 
     @property
     def _books(self) -> PooledSlotAllocator:
@@ -108,6 +111,11 @@ class PageRoom:
         for free in left:
             self._retirement.defer(dispatched - 1, free)
         return self._retirement.completed(read - 1)
+
+    def spent(self, seconds: float) -> None:
+        """Note how long the engine's thread was busy with loads and with what left for them."""
+        if self._allocator is not None:
+            self._allocator.spent(seconds)
 
     @property
     def is_short(self) -> bool:
@@ -140,9 +148,17 @@ class PageRoom:
 class PooledLoadJob:
     """The writes that bring one placed adapter into rows that nothing reads; the table is last."""
 
-    def __init__(self, placement: LoraPlacement, rows: PooledRows, allocator: PooledSlotAllocator):
-        """The allocator says whether the rows have memory."""
+    def __init__(
+        self,
+        placement: LoraPlacement,
+        rows: PooledRows,
+        allocator: PooledSlotAllocator,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+    ):
+        """The allocator says whether the rows have memory; so many bytes count as one chunk."""
         self._placement, self._rows, self._allocator = placement, rows, allocator
+        self._chunk_bytes = chunk_bytes
         self._writes = deque(
             (width, write) for width, writes in placement.writes.items() for write in joined(writes)
         )
@@ -152,7 +168,7 @@ class PooledLoadJob:
     @property
     def remaining(self) -> int:
         """Chunks still to write, the table entry counted as one; 0 when the adapter is usable."""
-        return -(-self._bytes_left // CHUNK_BYTES) + (not self._published)
+        return -(-self._bytes_left // self._chunk_bytes) + (not self._published)
 
     @property
     def done(self) -> bool:
@@ -167,7 +183,7 @@ class PooledLoadJob:
             raise LoadFailed("the page pool has no memory for its rows", may_pass=True)
         if self._published or max_chunks < 1:
             return slots
-        left = self._bytes_left - max_chunks * CHUNK_BYTES
+        left = self._bytes_left - max_chunks * self._chunk_bytes
         try:
             while self._writes and self._bytes_left > left:
                 width, write = self._writes.popleft()

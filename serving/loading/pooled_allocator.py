@@ -4,6 +4,7 @@ See `allocator` for the life of an adapter. Memory is not written in the order o
 is free again only when `reclaim` says that no step can read it, as with experts (esft_allocator).
 """
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -81,9 +82,10 @@ class PooledSlotAllocator(SlotAllocator):
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
         if weights.digest in self._placed:
             return False
-        self._exchange.wanted(weights.digest)
         if weights.digest in self._reserved:
             self._reserved[weights.digest] = self._exchange.num_steps
+        if self._exchange.is_spent:  # dozens may ask in each step
+            return False
         if self.can_place(weights):
             return True
         has_slot, missing = self._has_slot(weights.digest), None
@@ -99,12 +101,17 @@ class PooledSlotAllocator(SlotAllocator):
         return False
 
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
+        begun = time.perf_counter()
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
-        self._exchange.placed(weights.digest)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
+        self.spent(time.perf_counter() - begun)
         return placement
+
+    def spent(self, seconds: float) -> None:
+        """Note how long the engine's thread was busy with loads."""
+        self._exchange.spent(seconds)
 
     def has_memory(self, digest: str) -> bool:
         """Return whether a placed adapter's rows may be written."""
@@ -150,7 +157,8 @@ class PooledSlotAllocator(SlotAllocator):
             return None
         digest = min(values, key=lambda one: values[one])
         placed, value = self._placed[digest], values[digest]
-        return Offer(value, self._num_pages(placed), lambda: self._free(digest))
+        lost_s = self._exchange.load_s(self._num_bytes(placed))
+        return Offer(value, self._num_pages(placed), lambda: self._free(digest), lost_s)
 
     def stats(self) -> ResidencyStats:
         stats = super().stats()
@@ -178,7 +186,12 @@ class PooledSlotAllocator(SlotAllocator):
         return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:
-        return self._exchange.uses.value(digest, self._num_bytes(self._placed[digest]))
+        """Return what an adapter is worth by byte; a request that waits for it is a use to come."""
+        exchange, num_bytes = self._exchange, self._num_bytes(self._placed[digest])
+        value = exchange.uses.value(digest, num_bytes)
+        if not self.is_needed(digest):
+            return value
+        return max(value, exchange.level) + exchange.load_s(num_bytes) / num_bytes
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Nobody goes at once for another's sake: see `make_room`."""

@@ -51,7 +51,6 @@ class PooledExpertAllocator(ExpertAllocator):
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
         if weights.digest in self._placed:
             return False
-        self._pool.wanted(weights.digest)
         if self.can_place(weights):
             return True
         if super().can_place(weights):
@@ -85,7 +84,8 @@ class PooledExpertAllocator(ExpertAllocator):
             return None
         placement = self._placed[digest].room
         value = self._pool.uses.value(digest, self._num_bytes(placement))
-        return Offer(value, self._frees(placement), lambda: self._free(digest))
+        lost_s = self._pool.load_s(self._num_bytes(placement))
+        return Offer(value, self._frees(placement), lambda: self._free(digest), lost_s)
 
     @property
     def _pool(self) -> PageExchange:

@@ -1,5 +1,7 @@
 """LoRA adapters whose rank rows lie in a pool of pages that KV shares."""
 
+import time
+
 from lora_jax.adapters.row_copies import Copier
 from lora_jax.adapters.slots import clear_slots
 from serving.loading.adapter_loader import AdapterLoader
@@ -24,11 +26,14 @@ class PooledLoraResidency(LoraResidency):
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:
+        begun = time.perf_counter()
         if (left := self._room.take_left_slots()) and device.slots is not None:
             device.slots = clear_slots(device.slots, left)
         if self._room.collect(dispatched, read) and not self._room.is_short:
             self._loader.look_again()
-        return super().advance(device, max_chunks, dispatched, read)
+        failures = super().advance(device, max_chunks, dispatched, read)
+        self._room.spent(time.perf_counter() - begun)
+        return failures
 
     @property
     def is_busy(self) -> bool:

@@ -9,12 +9,14 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from lora_jax.adapters import row_copies
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.lora_load_job import LoraLoadJob, RowChunk, SlotEntry
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
 from lora_jax.adapters.weights import AnyWeights
+from serving.loading import page_room
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
 from serving.loading.esft_parts import EsftParts
 from serving.loading.esft_residency import EsftResidency
@@ -87,6 +89,11 @@ class Residencies:
     def is_resident(self, digest: str) -> bool:
         """Return whether `acquire` would return a slot, as far as that is known."""
         return self._knowing(digest).is_resident(digest)
+
+    def protect(self, digests: frozenset[str]) -> None:
+        """Evict none of these for another's sake until the next call."""
+        for residency in self._all:
+            residency.protect(digests)
 
     def pool_of(self, digest: str) -> AdapterKind | None:
         """Name the slots that the adapter takes one of; None where nobody may take its place."""
@@ -201,7 +208,9 @@ def make_residencies(
     if room is not None:
         assert isinstance(allocator, PooledSlotAllocator), "a pool has an allocator of its own"
         at_once = 1 if copier is None else _COPIED_AT_ONCE
-        loads = AdapterLoader(allocator, room.jobs(allocator), at_once=at_once, on_loaded=on_loaded)
+        chunk = page_room.CHUNK_BYTES if copier is None else row_copies.CHUNK_BYTES
+        jobs = room.jobs(allocator, chunk)
+        loads = AdapterLoader(allocator, jobs, at_once=at_once, on_loaded=on_loaded)
         pins = None if copier is None else room.pool.memory  # which copies the rows of this engine
         pooled = PooledLoraResidency(loads, room, pins, host_form)
         return _beside_experts(pooled, allocator, esft, on_loaded)

@@ -78,6 +78,10 @@ class AbstractResidency(abc.ABC):
         del digest
         return False
 
+    def protect(self, digests: frozenset[str]) -> None:
+        """Evict none of these for another's sake until the next call; others' are ignored."""
+        del digests
+
     @abc.abstractmethod
     def pool_of(self, digest: str) -> AdapterKind | None:
         """Name the slots that the adapter takes one of; None where nobody may take its place."""
@@ -178,6 +182,9 @@ class AbstractLoaderResidency(AbstractResidency):
 
     def is_resident(self, digest: str) -> bool:
         return self._loader.is_resident(digest)
+
+    def protect(self, digests: frozenset[str]) -> None:
+        self._loader.protect(digests)
 
     def pool_of(self, digest: str) -> AdapterKind | None:
         return None if self._loader.is_pinned(digest) else self.kind

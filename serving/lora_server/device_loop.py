@@ -72,8 +72,10 @@ class DeviceLoop:
     def __init__(self, rank: ServerRank, layout: ShardLayout, server: DeviceServer):
         """Compile, so that no request waits for that."""
         self._rank, self._server = rank, server
-        here = [layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers]
-        self._layers = np.asarray(here, np.int32)
+        local_layers = [
+            layer if layer in rank.shard.layers else _NOBODY for layer in layout.moe_layers
+        ]
+        self._layers = np.asarray(local_layers, np.int32)
         self._device = jax.local_devices()[0]
         copies = _AHEAD if jax.default_backend() == "gpu" else 1
         self._programs = [_program(rank, server) for _ in range(copies)]

@@ -222,15 +222,15 @@ def _welcome(
 
 def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any]) -> str:
     """Return the coordinator's address from rank 0, to which this process proves itself."""
-    nonce, own = connection.exactly(_NONCE, _HELLO_S), secrets.token_bytes(_NONCE)
-    hello = {"rank": place.rank, "nonce": own.hex(), "about": dict(about)}
+    nonce, own_nonce = connection.exactly(_NONCE, _HELLO_S), secrets.token_bytes(_NONCE)
+    hello = {"rank": place.rank, "nonce": own_nonce.hex(), "about": dict(about)}
     text = connection.send_text(hello)
     connection.raw(_proof(place, nonce, text))
     answer = connection.receive_text()
     verdict = json.loads(answer)
     if "why" in verdict:
         raise GangRefused(f"Rank 0 refuses node {place.rank}: {verdict['why']}.")
-    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, own, answer)):
+    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, own_nonce, answer)):
         raise GangRefused("Rank 0 does not know the secret: give all nodes the same file.")
     return verdict["coordinator"]
 

@@ -86,8 +86,8 @@ def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
     except OSError as error:
         logger.warning("Steps are traced anew at each start: %s", error)
         return None
-    how = {"writes": programs.writes, "demands": programs.demands}
-    return ProgramFiles(steps, _MAX_STEP_BYTES, **how), programs
+    options = {"writes": programs.writes, "demands": programs.demands}
+    return ProgramFiles(steps, _MAX_STEP_BYTES, **options), programs
 
 
 def _give_jax(files: ProgramFiles, folder: str) -> None:

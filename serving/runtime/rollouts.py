@@ -126,8 +126,8 @@ class Rollouts:
                 return
             self._judged = {(n, r) for n, r in self._judged if n != name} | {(name, state.revision)}
         # A file is written: that is not for the thread of the engine.
-        how = (name, state.revision, why)
-        threading.Thread(target=self._act, args=how, name="guard", daemon=True).start()
+        decision = (name, state.revision, why)
+        threading.Thread(target=self._act, args=decision, name="guard", daemon=True).start()
 
     # Changes.
 
@@ -148,11 +148,11 @@ class Rollouts:
             raise ValueError(f"{name[:64]!r} is no name of an adapter.")
         known = self.versions_of(name)
         now = self._clock()
-        how = {"known": known, "guard": guard, "now": now, "request_id": request_id}
-        wanted = rolled_out(self._current().get(name), versions, **how)
+        options = {"known": known, "guard": guard, "now": now, "request_id": request_id}
+        wanted = rolled_out(self._current().get(name), versions, **options)
         for version in wanted.now.served:
             self._registry.resolve(joined(name, version))
-        return self._changed(name, lambda old: rolled_out(old, versions, **how))
+        return self._changed(name, lambda old: rolled_out(old, versions, **options))
 
     def roll_back(self, name: str, request_id: str = "") -> Rollout:
         """Take the newest version's users back to older ones; requests under way end on theirs.
@@ -166,8 +166,8 @@ class Rollouts:
                 raise NoRollout(name)
             if request_id and old.now.request_id == request_id:
                 return old
-            how = {"known": self.versions_of(name), "now": self._clock(), "by": request_id}
-            return rolled_back(old, **how)
+            options = {"known": self.versions_of(name), "now": self._clock(), "by": request_id}
+            return rolled_back(old, **options)
 
         return self._changed(name, back)
 
@@ -220,8 +220,8 @@ class Rollouts:
         def back(old: Rollout | None) -> Rollout | None:
             if old is None or old.revision != revision:
                 return old
-            how = {"known": self.versions_of(name), "now": self._clock()}
-            return rolled_back(old, why=f"guard: {why}", **how)
+            options = {"known": self.versions_of(name), "now": self._clock()}
+            return rolled_back(old, why=f"guard: {why}", **options)
 
         try:
             now = self._changed(name, back, must_keep=False)

@@ -39,6 +39,10 @@ class AdapterResidency(Protocol):
         """True if `acquire` would return a slot."""
         ...
 
+    def protect(self, digests: frozenset[str]) -> None:
+        """Evict none of these adapters for another's sake until the next call. That is no use."""
+        ...
+
     def pool_of(self, digest: str) -> str | None:
         """Name the slots that the adapter takes one of; None: nobody may take its place."""
         ...
@@ -58,6 +62,9 @@ class NoAdapters:
 
     def is_resident(self, digest: str) -> bool:
         return False
+
+    def protect(self, digests: frozenset[str]) -> None:
+        del digests
 
     def pool_of(self, digest: str) -> str | None:
         return None
@@ -96,25 +103,26 @@ class AdapterGate:
         self._users[digest] = self._users.get(digest, 0) + 1
         return True
 
-    def hold(self, waiting: Iterable[Sequence], count: int, now: float) -> list[Sequence]:
-        """Give up to `count` sequences the slots of resident adapters that nobody uses.
+    def hold(self, waiting: Iterable[Sequence], count: int) -> frozenset[str]:
+        """Protect up to `count` resident adapters that nobody uses and sequences wait to use.
 
         Before this step's loads: a request whose adapter is there may run in this step, and an
-        earlier one whose adapter is not would have it evicted. The caller lets those `leave` that
-        do not run. No more than the first ones of a long line are looked at.
+        earlier one whose adapter is not would have it evicted. No more than the first ones of a
+        long line are looked at. Returns the adapters; the next call lets them go.
         """
-        held: list[Sequence] = []
+        held: set[str] = set()
         for sequence in itertools.islice(waiting, _MOST_LOOKED_AT):
-            if len(held) == count:
+            if len(held) >= count:
                 break
             digest = sequence.request.adapter_digest
-            if sequence.slot >= 0 or not digest or digest in self._users:
+            if sequence.slot >= 0 or not digest or digest in self._users or digest in held:
                 continue
             if self._must_yield(sequence):  # others of its adapter may be earlier, in other lines
                 continue
-            if self._residency.is_resident(digest) and self.enter(sequence, now):
-                held.append(sequence)
-        return held
+            if self._residency.is_resident(digest):
+                held.add(digest)
+        self._residency.protect(found := frozenset(held))
+        return found
 
     def leave(self, sequence: Sequence) -> None:
         """Take the slot back from a sequence that has one."""

@@ -51,8 +51,8 @@ class LiveSequences:
         self._random = random.Random(seed)
         rows, host = limits.num_encoder_rows, limits.num_host_pages
         sizes = limits.num_pages, limits.page_size, rows, host
-        how = {"enable_prefix_caching": limits.enable_prefix_caching, "extents": extents}
-        self._pages = SequencePages(*sizes, **how)
+        options = {"enable_prefix_caching": limits.enable_prefix_caching, "extents": extents}
+        self._pages = SequencePages(*sizes, **options)
         self._waiting = WaitingLine()
         self._running = RunningLine(limits.max_num_seqs)
         self._fair = FairShares()

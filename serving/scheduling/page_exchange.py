@@ -10,22 +10,22 @@ and nothing is held for it.
 import collections
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lora_jax.adapters.use_ledger import UseLedger
 
 # Until they are measured.
-LOAD_S_PER_BYTE = 1e-9
+LOAD_S_PER_BYTE = 1e-10
 COMPUTE_S_PER_TOKEN = 1e-4
+LEAST_LOAD_S_PER_BYTE = 2e-11  # the copy itself, of which an engine's thread may see nothing
+_MEASURED_BYTES = 1  # pages: loads are measured together until they are so many
 _PROMPT_TOKENS = 64  # a step of so many is mostly prompts
 _LEAVING_PARTS = 8
 # What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
 # ahead of the next ones for some steps.
 _AHEAD_PARTS, _AHEAD_STEPS = 32, 64
 _FRESH_STEPS = 8  # an adapter that has come stays for so many without a use: one will take it
-_PATIENCE_S = 1.0  # who asks again only after so long has not waited
 _SHARE = 0.1  # of a new measurement in the mean
 
 
@@ -36,6 +36,7 @@ class Offer:
     value: float
     num_pages: int
     give: Callable[[], None]
+    seconds: float = 0.0  # that steps lose when it is brought back
 
 
 class Side(Protocol):
@@ -77,30 +78,24 @@ class PoolShares:
     given: int = 0
 
 
-@dataclasses.dataclass
-class _Wanted:
-    """Times of the first and the last request for an adapter."""
-
-    first: float
-    last: float
-
-
 class PageExchange:
     """The order of value over all sides; the engine's thread uses it."""
 
-    def __init__(
-        self, pool: AnyPool, *, kept: int = 0, clock: Callable[[], float] = time.monotonic
-    ):
+    def __init__(self, pool: AnyPool, *, kept: int = 0):
         """`kept` pages never move, such as those of the base's experts."""
-        self.pool, self._kept, self._clock = pool, kept, clock
-        self._wanted: dict[str, _Wanted] = {}
+        self.pool, self._kept = pool, kept
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
+        self._credit_s = 0.0  # of claims, see `start_step`
+        self._is_idle = True  # nothing runs
+        self._is_refused = False  # a claim of this step was worth too little, or there is nothing
+        self._step_s = 0.0  # of steps lately
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
+        self._spent, self._loaded = 0.0, 0  # seconds and bytes since the last measurement
         self.uses = UseLedger(self.load_s)  # of adapters
         self._sides: list[Side] = []
         self._planned: collections.deque[float] = collections.deque()  # times, of steps in flight
@@ -129,29 +124,48 @@ class PageExchange:
         """Pages that are free and promised to nobody."""
         return self.pool.num_available - sum(promised() for promised in self._promises)
 
-    def claim(self, num_pages: int, claimant: Side, *, own: bool, below: float = math.inf) -> bool:
+    def claim(
+        self,
+        num_pages: int,
+        claimant: Side,
+        *,
+        own: bool,
+        below: float = math.inf,
+        urgent: bool = False,
+    ) -> bool:
         """Return whether so many pages are free; if not, have enough leave that is not in use.
 
         With `own` the claimant's offers count too, with `below` only those that are worth less. A
         claim that is not met is to be made again after the next step. Claims of one step add up,
         so that what waits for pages need not wait for one another; no more than a part of the pool
-        leaves at a time.
+        leaves at a time, and no more than the wait was worth (`start_step`) unless it is urgent.
         """
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
         self._last_claim = self.num_steps
-        self._have_leave(self._asked, None if own else claimant, below)
+        self._have_leave(self._asked, None if own else claimant, below, urgent=urgent)
         return False
 
-    def _have_leave(self, num_pages: int, but: Side | None, below: float) -> None:
+    def _have_leave(
+        self, num_pages: int, but: Side | None, below: float, *, urgent: bool = False
+    ) -> None:
         """Have offers leave until so many pages are free or on their way."""
+        if self._is_refused and not urgent:
+            return
         free, leaving = self.available, self.pages_leaving
         most = self.pool.num_pages // _LEAVING_PARTS
+        self._is_refused |= leaving >= most
         while free + leaving < num_pages and leaving < most:
             offer = self.least(but)
             if offer is None or offer.value >= below:
+                self._is_refused |= offer is None and but is None
                 break
+            if not (urgent or self._is_idle):
+                if offer.seconds > self._credit_s:
+                    self._is_refused = True
+                    break
+                self._credit_s -= offer.seconds
             leaving += offer.num_pages
             self.take(offer)
 
@@ -159,17 +173,30 @@ class PageExchange:
         """Return whether so many pages are free beside those that earlier claims wait for."""
         return self._asked + num_pages <= self.available
 
-    def start_step(self) -> None:
-        """Begin to add up the claims of a step; while claims come, some pages are free ahead."""
-        self._asked = 0
+    @property
+    def is_spent(self) -> bool:
+        """True if no claim can be met in this step any more, nor have others leave."""
+        return self._is_refused and self._asked > self.available
+
+    def start_step(self, num_running: int = 0, num_idle: int = 1) -> None:
+        """Begin to add up the claims of a step; while claims come, some pages are free ahead.
+
+        `num_running` sequences run, and `num_idle` more could. While a claim is not met a step
+        makes fewer tokens by their share. What claims have lost so far they may have others lose,
+        who then compute or load again what leaves: so nobody loses more than twice what it had to.
+        """
+        lost_s = num_idle * self._step_s / max(1, num_running)
+        self._credit_s = self._credit_s + lost_s if self._asked else 0.0
+        self._is_idle = not num_running
+        self._asked, self._is_refused = 0, False
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
             self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)
 
     @property
     def is_short(self) -> bool:
-        """True if a claim was not met since `start_step`."""
-        return self._asked > 0
+        """True if a claim was not met lately: free pages are then for those that are to come."""
+        return self.num_steps - self._last_claim <= _AHEAD_STEPS
 
     @property
     def pages_leaving(self) -> int:
@@ -192,33 +219,25 @@ class PageExchange:
         """Note that something of this value has gone."""
         self.uses.level = max(self.uses.level, value)
 
-    def wanted(self, digest: str) -> None:
-        """Note that somebody asks for an adapter, maybe again."""
-        now = self._clock()
-        wanted = self._wanted.setdefault(digest, _Wanted(now, now))
-        if now - wanted.last > _PATIENCE_S:
-            wanted.first = now
-        wanted.last = now
+    def spent(self, seconds: float) -> None:
+        """Note that the engine's thread was busy with loads for so long, which steps lose.
 
-    def placed(self, digest: str) -> None:
-        """Note that an adapter has pages: from now on its time counts as that of a load.
-
-        The wait for pages does not: whoever is short would seem worth more the shorter all are.
+        What a load takes beside that does not count: it delays its own request alone, as other
+        adapters' steps go on.
         """
-        if (wanted := self._wanted.get(digest)) is not None:
-            wanted.first = self._clock()
+        self._spent += seconds
 
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device."""
         self._fresh[digest] = self.num_steps
-        wanted = self._wanted.pop(digest, None)
-        if wanted is not None and num_bytes:
-            seconds = self._clock() - wanted.first
-            self._load_s += _SHARE * (seconds / num_bytes - self._load_s)
+        self._loaded += num_bytes
+        if self._loaded >= _MEASURED_BYTES * self.pool.page_bytes:
+            seconds = max(LEAST_LOAD_S_PER_BYTE, self._spent / self._loaded)
+            self._load_s += _SHARE * (seconds - self._load_s)
+            self._spent, self._loaded = 0.0, 0
 
     def forget(self, digest: str) -> None:
         """Nobody asks for these weights any more."""
-        self._wanted.pop(digest, None)
         self._fresh.pop(digest, None)
         self.uses.forget(digest)
 
@@ -241,6 +260,7 @@ class PageExchange:
         """Note the end of the oldest step, of so many tokens; those with prompts tell the rate."""
         seconds = now - max(self._ended, self._planned.popleft())
         self._ended = now
+        self._step_s += _SHARE * (seconds - self._step_s)
         if num_tokens >= _PROMPT_TOKENS:
             self._compute_s += _SHARE * (seconds / num_tokens - self._compute_s)
 

@@ -1,5 +1,6 @@
 """KV pages that have memory: they come and go in extents of some consecutive pages. No jax."""
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -8,6 +9,7 @@ from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
 from serving.scheduling.prefix_cache import PageCache
 
 _MOST_WAITS = 4  # what leaves is free after two steps
+_CHANCE_SHARE = 1 / 64  # of a page that was matched, or left unmatched, in the chance of a match
 
 
 class ExtentMemory(Protocol):
@@ -52,6 +54,11 @@ class PageExtents:
         self._worth = [0.0] * count  # of what is cached on them
         self._uses = [0] * cache.num_pages
         self._values: dict[int, float] = {}  # of cached pages
+        self._order: list[tuple[float, int, int]] = []  # heap of values, numbers, cached pages
+        self._numbers = [0] * cache.num_pages  # of a page's entry in the order
+        self._number = 0
+        self._chance = 0.5  # that a page which was computed once is matched before it goes
+        self._reserve = 0  # pages that sequences that run may need
         self._waits = 0  # since the last that had enough of it
         cache.watch = self
         exchange.join(self)
@@ -75,35 +82,38 @@ class PageExtents:
 
     # The scheduler's side.
 
-    def start_step(self, reserve: int) -> None:
-        """See to it that so many pages are blank, so that sequences that run may grow."""
-        self._exchange.start_step()
-        self.want(reserve)
+    def start_step(self, num_running: int, num_idle: int = 0) -> None:
+        """See to it that each sequence that runs may grow by a page; `num_idle` more could run."""
+        self._reserve = reserve = num_running
+        self._exchange.start_step(num_running, num_idle)
+        self.want(reserve, urgent=True)
 
-    def want(self, count: int) -> bool:
+    def want(self, count: int, *, urgent: bool = False) -> bool:
         """Have so many pages be blank: at once as far as the pool has room, else soon.
 
         Returns whether to wait for them: something leaves for their sake that is worth less than
         what is cached. Without that, cached pages are as good as blank ones.
         """
         missing = count - self._cache.num_blank
+        if missing <= 0:
+            return False
+        below, is_cheap = math.inf, False
+        if self._values and count <= self._cache.num_free:
+            below, offer = self._values[self.least_cached()], self._exchange.least(self)
+            others = self._exchange.pages_leaving - self.pages_leaving
+            is_cheap = others or (offer is not None and offer.value < below)
+            if self._exchange.is_short and not is_cheap:
+                return False
         while missing > 0 and self._add():
             missing -= self._size
         if missing <= 0 or not self._absent:
             return False
         pages = -(-missing // self._size) * self._extent_pages
-        oldest = self._cache.oldest_cached
-        below = math.inf
-        if oldest is not None and count <= self._cache.num_free:
-            below, offer = self._values[oldest], self._exchange.least(self)
-            others = self._exchange.pages_leaving - self.pages_leaving
-            is_cheap = others or (offer is not None and offer.value < below)
-            if not is_cheap:
-                return False
+        if below < math.inf:
             self._waits = (self._waits + 1) % _MOST_WAITS
-            if not self._waits:  # others may have taken what left
+            if not is_cheap or not self._waits:  # others may have taken what left
                 return False
-        self._exchange.claim(pages, self, own=False, below=below)
+        self._exchange.claim(pages, self, own=False, below=below, urgent=urgent)
         return self._exchange.pages_leaving > self.pages_leaving
 
     def planned(self, now: float) -> None:
@@ -121,13 +131,17 @@ class PageExtents:
         extent = page // self._size
         self._idle.discard(extent)
         self._held[extent] += 1
+        was_cached = page in self._values
         value = self._lose(page)
         if fresh:
+            self._note_gone(page, was_cached)
             self._uses[page] = 1
             self._exchange.raise_level(value)
 
     def matched(self, page: int) -> None:
         """A prompt begins with what is on the page."""
+        if self._uses[page] == 1:
+            self._chance += _CHANCE_SHARE * (1.0 - self._chance)
         self._uses[page] += 1
 
     def unmatched(self, pages: Iterable[int]) -> None:
@@ -142,8 +156,20 @@ class PageExtents:
         if cached:
             self._values[page] = self._value(page)
             self._worth[extent] += self._values[page]
+            self._number += 1
+            self._numbers[page] = self._number
+            heapq.heappush(self._order, (self._values[page], self._number, page))
         if not self._held[extent]:
             self._idle.add(extent)
+
+    def least_cached(self) -> int:
+        """Return the cached page that is worth least, of equal ones the oldest; there is one."""
+        if len(self._order) > 2 * len(self._values) + len(self._uses):  # most have been taken
+            self._order = [one for one in self._order if self._stands(*one)]
+            heapq.heapify(self._order)
+        while not self._stands(*self._order[0]):
+            heapq.heappop(self._order)
+        return self._order[0][2]
 
     # The exchange's side.
 
@@ -156,9 +182,12 @@ class PageExtents:
         """Return the extent that is worth least of those that no sequence has a page of."""
         if self.num_present <= self._least or not self._idle:
             return None
+        if self._cache.num_free - self._size < self._reserve:
+            return None
         extent = min(self._idle, key=lambda e: (self._worth[e], -e))
         value = self._worth[extent] / self._size
-        return Offer(value, self._extent_pages, lambda: self._give(extent))
+        lost_s = sum(self._seconds(page) for page in self._pages(extent) if page in self._values)
+        return Offer(value, self._extent_pages, lambda: self._give(extent), lost_s)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict the cache."""
@@ -187,12 +216,28 @@ class PageExtents:
     def _value(self, page: int) -> float:
         """Return what a page's contents are worth by byte."""
         num_bytes = self._extent_pages * self._exchange.pool.page_bytes / self._size
+        uses = self._uses[page] - 1 + self._chance
         seconds = self._exchange.compute_s(self._cache.page_size)
-        return self._exchange.level + self._uses[page] * seconds / num_bytes
+        return self._exchange.level + uses * seconds / num_bytes
+
+    def _seconds(self, page: int) -> float:
+        """Return what steps lose, as far as can be expected, when a cached page goes."""
+        chance = 1.0 if self._uses[page] > 1 else self._chance
+        return chance * self._exchange.compute_s(self._cache.page_size)
+
+    def _note_gone(self, page: int, was_cached: bool) -> None:
+        """Note that a page's contents go, if it was cached."""
+        if was_cached and self._uses[page] == 1:
+            self._chance -= _CHANCE_SHARE * self._chance
+
+    def _stands(self, value: float, number: int, page: int) -> bool:
+        """Return whether an entry of the order is that of a page that is cached now."""
+        return self._numbers[page] == number and self._values.get(page) == value
 
     def _lose(self, page: int) -> float:
         """Forget a page's value, and return it; 0: it was not cached."""
         value = self._values.pop(page, 0.0)
+        self._numbers[page] = 0
         extent = page // self._size
         self._worth[extent] -= value
         return value
@@ -214,6 +259,7 @@ class PageExtents:
         pages = self._pages(extent)
         self._cache.remove(pages)
         for page in pages:
+            self._note_gone(page, page in self._values)
             self._lose(page)
         self._idle.discard(extent)
         self._leaving.add(extent)

@@ -82,13 +82,18 @@ class PageWatch(Protocol):
         """Nobody holds the page any more."""
         ...
 
+    def least_cached(self) -> int:
+        """Return the cached page that goes first; there is one."""
+        ...
+
 
 class PageCache:
     """Reference-counted pages; a full page nobody holds stays findable until its place is needed.
 
-    A page is *held* (references > 0), *cached* (none, but it has a key; least recently used goes
-    first) or *blank*. Shared pages are full, hence never written again. A page may also be
-    *absent*, that is, have no memory: `bring` and `remove` say which.
+    A page is *held* (references > 0), *cached* (none, but it has a key; the least recently used
+    goes first, or the one that the watch names) or *blank*. Shared pages are full, hence never
+    written again. A page may also be *absent*, that is, have no memory: `bring` and `remove` say
+    which.
     """
 
     def __init__(
@@ -140,11 +145,6 @@ class PageCache:
     def is_held(self, page: int) -> bool:
         """Return whether a sequence holds the page."""
         return self._references[page] > 0
-
-    @property
-    def oldest_cached(self) -> int | None:
-        """The cached page that goes first; None: there is none."""
-        return next(iter(self._cached), None)
 
     @property
     def stats(self) -> PrefixCacheStats:
@@ -248,7 +248,8 @@ class PageCache:
                 page = heapq.heappop(self._lowest)
             self._blank.discard(page)
         else:
-            page, _ = self._cached.popitem(last=False)
+            page = next(iter(self._cached)) if self.watch is None else self.watch.least_cached()
+            del self._cached[page]
             self._forget(page)
         self._references[page] = 1
         self._tell_taken(page, fresh=True)

@@ -54,7 +54,8 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        self._pages.start_step(len(self._running))
+        num_idle = min(self._running.num_free_rows, len(self._waiting))
+        self._pages.start_step(len(self._running), num_idle)
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:
@@ -143,11 +144,8 @@ class Scheduler(LiveSequences):
         """
         self._gate.start_round()
         free_rows = self._running.num_free_rows if admitting else 0
-        held = self._gate.hold(self._waiting, free_rows, now)
+        self._gate.hold(self._waiting, free_rows)
         self._fill_lines(step, now, admitting, tenants)
-        for sequence in held:
-            if sequence.state is SequenceState.WAITING:
-                self._gate.leave(sequence)
 
     def _fill_lines(
         self, step: StepBudget, now: float, admitting: bool, tenants: Container[str]
@@ -208,15 +206,15 @@ class Scheduler(LiveSequences):
             return
         self._gate.start_round()
         for tenant in self._fair.ordered(self._waiting.tenants):
-            asked: set[str] = set()  # of several choices the first one computes the prompt
+            request_ids: set[str] = set()  # of several choices the first one computes the prompt
             for sequence in self._waiting.of(tenant):
                 if not claims.may_run(tenant):
                     break
                 request_id = sequence.request.request_id
                 waits = sequence.num_in_flight or self._follows_sibling(sequence)
-                if request_id in asked or waits or not self._gate.enter(sequence, now):
+                if request_id in request_ids or waits or not self._gate.enter(sequence, now):
                     continue
-                asked.add(request_id)
+                request_ids.add(request_id)
                 pages = self._pages.num_pages(len(sequence.token_ids))
                 for taken in claims.make_room(tenant, pages):
                     self._preempt(taken)

@@ -33,8 +33,8 @@ class SequencePages:
         """With `extents` pages have memory only while they need it, else always."""
         self._images = SequenceImages(num_encoder_rows)
         self._host = HostPages(num_host_pages)
-        how = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
-        self._cache = PageCache(num_pages, page_size, **how, are_absent=extents is not None)
+        options = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
+        self._cache = PageCache(num_pages, page_size, **options, are_absent=extents is not None)
         self._extents = None if extents is None else extents(self._cache)
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
@@ -72,11 +72,14 @@ class SequencePages:
         """Forget a sequence that holds no pages."""
         del self._chains[sequence]
 
-    def start_step(self, num_running: int = 0) -> None:
-        """Let go of what no step to come reads; each running sequence may need one more page."""
+    def start_step(self, num_running: int = 0, num_idle: int = 0) -> None:
+        """Let go of what no step to come reads; each running sequence may need one more page.
+
+        `num_idle` more sequences wait, for which there are rows.
+        """
         self._images.start_step()
         if self._extents is not None:
-            self._extents.start_step(num_running)
+            self._extents.start_step(num_running, num_idle)
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device."""
@@ -161,7 +164,7 @@ class SequencePages:
         if missing <= 0:
             return True
         if self._extents is not None and missing > self._cache.num_blank:
-            self._extents.want(missing)
+            self._extents.want(missing, urgent=True)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False

@@ -71,18 +71,18 @@ class SlotClaims:
         """Return the adapter whose slot the tenant may take: the one with the fewest sequences."""
         held: dict[str, float] = collections.defaultdict(float)
         counts: collections.Counter[str] = collections.Counter()
-        own: dict[str, list[str]] = collections.defaultdict(list)  # what one tenant alone uses
+        alone: dict[str, list[str]] = collections.defaultdict(list)  # what one tenant alone uses
         for digest, sequences in users.items():
             tenants = {sequence.tenant for sequence in sequences}
             for name in tenants:
                 held[name] += 1 / len(tenants)
                 counts[name] += 1
             if len(tenants) == 1:
-                own[tenants.pop()].append(digest)
+                alone[tenants.pop()].append(digest)
         if not may_claim(self._fair.own_use(tenant, held, len(users)), 1):
             return None
-        may_give = {name: counts[name] for name in own}
+        may_give = {name: counts[name] for name in alone}
         chosen = victim(self._fair.uses(held, len(users)), tenant, may_give)
         if chosen is None:
             return None
-        return min(own[chosen], key=lambda digest: (len(users[digest]), digest))
+        return min(alone[chosen], key=lambda digest: (len(users[digest]), digest))

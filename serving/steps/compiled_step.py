@@ -270,9 +270,12 @@ class CompiledStep:
         """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            empty = no_samples(rows, self._vocab_size)
-            empty = dataclasses.replace(empty, heads=_no_heads(self._sizes))
-            self._results[rows] = jax.tree.map(self._place, empty)
+            # Copied, not computed: a program per shape would cost a start more.
+            heads = _no_heads(self._sizes)
+            none = functools.partial(no_samples, rows, self._vocab_size)
+            make = lambda: dataclasses.replace(none(), heads=heads)  # noqa: E731
+            zeros = lambda like: self._place(np.zeros(like.shape, like.dtype))  # noqa: E731
+            self._results[rows] = jax.tree.map(zeros, jax.eval_shape(make))
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:

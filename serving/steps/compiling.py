@@ -60,5 +60,10 @@ def read_kept(programs: SequenceOf[Lowered | KeptProgram]) -> bool:
     return True
 
 
+def is_read(program: Lowered | KeptProgram) -> bool:
+    """Return whether a program of `read_kept` is there."""
+    return isinstance(program, KeptProgram) and program.is_ready
+
+
 def _workers() -> int:
     return max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))

@@ -84,7 +84,7 @@ class RowState:
 def init_row_state(max_seqs: int, max_len: int) -> RowState:
     """Return rows that belong to nobody; their values are never read before `admit`."""
     # Copied, not computed: a program per shape would cost a start more than the copies do.
-    zeros = lambda shape, dtype: jnp.asarray(np.zeros(shape, dtype))  # noqa: E731
+    zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype))  # noqa: E731
     scalars = {name: zeros(max_seqs, jnp.int32) for name in _INT_SCALARS[1:]}
     scalars |= {name: zeros(max_seqs, jnp.float32) for name in _FLOAT_SCALARS}
     return RowState(

@@ -16,8 +16,8 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = "lora_jax", "serving", "cuda_backend"
 _CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
+_READERS = 2
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
 
@@ -96,8 +97,12 @@ class KeptProgram:
 
     def __init__(self, lower: Callable[[], Lowered], steps: KeptSteps, key: str):
         self._steps, self._key = steps, key
-        kept = steps.files.get(key)
-        self._kept = None if kept is None else _unpacked(kept)
+        used.append(key)
+        self._ahead = _AHEAD.pop(key, None)
+        found = _found(steps.files, key) if self._ahead is None else self._ahead.found.result()
+        self._kept = None if found is None else found[1]
+        if found is not None:
+            dispatch.remember(found[0])
         if self._kept is None and steps.files.demands:
             raise NotKept(f"step {key} is not kept in {steps.files.folder}")
         self._lower, self._lowered = lower, None if self.is_kept else lower()
@@ -107,6 +112,11 @@ class KeptProgram:
     def is_kept(self) -> bool:
         """True if `compile` reads it from a file."""
         return self._kept is not None
+
+    @property
+    def is_ready(self) -> bool:
+        """True if `compiled` does not wait."""
+        return self._compiling.done() and self._compiling.exception() is None
 
     @property
     def compiled(self) -> Compiled:
@@ -119,15 +129,14 @@ class KeptProgram:
             self._compiling.set_result(self._read() or self._compile())
         except BaseException as error:
             self._compiling.set_exception(error)
-        self._kept = self._lowered = None
+        self._kept = self._lowered = self._ahead = None
         return self.compiled
 
     def _read(self) -> Compiled | None:
         if self._kept is None:
             return None
         try:
-            devices = jax.devices()[:1]
-            return serialize_executable.deserialize_and_load(*self._kept, execution_devices=devices)
+            return _loaded(self._kept) if self._ahead is None else self._ahead.loaded.result()
         except Exception as error:  # of XLA: it is compiled again, and written over
             logger.warning("A step that was kept cannot be loaded: %s", error)
             return None
@@ -150,14 +159,48 @@ class KeptProgram:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
 
 
-def _unpacked(kept: bytes) -> tuple[Any, ...] | None:
-    """Return the parts of a kept program; None where its kernels are not there."""
-    choices, program = pickle.loads(kept)
-    used = {one["implementation"] for op in choices.values() for one in op}
-    if not all(_READY[name]() for name in _READY if name in used):
+class _Ahead:
+    """A step that threads read before the engine that runs it is there."""
+
+    def __init__(self, files: ProgramFiles, key: str, pool: ThreadPoolExecutor):
+        self.found = pool.submit(_found, files, key)
+        self.loaded = pool.submit(self._load)
+
+    def _load(self) -> Compiled | None:
+        found = self.found.result()
+        return None if found is None else _loaded(found[1])
+
+
+used: list[str] = []  # keys of the steps that this process has asked for, in order
+_AHEAD: dict[str, _Ahead] = {}
+
+
+def read_ahead(files: ProgramFiles, keys: Iterable[str]) -> None:
+    """Begin to read these steps, in order: the engine that this process makes will ask for them.
+
+    A step that it does not ask for costs the memory of its program.
+    """
+    pool = ThreadPoolExecutor(_READERS, thread_name_prefix="ahead")
+    for key in keys:
+        _AHEAD[key] = _Ahead(files, key, pool)
+    pool.shutdown(wait=False)
+
+
+def _found(files: ProgramFiles, key: str) -> tuple[Any, tuple[Any, ...]] | None:
+    """Return a kept program's choices of kernels and its parts; None where it, or one, is not."""
+    kept = files.get(key)
+    if kept is None:
         return None
-    dispatch.remember(choices)
-    return program
+    choices, program = pickle.loads(kept)
+    named = {one["implementation"] for op in choices.values() for one in op}
+    if not all(_READY[name]() for name in _READY if name in named):
+        return None
+    return choices, program
+
+
+def _loaded(program: tuple[Any, ...]) -> Compiled:
+    devices = jax.devices()[:1]
+    return serialize_executable.deserialize_and_load(*program, execution_devices=devices)
 
 
 def _mosaic_is_ready() -> bool:

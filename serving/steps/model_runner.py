@@ -27,7 +27,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
-from serving.steps.compiling import compile_all, read_kept
+from serving.steps.compiling import compile_all, is_read, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -44,6 +44,7 @@ from serving.steps.step_programs import (
     lora_slot,
     lora_slots,
     names_of,
+    programs_of,
     token_buckets,
 )
 from serving.steps.step_results import (
@@ -105,6 +106,7 @@ class ModelRunner:
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         self.board = board if structured_outputs else None
+        self._cold: list[tuple[Program, Lowered | KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -166,6 +168,7 @@ class ModelRunner:
         if self._step.keeps and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
             jax.block_until_ready(self._run(table, self.programs[0]))
+            self._cold = list(zip(self.programs, programs, strict=False))[1:]
             return
         compile_all(programs, names, progress=progress)
         compiled()
@@ -175,6 +178,13 @@ class ModelRunner:
             forwarded, status = self._run_forward(table, program)
             sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
             jax.block_until_ready((sampled, status))
+
+    def run_cold(self) -> bool:
+        """Run a program that never ran on nothing, if it was read; return whether any is left."""
+        if self._cold and is_read(self._cold[0][1]):
+            program, _ = self._cold.pop(0)
+            jax.block_until_ready(self._run(self._inputs.empty_table(), program))
+        return bool(self._cold)
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
         yield from self.lowered(self.programs)
@@ -193,13 +203,7 @@ class ModelRunner:
         kinds = [(True, False)]
         if self.merged is not None:
             kinds += [(False, True), (True, True)] if self._mixture else [(False, True)]
-        programs = [
-            Program(b, lora, merged, brings)
-            for lora, merged in kinds
-            for brings in self._variants
-            if lora or not brings
-            for b in self.buckets
-        ]
+        programs = programs_of(kinds, self._variants, self.buckets)
         programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
         return (*programs, *(() if self.board is None else self._bound_programs))
 
@@ -220,13 +224,8 @@ class ModelRunner:
 
     @property
     def _bound_programs(self) -> tuple[Program, ...]:
-        kinds = (False,) if self.merged is None else (False, True)
-        return tuple(
-            Program(bucket, merged=merged, brings=brings, bound=True)
-            for merged in kinds
-            for brings in self._variants
-            for bucket in self.bound_buckets
-        )
+        kinds = [(True, False)] if self.merged is None else [(True, False), (True, True)]
+        return tuple(programs_of(kinds, self._variants, self.bound_buckets, bound=True))
 
     @property
     def _variants(self) -> tuple[bool, ...]:

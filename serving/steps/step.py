@@ -203,10 +203,10 @@ def mixture(batch: ForwardBatch, merged_slot: Int[Array, ""]) -> ForwardBatch:
 
     Its rows need nothing more; from all others, rows of the base too, it is taken out.
     """
-    own, surplus = mixture_slots(batch.token_to_slot, merged_slot, merged_slot)
-    real = jnp.arange(own.shape[0], dtype=jnp.int32) < batch.num_tokens
+    own_slot, surplus = mixture_slots(batch.token_to_slot, merged_slot, merged_slot)
+    real = jnp.arange(own_slot.shape[0], dtype=jnp.int32) < batch.num_tokens
     surplus = jnp.where(real, surplus, -1)
-    return dataclasses.replace(batch, token_to_slot=own, token_to_surplus_slot=surplus)
+    return dataclasses.replace(batch, token_to_slot=own_slot, token_to_surplus_slot=surplus)
 
 
 def split_slots(

@@ -44,6 +44,23 @@ class Program(NamedTuple):
     bound: bool = False
 
 
+def programs_of(
+    kinds: Iterable[tuple[bool, bool]],
+    variants: Iterable[bool],
+    buckets: tuple[int, ...],
+    *,
+    bound: bool = False,
+) -> list[Program]:
+    """Return a program for each (lora, merged) of `kinds`, `brings` of `variants`, and bucket."""
+    return [
+        Program(bucket, lora, merged, brings, bound)
+        for lora, merged in kinds
+        for brings in variants
+        if lora or not brings
+        for bucket in buckets
+    ]
+
+
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:
     """Yield the LoRA slot of each chunk of a step that has one."""
     slots = (lora_slot(chunk.sequence.slot, num_lora, num_esft) for chunk in plan.chunks)

@@ -13,6 +13,7 @@ import numpy as np
 from cuda_backend import ffi
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul.weights import (
+    FRAGMENTS,
     CodedWeight,
     ScaledWeight,
     Weight,
@@ -24,12 +25,13 @@ from lora_jax.typing import Array, Float, Int
 FLOAT8, INTEGER, E2M1, TABLE = range(4)  # Coding of csrc/grouped_matmul/codings.cuh
 # Of d_in, that share a scale; in 8 bits also multiples, and all.
 SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
+FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
-TILE_ROWS = 16
+TILE_ROWS, FEWEST_TILE_ROWS = 16, 8
 DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
-SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
+SLOTS = 3 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Form:
 
     coding: int
     scale_columns: int  # of d_in that share a scale
-    base: int = 0  # of INTEGER: two bfloat16, 128 less the value of code 0
+    first: int = 0  # of INTEGER: the value of code 0
     table: tuple[float, ...] = (0.0,) * 16  # of TABLE
 
 
@@ -62,7 +64,7 @@ def product(
     two = tuple(a[i] if i < len(a) else none for a in (stored, scales) for i in range(2))
     added = tuple(none if a is None else a for a in (*addends, None)[:2])
     call = jax.ffi.ffi_call("lora_jax_cuda_few_rows", jax.ShapeDtypeStruct((rows, d_out), x.dtype))
-    attributes = {"coding": form.coding, "scale_columns": form.scale_columns, "base": form.base}
+    attributes = {"coding": form.coding, "scale_columns": form.scale_columns, "first": form.first}
     return call(
         x,
         group_sizes,
@@ -100,15 +102,19 @@ def _form_of(w: Weight) -> Form:
         raise Declined("cuda grouped_matmul takes quantised weights: Mosaic's streams plain ones")
     if w.zeros is not None:
         raise Declined("cuda grouped_matmul takes no zero points")
+    if w.order != FRAGMENTS:
+        raise Declined(
+            f"cuda grouped_matmul takes codes in the order of {FRAGMENTS}, not {w.order}"
+        )
     if w.scales.dtype != jnp.bfloat16:
         return Form(TABLE, w.group_size, table=w.table)
     if is_e2m1(w.table):
         return Form(E2M1, w.group_size)
-    if (first := first_integer(w.table)) is not None:
-        return Form(INTEGER, w.group_size, (0x4300 - first) * 0x10001)
+    if (first := first_integer(w.table)) in FIRST_INTEGERS:
+        return Form(INTEGER, w.group_size, first)
     raise Declined(
-        "cuda grouped_matmul takes bfloat16 scales for tables of integers and E2M1 alone, float32 "
-        "scales for any other"
+        "cuda grouped_matmul takes bfloat16 scales for E2M1 and integers from a power of two below "
+        "0, or from 0, on; float32 scales for any other table"
     )
 
 
@@ -124,9 +130,9 @@ def check_support(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
             f"not {rows}"
         )
-    if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
+    if min(groups, rows) + rows // FEWEST_TILE_ROWS > MOST_WORKS:
         raise Declined(
-            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {TILE_ROWS} rows, "
+            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {FEWEST_TILE_ROWS} rows, "
             f"not {rows} rows in {groups} groups"
         )
     if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:

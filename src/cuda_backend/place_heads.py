@@ -33,12 +33,12 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     scales = (none, none) if args.scales is None else args.scales
     pages = args.token_to_page_slot, k_pages, v_pages
     operands = (q, args.k, args.v, args.cos, args.sin, *scales, *pages)
-    how = {"eps": np.float32(args.eps)}
+    options = {"eps": np.float32(args.eps)}
     if args.in_place:
         out = jax.ShapeDtypeStruct(q.shape, q.dtype)
         call = acting_call("lora_jax_cuda_place_heads_in_place", out)
-        return call(*operands, **how), k_pages, v_pages
+        return call(*operands, **options), k_pages, v_pages
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (q, k_pages, v_pages)]
     call = jax.ffi.ffi_call("lora_jax_cuda_place_heads", shapes, input_output_aliases={8: 1, 9: 2})
-    turned, k_pages, v_pages = call(*operands, **how)
+    turned, k_pages, v_pages = call(*operands, **options)
     return turned, k_pages, v_pages

@@ -103,11 +103,11 @@ class PooledRows:
         Raises OutOfPages where the pool has no room for the first rows.
         """
         self.pool, self.dtype, self.overrun = pool, np.dtype(dtype), overrun
-        how = {"overrun": overrun, "cleared": overrun > 0}
+        options = {"overrun": overrun, "cleared": overrun > 0}
         self._tensors: dict[int, WeightTensor] = {}
         for width, count in sorted(rows.items()):
             shape = count, 1, stored_width(width, self.dtype)
-            self._tensors[width] = WeightTensor(pool, shape, self.dtype, **how)
+            self._tensors[width] = WeightTensor(pool, shape, self.dtype, **options)
             if overrun:
                 self._tensors[width].keep(range(min(count, overrun)))
         self.arrays: dict[str, jax.Array] = {

@@ -232,10 +232,10 @@ def _actor(group: Group, placed: Any, bundle: int) -> Any:
     return ray.remote(RoleActor).options(**options).remote()
 
 
-def _answers(asked: Sequence[Any], limit_s: float) -> list[Any]:
+def _answers(calls: Sequence[Any], limit_s: float) -> list[Any]:
     """Return what actors answer. Raises ConnectionError when one does not."""
     try:
-        return ray.get(list(asked), timeout=limit_s)
+        return ray.get(list(calls), timeout=limit_s)
     except RayError as error:
         text = (str(error).strip() or repr(error)).splitlines()[-1]
         raise ConnectionError(

@@ -158,12 +158,12 @@ class _Greedy:
 
         A chain is an artifact that requires `i`, and one that requires this, where that is denser.
         """
-        there = set(bundle)
+        placed = set(bundle)
         chains = []
         for j in self.dependents[i]:
             best = 0.0, 1.0, 0
             for k in (j, *self.dependents[j]):
-                members = [item for item in (self._bundle(k, 1) or ()) if item not in there]
+                members = [item for item in (self._bundle(k, 1) or ()) if item not in placed]
                 gain, cost = self._gain_and_cost(members)
                 if gain * best[1] > best[0] * cost:
                     best = gain, cost, self._device_bytes(members)

@@ -45,7 +45,7 @@ class HttpMetrics:
             collector(registry=self.registry)  # process_* and python_*
         self.requests = Counter(
             "http_requests",
-            "Requests by route, method and class of status.",
+            "Requests by route, method and class of status code.",
             ("handler", "method", "status"),
             registry=self.registry,
         )

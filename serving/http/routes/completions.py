@@ -43,8 +43,8 @@ async def create_completion(request: Request) -> Response:
     samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
     if asks_head:
         samplings = [HEAD_SAMPLING] * len(prompts)
-    how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
-    generation = Generation(server.engine, server.mailbox, prompts, **how)
+    options = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
+    generation = Generation(server.engine, server.mailbox, prompts, **options)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
     answer = CompletionAnswer(body, generation, target.name, engine.tokenizer, server.settings)

@@ -84,8 +84,8 @@ class DeviceClient(AbstractClientBase[Landed]):
     ) -> Float[Array, "rows d_in"]:
         check_push(self.shapes, site, x, rows)
         # A layer that a program computes may be gone while a separate stream still reads it.
-        how = {"separate_stream": self._separate_stream, "lasting": isinstance(layer, int)}
-        return self._endpoint.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, **how)
+        options = {"separate_stream": self._separate_stream, "lasting": isinstance(layer, int)}
+        return self._endpoint.push(x, jnp.asarray(layer, jnp.int32), _fields(rows), site, **options)
 
     def wait_add(
         self,

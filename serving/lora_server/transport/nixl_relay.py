@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import logging
 import mmap
 import select
 import socket
@@ -12,6 +13,8 @@ from serving.lora_server.transport.header import HEADER_BYTES, Header, Kind, par
 from serving.lora_server.transport.library import calls
 from serving.lora_server.transport.shapes import PAGE, Shapes
 from serving.lora_server.transport.slots import Joined
+
+log = logging.getLogger(__name__)
 
 _RESPONSES = 128  # where the second counter of a channel lies: csrc/channel.h
 _SLEEP_NANOS = 1_000_000  # of a wait for the own endpoint
@@ -101,7 +104,20 @@ class Relay:
         header = parse(self._channel[start : start + HEADER_BYTES])
         if header is None or header.sequence != sequence:
             return False
-        pieces = self._pieces(header)
+        try:
+            return self._write(self._pieces(header), sequence, connection)
+        except Exception as error:  # those of NIXL have no class in common
+            if not _has_ended(connection):
+                log.warning("NIXL wrote no message to %s: %s", self._peer, error)
+            return False
+
+    def _write(
+        self, pieces: list[tuple[int, int]], sequence: int, connection: socket.socket
+    ) -> bool:
+        """Write pieces of the own slot to the peer's, then tell it; return whether both went well.
+
+        Raises what NIXL does, such as where the peer has taken its memory back.
+        """
         local = [(self.outgoing.address + at, size, 0) for at, size in pieces]
         theirs = [(self._theirs.address + at, size, 0) for at, size in pieces]
         agent, message = self._agent, sequence.to_bytes(8, "little")

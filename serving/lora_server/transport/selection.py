@@ -86,8 +86,8 @@ def open_client_at(
     far = [place.address for place in places if isinstance(place.address, tuple)]
     if not far:
         paths = [str(place.address) for place in places]
-        how = {"separate_stream": separate_stream, "device": device}
-        return open_client(paths, terms, transport, **how)
+        options = {"separate_stream": separate_stream, "device": device}
+        return open_client(paths, terms, transport, **options)
     _require_host_memory(transport)
     open_far = nixl.open_far_client if transport == NIXL else tcp.open_client
     return open_far(far, terms, places[0].secret)

@@ -11,6 +11,7 @@ adapter needs its place. `retire` frees it as soon as nobody uses it (unload, re
 
 import abc
 import dataclasses
+from collections.abc import Callable
 
 from lora_jax.adapters.weights import AnyWeights
 
@@ -53,6 +54,8 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         self.num_slots = num_slots
         self._free_slots = list(range(num_slots))
         self._placed: dict[str, Placed[R]] = {}  # least recently used first
+        self._protected: frozenset[str] = frozenset()
+        self.is_needed: Callable[[str], bool] = lambda digest: False  # a live request names it
 
     # What a kind of adapter says itself.
 
@@ -139,6 +142,10 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         if placed.retired and not placed.users:
             self._free(digest)
 
+    def protect(self, digests: frozenset[str]) -> None:
+        """Evict none of these until the next call; it is no use of them."""
+        self._protected = digests
+
     def pin(self, digest: str, pinned: bool) -> None:
         """Protect a placed adapter from eviction, or stop protecting it."""
         if digest not in self._placed:
@@ -182,8 +189,11 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
             assert not (placed.retired and idle), f"{digest[:12]} is retired but not freed"
 
     def _idle(self) -> list[str]:
-        """Return the adapters that may be evicted, least recently used first."""
-        return [digest for digest, placed in self._placed.items() if placed.evictable]
+        """Return the adapters that may be evicted: first those that no request names, and of them
+        the least recently used.
+        """
+        idle = (digest for digest, placed in self._placed.items() if placed.evictable)
+        return sorted((one for one in idle if one not in self._protected), key=self.is_needed)
 
     def _loading(self, digest: str) -> Placed[R]:
         placed = self._placed.get(digest)

@@ -10,9 +10,9 @@ import numpy as np
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.allocator import AbstractAllocator, Placed, ResidencyStats
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.row_ranges import RowRanges, joined_rows, take_all
+from lora_jax.adapters.row_ranges import RowRanges, fits, joined_rows, take_all
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.rank_rows import rows_nbytes, value_width
+from lora_jax.rank_rows import rows_nbytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,48 +156,44 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Return the least recently used idle adapters whose going makes room; None: no room."""
+        idle = self._idle()
+        if not (idle or self._free_slots):
+            return None
         need = weights.rows_by_width()
         if any(width not in self._pools for width in need):
             return None
         trial = {width: self._pools[width].copy() for width in need}
-        idle = self._idle()
         num_victims = 0 if self._free_slots else 1
         for count in range(len(idle) + 1):
             if count:
                 for width, start, length in joined_rows(self._placed[idle[count - 1]].room):
                     if width in trial:
                         trial[width].give(start, length)
-            if count >= num_victims and _fits(trial, need, weights.demand):
+            if count >= num_victims and fits(trial, weights.demand):
                 return tuple(idle[:count])
         return None
 
     def _table(self, weights: AdapterWeights, starts: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Return the slot's entries and scaling, given where each distinct matrix starts."""
-        offsets = {id(m): s for m, s in zip(weights.matrices(), starts, strict=True)}
-        shape = (len(self._modules), self._num_layers)
+        shape, sites = (len(self._modules), self._num_layers), weights.site_columns
         entries, scaling = np.zeros((*shape, 5), np.int32), np.zeros(shape, np.float32)
-        for (module, layer), site in weights.sites.items():
-            at = self._modules[module], layer
-            strides = [site.rank if m.shape[0] > 1 else 0 for m in (site.a, site.b)]
-            entries[at] = (offsets[id(site.a)], offsets[id(site.b)], site.rank, *strides)
-            scaling[at] = site.scaling
+        at = np.array([self._modules[name] for name in sites.modules], np.intp), sites.layers
+        entries[(*at, slice(0, 2))] = np.asarray(starts, np.int32)[sites.matrices]
+        entries[(*at, slice(2, 5))] = sites.shapes
+        scaling[at] = sites.scaling
         return entries, scaling
 
 
-def _fits(
-    trial: dict[int, RowRanges], need: dict[int, int], demand: tuple[tuple[int, int], ...]
-) -> bool:
-    """Return whether all matrices fit into the free ranges, each contiguous."""
-    if any(trial[width].num_free < count for width, count in need.items()):
-        return False
-    pools = {width: pool.copy() for width, pool in trial.items()}
-    return take_all(pools, demand) is not None
-
-
 def _row_writes(weights: AdapterWeights, starts: list[int]) -> dict[int, tuple[RowWrite, ...]]:
+    """Return the writes by width: of matrices that follow each other on both sides as one."""
     writes: dict[int, list[RowWrite]] = {}
-    for matrix, start in zip(weights.matrices(), starts, strict=True):
-        rows = matrix.reshape(-1, *matrix.shape[2:])
-        width = value_width(matrix.shape[-1], matrix.dtype)
-        writes.setdefault(width, []).append(RowWrite(start, rows))
+    for run in weights.host_runs:
+        of_width, first, done = writes.setdefault(run.width, []), 0, 0
+        begin = starts[run.numbers[0]]
+        for number, count in zip(run.numbers, run.counts, strict=True):
+            if done > first and starts[number] != begin + done - first:
+                of_width.append(RowWrite(begin, run.rows[first:done]))
+                first, begin = done, starts[number]
+            done += count
+        of_width.append(RowWrite(begin, run.rows[first:done]))
     return {width: tuple(rows) for width, rows in writes.items()}

@@ -247,10 +247,10 @@ class AdapterRegistry:
         if before is None:
             folder = self._folders.folder(name, True)
             return self._read_in(name, folder, True, explicit=False, share=share)
-        how = {"explicit": before.explicit, "share": share, "digest": before.digest}
+        options = {"explicit": before.explicit, "share": share, "digest": before.digest}
         if before.explicit:  # no caller's limit counts it
-            how |= {"share": None, "limited": False}
-        return self._read_in(name, Path(before.folder), before.confined, **how)
+            options |= {"share": None, "limited": False}
+        return self._read_in(name, Path(before.folder), before.confined, **options)
 
     def _read_in(
         self,

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
+from lora_jax.adapters.host_rows import as_one, follows
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, fenced, publish
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
@@ -145,28 +145,14 @@ def joined(writes: Iterable[RowWrite]) -> Iterator[RowWrite]:
 
 
 def _follows(first: RowWrite, then: RowWrite) -> bool:
-    one, other = first.rows, then.rows
-    return (
-        one.base is not None  # an owner: what lies behind another array's memory is nobody's
-        and one.base is other.base
-        and one.dtype == other.dtype
-        and one.shape[1:] == other.shape[1:]
-        and one.flags.c_contiguous
-        and other.flags.c_contiguous
-        and first.offset + len(one) == then.offset
-        and one.ctypes.data + one.nbytes == other.ctypes.data
-    )
+    return first.offset + len(first.rows) == then.offset and follows(first.rows, then.rows)
 
 
 def _as_one(writes: list[RowWrite]) -> RowWrite:
     """Return writes that follow each other as one."""
-    first = writes[0]
     if len(writes) == 1:
-        return first
-    count = sum(len(write.rows) for write in writes)
-    strides = first.rows.strides
-    rows = as_strided(first.rows, (count, *first.rows.shape[1:]), strides, writeable=False)
-    return RowWrite(first.offset, rows)
+        return writes[0]
+    return RowWrite(writes[0].offset, as_one([write.rows for write in writes]))
 
 
 def has_ended(mark: Any) -> bool:

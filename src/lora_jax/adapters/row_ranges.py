@@ -19,6 +19,11 @@ class RowRanges:
         return sum(length for _, length in self._free)
 
     @property
+    def longest(self) -> int:
+        """Rows of the longest free run."""
+        return max((length for _, length in self._free), default=0)
+
+    @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The free ranges as (start, length), in order."""
         return tuple(self._free)
@@ -72,6 +77,18 @@ def take_all(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) 
         starts.append(next_row[width])
         next_row[width] += count
     return starts
+
+
+def fits(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) -> bool:
+    """Return whether `take_all` would take rows now; it takes none."""
+    demand, need = list(demand), dict[int, int]()
+    for width, count in demand:
+        need[width] = need.get(width, 0) + count
+    if any(pools[width].num_free < count for width, count in need.items()):
+        return False
+    if all(pools[width].longest >= count for width, count in need.items()):
+        return True
+    return take_all({width: pools[width].copy() for width in need}, demand) is not None
 
 
 def joined_rows(rows: Iterable[Rows]) -> list[Rows]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from lora_jax.adapters.added_tokens import AddedToken
+from lora_jax.adapters.host_rows import HostRun, host_runs
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
@@ -84,6 +85,21 @@ TokenIds = Mapping[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class SiteColumns:
+    """What an adapter's table says of its sites, one row a site; rows lie elsewhere each time.
+
+    `matrices` int [sites, 2] are the numbers of a and b in the order of `AdapterWeights.matrices`,
+    `shapes` int32 [sites, 3] the rank and the rows from one expert's a and b to the next one's.
+    """
+
+    modules: tuple[str, ...]
+    layers: np.ndarray
+    matrices: np.ndarray
+    shapes: np.ndarray
+    scaling: np.ndarray  # float32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class AdapterWeights:
     """Every site a LoRA adapter changes, keyed (module name, layer), with the report.
 
@@ -115,12 +131,46 @@ class AdapterWeights:
         widths = ((value_width(m.shape[-1], m.dtype), m) for m in self.matrices())
         return tuple((width, m.shape[0] * m.shape[1]) for width, m in widths)
 
+    @functools.cached_property
+    def site_columns(self) -> SiteColumns:
+        """Return what the table says of the sites, in the order of `sites`."""
+        numbers = {id(matrix): number for number, matrix in enumerate(self.matrices())}
+        sites = self.sites.values()
+        strides = ([s.rank if m.shape[0] > 1 else 0 for m in (s.a, s.b)] for s in sites)
+        shapes = [(site.rank, *both) for site, both in zip(sites, strides, strict=True)]
+        return SiteColumns(
+            tuple(module for module, _ in self.sites),
+            np.array([layer for _, layer in self.sites], np.intp),
+            np.array([(numbers[id(s.a)], numbers[id(s.b)]) for s in sites], np.intp).reshape(-1, 2),
+            np.array(shapes, np.int32).reshape(-1, 3),
+            np.array([site.scaling for site in sites], np.float32),
+        )
+
+    @functools.cached_property
+    def host_runs(self) -> tuple[HostRun, ...]:
+        """The matrices' rows, with numbers in the order of `matrices`."""
+        return host_runs(self.matrices())
+
     def in_8_bits(self) -> "AdapterWeights":
         """Return the adapter with rank rows in 8 bits; sites go on sharing their matrices."""
-        narrowed = {id(matrix): quantised(matrix) for matrix in self.matrices()}
-        size = sum(matrix.nbytes for matrix in narrowed.values())
+        return self._as({id(matrix): quantised(matrix) for matrix in self.matrices()})
+
+    def narrowed(self, dtype: np.dtype) -> "AdapterWeights":
+        """Return the adapter with rank rows of `dtype` where that is narrower than their own.
+
+        Sites go on sharing their matrices.
+        """
+        found = tuple(self.matrices())
+        wider = {id(matrix) for matrix in found if matrix.dtype.itemsize > dtype.itemsize}
+        if not wider:
+            return self
+        return self._as({id(m): m.astype(dtype) if id(m) in wider else m for m in found})
+
+    def _as(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
+        """Return the adapter with other matrices, whose bytes its report says."""
+        size = sum(matrix.nbytes for matrix in made.values())
         report = dataclasses.replace(self.report, weight_bytes=size)
-        return dataclasses.replace(self._with(narrowed), report=report)
+        return dataclasses.replace(self._with(made), report=report)
 
     def in_one_block(self) -> "AdapterWeights":
         """Return a copy whose matrices are views of one array, with those of one width together.
@@ -147,6 +197,10 @@ class AdapterWeights:
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""
+        return dict(self._rows_by_width)
+
+    @functools.cached_property
+    def _rows_by_width(self) -> dict[int, int]:
         rows: dict[int, int] = {}
         for width, count in self.demand:
             rows[width] = rows.get(width, 0) + count

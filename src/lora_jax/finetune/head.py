@@ -162,9 +162,11 @@ def main(argv: list[str]) -> None:
     model, config, quantization = load_base(args.model, None, args.out.parent)
     records = [record for path in args.data for record in read_labelled(path, args.head)]
     head, form = head_of(records, args.head), read_format(args.model)
-    how = (head, form, args.style, args.length)
-    examples, state = examples_of(records, *how), state_of(args)
-    held = None if args.eval is None else examples_of(read_labelled(args.eval, args.head), *how)
+    settings = (head, form, args.style, args.length)
+    examples, state = examples_of(records, *settings), state_of(args)
+    held = (
+        None if args.eval is None else examples_of(read_labelled(args.eval, args.head), *settings)
+    )
     log.info("%d records, %s of %d labels", len(records), head.kind, len(head.labels))
     catalogue, schedule, delta = model.catalogue(config), schedule_of(args), None
     dtype, spec = DTYPES[args.dtype], no_lora()

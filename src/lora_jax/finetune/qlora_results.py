@@ -113,8 +113,9 @@ def main(argv: list[str]) -> None:
 
 def write(out: pathlib.Path, texts: dict[str, Rows], steps: int) -> None:
     """Write what is measured so far."""
+    asked = f"--texts {' '.join(texts)} --steps {steps}"
     result: dict[str, Any] = {
-        "command": f"python -m lora_jax.finetune.qlora_results --steps {steps}",
+        "command": f"python -m lora_jax.finetune.qlora_results {asked}",
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()} CPU",
         "perplexity": texts,

@@ -33,7 +33,7 @@ def make_dummy(
     config = read_config(Path(path))
     wanted = supported_dtype(dummy_dtype(config) if dtype is None else dtype)
     graphdef, state = abstract(config, wanted, split)
-    made = []
+    arrays = []
     for index, (name, param) in enumerate(nnx.to_flat_state(state)):
         axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
         mean, deviation = _moments(str(name[-1]), shape)
@@ -44,8 +44,8 @@ def make_dummy(
             rows = shape[0] - drawn.shape[0]
             drawn = jnp.pad(drawn, ((0, rows), *((0, 0),) * (drawn.ndim - 1))) if rows else drawn
             drawn = put(drawn, weight_sharding(axes, shape, split)).block_until_ready()
-        made.append((name, param.replace(drawn)))
-    return nnx.merge(graphdef, nnx.from_flat_state(made)), config
+        arrays.append((name, param.replace(drawn)))
+    return nnx.merge(graphdef, nnx.from_flat_state(arrays)), config
 
 
 def dummy_dtype(config: ModelConfig) -> jnp.dtype:

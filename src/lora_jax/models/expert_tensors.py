@@ -214,8 +214,8 @@ class ExpertTensors:
         self.pool.check_integrity()
         for (layer, name), tensor in self._tensors.items():
             tensor.check_integrity()
-            own = {index for where, index in self._mapped if where == layer}
-            assert set(tensor.mapped) == {*range(self.num_experts), *own}, (layer, name)
+            indices = {index for where, index in self._mapped if where == layer}
+            assert set(tensor.mapped) == {*range(self.num_experts), *indices}, (layer, name)
         used = self.pages().used_bytes
         assert self.is_shared or used == self.pool.stats().in_use * self.pool.page_bytes, (
             "pages that belong to no tensor"

@@ -26,6 +26,7 @@ from lora_jax.models.quantised import with_quantised
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.ops.grouped_matmul.orders import for_kernels
 from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
@@ -70,10 +71,10 @@ def load(
     plan = plan_load(kind.weight_rules(config), shapes, files)
     check_leftovers(plan, files, config)
     put = functools.partial(_putter, split=split, place=place)
-    loaded = [
-        (path, param.replace(read_weight(param, plan[name], files, put(name), plain=plain)))
-        for name, (path, param) in params.items()
-    ]
+    loaded = []
+    for name, (key, param) in params.items():
+        weight = read_weight(param, plan[name], files, put(name), plain=plain)
+        loaded.append((key, param.replace(weight if place else for_kernels(weight))))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
 
 

@@ -1,5 +1,6 @@
 """Registry of model classes by model_type; a model's file is imported on first use."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -41,8 +42,16 @@ def model_class(model_type: str) -> type[AbstractCausalLM]:
 
 
 def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tuple[Any, Any]:
-    """Return a model without memory as nnx.split gives it, its vocabulary padded for a split."""
-    kind, multiple = model_class(config.model_type), 1 if split is None else split.vocab_multiple
+    """Return a model without memory as nnx.split gives it, its vocabulary padded for a split.
+
+    Nobody may change it: the last ones are kept. No device is touched.
+    """
+    return _abstract(config, jnp.dtype(dtype), 1 if split is None else split.vocab_multiple)
+
+
+@functools.lru_cache(maxsize=4)
+def _abstract(config: ModelConfig, dtype: jnp.dtype, multiple: int) -> tuple[Any, Any]:
+    kind = model_class(config.model_type)
     model = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))
     return nnx.split(model, graph=False)
 

@@ -240,10 +240,10 @@ class Oriented(_Plain):
         self._source(files).read(files, index, out)
 
     def _source(self, files: Checkpoint) -> Source:
-        told = self.of, self.straight
+        rules = self.of, self.straight
         if self.straight[0] == self.straight[1]:
-            told = self.sibling, self.sibling_straight
-        source, (rows, columns) = told
+            rules = self.sibling, self.sibling_straight
+        source, (rows, columns) = rules
         if rows == columns:
             raise ValueError(f"{next(self.names())}: its orientation cannot be told by its sizes.")
         is_turned = source.shape(files)[-2:] == (columns, rows)

@@ -56,5 +56,5 @@ def local_index(
 ) -> tuple[Int[Array, "*shape"], Int[Array, "*shape"]]:
     """Return (owner, local) of an index into what is split `own` a device: -1 if not held here."""
     owner = index // own
-    here = owner == jax.lax.axis_index(AXIS)
-    return owner, jnp.where(here, index - owner * own, -1)
+    is_local = owner == jax.lax.axis_index(AXIS)
+    return owner, jnp.where(is_local, index - owner * own, -1)

@@ -65,10 +65,10 @@ class Router(nnx.Module):
         tokens, split, num_rows = x.shape[0], routing.split, routing.num_rows
         if split is None or tokens < SPLIT_ROUTER_TOKENS or tokens % split.size:
             return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
-        own = tokens // split.size
-        first = jax.lax.axis_index(AXIS) * own
-        local = jax.lax.dynamic_slice_in_dim(x, first, own).astype(jnp.float32)
-        logits = matmul(local, self.weight[...], jnp.clip(num_rows - first, 0, own), bias)
+        num_local = tokens // split.size
+        first = jax.lax.axis_index(AXIS) * num_local
+        local = jax.lax.dynamic_slice_in_dim(x, first, num_local).astype(jnp.float32)
+        logits = matmul(local, self.weight[...], jnp.clip(num_rows - first, 0, num_local), bias)
         return gather_rows(logits, split)
 
 
@@ -277,8 +277,8 @@ class MoeBlock(nnx.Module):
         )
         out = self.experts(x[map.row_to_token], map, expert_routing)
         everywhere = swap(out[map.inverse], routing.split)
-        mine = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
-        return gather(combine(mine, weights), routing.split)
+        outputs = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
+        return gather(combine(outputs, weights), routing.split)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""

@@ -78,8 +78,8 @@ def _of_saved(
     owner = jnp.where(has, entries[:, A_OFFSET], count)
     order = jnp.argsort(owner, stable=True)
     sizes = jnp.bincount(owner, length=count + 1)[:count].astype(jnp.int32)
-    own = grouped_matmul(states[order], matrices, sizes)[jnp.argsort(order)]
-    return jnp.where(has[:, None], own.astype(jnp.float32), logits)
+    products = grouped_matmul(states[order], matrices, sizes)[jnp.argsort(order)]
+    return jnp.where(has[:, None], products.astype(jnp.float32), logits)
 
 
 def _of_tokens(
@@ -97,12 +97,12 @@ def _of_tokens(
     zeros = jnp.zeros((states.shape[0], width), jnp.float32)
     rows, identity = adapters.pools[str(states.shape[1])], adapters.pools[str(width)]
     slots = jnp.where(has, routing.row_to_slot, -1)
-    own = lora_gemm(zeros, states, rows, identity, *tables, slots, max_rank=width)
-    own = own[:, : ids.shape[1]].astype(states.dtype).astype(jnp.float32)
+    products = lora_gemm(zeros, states, rows, identity, *tables, slots, max_rank=width)
+    products = products[:, : ids.shape[1]].astype(states.dtype).astype(jnp.float32)
     vocab = logits.shape[1]
     at = jnp.where(has[:, None] & (ids >= 0), ids, vocab)  # past the end: dropped
     row = jnp.arange(states.shape[0], dtype=jnp.int32)[:, None]
-    return logits.at[row, at].set(own, mode="drop")
+    return logits.at[row, at].set(products, mode="drop")
 
 
 def _entries(

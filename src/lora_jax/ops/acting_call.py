@@ -32,8 +32,10 @@ def acting_call(
     aliases = tuple(sorted((input_output_aliases or {}).items()))
 
     def call(*operands: jax.Array, **attributes) -> jax.Array | list[jax.Array]:
-        how = {"target": target, "avals": avals, "aliases": aliases}
-        results = _acting_call.bind(*operands, **how, attributes=tuple(sorted(attributes.items())))
+        options = {"target": target, "avals": avals, "aliases": aliases}
+        results = _acting_call.bind(
+            *operands, **options, attributes=tuple(sorted(attributes.items()))
+        )
         return results[0] if is_one else results
 
     return call

@@ -75,18 +75,18 @@ def _measured(
         programs.append(_warm(config, load, arrays))
         bar.update()
     left = [i for i, program in enumerate(programs) if program is not None]
-    took, alone = dict.fromkeys(left, math.inf), math.inf
+    best_s, alone = dict.fromkeys(left, math.inf), math.inf
     for turn in range(SAMPLES):
         alone = min(alone, _elapsed(lambda: None))
         for i in left:
-            took[i] = min(took[i], _elapsed(functools.partial(programs[i], *arrays)))
+            best_s[i] = min(best_s[i], _elapsed(functools.partial(programs[i], *arrays)))
         if turn + 1 == HOPELESS_SAMPLES:
-            best = min(took.values(), default=math.inf) - alone
-            left = [i for i in left if took[i] - alone <= HOPELESS * best]
+            best = min(best_s.values(), default=math.inf) - alone
+            left = [i for i in left if best_s[i] - alone <= HOPELESS * best]
     each = 1e6 / (CALLS * tunable.launches(shape))
     return [
         {"config": dataclasses.asdict(configs[i]), "us": round((s - alone) * each, 2)}
-        for i, s in took.items()
+        for i, s in best_s.items()
     ]
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from bench.quantised_model import FORMATS
 from cuda_backend import few_rows
-from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul
+from lora_jax.ops.grouped_matmul import CodedWeight, gated_matmul, grouped_matmul
+from lora_jax.ops.grouped_matmul.orders import for_kernels
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS
 
 GROUPS, D_OUT, D_IN = 16, 768, 2048
 SIZES = np.array([0, 3, 9, 17, 1, 0, 0, 40, 2, 0, 5, 8, 16, 0, 1, 4], np.int32)
@@ -30,8 +32,16 @@ def same_bits(got, want):
     np.testing.assert_array_equal(got, want)
 
 
-def both(op, *args):
-    return (op(*args, implementation=name) for name in ("cuda", "pallas_gpu"))
+def laid(args):
+    """Return arguments with weights as the loader places them on a GPU."""
+    return [for_kernels(arg, "gpu") for arg in args]
+
+
+def check(op, *args):
+    """CUDA's bits are Mosaic's, of codes in either order."""
+    want = op(*args, implementation="pallas_gpu")
+    same_bits(op(*laid(args), implementation="cuda"), want)
+    same_bits(op(*laid(args), implementation="pallas_gpu"), want)
 
 
 @pytest.mark.gpu
@@ -39,11 +49,21 @@ def both(op, *args):
 def test_products_have_the_bits_of_mosaics(name):
     """One product, and gate and up, beside addends of either dtype."""
     w, sizes = weights(name, 1), jnp.asarray(SIZES)
-    same_bits(*both(grouped_matmul, rows(0), w, sizes, None, rows(4, D_OUT, jnp.float32)))
-    same_bits(*both(grouped_matmul, rows(0), w, sizes))
+    check(grouped_matmul, rows(0), w, sizes, None, rows(4, D_OUT, jnp.float32))
+    check(grouped_matmul, rows(0), w, sizes)
     pair = rows(0), w, weights(name, 2), sizes
-    same_bits(*both(gated_matmul, *pair))
-    same_bits(*both(gated_matmul, *pair, rows(4, D_OUT), rows(5, D_OUT)))
+    check(gated_matmul, *pair)
+    check(gated_matmul, *pair, rows(4, D_OUT), rows(5, D_OUT))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_fewest_rows_have_the_bits_of_mosaics(name):
+    """Up to 4 in the mean: a tile has 8 rows, a group of 9 two of them."""
+    sizes = jnp.asarray(np.where(SIZES == 40, 1, np.minimum(SIZES, 9)), jnp.int32)
+    x, pair = rows(0)[: 4 * GROUPS], [weights(name, seed) for seed in (1, 2)]
+    check(grouped_matmul, x, pair[0], sizes)
+    check(gated_matmul, x, *pair, sizes)
 
 
 @pytest.mark.gpu
@@ -51,13 +71,13 @@ def test_products_have_the_bits_of_mosaics(name):
 @pytest.mark.parametrize("count", [1, 61])
 def test_dense_products_have_the_bits_of_mosaics(name, count):
     args = rows(0)[:count], weights(name, 1)[:1], jnp.array([count], jnp.int32)
-    same_bits(*both(grouped_matmul, *args))
+    check(grouped_matmul, *args)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["fp8", "int4"])
 def test_a_row_has_the_same_bits_in_any_company(name):
-    x, w = rows(0), weights(name, 1)
+    x, w = laid([rows(0), weights(name, 1)])
     whole = grouped_matmul(x, w, jnp.asarray(SIZES), implementation="cuda")
     starts = np.cumsum(SIZES) - SIZES
     for group in (1, 7, 15):
@@ -75,13 +95,19 @@ def test_bias_and_a_hidden_size_that_no_stage_divides():
     w = jax.random.normal(jax.random.key(1), (GROUPS, 2880, 2880), jnp.bfloat16) / 54
     bias, x = jax.random.normal(jax.random.key(2), (GROUPS, 2880), jnp.bfloat16), rows(3, 2880)
     w = jax.jit(FORMATS["mxfp4"])(w)
-    same_bits(*both(grouped_matmul, x, w, jnp.asarray(SIZES), bias))
+    check(grouped_matmul, x, w, jnp.asarray(SIZES), bias)
+
+
+def shaped(name: str, d_in: int = D_IN):
+    """Return a format's weight without numbers, as it lies on a GPU."""
+    like = jax.ShapeDtypeStruct((GROUPS, D_OUT, d_in), jnp.bfloat16)
+    w = jax.eval_shape(FORMATS.get(name, lambda w: w), like)
+    return dataclasses.replace(w, order=FRAGMENTS) if isinstance(w, CodedWeight) else w
 
 
 def form(name: str, d_in: int = D_IN) -> few_rows.Form:
     """Return a format's form without numbers."""
-    like = jax.ShapeDtypeStruct((GROUPS, D_OUT, d_in), jnp.bfloat16)
-    return few_rows.form_of((jax.eval_shape(FORMATS.get(name, lambda w: w), like),))
+    return few_rows.form_of((shaped(name, d_in),))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,12 +135,16 @@ def test_declines_what_it_cannot_serve(name, sizes, why):
 def test_declines_forms_that_it_cannot_decode():
     with pytest.raises(NotImplementedError, match="takes quantised weights"):
         form("bfloat16")
-    like = jax.ShapeDtypeStruct((GROUPS, D_OUT, D_IN), jnp.bfloat16)
-    one, other = (jax.eval_shape(FORMATS[name], like) for name in ("fp8", "int4"))
+    one, other = shaped("fp8"), shaped("int4")
     with pytest.raises(NotImplementedError, match="two weights of one form"):
         few_rows.form_of((one, other))
     zeros = jax.ShapeDtypeStruct(other.scales.shape, jnp.uint8)
     with pytest.raises(NotImplementedError, match="no zero points"):
         few_rows.form_of((dataclasses.replace(other, zeros=zeros),))
+    with pytest.raises(NotImplementedError, match="in the order of fragments, not rows"):
+        few_rows.form_of((dataclasses.replace(other, order="rows"),))
+    table = tuple(float(i - 7) for i in range(16))
+    with pytest.raises(NotImplementedError, match="integers from a power of two"):
+        few_rows.form_of((dataclasses.replace(other, table=table),))
     with pytest.raises(NotImplementedError, match="scales of one row"):
         few_rows.form_of((dataclasses.replace(one, block=(128, 128)),))

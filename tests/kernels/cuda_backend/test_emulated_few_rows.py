@@ -11,8 +11,12 @@ from support.doubles.cuda_emulator import call
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
+from lora_jax.ops.grouped_matmul.weights import in_fragments
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
 DRIVER = "few_rows.cc"
 BF16 = ml_dtypes.bfloat16
 SIZES = (0, 3, 0, 9, 17, 1)  # rows of groups; two more are in none
@@ -27,18 +31,22 @@ CODINGS = {
 }
 
 
-def drawn(name: str, d_out: int, d_in: int, seed: int) -> tuple:
+def drawn(name: str, d_out: int, d_in: int, seed: int, largest: float = 0.25) -> tuple:
     """Return weights as stored, scales and plain values in float32, rounded to bfloat16."""
     _, bits, group, scale_dtype, table = CODINGS[name]
     rng, groups = np.random.default_rng(seed), len(SIZES)
-    scales = (0.01 + rng.random((groups, d_out, d_in // group))).astype(scale_dtype)
+    scales = (0.01 + rng.random((groups, d_out, d_in // group)) * largest).astype(scale_dtype)
     wide = np.repeat(scales.astype(np.float32), group, axis=-1)
     if bits == 8:
         stored = rng.standard_normal((groups, d_out, d_in)).astype(ml_dtypes.float8_e4m3fn)
         values = stored.astype(np.float32)
     else:
         codes = rng.integers(0, 16, (groups, d_out, d_in)).astype(np.uint8)
-        stored, values = codes[..., ::2] | codes[..., 1::2] << 4, np.array(table, np.float32)[codes]
+        by_rows = codes[..., ::2] | codes[..., 1::2] << 4
+        stored, values = (
+            np.asarray(in_fragments(jnp.asarray(by_rows))),
+            np.array(table, np.float32)[codes],
+        )
     return stored, scales, (values * wide).astype(BF16).astype(np.float32)
 
 
@@ -49,7 +57,7 @@ def run(library, name, x, weights, d_out, bias=None, addends=(None, None)):
     up, up_scales = others[0][:2] if others else (None, None)
     packed = np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
     groups, d_in = len(SIZES), x.shape[1]
-    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], (0x4300 + 8) * 0x10001
+    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], -8
     shape = np.array(sizes, np.int32)
     wide = addends[0] is not None and addends[0].dtype == np.float32
     args = (x, gate, up, gate_scales, up_scales, packed, np.array(SIZES, np.int32), bias, *addends)
@@ -93,7 +101,7 @@ def test_gated_product_matches_float32(library, name):
     library.emulate(2, 5)
     d_out, d_in = 128, 256
     x = np.random.default_rng(0).standard_normal((ROWS, d_in)).astype(BF16)
-    weights = [drawn(name, d_out, d_in, seed) for seed in (1, 2)]
+    weights = [drawn(name, d_out, d_in, seed, 4) for seed in (1, 2)]  # scales of 0.5 and more too
     got = run(library, name, x, weights, d_out)
     gate, up = (products(x, w[2]).astype(BF16).astype(np.float32) for w in weights)
     want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up

@@ -12,7 +12,10 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.rotary import rotate
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
 DRIVER = "images.cc"
 BF16 = ml_dtypes.bfloat16
 DIM, SCALE = 72, 72**-0.5
@@ -76,10 +79,11 @@ def test_attention_of_no_patches_gives_zeros(library):
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "d_out", "d_in", "count"), [(200, 208, 136, 195), (400, 24, 64, 1)]
+    ("rows", "d_out", "d_in", "count"),
+    [(200, 208, 136, 195), (400, 24, 64, 1), (520, 400, 584, 500)],
 )
 def test_dense_matmul_is_the_composed_one(library, rows, d_out, d_in, count, gelu, added):
-    """Parts of tiles in every direction, rows that are none, and tiles without any."""
+    """Parts of tiles in every direction, rows that are none; a CTA has several tiles."""
     library.emulate(2, 5)
     rng = np.random.default_rng(d_out)
     x, w, bias, addend = (

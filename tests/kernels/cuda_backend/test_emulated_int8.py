@@ -16,7 +16,10 @@ from support.oracles.tolerance import TOLERANCE
 from lora_jax.ops.cases import LoraCase, lora_case
 from lora_jax.rank_rows import parts, quantised
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+pytestmark = [
+    pytest.mark.long,  # test_emulated.py has a case of the emulator
+    pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler"),
+]
 DRIVER = "int8.cc"
 BF16 = ml_dtypes.bfloat16
 

@@ -15,10 +15,11 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
 from lora_jax.ops.cases import grouped_case
-from lora_jax.ops.grouped_matmul import CodedWeight, composed, pallas_gpu, reference
+from lora_jax.ops.grouped_matmul import CodedWeight, _gpu_codes, composed, pallas_gpu, reference
 from lora_jax.ops.grouped_matmul._gpu_codes import Decoding
 from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig, find_quantised
 from lora_jax.ops.grouped_matmul._gpu_weights import form_of
+from lora_jax.ops.grouped_matmul.orders import for_kernels
 
 GROUPS, D_OUT, D_IN = 2, 128, 320  # stages of 64
 LONG_D_IN = 384  # stages of 128
@@ -84,6 +85,16 @@ def test_interpreted_gate_and_up_in_one_launch():
     plain = (jnp.asarray(plain_gate), jnp.asarray(plain_up))
     want = jax.jit(call)(case.x, *plain, case.group_sizes)
     np.testing.assert_allclose(wide(got), wide(want), **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("kind", ["integers", "nf4"])
+def test_codes_in_fragments_are_decoded_to_the_same_weights(kind):
+    w, plain = weight(kind, (1, D_OUT, 64))
+    moved, scales = for_kernels(w, "gpu"), np.asarray(w.scales[0], np.float32)
+    decoding = Decoding(w.table, w.group_size, narrow=True, zeros=False, order=moved.order)
+    columns = tuple(jnp.asarray(column) for column in scales.T)
+    made = _gpu_codes.interpreted(moved.codes[0], columns, decoding=decoding)
+    np.testing.assert_array_equal(wide(made), wide(plain[0]))
 
 
 def permuted(own: np.ndarray, other: np.ndarray, selector: int) -> np.ndarray:

@@ -41,6 +41,7 @@ REWRITES = (
     (r"kMostWordBytes = 352 << 10;", "kMostWordBytes = 3 << 9;"),
     (r"kForwardThreads = 512;", "kForwardThreads = 32;"),
     (r"kForwardCtas = 16;", "kForwardCtas = 2;"),
+    (r"kDenseCtas = 132;", "kDenseCtas = 2;"),
 )
 TRANSPORT_CALLS = (
     "push",
@@ -65,7 +66,7 @@ def compile_library(folder: Path, driver: str, headers: tuple[Path, ...] = ()) -
         inside = header.relative_to(CSRC) if header.is_relative_to(CSRC) else header.name
         (folder / inside).parent.mkdir(parents=True, exist_ok=True)
         (folder / inside).write_text(text)
-    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh", "wgmma_few.cuh"):
+    for file in ("ptx.cuh", "tensor_map.cuh", "cluster.cuh", "wgmma.cuh"):
         shutil.copy(EMULATOR / file, folder / "device")
     for file in ("driver.cuh", driver):
         shutil.copy(EMULATOR / file, folder)

@@ -145,6 +145,7 @@ class FakeResidency:
         self.ticks = ticks
         self.loads: list[str] = []
         self.pinned: set[str] = set()
+        self.protected: frozenset[str] = frozenset()
 
     def tick(self) -> None:
         for adapter in list(self.ready_in):
@@ -175,6 +176,9 @@ class FakeResidency:
     def is_resident(self, adapter: str) -> bool:
         return adapter in self.order and adapter not in self.ready_in
 
+    def protect(self, adapters: frozenset[str]) -> None:
+        self.protected = adapters
+
     def can_merge(self, adapter: str) -> bool:
         return adapter in self.order and adapter != "e"
 
@@ -187,7 +191,8 @@ class FakeResidency:
 
     def _load(self, adapter: str) -> None:
         free = [slot for slot, held in self.slots.items() if not held]
-        idle = [a for a in self.order if not self.users.get(a) and a not in self.ready_in]
+        kept = {*self.ready_in, *self.protected}
+        idle = [a for a in self.order if not self.users.get(a) and a not in kept]
         if not free and not idle:
             return
         if not free:

@@ -4,11 +4,15 @@ import ctypes
 import threading
 
 
+class NotFoundError(Exception):
+    """As NIXL's own errors, of no common class."""
+
+
 class Fabric:
-    """Makes agents that reach each other; `broken` makes every transfer fail."""
+    """Makes agents that reach each other; `broken` is how transfers fail: "ended" or "refused"."""
 
     def __init__(self):
-        self.agents, self.registered, self.broken = {}, [], False
+        self.agents, self.registered, self.broken = {}, [], ""
         self.lock = threading.Lock()
 
     def agent(self, name):
@@ -46,8 +50,9 @@ class Agent:
     def initialize_xfer(self, operation, local_descs, remote_descs, remote_agent, notif):
         assert operation == "WRITE"
         assert remote_agent in self._known
-        for name, descs in ((self.name, local_descs), (remote_agent, remote_descs)):
-            assert all(self._is_registered(name, at, size) for at, size, _ in descs)
+        assert self._all_registered(self.name, local_descs)
+        if self._fabric.broken == "refused" or not self._all_registered(remote_agent, remote_descs):
+            raise NotFoundError("the remote memory is not registered")  # the peer may have gone
         return [local_descs, remote_descs, remote_agent, notif, 0]
 
     def transfer(self, handle):
@@ -56,7 +61,7 @@ class Agent:
     def check_xfer_state(self, handle):
         """Copy at the second look, the way a transfer takes its time."""
         handle[-1] += 1
-        if self._fabric.broken:
+        if self._fabric.broken == "ended":
             return "ERR"
         if handle[-1] < 2:
             return "PROC"
@@ -78,6 +83,9 @@ class Agent:
         for name, message in found:
             by_name.setdefault(name, []).append(message)
         return by_name
+
+    def _all_registered(self, owner, descs):
+        return all(self._is_registered(owner, at, size) for at, size, _ in descs)
 
     def _is_registered(self, owner, at, size):
         return any(

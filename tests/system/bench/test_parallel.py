@@ -7,8 +7,9 @@ import threading
 import jax
 import pytest
 from safetensors import safe_open
+from support.drivers.scheduler_driver import Driver, limits
 
-from bench.parallel import bits, graphs, shapes, steps
+from bench.parallel import bits, exchange, graphs, served, shapes, steps
 from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
@@ -82,6 +83,29 @@ def test_who_measures_is_alone(tmp_path):
 def _measure(quiet, order):
     with quiet.alone():
         order.append("alone")
+
+
+@pytest.mark.parametrize(("rows", "prompt", "budget"), [(8, 16, 16), (6, 12, 9), (4, 4, 32)])
+def test_longer_answers_are_more_steps_of_all_rows_and_no_prompt(rows, prompt, budget):
+    few, plans = served.fewest_tokens(rows, prompt, budget), []
+    for tokens in (few, few + 8):
+        wide = limits(max_num_seqs=rows, max_num_batched_tokens=budget, max_logit_rows=rows)
+        driver = Driver(dataclasses.replace(wide, num_pages=40 * rows, max_model_len=160))
+        for row in range(rows):
+            driver.add([1 + row] * prompt, max_tokens=tokens, ignore_eos=True)
+        driver.run()
+        plans.append(driver.plans)
+    assert len(plans[1]) - len(plans[0]) == 8
+    decoding = [sum(plan.num_tokens == len(plan.chunks) == rows for plan in some) for some in plans]
+    assert decoding[1] - decoding[0] == 8
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 6])
+def test_results_are_of_equal_parts_for_any_number_of_devices(devices):
+    for kilobytes in exchange.KILOBYTES:
+        columns = exchange.columns_of(kilobytes, devices)
+        assert columns % (devices * exchange.UNIT) == 0
+        assert 0.8 < columns * exchange.ROWS * 2 / 1024 / kilobytes <= 1
 
 
 def test_thunks_of_a_dump(tmp_path):

@@ -1,5 +1,7 @@
 """A step's kernels, from a session of the profiler."""
 
+import contextlib
+import tempfile
 import types
 
 import jax
@@ -34,6 +36,23 @@ def test_kernels_count_for_the_turn_that_they_began_in(monkeypatch, tmp_path):
     found = step_profile._kernels(tmp_path, 4)
     assert [turn["shared"] for turn in found] == [(1, 3 * (n + 1)) for n in range(4)]
     assert [turn.get("late") for turn in found] == [None, None, None, (1 / 3, 2)]
+
+
+def test_a_span_is_from_the_first_kernel_to_the_end_of_the_last(monkeypatch, tmp_path):
+    """Copies do not count; kernels that overlap count once in the span, each in the sum."""
+    lines = [
+        line("Stream #1(Kernel)", ("a", 2e6, 3e6), ("b", 4e6, 5e6), ("MemcpyH2D", 0.0, 2e6)),
+        line("XLA Ops", ("a", 0.0, 1e9)),
+    ]
+    planes = [types.SimpleNamespace(name="/device:GPU:0", lines=lines)]
+    (tmp_path / "a.xplane.pb").touch()
+    data = types.SimpleNamespace(from_file=lambda file: types.SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", data)
+    monkeypatch.setattr(jax.profiler, "trace", lambda folder: contextlib.nullcontext())
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext(tmp_path))
+    assert step_profile.device_span(lambda: None) == (7.0, 8.0)
+    planes.clear()
+    assert step_profile.device_span(lambda: None) is None
 
 
 def test_every_step_runs_in_every_turn_and_there_and_back():

@@ -1,21 +1,17 @@
-"""The shipped default behind HTTP, started once for every client's test."""
+"""The shipped default behind HTTP, for every client's test."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.processes.server_process import ROOT, serve
+from support.processes.server_process import ROOT
 
 MODEL = ROOT / "assets" / "tiny-moe"
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Base URL of a server with the shipped model and its adapters, and few programs."""
-    log = tmp_path_factory.mktemp("server") / "log.txt"
-    few = ["--max-num-batched-tokens", "32"]
-    with serve(str(MODEL), "--lora-dir", str(MODEL / "adapters"), *few, log=log) as url:
-        yield url
+def server(made_server: str) -> str:
+    """Base URL of a server with the shipped model and its adapters."""
+    return made_server
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.processes.server_process import ROOT, free_port, wait_healthy
+from support.processes.server_process import ROOT
 
 from serving.launch import read_options
 
@@ -86,25 +86,9 @@ def test_commands_in_text_name_targets_modules_and_flags():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """What `make serve` starts, with the options that the pages add, and few programs."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    added = "--enable-runtime-lora --lora-modules law-esft=assets/tiny-moe/esft/gate-law"
-    added += " --max-num-batched-tokens 32"
-    ask = ["make", "--no-print-directory", "-n", "serve", f"PORT={port}", f"ARGS={added}"]
-    lines = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    words = shlex.split(lines.strip().splitlines()[-1])
-    env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, *words[1:]], cwd=ROOT, env=env, stdout=out, stderr=out
-        )
-        try:
-            wait_healthy(f"http://127.0.0.1:{port}", process, log)
-            yield str(port)
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
+def server(made_server: str) -> str:
+    """Port of the server that `make serve` starts."""
+    return made_server.rpartition(":")[2]
 
 
 def answers_of_block(text: str, port: str) -> list[dict]:

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.row_ranges import RowRanges, joined_rows, take_all
+from lora_jax.adapters.row_ranges import RowRanges, fits, joined_rows, take_all
+
+
+def test_what_fits_is_known_without_taking_it():
+    pools = {4: RowRanges(10), 8: RowRanges(4)}
+    assert fits(pools, [(4, 6), (8, 4), (4, 4)])
+    assert not fits(pools, [(4, 6), (4, 5)])
+    pools[4].take(3), pools[4].take(3), pools[4].give(0, 3)
+    assert fits(pools, [(4, 3), (4, 4)]), "in two runs"
+    assert not fits(pools, [(4, 5)])
+    assert pools[4].ranges == ((0, 3), (6, 4))
 
 
 @settings(max_examples=150, deadline=None)

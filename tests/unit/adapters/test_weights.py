@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 from support.cases import adapter_cases as cases
 from support.processes.server_process import ROOT
@@ -55,6 +56,24 @@ def test_matrices_in_one_block_are_the_same_and_go_on_being_shared():
             np.testing.assert_array_equal(got, want)
     wide = [one for one in packed.matrices() if one.shape[-1] == 16]
     assert wide[0].ctypes.data + wide[0].nbytes == wide[1].ctypes.data
+
+
+def test_narrowed_rows_are_the_rounded_ones_and_narrower_ones_stay():
+    rng = np.random.default_rng(0)
+    shared, half = rng.standard_normal((2, 1, 3, 16), np.float32)
+    sites = {
+        ("gate_proj", 0): SiteWeights(shared, half.astype(np.float16), 1.0),
+        ("up_proj", 0): SiteWeights(shared, half, 2.0),
+    }
+    weights = AdapterWeights(sites, cases.weights(cases.moe(), 1).report)
+    narrow = weights.narrowed(np.dtype(ml_dtypes.bfloat16))
+    one, other = narrow.sites["gate_proj", 0], narrow.sites["up_proj", 0]
+    assert one.a is other.a
+    assert one.b is sites["gate_proj", 0].b
+    np.testing.assert_array_equal(other.b, half.astype(ml_dtypes.bfloat16))
+    assert narrow.report.weight_bytes == 3 * half.size * 2
+    assert narrow.demand == weights.demand
+    assert narrow.narrowed(np.dtype(np.float32)) is narrow
 
 
 def test_report_is_json():

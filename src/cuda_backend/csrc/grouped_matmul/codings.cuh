@@ -1,8 +1,10 @@
-// Weights in 8 and 4 bits made plain in the registers of wgmma's first operand.
+// Weights in 8 and 4 bits made plain in the registers of mma's first operand.
 //
-// A stage holds 128 bytes of each row of weights. `ldmatrix` gives a thread four bytes of a row where
-// wgmma wants other columns of it; so the columns of each product of 16 are taken in another order,
-// in x too (`place_x`). A product adds its 16 columns at once: their order changes no bit.
+// A stage holds 128 bytes of each row of weights. `ldmatrix` gives a thread four neighbouring bytes of a row.
+// Codes of 4 bits lie in the order that mma wants (`order` in ops/grouped_matmul/weights.py): a word's
+// half-words are two columns, their four nibbles those 8, 16 and 24 columns on. Of 8 bits the four bytes are four
+// neighbouring columns: the 16 columns of a product are taken in another order, in x too. A product adds its 16
+// columns at once: their order changes no bit.
 // Values are computed as ops/grouped_matmul/weights.py says, in float32, and rounded once.
 #pragma once
 #include "device/ptx.cuh"
@@ -12,6 +14,7 @@ namespace lora_jax {
 // Integers and E2M1 have scales in bfloat16 here, whose products need no float32; the others float32.
 enum class Coding { kFloat8, kInteger, kE2m1, kTable };
 
+constexpr int kRowBytes = 128;  // of a row of weights in a stage, or of 64 columns of x
 template <Coding C>
 constexpr int kStepColumns = C == Coding::kFloat8 ? 128 : 256;  // of d_in in a stage
 template <Coding C>
@@ -34,7 +37,7 @@ __device__ __forceinline__ void load_words(uint32_t (&v)[N], uint32_t address) {
     for (int i = 0; i < N; ++i) v[i] = lds32(address + i * 4);
   }
 }
-// The scale of a column of a stage, as the decoder of its coding takes it.
+// The scale of a column of a stage: bits of a float32, or two bfloat16.
 template <Coding C, int G, int N>
 __device__ __forceinline__ uint32_t scale_of(const uint32_t (&words)[N], int column) {
   const int at = column / G;
@@ -42,63 +45,103 @@ __device__ __forceinline__ uint32_t scale_of(const uint32_t (&words)[N], int col
   return __byte_perm(words[at / 2], 0, at % 2 ? 0x3232 : 0x1010);
 }
 
-// The first 4 of 8 codes of two products of 16 columns: byte t of this is of the first product if t is
-// even. Threads 0 and 1 of four held columns of the first product, 2 and 3 of the second.
-__device__ __forceinline__ uint32_t exchange_codes(uint32_t word, uint32_t selector) {
-  return __byte_perm(word, __shfl_xor_sync(~0u, word, 2), selector);
+// Codes become subnormal numbers, which a product with a power of two and the scale makes whole at once.
+// That product is of a bfloat16 as long as the scale is below this power of two.
+template <Coding C>
+constexpr bool kWideScales = C == Coding::kInteger || C == Coding::kE2m1;
+constexpr uint32_t kNibble = 0x00f000f0;            // code c is c times 2^-129 there
+constexpr uint32_t kTwoTo100 = 0x71807180, kTwoTo29 = 0x4e004e00, kTwoTo126 = 0x7e807e80;
+// Whether any of some scales is too large: 0.5 and more for integers, 2 for E2M1. By their exponents.
+template <Coding C, int TILES, int N>
+__device__ __forceinline__ bool are_wide(const uint32_t (&scales)[TILES][2][N]) {
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < TILES * 2 * N; ++i) {
+    const uint32_t size = scales[i / (2 * N)][i / N % 2][i % N] & 0x7fff7fff;
+    any |= C == Coding::kInteger ? size + 0x01000100 : size;
+  }
+  return any & 0xc000c000;
 }
-__device__ __forceinline__ uint32_t exchange_selector() { return threadIdx.x & 2 ? 0x3726 : 0x5140; }
 
 __device__ __forceinline__ uint32_t scaled_pair(float low, float high, uint32_t scale) {
   const float s = __uint_as_float(scale);
   return bf16x2(__fmul_rn(low, s), __fmul_rn(high, s));
 }
 
-// Four e4m3 values of a row: the operand's registers of columns 0 to 7 and 8 to 15.
-__device__ __forceinline__ void decode_float8(uint32_t word, uint32_t scale, uint32_t& first, uint32_t& second) {
-  const float4 v = float8_values(word);
-  first = scaled_pair(v.x, v.y, scale), second = scaled_pair(v.z, v.w, scale);
-}
+template <Coding C, int G, bool WIDE>
+struct Decoder {
+  float first;     // of kInteger: the value of code 0
+  uint32_t table;  // of kTable: where this lane's is
 
-// Of exchanged codes: pairs 0 and 1 are of the first product, 2 and 3 of the second.
-template <Coding C>
-__device__ __forceinline__ void decode_codes(uint32_t word, uint32_t scale, uint32_t base, uint32_t table,
-                                             uint32_t (&pairs)[4]) {
+  // Puts a word's weights in operands a: those of products of 16 columns that begin at `column` of a stage.
+  // `half` says which half of the operands they are of, `high` that they are of the rows 8 further.
+  template <int K, int N>
+  __device__ __forceinline__ void decode(uint32_t word, const uint32_t (&scales)[N], int column, int half, int high,
+                                         uint32_t (&a)[K][4]) const {
+    const uint32_t scale = scale_of<C, G>(scales, column);
+    if constexpr (C == Coding::kFloat8) {
+      const float4 v = float8_values(word);
+      a[half][high] = scaled_pair(v.x, v.y, scale), a[half][2 + high] = scaled_pair(v.z, v.w, scale);
+    } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t codes = word >> (4 * i);
-    if constexpr (C == Coding::kInteger) {  // 128 plus a code is the bits of 128 and the code's
-      const uint32_t value = mask_or(codes, 0x000f000f, 0x43004300);
-      pairs[i] = multiply_bf16x2(subtract_bf16x2(value, base), scale);
-    } else if constexpr (C == Coding::kE2m1) {  // so they lie in a bfloat16 whose exponent is less by 126
+      for (int i = 0; i < 4; ++i) a[half * 2 + i / 2][i % 2 * 2 + high] = pair(word, i, scale);
+    }
+  }
+
+  // Columns 8 i and 8 i + 1 of a word's.
+  __device__ __forceinline__ uint32_t pair(uint32_t word, int i, uint32_t scale) const {
+    if constexpr (C == Coding::kInteger) {  // (c + first) scale, rounded once: first is 0 or a power of two
+      const uint32_t codes = (i == 0 ? word << 4 : word >> (4 * i - 4)) & kNibble;
+      const uint32_t less = multiply_bf16x2(scale, bf16x2(first, first));
+      if constexpr (WIDE)
+        return fma_bf16x2(multiply_bf16x2(multiply_bf16x2(codes, kTwoTo100), kTwoTo29), scale, less);
+      return fma_bf16x2(codes, multiply_bf16x2(multiply_bf16x2(scale, kTwoTo100), kTwoTo29), less);
+    } else if constexpr (C == Coding::kE2m1) {  // lies so in a bfloat16 whose exponent is less by 126
       const uint32_t sign = (i == 3 ? word : word << (12 - 4 * i)) & 0x80008000;
-      const uint32_t size = i == 0 ? word << 6 : i == 1 ? word << 2 : i == 2 ? word >> 2 : word >> 6;
-      pairs[i] = multiply_bf16x2(multiply_bf16x2(mask_or(size, 0x01c001c0, sign), 0x7e807e80), scale);
+      const uint32_t size = i < 2 ? word << (6 - 4 * i) : word >> (4 * i - 6);
+      const uint32_t value = mask_or(size, 0x01c001c0, sign);
+      if constexpr (WIDE) return multiply_bf16x2(multiply_bf16x2(value, kTwoTo126), scale);
+      return multiply_bf16x2(value, multiply_bf16x2(scale, kTwoTo126));
     } else {
       const uint32_t low = i < 2 ? word << (7 - 4 * i) : word >> (4 * i - 7), high = word >> (9 + 4 * i);
       const float a = __uint_as_float(lds32(mask_or(low, 0x780, table)));
       const float b = __uint_as_float(lds32(mask_or(high, 0x780, table)));
-      pairs[i] = scaled_pair(a, b, scale);
+      return scaled_pair(a, b, scale);
     }
   }
-}
+};
 
-// Puts 8 numbers of a row of x, from column `column` of a stage on, where the products want them.
-// `row` is the address of the row's first 128 bytes, `block` from 64 columns to the next.
+// Where a thread reads 8 rows of x as the second operand of two products of 16 columns. Of 8 bits a thread has
+// the four columns of its four bytes.
 template <Coding C>
-__device__ __forceinline__ void place_x(uint32_t row, int turn, uint32_t block, int column, uint4 v) {
-  const uint32_t at = row + column / 64 * block, side = column / 8 & 1, first = column % 64 / 16 * 32;
-  const auto swizzled = [&](uint32_t byte) { return at + (byte ^ turn << 4); };
-  if constexpr (C == Coding::kFloat8) {
-    sts64(swizzled(first + side * 8), v.x, v.z);
-    sts64(swizzled(first + side * 8 + 16), v.y, v.w);
-  } else {
-    const uint32_t word = first + side * 4;
-    sts32(swizzled(word), __byte_perm(v.x, v.y, 0x5410));
-    sts32(swizzled(word + 16), __byte_perm(v.x, v.y, 0x7632));
-    sts32(swizzled(word + 8), __byte_perm(v.z, v.w, 0x5410));
-    sts32(swizzled(word + 24), __byte_perm(v.z, v.w, 0x7632));
+struct XPlaces {
+  uint32_t places[2][C == Coding::kFloat8 ? 2 : 1];  // of 32 of 64 columns
+  __device__ __forceinline__ XPlaces() {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if constexpr (C == Coding::kFloat8) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          places[i][k] = lane / 4 * kRowBytes + (((i * 4 + k * 2 + lane % 4 / 2) ^ lane / 4) << 4) + lane % 2 * 8;
+      } else {
+        places[i][0] = lane % 8 * kRowBytes + (((i * 4 + lane / 8) ^ lane % 8) << 4);
+      }
   }
-}
+  // `block` is from 64 columns to the next.
+  __device__ __forceinline__ void load(uint32_t (&v)[4], uint32_t x, int column, uint32_t block) const {
+    const auto& at = places[column / 32 % 2];
+    const uint32_t base = x + column / 64 * block;
+    if constexpr (C == Coding::kFloat8) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const uint2 two = lds64(base + at[k]);
+        v[k * 2] = two.x, v[k * 2 + 1] = two.y;
+      }
+    } else {
+      ldmatrix(v, base + at[0]);
+    }
+  }
+};
 
 }  // namespace lora_jax

@@ -6,19 +6,21 @@ namespace lora_jax {
 
 static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b.untyped_data() : nullptr; }
 
-constexpr int kTileRows = 16, kWarpgroups = 2;  // of a CTA; one, where tiles of one matrix are few
-
 template <Coding C, int G>
 static cudaError_t launch_coding(const FewRowsCall& call, cudaStream_t stream) {
-  if (call.gated) return launch_few_rows<C, G, kTileRows, kWarpgroups, true>(call, stream);
-  return call.args.groups == 1 ? launch_few_rows<C, G, kTileRows, 1, false>(call, stream)
-                               : launch_few_rows<C, G, kTileRows, kWarpgroups, false>(call, stream);
+  const FewRowsArgs& p = call.args;
+  if (p.groups == 1) return launch_few_rows<C, G, 16, 4, 1, false, 3>(call, stream);
+  if (p.rows <= 4 * p.groups)  // hardly a group has more than 8
+    return call.gated ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, stream)
+                      : launch_few_rows<C, G, 8, 4, 2, false, 3>(call, stream);
+  return call.gated ? launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream)
+                    : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
 }
 
 // Arrays of no elements are none. `scale_columns` of d_in share a scale.
 static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer w, ffi::AnyBuffer up, ffi::AnyBuffer scales,
                           ffi::AnyBuffer up_scales, BF16 bias, ffi::AnyBuffer addend, ffi::AnyBuffer up_addend,
-                          ffi::Result<BF16> y, int32_t coding, int32_t scale_columns, int32_t base,
+                          ffi::Result<BF16> y, int32_t coding, int32_t scale_columns, int32_t first,
                           ffi::Span<const float> table) {
   FewRowsCall call{};
   FewRowsArgs& p = call.args;
@@ -31,7 +33,7 @@ static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer
   p.groups = static_cast<int>(d[0]), p.d_out = static_cast<int>(d[1]);
   p.scale_columns = scale_columns, p.scale_groups = p.scales[0] ? static_cast<int>(scales.dimensions()[2]) : 1;
   if (table.size() != 16) return ffi::Error::InvalidArgument("a table of other than 16 values");
-  p.base = static_cast<uint32_t>(base);
+  p.first = static_cast<float>(first);
   std::copy(table.begin(), table.end(), p.table);
   switch (static_cast<Coding>(coding)) {
     case Coding::kFloat8: return status(launch_coding<Coding::kFloat8, 128>(call, stream));
@@ -59,6 +61,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_few_rows, lora_jax::FewRows,
                                   .Ret<BF16>()
                                   .Attr<int32_t>("coding")
                                   .Attr<int32_t>("scale_columns")
-                                  .Attr<int32_t>("base")
+                                  .Attr<int32_t>("first")
                                   .Attr<ffi::Span<const float>>("table"),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -1,10 +1,6 @@
 // XLA FFI entry point of the float32 grouped matmul: one launch, fit for CUDA graphs.
+#include "device/ffi_buffers.cuh"
 #include "grouped_matmul/grouped_f32.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
 
 namespace lora_jax {
 
@@ -16,7 +12,7 @@ static ffi::Error GroupedF32(cudaStream_t stream, F32 x, F32 w, S32 sizes, F32 b
                             static_cast<int>(x.dimensions()[0]), static_cast<int>(d[0]), static_cast<int>(d[1]),
                             static_cast<int>(d[2])};
   const cudaError_t e = launch_grouped_f32(args, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

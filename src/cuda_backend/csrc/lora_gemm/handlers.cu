@@ -3,22 +3,11 @@
 #include <algorithm>
 #include <iterator>
 
+#include "device/ffi_buffers.cuh"
 #include "lora_gemm/call_states.cuh"
 #include "lora_gemm/segments_launch.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using BF16 = ffi::Buffer<ffi::BF16>;
 
 namespace lora_jax {
-
-ffi::Error status(cudaError_t e) {
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
-}
-const __nv_bfloat16* data(const BF16& b) { return static_cast<const __nv_bfloat16*>(b.untyped_data()); }
-__nv_bfloat16* data(ffi::Result<BF16>& b) { return static_cast<__nv_bfloat16*>(b->untyped_data()); }
 
 ffi::Error RowItems(cudaStream_t stream, S32 row_to_slot, S32 row_to_expert, ffi::Result<S32> order,
                     ffi::Result<S32> items, ffi::Result<S32> num_items, int64_t slots, int64_t item_rows) {
@@ -142,7 +131,6 @@ ffi::Error LoraExpand(cudaStream_t stream, CallStateOwner* owner, BF16 h, BF16 b
 
 }  // namespace lora_jax
 
-#define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
 #define LORA_JAX_CALL_STATE Ctx<ffi::State<lora_jax::CallStateOwner>>()
 #define LORA_JAX_ROW_ITEMS Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>()
 

@@ -9,6 +9,7 @@
 // come warps, parts, and ranks by 16. So a row's bits depend on nothing but its own x, y and adapter.
 #pragma once
 #include "device/launch_early.cuh"
+#include "lora_gemm/rank_rows.cuh"
 #include "lora_gemm/units.cuh"
 
 namespace lora_jax {
@@ -18,14 +19,13 @@ constexpr int kInt8Piece = 64;     // columns of x that a warp multiplies at a t
 constexpr int kInt8Part = 2048;    // columns of x that a CTA multiplies
 constexpr int kInt8Ranks = 16;     // of a step
 constexpr int kInt8Columns = 128;  // of y that a warp adds to
-constexpr int kInt8Tail = 16;      // bytes behind a row's values: the scale, and nothing
 
 struct Int8Args {
   Module modules[kMaxModules];
   const Item* items;
   const int *num_items, *row_order;
   const __nv_bfloat16* x;          // [rows, d_in]
-  const int8_t *a_pool, *b_pool;   // [a_rows, d_in + 16], [b_rows, d_out + 16]
+  const int8_t *a_pool, *b_pool;   // [a_rows, d_in + tail], [b_rows, d_out + tail]
   float* sums;                     // [parts, modules, places, ranks]: of h, before it is rounded
   int num_modules, num_rows, num_slots, d_in, d_out, max_rank;
 };

@@ -1,12 +1,8 @@
 // XLA FFI entry point of grouped LoRA over rank rows of int8: a clear if need be, and two launches, fit for CUDA graphs.
+#include "device/ffi_buffers.cuh"
 #include "lora_gemm/int8.cuh"
-#include "xla/ffi/api/ffi.h"
 
-namespace ffi = xla::ffi;
 using S8 = ffi::Buffer<ffi::S8>;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using BF16 = ffi::Buffer<ffi::BF16>;
 
 namespace lora_jax {
 
@@ -47,7 +43,7 @@ static ffi::Error LoraInt8(cudaStream_t stream, BF16 x, S8 a_pool, S8 b_pool, S3
     e = begin_output(accumulate, modules, m * of_module, *out, stream);
   }
   if (e == cudaSuccess) e = launch_int8(p, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

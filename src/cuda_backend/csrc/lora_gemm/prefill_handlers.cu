@@ -1,9 +1,6 @@
 // The tile kernels, and the XLA FFI entry point that makes tiles; lora_gemm/handlers.cu uses them.
+#include "device/ffi_buffers.cuh"
 #include "lora_gemm/prefill_launch.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
 
 namespace lora_jax {
 
@@ -17,7 +14,7 @@ ffi::Error RowTiles(cudaStream_t stream, S32 items, S32 num_items, S32 row_order
   args.tiles = reinterpret_cast<TileRecord*>(tiles->typed_data()), args.cut = cut->typed_data();
   args.most_tiles = static_cast<int>(tiles->dimensions()[0]);
   const cudaError_t e = launch_row_tiles(args, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

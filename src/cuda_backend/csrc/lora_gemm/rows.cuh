@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "lora_gemm/rank_rows.cuh"
+
 namespace lora_jax {
 
 struct LoraRowsArgs {
@@ -32,11 +34,10 @@ __device__ __forceinline__ void narrow(float v, __nv_bfloat16* to) { *to = __flo
 
 __device__ __forceinline__ float widen(int8_t v) { return v; }
 
-// Values of a rank row from the start of one to that of the next, and what they are multiplied by: int8 has it in the
-// 16 bytes behind them.
+// Items of R from the start of a rank row to that of the next, and the factor of a row's values: int8 has it in its tail.
 template <class R>
 __device__ __forceinline__ int64_t row_items(int width) {
-  return width + (sizeof(R) == 1 ? 16 : 0);
+  return width + (sizeof(R) == 1 ? kInt8Tail : 0);
 }
 template <class R>
 __device__ __forceinline__ float row_scale(const R* row, int width) {

@@ -1,10 +1,6 @@
 // XLA FFI entry point of grouped LoRA row by row: one launch, fit for CUDA graphs.
+#include "device/ffi_buffers.cuh"
 #include "lora_gemm/rows.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
 
 namespace lora_jax {
 
@@ -34,7 +30,7 @@ static ffi::Error LoraRows(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer
   cudaError_t e = cudaSuccess;
   if (args.y != y.untyped_data())
     e = cudaMemcpyAsync(args.y, y.untyped_data(), y.size_bytes(), cudaMemcpyDeviceToDevice, stream);
-  if (e != cudaSuccess) return ffi::Error::Internal(cudaGetErrorString(e));
+  if (e != cudaSuccess) return status(e);
   const bool int8 = a_pool.element_type() == ffi::S8;
   if (x.element_type() == ffi::F32)
     e = launch_by_pools<float, float>(int8, args, stream);
@@ -42,7 +38,7 @@ static ffi::Error LoraRows(cudaStream_t stream, ffi::AnyBuffer y, ffi::AnyBuffer
     e = launch_by_pools<__nv_bfloat16, float>(int8, args, stream);
   else
     e = launch_by_pools<__nv_bfloat16, __nv_bfloat16>(int8, args, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

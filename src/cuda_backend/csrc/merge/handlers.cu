@@ -1,13 +1,8 @@
 // XLA FFI entry points of merge, whose launches are fit for CUDA graphs.
 #include <vector>
 
+#include "device/ffi_buffers.cuh"
 #include "merge/merge.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using BF16 = ffi::Buffer<ffi::BF16>;
 
 namespace lora_jax {
 
@@ -21,7 +16,7 @@ static ffi::Error Merged(cudaStream_t stream, BF16 w, BF16 a_pool, BF16 b_pool, 
                        static_cast<int>(d[2]), static_cast<int>(max_rank),
                        static_cast<int>(b_pool.dimensions()[0])};
   const cudaError_t e = launch_merge(args, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 // From arrays of one matrix each to as many others, in few launches.
@@ -44,7 +39,7 @@ static ffi::Error MergedApart(cudaStream_t stream, BF16 a_pool, BF16 b_pool, S32
                        static_cast<int>(w.size()), static_cast<int>(d[0]), static_cast<int>(d[1]),
                        static_cast<int>(max_rank), static_cast<int>(b_pool.dimensions()[0])};
   const cudaError_t e = launch_merge_apart(args, from.data(), to.data(), stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

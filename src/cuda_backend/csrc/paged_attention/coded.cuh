@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(coded_threads(Consumer::kCoders), 1)
   } else {
     fewer_registers<kCoderRegisters<Consumer::kCoders, Consumer::kCodedRegisters>>();
     if constexpr (Consumer::kSlotBoxes == 1)
-      produce_words<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, Consumer::kStep);
+      produce_words<Consumer::kCoders, Consumer::kWords>(p, ring, Consumer::kStep);
     else
       PageCoder<Consumer::kCoders, Consumer::kWords, Consumer::kSlotBoxes>(p, ring, behind + p.raw_from).run(Consumer::kStep);
   }

@@ -31,8 +31,8 @@ struct CodedFactors {
   }
 };
 
-// One of the warps that bring pages. WORDS: of 4 values of a row; BOXES: of a slot.
-template <int CODERS, int WORDS, int BOXES>
+// One of the warps that bring pages, of which a slot has one box. WORDS: of 4 values of a row.
+template <int CODERS, int WORDS>
 struct WordCoder {
   static constexpr int kPlaces = kBox / CODERS;  // positions of a box that a warp has, of all heads
   static constexpr int kLanes = WORDS < 32 ? WORDS : 32, kRows = 32 / kLanes;  // lanes of a row; rows of a turn
@@ -43,89 +43,81 @@ struct WordCoder {
   static_assert(kOwn >= 1 && kTurns * kRows <= 32);
   // K or V of a slot's positions, on their way: words of rows, and of each row's scale by one lane.
   struct Raw {
-    int words[BOXES][kTurns][kWords], scales[BOXES];
+    int words[kTurns][kWords], scales;
   };
   const AttentionArgs& p;
   SlotRing ring;
   const int lane = threadIdx.x & 31;
   const int place = (static_cast<int>(threadIdx.x >> 5) - kMostConsumers) * kPlaces;  // the first one of this warp
   const int word = lane % kLanes, row = lane / kLanes;  // this lane's first; its first row of a turn
-  int boxes = 0;  // of the slot that is on its way
+  bool waiting = false;  // a slot is on its way
   Raw keys, values;
 
   __device__ __forceinline__ WordCoder(const AttentionArgs& p, const SlotRing& ring) : p(p), ring(ring) {}
 
-  // Asks for this warp's rows of boxes whose first positions are rows `first` of the pages.
-  __device__ __forceinline__ void load(Raw& raw, const uint8_t* pages, const int (&first)[BOXES], int head, int n) const {
+  // Asks for this warp's rows of the box whose first position is row `first` of the pages.
+  __device__ __forceinline__ void load(Raw& raw, const uint8_t* pages, int first, int head) const {
     const int stride = p.kv_heads * kRowBytes;
+    const uint8_t* from = pages + static_cast<int64_t>(first + place) * stride + head * kRowBytes;
+    const uint8_t* mine = from + row * stride + word * 4;
 #pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      if (box >= n) break;
-      const uint8_t* from = pages + static_cast<int64_t>(first[box] + place) * stride + head * kRowBytes;
-      const uint8_t* mine = from + row * stride + word * 4;
+    for (int turn = 0; turn < kTurns; ++turn)
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn)
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          const uint8_t* at = mine + turn % kOwn * stride + turn / kOwn * kRowBytes + w * 128;
-          if (turn / kOwn < p.cta_heads && word + w * 32 < WORDS)
-            raw.words[box][turn][w] = load_now(reinterpret_cast<const int*>(at));
-        }
-      const uint8_t* scale = from + lane % kPlaces * stride + lane / kPlaces * kRowBytes + WORDS * 4;
-      if (lane < kPlaces * p.cta_heads) raw.scales[box] = load_now(reinterpret_cast<const int*>(scale));
-    }
+      for (int w = 0; w < kWords; ++w) {
+        const uint8_t* at = mine + turn % kOwn * stride + turn / kOwn * kRowBytes + w * 128;
+        if (turn / kOwn < p.cta_heads && word + w * 32 < WORDS)
+          raw.words[turn][w] = load_now(reinterpret_cast<const int*>(at));
+      }
+    const uint8_t* scale = from + lane % kPlaces * stride + lane / kPlaces * kRowBytes + WORDS * 4;
+    if (lane < kPlaces * p.cta_heads) raw.scales = load_now(reinterpret_cast<const int*>(scale));
   }
 
-  // Turns what has come; `to` is where K or V of the slot's first box begins.
+  // Turns what has come; `to` is where K or V of the slot begins.
   __device__ __forceinline__ void turn(const Raw& raw, uint32_t to) const {
     const uint32_t mine = to + word / 16 * 2048 + word % 2 * 8;
 #pragma unroll
-    for (int box = 0; box < BOXES; ++box) {
-      if (box >= boxes) break;
+    for (int turn = 0; turn < kTurns; ++turn) {
+      if (turn / kOwn >= p.cta_heads) break;
+      const int own = place + row + turn % kOwn;
+      const CodedFactors factors(__shfl_sync(~0u, raw.scales, turn * kRows + row));
+      const uint32_t piece = mine + own * 128 + ((word / 2 & 7) ^ (own & 7)) * 16;
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) {
-        if (turn / kOwn >= p.cta_heads) break;
-        const int own = place + row + turn % kOwn;
-        const CodedFactors factors(__shfl_sync(~0u, raw.scales[box], turn * kRows + row));
-        const uint32_t piece = mine + own * 128 + ((word / 2 & 7) ^ (own & 7)) * 16;
-#pragma unroll
-        for (int w = 0; w < kWords; ++w) {
-          if (word + w * 32 >= WORDS) continue;
-          const uint32_t four = raw.words[box][turn][w];
-          sts64(piece + box * (p.k_bytes + p.v_bytes) + turn / kOwn * (WORDS * 128) + w * 4096,
-                factors(__byte_perm(four, 0, 0x1404)), factors(__byte_perm(four, 0, 0x3424)));
-        }
+      for (int w = 0; w < kWords; ++w) {
+        if (word + w * 32 >= WORDS) continue;
+        const uint32_t four = raw.words[turn][w];
+        sts64(piece + turn / kOwn * (WORDS * 128) + w * 4096, factors(__byte_perm(four, 0, 0x1404)),
+              factors(__byte_perm(four, 0, 0x3424)));
       }
     }
   }
 
-  // Gives the consumers the slot that is on its way, and asks for the next one, of `n` boxes: none at the end.
-  __device__ __forceinline__ void step(const int (&first)[BOXES], int head, int n) {
-    if (boxes > 0) {
+  // Gives the consumers the slot that is on its way, if one is.
+  // Then asks for the next one, unless it is the end.
+  __device__ __forceinline__ void step(int first, int head, bool more) {
+    if (waiting) {
       mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
       turn(keys, ring.address());
     }
-    load(keys, p.k_rows, first, head, n);
+    if (more) load(keys, p.k_rows, first, head);
     if (p.v_bytes) {
-      if (boxes > 0) turn(values, ring.address() + p.k_bytes);
-      load(values, p.v_rows, first, head, n);
+      if (waiting) turn(values, ring.address() + p.k_bytes);
+      if (more) load(values, p.v_rows, first, head);
     }
-    if (boxes > 0) {
+    if (waiting) {
       __syncwarp();
       if (lane == 0) mbar_arrive(&ring.sm.full[ring.at]);
       ring.next();
     }
-    boxes = n;
+    waiting = more;
   }
 };
 
 // As produce_pages, by all coders together.
-template <int CODERS, int WORDS, int BOXES>
+template <int CODERS, int WORDS>
 __device__ __forceinline__ void produce_words(const AttentionArgs& p, const SlotRing& ring, int step) {
-  WordCoder<CODERS, WORDS, BOXES> coder(p, ring);
+  WordCoder<CODERS, WORDS> coder(p, ring);
   Shares shares(p);
   AttentionUnit unit;
-  int first[BOXES] = {};
   for (int head; shares.next(unit, head);) {
     if (unit.num_tokens == 0) continue;
     const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
@@ -133,14 +125,11 @@ __device__ __forceinline__ void produce_words(const AttentionArgs& p, const Slot
     for (int base = boxes.begin; base < boxes.end; base += 32) {
       const int own = min(base + coder.lane, boxes.end - 1) * kBox, page = own / p.page_size;
       const int row = __ldg(table + page) * p.page_size + own - page * p.page_size;
-      for (int box = base; box < min(base + 32, boxes.end); box += BOXES) {
-#pragma unroll
-        for (int i = 0; i < BOXES; ++i) first[i] = __shfl_sync(~0u, row, (box + i - base) & 31);
-        coder.step(first, head, min(BOXES, boxes.end - box));
-      }
+      for (int box = base; box < min(base + 32, boxes.end); ++box)
+        coder.step(__shfl_sync(~0u, row, box - base), head, true);
     }
   }
-  coder.step(first, 0, 0);
+  coder.step(0, 0, false);
 }
 
 }  // namespace lora_jax

@@ -1,19 +1,11 @@
 // XLA FFI entry points of paged attention: the list of units, once a step, and the attention of a
 // layer. They only enqueue work of a fixed shape, so XLA may put them into CUDA graphs.
+#include "device/ffi_buffers.cuh"
 #include "paged_attention/plain.cuh"
-#include "xla/ffi/api/ffi.h"
 
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using BF16 = ffi::Buffer<ffi::BF16>;
 using U8 = ffi::Buffer<ffi::U8>;
 
 namespace lora_jax {
-
-static ffi::Error status(cudaError_t e) {
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
-}
 
 static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S32 num_tokens,
                         ffi::Result<S32> units, ffi::Result<S32> part_tokens, ffi::Result<S32> num_units,
@@ -99,8 +91,6 @@ static ffi::Error PlainAttention(cudaStream_t stream, ffi::AnyBuffer q, ffi::Any
 }
 
 }  // namespace lora_jax
-
-#define LORA_JAX_ON_STREAM ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>()
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_attention_units, lora_jax::Units,
                               LORA_JAX_ON_STREAM.Arg<S32>()

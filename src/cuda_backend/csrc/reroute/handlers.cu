@@ -1,10 +1,7 @@
 // XLA FFI entry point of the row map, fit for CUDA graphs: one launch for a block of rows, two or three
 // for more. A table and the tokens' adapters may follow the ids.
+#include "device/ffi_buffers.cuh"
 #include "reroute/reroute.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
 
 namespace lora_jax {
 
@@ -49,7 +46,7 @@ static ffi::Error Mapped(cudaStream_t stream, S32 ids, S32 num_tokens, ffi::Rema
   if (wrong.success() && args.item_rows) wrong = add_adapters(&args, more, results);
   if (wrong.failure()) return wrong;
   const cudaError_t e = launch_reroute(args, stream);
-  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+  return status(e);
 }
 
 }  // namespace lora_jax

@@ -77,16 +77,16 @@ def f1(answers: Sequence[Sequence[Box]], examples: Sequence[Example], least: flo
 
     A box is right if a thing of its label, not yet found, overlaps it by `least` (IoU) or more.
     """
-    right = found = there = 0
+    right = found = num_things = 0
     for boxes, example in zip(answers, examples, strict=True):
         left: list[Any] = list(example.boxes)
-        found, there = found + len(boxes), there + len(left)
+        found, num_things = found + len(boxes), num_things + len(left)
         for box in sorted(boxes, key=lambda b: -b.score):
             fits = [t for t in left if t[0] == box.label and iou(box.box, t[1]) >= least]
             if fits:
                 left.remove(max(fits, key=lambda t: iou(box.box, t[1])))
                 right += 1
-    return 2 * right / max(found + there, 1)
+    return 2 * right / max(found + num_things, 1)
 
 
 def iou(one: Sequence[float], other: Sequence[float]) -> float:

@@ -73,8 +73,8 @@ def write_examples(model: pathlib.Path, sources: tasks.Sources, seed: int = 11) 
         for number, pixels in enumerate(example.images):
             images[name].append(f"examples/{task}{number or ''}.png")
             Image.fromarray(pixels).save(model / images[name][-1], optimize=True)
-    told = {"prompt": prompts.pop(""), "adapters": prompts, "images": images}
-    (model / "examples.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    content = {"prompt": prompts.pop(""), "adapters": prompts, "images": images}
+    (model / "examples.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -108,8 +108,8 @@ def _list(sources: Sources, rng: np.random.Generator) -> Example:
 
 def _any(sources: Sources, rng: np.random.Generator) -> Example:
     drawn, kinds = _scene(sources, rng)
-    asked = str(rng.choice(list(KINDS)))
-    return _one(drawn.image, f"Is there a {asked}?", "yes" if asked in kinds else "no")
+    kind = str(rng.choice(list(KINDS)))
+    return _one(drawn.image, f"Is there a {kind}?", "yes" if kind in kinds else "no")
 
 
 def _count(sources: Sources, rng: np.random.Generator) -> Example:

@@ -4,7 +4,7 @@
 // once for all of them. Per output element: the dot products of dot.h, times the scaling, then a
 // chain over the rank rows in order, then one addition to y and one rounding.
 //
-// A rank row in 8 bits has its scale, a float, in the 16 bytes behind its values, which are read as
+// A rank row in 8 bits has its scale, a float, in the tail behind its values, which are read as
 // they are: every type holds them exactly, and both scales of a rank multiply its h.
 #pragma once
 #include <algorithm>
@@ -16,6 +16,7 @@
 namespace lora_jax {
 
 constexpr int64_t kChunkRows = 12;
+constexpr int64_t kInt8Tail = 16;  // bytes behind a row's int8 values: their scale, and nothing
 constexpr int64_t kStripsAhead = 4;  // columns of B are fetched this many strips before their use
 template <class T>
 constexpr int64_t kLineElements = 64 / sizeof(T);
@@ -29,7 +30,7 @@ struct RankRow {
 template <>
 struct RankRow<int8_t> {
   static constexpr bool kScaled = true;
-  static int64_t stride(int64_t width) { return width + 16; }
+  static int64_t stride(int64_t width) { return width + kInt8Tail; }
   static float scale(const int8_t* row, int64_t width) {
     float value;
     std::memcpy(&value, row + width, sizeof(value));

@@ -1,8 +1,9 @@
 """4-bit codes made plain in the registers of wgmma's first operand, for the Mosaic GPU kernel.
 
-A thread reads four bytes of a row, eight codes; wgmma wants of its four neighbouring threads that
-each has one byte in four. Two exchanges with them transpose the bytes. A byte's two codes, an even
-column and the next, are then one register of two bfloat16.
+A thread reads four bytes of a row, eight codes. In the order of FRAGMENTS they are what wgmma wants
+of it: a register of two bfloat16 is of codes of either half-word. In the order of ROWS wgmma wants
+of four neighbouring threads that each has one byte in four: two exchanges with them transpose the
+bytes, whose two codes, an even column and the next, are then one register.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from lora_jax.ops.grouped_matmul.weights import first_integer, is_e2m1
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, first_integer, is_e2m1, unpacked
 from lora_jax.typing import Array
 
 CHUNK = 32  # codes of a row that four threads hold, eight each
@@ -30,6 +31,7 @@ class Decoding:
     group: int
     narrow: bool  # scales are bfloat16
     zeros: bool
+    order: str = ROWS
 
     @property
     def first_integer(self) -> int | None:
@@ -75,7 +77,7 @@ def interpreted(
     decoding: Decoding,
 ) -> Array:
     """Return the same by operations that the interpreter has."""
-    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
+    pairs = unpacked(codes, decoding.order)
     values = jnp.zeros(pairs.shape, jnp.float32)
     for code, value in enumerate(decoding.table):
         values = jnp.where(pairs == code, jnp.float32(value), values)
@@ -96,9 +98,10 @@ def _decoded(
     found = np.empty(layout.registers_shape(shape), dtype=object)
     words, out = codes.registers.reshape(tiles, -1, 2), found.reshape(tiles, -1, 2)
     scaled, zeroed = ([a.registers.reshape(tiles, 2) for a in some] for some in (scales, zeros))
-    exchange, pairs = _exchange(), _pairs(decoding)
+    exchange, pairs = _exchange() if decoding.order == ROWS else None, _pairs(decoding)
     for tile, chunk, half in np.ndindex(words.shape):
-        word = exchange(mgpu.utils.bitcast(words[tile, chunk, half], _i32_type()))
+        word = mgpu.utils.bitcast(words[tile, chunk, half], _i32_type())
+        word = exchange(word) if exchange else word
         group = chunk * CHUNK // decoding.group
         of_group = [_scalar(a[group][tile, half]) for a in (scaled, zeroed) if a]
         for i, register in enumerate(pairs(word, *of_group)):
@@ -162,8 +165,10 @@ def _pairs(decoding: Decoding) -> Callable[..., list[ir.Value]]:
     elif decoding.e2m1:
         values = _FLOATS
     else:
-        return _looked_up(decoding.table)
+        return _looked_up(decoding.table, decoding.order)
     scaled = _SCALED_NARROW if decoding.narrow else _SCALED
+
+    in_words = decoding.order == FRAGMENTS
 
     def pairs(word: ir.Value, scale: ir.Value, zero: ir.Value | None = None) -> list[ir.Value]:
         shifted, base = arith.shrui(word, _i32(4)), _i32(0)
@@ -173,9 +178,10 @@ def _pairs(decoding: Decoding) -> Callable[..., list[ir.Value]]:
                 base = arith.addi(base, arith.muli(zero, _i32(0x10001)))
         found = []
         for i in range(4):
+            chosen = f"shr.u32 codes, $1, {4 * i};" if in_words else _BYTE.format(4 + i, i)
             text = f"""{{
             .reg .b32 codes, value, low, high;
-            prmt.b32 codes, $1, $2, 0x0{4 + i}0{i};
+            {chosen}
             {values}
             {scaled}
             }}"""
@@ -186,6 +192,8 @@ def _pairs(decoding: Decoding) -> Callable[..., list[ir.Value]]:
     return pairs
 
 
+# Both codes of a byte, in the low bits of two halves.
+_BYTE = "prmt.b32 codes, $1, $2, 0x0{}0{};"
 # Of codes in the low bits of two halves, two bfloat16 `value`. 128 plus a code is the bits of 128
 # and the code's.
 _INTEGERS = """lop3.b32 value, codes, 0x000f000f, 0x43004300, 0xea;
@@ -207,7 +215,7 @@ mul.rn.f32 high, high, $3;
 cvt.rn.bf16x2.f32 $0, high, low;"""
 
 
-def _looked_up(table: tuple[float, ...]) -> Callable[..., list[ir.Value]]:
+def _looked_up(table: tuple[float, ...], order: str) -> Callable[..., list[ir.Value]]:
     """Return a decoder of any table: each thread holds one code's value and is asked for it."""
     f32, lane = ir.F32Type.get(), arith.remui(_lane(), _i32(16))
     values = [arith.constant(f32, ir.FloatAttr.get(f32, value)) for value in table]
@@ -225,7 +233,8 @@ def _looked_up(table: tuple[float, ...]) -> Callable[..., list[ir.Value]]:
     }"""
 
     def pairs(word: ir.Value, scale: ir.Value) -> list[ir.Value]:
-        codes = [arith.shrui(word, _i32(4 * n)) for n in range(8)]
+        places = range(8) if order == ROWS else (0, 4, 1, 5, 2, 6, 3, 7)
+        codes = [arith.shrui(word, _i32(4 * n)) for n in places]
         return [
             _pair(_asm([held, *both, scale], text, "=r,f,r,r,f", ordered=True))
             for both in zip(codes[::2], codes[1::2], strict=True)

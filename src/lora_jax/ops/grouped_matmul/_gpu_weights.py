@@ -63,7 +63,7 @@ def _form_of(op: str, w: Weight) -> Form:
         if size % _gpu_codes.CHUNK or (step % size and size % step):
             raise Declined(f"{op} on Mosaic GPU takes no groups of {size} weights")
         narrow, zeros = w.scales.dtype == jnp.bfloat16, w.zeros is not None
-        decoding = Decoding(w.table, size, narrow, zeros)
+        decoding = Decoding(w.table, size, narrow, zeros, w.order)
         if zeros and decoding.first_integer is None:
             raise Declined(f"{op} on Mosaic GPU takes zero points beside integers only")
         return Form(4, step, size, decoding)

@@ -6,7 +6,7 @@ import numpy as np
 
 from lora_jax.ops.cpu import build
 from lora_jax.ops.dispatch import Declined
-from lora_jax.ops.grouped_matmul.weights import CodedWeight, ScaledWeight, Weight
+from lora_jax.ops.grouped_matmul.weights import ROWS, CodedWeight, ScaledWeight, Weight
 from lora_jax.typing import Array, Float, Int
 
 CODE_STEP, VALUE_STEP = 32, 16  # weights that the kernel decodes at a time
@@ -24,6 +24,8 @@ def grouped_matmul(
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
     kind = x.dtype.name
     if isinstance(w, CodedWeight):
+        if w.order != ROWS:
+            raise Declined(f"codes in the order of {w.order}, not of {ROWS}")
         if w.group_size % CODE_STEP:
             raise Declined(f"groups of {w.group_size} weights are no multiples of {CODE_STEP}")
         zeros = jnp.zeros((0, 0, 0), jnp.uint8) if w.zeros is None else w.zeros

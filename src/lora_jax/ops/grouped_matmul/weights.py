@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lora_jax.typing import Array, Float
+from lora_jax.typing import Array, Float, UInt8
 
 _BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 _SCALES = (jnp.float32, jnp.bfloat16)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+ROWS, FRAGMENTS = "rows", "fragments"  # orders of codes
+FRAGMENT = 32  # codes of a row that FRAGMENTS reorders among themselves
 
 
 @jax.tree_util.register_dataclass
@@ -23,10 +25,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class CodedWeight:
     """Four bits a weight: w[n, k] = (table[code[n, k]] - zeros[n, g]) * scales[n, g].
 
-    g = k // group_size; a group is d_in / groups weights of one row. Code 2j of a row is the low
-    half of its byte j, code 2j + 1 the high half. Leading axes are those of the array it stands
-    for. Without `zeros` nothing is subtracted; with them `table` holds integers, so that the
-    difference is exact.
+    g = k // group_size; a group is d_in / groups weights of one row. Leading axes are those of the
+    array it stands for. In the order of ROWS code 2j of a row is the low half of its byte j, code
+    2j + 1 the high half. FRAGMENTS is what tensor cores want: of each 32 codes, word t of four has
+    the codes of columns 8q + 2t + h, q < 4 and h < 2, in its bits from 16h + 4q on. Without `zeros`
+    nothing is subtracted; with them `table` holds integers, so that the difference is exact.
     """
 
     codes: Any  # uint8 [*lead, d_out, d_in / 2]
@@ -34,6 +37,7 @@ class CodedWeight:
     zeros: Any  # uint8 [*lead, d_out, groups], or None
     table: tuple[float, ...] = dataclasses.field(metadata={"static": True})  # of 16 float32 values
     dtype: Any = dataclasses.field(metadata={"static": True})
+    order: str = dataclasses.field(default=ROWS, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,6 +68,13 @@ class CodedWeight:
                 raise ValueError(f"{name}: {part} {array.shape} do not fit codes, want {want}")
         if not groups or self.shape[-1] % groups or self.group_size % 2:
             raise ValueError(f"{name}: {groups} groups do not divide d_in {self.shape[-1]}")
+        if self.order not in (ROWS, FRAGMENTS) or (
+            self.order == FRAGMENTS and self.shape[-1] % FRAGMENT
+        ):
+            raise ValueError(
+                f"{name}: order {self.order} of {self.shape[-1]} codes, want {ROWS}, or "
+                f"{FRAGMENTS} of a multiple of {FRAGMENT}"
+            )
         if (
             len(self.table) != 16
             or self.codes.dtype != jnp.uint8
@@ -76,8 +87,8 @@ class CodedWeight:
 
     def plain(self) -> Float[Array, "*lead d_out d_in"]:
         """Return the array that this stands for."""
-        halves = jnp.stack([self.codes & 15, self.codes >> 4], axis=-1).reshape(self.shape)
-        values = jnp.take(jnp.asarray(self.table, jnp.float32), halves.astype(jnp.int32))
+        codes = unpacked(self.codes, self.order).astype(jnp.int32)
+        values = jnp.take(jnp.asarray(self.table, jnp.float32), codes)
         by_group = values.reshape(*self.scales.shape, self.group_size)
         if self.zeros is not None:
             by_group = by_group - self.zeros.astype(jnp.float32)[..., None]
@@ -132,6 +143,21 @@ class ScaledWeight:
 QUANTISED = (CodedWeight, ScaledWeight)
 Weight = Float[Array, "groups d_out d_in"] | CodedWeight | ScaledWeight
 Matrix = Float[Array, "d_out d_in"] | CodedWeight | ScaledWeight
+
+
+def unpacked(codes: UInt8[Array, "*lead bytes"], order: str) -> UInt8[Array, "*lead d_in"]:
+    """Return the codes of rows, a byte each, in the order of columns."""
+    halves = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    if order == FRAGMENTS:  # [..., t, h, q] to [..., q, t, h]
+        halves = jnp.moveaxis(halves.reshape(*codes.shape[:-1], -1, 4, 2, 4), -1, -3)
+    return halves.reshape(*codes.shape[:-1], -1)
+
+
+def in_fragments(codes: UInt8[Array, "*lead bytes"]) -> UInt8[Array, "*lead bytes"]:
+    """Return codes in the order of ROWS in that of FRAGMENTS; 16 divides `bytes`."""
+    by_column = unpacked(codes, ROWS).reshape(*codes.shape[:-1], -1, 4, 4, 2)
+    pairs = jnp.moveaxis(by_column, -3, -1).reshape(*codes.shape, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def first_integer(table: tuple[float, ...]) -> int | None:

@@ -6,13 +6,14 @@
 namespace {
 template <Coding C, int G>
 cudaError_t launch(const FewRowsCall& call) {
-  return call.gated ? launch_few_rows<C, G, 16, 2, true>(call, nullptr) : launch_few_rows<C, G, 16, 1, false>(call, nullptr);
+  return call.gated ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, nullptr)
+                    : launch_few_rows<C, G, 16, 4, 1, false, 3>(call, nullptr);
 }
 }  // namespace
 
 extern "C" {
 
-// shape: rows, groups, d_out, d_in, scale groups, base.
+// shape: rows, groups, d_out, d_in, scale groups, value of code 0.
 int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_scales, const void* up_scales,
              const float* table, const int* sizes, const Bf16* bias, const void* gate_addend, const void* up_addend,
              int wide, Bf16* y, const int* shape, int coding) {
@@ -23,7 +24,7 @@ int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_s
   p.addends[0] = gate_addend, p.addends[1] = up_addend, p.addends_wide = wide;
   p.rows = shape[0], p.groups = shape[1], p.d_out = shape[2], p.d_in = shape[3], p.scale_groups = shape[4];
   p.scale_columns = shape[3] / shape[4];
-  p.base = static_cast<uint32_t>(shape[5]);
+  p.first = static_cast<float>(shape[5]);
   std::memcpy(p.table, table, sizeof p.table);
   switch (static_cast<Coding>(coding)) {
     case Coding::kFloat8: return launch<Coding::kFloat8, 128>(call);

@@ -141,6 +141,7 @@ inline uint32_t lds32(uint32_t address) {
   std::memcpy(&v, emu::at_shared(address), 4);
   return v;
 }
+inline uint2 lds64(uint32_t address) { return {lds32(address), lds32(address + 4)}; }
 inline void sts32(uint32_t address, uint32_t x) {
   if (address % 4) emu::fail("a store of 4 bytes off its boundary");
   std::memcpy(emu::at_shared(address), &x, 4);
@@ -232,6 +233,10 @@ inline uint32_t subtract_bf16x2(uint32_t a, uint32_t b) {
 }
 inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   return bf16x2(emulated_half(a, 0) * emulated_half(b, 0), emulated_half(a, 1) * emulated_half(b, 1));
+}
+inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  const auto one = [&](int i) { return static_cast<float>(double{emulated_half(a, i)} * emulated_half(b, i) + emulated_half(c, i)); };
+  return bf16x2(one(0), one(1));
 }
 inline uint32_t add_bf16x2(uint32_t y, float lo, float hi) {
   return bf16x2(emulated_half(y, 0) + lo, emulated_half(y, 1) + hi);

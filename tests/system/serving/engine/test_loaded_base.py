@@ -21,7 +21,7 @@ def test_the_dtype_is_the_files_or_the_one_asked_for(tmp_path, caplog, asked, lo
     tiny_checkpoint.write_model(folder, SHAPE)
     config = EngineConfig(str(folder), dtype=asked)
     with caplog.at_level(logging.INFO, logger="serving"):
-        model, model_config, dtype = load_model(config, source_of(config, None), None)
+        model, model_config, dtype, _ = load_model(config, source_of(config, None), None)
     assert dtype == loaded
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model.embed))} == {jnp.dtype(loaded)}
     assert model_config.hidden_size == 16

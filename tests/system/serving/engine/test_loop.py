@@ -45,6 +45,9 @@ class Runner:
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
         self.order, self.status = [], None
 
+    def run_cold(self):
+        return False
+
     def dispatch(self, plan):
         self.trouble(plan)
         self.order.append("short" if plan.is_short else "dispatch")
@@ -80,6 +83,9 @@ class NeverThere:
 
     def is_resident(self, digest):
         return self.slot is not None
+
+    def protect(self, digests):
+        pass
 
     def pool_of(self, digest):
         return None

@@ -31,6 +31,14 @@ def test_rows_are_of_the_model_unless_they_are_in_8_bits():
     assert coded.sites["q_proj", 0].b.dtype == np.int8
 
 
+def test_rows_that_are_copied_are_kept_as_the_device_has_them_unless_they_are_merged():
+    weights = cases.weights(cases.llama(), 2)
+    for changes, dtype in (({}, BFLOAT16), ({"merge_adapter": "law"}, np.float32)):
+        config = EngineConfig(model="m", **changes)
+        kept = host_form(config, cases.llama(), None, copied_as=BFLOAT16)(weights)
+        assert kept.sites["q_proj", 0].b.dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("changes", "server", "reason"),
     [

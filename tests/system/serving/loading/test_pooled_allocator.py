@@ -65,6 +65,35 @@ def test_what_leaves_is_free_when_its_steps_have_been_read():
     room.check_integrity()
 
 
+def test_an_adapter_that_a_request_names_is_worth_a_use_more_and_a_held_one_stays():
+    _, allocator, _ = make(60, slots=2)
+    for weights in (ONE, TWO):
+        allocator.place(weights)
+        come(allocator, weights.digest)
+    allocator.is_needed = lambda digest: digest == "one"
+    offer = allocator.offer()
+    assert offer is not None
+    offer.give()
+    assert allocator.resident() == ("one",)
+    allocator.protect(frozenset({"one"}))
+    assert allocator.offer() is None
+    allocator.protect(frozenset())
+    assert allocator.offer() is not None
+
+
+def test_what_a_device_copies_by_itself_begins_in_one_step():
+    room, allocator, _ = make(60)
+    slots = init_slots(CATALOGUE, SlotsSpec(3, {}), FLOAT, rows=room.rows.arrays)
+    small = room.jobs(allocator, 1 << 10)(allocator.place(ONE), slots)
+    large = room.jobs(allocator, 1 << 27)(allocator.place(TWO), slots)
+    assert small.remaining > 8
+    assert large.remaining == 2
+    large.advance(slots, 8)
+    assert large.done
+    small.advance(slots, 8)
+    assert not small.done
+
+
 def test_an_adapter_without_a_slot_has_the_least_valuable_leave():
     room, allocator, _ = make(60, slots=2)
     for weights in (ONE, TWO):

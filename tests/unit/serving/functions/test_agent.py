@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.processes.process_facts import ended, held
@@ -17,8 +19,10 @@ from support.processes.server_process import ROOT
 
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
-from serving.functions.agent import _keep
+from serving.functions.agent import GPU_JAIL, _keep
+from serving.functions.processes import Ends
 from serving.functions.room import Room
+from serving.functions.running import Running
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_loras": 1}
@@ -172,6 +176,89 @@ def test_a_killed_guard_stops_no_function_and_its_backup_finds_equal_digests(apa
     assert (law.changed(), law.pid) == ([], pid)
 
 
+def bare(**parts) -> Agent:
+    """Return an agent of these parts alone."""
+    agent = Agent.__new__(Agent)
+    empty = {"_functions": {}, "_folders": {}, "_naming": threading.Lock(), "_ends": Ends()}
+    vars(agent).update(empty | {"_tenants": None} | parts)
+    return agent
+
+
+def test_a_start_holds_up_no_other_and_one_that_fails_leaves_no_name():
+    reached, go = threading.Event(), threading.Event()
+
+    def start(name, folder):
+        if name == "bad":
+            raise ValueError("rank 99 is above the limit")
+        if name == "slow":
+            reached.set()
+            assert go.wait(60)
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return Running(ours, 1, {})
+
+    agent, ends = bare(_start=start), []
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(agent.function, name="slow")
+        assert reached.wait(60)
+        same = pool.submit(agent.function, name="slow")
+        assert agent.function(name="slow", lazy=True).state == "starting"
+        assert agent.function(name="quick").state == "running"
+        with pytest.raises(ValueError, match="rank 99"):
+            agent.function(name="bad")
+        go.set()
+        assert same.result(60) is slow.result(60)
+    assert {*agent.functions} == {"slow", "quick"}
+    for one in (*agent.functions.values(), *ends):
+        one.close()
+
+
+def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["cat"], stdin=theirs)  # until its connection ends
+    ended_before = []
+    renew = lambda: ended_before.append(process.poll() is not None)  # noqa: E731
+    agent = bare(_published=SimpleNamespace(condemn=lambda why: [ours], renew=renew))
+    with ours:
+        agent._ends.note(ours, process.pid)
+        agent._fail_over(["embedding"])
+    assert ended_before == [True]
+
+
+def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
+    """So both are within the room of one."""
+    events = []
+
+    def launch(order, programs):
+        events.append(("start", order["name"], programs["writes"]))
+        return order["name"], 1, {"ready": not programs.get("demands")}
+
+    ended = lambda connection: events.append(("end", connection))  # noqa: E731
+    agent = bare(_launch=launch, _end=ended, _filling=threading.Lock(), _filled=False)
+    for _ in range(2):
+        agent._launch_function({"name": "law"})
+    made = [("start", "programs", True), ("end", "programs")]
+    first = ("start", "law", False)
+    assert events == [first, ("end", "law"), *made, first, first]
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "isolation", "writes", "jail"),
+    [
+        ("cpu", "", "process", True, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "none", False, None),
+        ("gpu", "", "process", False, None),
+        ("gpu", "1", "process", False, {"memory_bytes": None, "gpus": True}),
+        ("gpu", "1", "process", True, None),  # it starts XLA's assembler
+    ],
+)
+def test_which_processes_are_in_a_jail(device, asked, isolation, writes, jail, monkeypatch):
+    monkeypatch.setenv(GPU_JAIL, asked)
+    parts = {"_published": SimpleNamespace(device=device), "_isolation": isolation}
+    assert bare(_room=Room(7), **parts)._jail({"writes": writes}) == jail
+
+
 class Watched:
     """A function as the keep-alive thread sees it."""
 
@@ -191,8 +278,8 @@ def test_functions_that_nobody_calls_lose_their_process_and_expected_ones_get_th
     now = time.monotonic()
     idle = Watched((now - 1e6, now - 1e6 + 1), False)
     expected = Watched((now - 1500, now - 500), True)
-    agent, closing = Agent.__new__(Agent), threading.Event()
-    agent._functions, agent._room = {"idle": idle, "expected": expected}, Room(None)
+    closing = threading.Event()
+    agent = bare(_functions={"idle": idle, "expected": expected}, _room=Room(None))
     args = weakref.ref(agent), closing, 0.01
     thread = threading.Thread(target=_keep, args=args)
     thread.start()

@@ -88,7 +88,7 @@ def test_a_function_cannot_plant_a_program_that_others_would_load(tmp_path, writ
     """The one process that makes programs has no adapter."""
     programs = {"kind": "functions", "writes": writes}
     order = {"model": MODEL, "adapter": None, "fields": {}, "programs": programs}
-    order["jail"] = {"memory_bytes": None}
+    order["jail"] = {"memory_bytes": None, "gpus": False}
     machine = program_cache._machine()
     for folder in ("programs/functions", "programs/functions/steps"):
         (tmp_path / folder / machine).mkdir(parents=True, mode=0o700)

@@ -77,6 +77,22 @@ def test_what_is_others_is_refused(said):
         assert outcome[name] == "PermissionError", name
 
 
+GPUS = """
+import os
+from serving.functions import jail
+failed = jail.enter(jail.code_folders([]), [], gpus=True)
+path = f"/proc/self/task/{os.getpid()}/comm"
+with open(path, "r+") as comm:  # as CUDA's driver does at its start
+    comm.write("named")
+print([what for what in failed if "Landlock" in what], open(path).read().strip())
+"""
+
+
+def test_a_process_with_gpus_may_name_its_threads():
+    done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith("named\n"), done.stderr
+
+
 def test_folders_of_code_hold_no_private_path(monkeypatch):
     odd = types.ModuleType("odd")
     odd.__path__ = 1  # torch.classes answers any name with something that is no list

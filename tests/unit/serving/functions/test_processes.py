@@ -1,6 +1,8 @@
 """Processes of an agent: reasons of those that do not get ready; forks are in test_agent.py."""
 
+import signal
 import socket
+import subprocess
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +10,7 @@ import pytest
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.functions import processes
-from serving.functions.processes import Zygote, expect
+from serving.functions.processes import Ends, Zygote, expect
 
 
 def test_a_process_that_is_not_ready_says_why_or_has_ended():
@@ -55,3 +57,19 @@ def test_a_child_of_a_zygote_that_ended_has_no_connection_to_its_successors_chil
         ours.send(b"x")
         assert second.recv(1) == b"x"
     one.close()
+
+
+def test_a_process_is_waited_for_and_killed_if_it_stays():
+    ends, ours, theirs = Ends(), *socket.socketpair()
+    with theirs:
+        leaves = subprocess.Popen(["cat"], stdin=theirs)  # until its connection ends
+    ends.note(ours, leaves.pid)
+    ours.close()
+    ends.wait([ours])
+    assert leaves.wait(0) == 0
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stays = subprocess.Popen(["sleep", "60"])
+        ends.note(ours, stays.pid)
+        ends.wait([ours, theirs], 0.01)  # of the other one nothing is known
+        assert stays.wait(0) == -signal.SIGKILL

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.processes.server_process import ROOT
 
 from lora_jax.memory.wire import receive_header
 
@@ -18,3 +19,22 @@ def test_the_zygote_says_that_it_is_ready_and_leaves_with_its_agent():
     with ours:
         assert receive_header(ours) == {"ready": True}
     assert process.wait(120) == 0
+
+
+PREPARE = """
+import sys
+from jax._src import xla_bridge
+from lora_jax.models.loader import read_config, wanted_dtype
+from lora_jax.models.registry import _abstract
+from serving.functions import jail, zygote
+zygote._prepare("cpu", sys.argv[1], None)
+assert _abstract.cache_info().currsize == jail._folders_of.cache_info().currsize == 1
+assert not xla_bridge.backends_are_initialized()
+"""
+
+
+@pytest.mark.long
+def test_what_is_prepared_before_a_fork_touches_no_device():
+    """CUDA does not survive a fork."""
+    command = [sys.executable, "-c", PREPARE, str(ROOT / "assets" / "tiny-moe")]
+    subprocess.run(command, check=True, timeout=120)

@@ -72,7 +72,7 @@ def test_a_wrong_secret_is_sent_away_and_the_right_one_still_comes(port, caplog)
         for connection in (found[1], follower.result()[0]):
             connection.close()
     assert first.is_set()
-    assert "is no member: a wrong secret" in caplog.text
+    assert "is no member of this instance: a wrong secret" in caplog.text
 
 
 def test_a_leader_without_the_secret_is_not_followed(port):

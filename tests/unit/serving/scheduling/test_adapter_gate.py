@@ -132,8 +132,23 @@ def test_a_late_hit_of_a_drained_adapter_does_not_keep_an_earlier_one_out():
     fixture.round(WAIT_S / 2, waiter)
     fixture.gate.leave(holder)
     fixture.gate.start_round()
-    assert fixture.gate.hold([later, earlier], 2, WAIT_S / 2) == [earlier]
+    assert fixture.gate.hold([later, earlier], 2) == {"b"}
     assert not fixture.gate.is_waiting(later)
+
+
+def test_holding_an_adapter_is_no_use_of_it_and_lasts_until_the_next_call():
+    fixture = Gate()
+    waiting = [make(0, "c"), make(1, "a"), make(2, "a"), make(3, "b")]
+    fixture.round(0.0, make(9, "b"))
+    order = list(fixture.residency.order)
+    assert fixture.gate.hold(waiting, 2) == {"a"}, "b has a user, c is not there"
+    assert fixture.residency.protected == {"a"}
+    assert (fixture.residency.users, fixture.residency.order) == ({"b": 1}, order)
+    assert fixture.round(0.0, waiting[0]) == [False]
+    assert fixture.residency.loads == ["a", "b"], "c takes nobody's place"
+    assert fixture.gate.hold(waiting, 0) == set()
+    assert fixture.round(0.0, waiting[0]) == [False]
+    assert fixture.residency.loads == ["a", "b", "c"]
 
 
 def test_a_waiter_that_went_away_drains_nobody():

@@ -10,12 +10,13 @@ class Side:
 
     def __init__(self, *things: tuple[float, int]):
         self.things, self.pages_leaving, self.gone = sorted(things), 0, []
+        self.seconds = 0.0
 
     def offer(self):
         if not self.things:
             return None
         value, pages = self.things[0]
-        return Offer(value, pages, self.give)
+        return Offer(value, pages, self.give, self.seconds)
 
     def give(self):
         self.gone.append(self.things.pop(0))
@@ -92,32 +93,64 @@ def test_nothing_to_give_up_is_no_error():
 
 
 def test_seconds_follow_what_was_measured():
-    clock = SimpleNamespace(now=0.0)
-    pool = SimpleNamespace(page_bytes=4096, num_pages=80, num_available=0)
-    made = PageExchange(pool, clock=lambda: clock.now)
+    made = exchange(0)
     before = made.compute_s(1000), made.load_s(1 << 20)
     for number in range(80):
         made.planned(number * 1.0)
         made.completed(100, number + 0.5)  # 200 tokens a second
-        clock.now = number * 1.0
-        made.wanted("a")
-        clock.now += 0.005
-        made.wanted("a")
-        clock.now += 0.005
+        made.spent(0.010)
         made.came("a", 1 << 20)
     assert before[0] < 1.0 < 4.9 < made.compute_s(1000) < 5.2
     assert before[1] < 0.002 < 0.009 < made.load_s(1 << 20) < 0.011
-    made.came("b", 1 << 20)  # nobody has asked for it
-    made.wanted("c")
-    clock.now += 60.0  # its request had gone
-    made.wanted("c")
-    made.came("c", 1 << 20)
-    assert 0.008 < made.load_s(1 << 20) < 0.011
+    for _ in range(80):
+        made.came("a", 1 << 20)  # copied by nobody's time but the bus's
+    assert 0 < made.load_s(1 << 20) < 0.0005
     made.planned(100.0)
     made.planned(100.1)
     made.completed(4, 101.0)  # no prompt
     made.completed(500, 103.5)  # began when the one before had ended
     assert 4.9 < made.compute_s(1000) < 5.2
+
+
+def test_a_claim_has_others_lose_no_more_than_its_wait_has_cost():
+    """A step of half a second; of four sequences one waits, so each step costs an eighth."""
+    side = Side((1.0, 2))
+    made = exchange(0, side)
+    side.seconds = 0.3
+    for number in range(80):
+        made.planned(number * 1.0)
+        made.completed(1, number + 0.5)
+    for waited in (0.0, 0.125, 0.25):
+        made.start_step(4)
+        assert not made.claim(2, side, own=True)
+        assert not side.gone, f"{waited} s of waiting are worth less than 0.3 s"
+    made.start_step(4)
+    assert not made.claim(2, side, own=True)
+    assert side.gone == [(1.0, 2)]
+
+
+def test_no_claim_is_looked_at_after_one_that_found_nothing_to_take():
+    made = exchange(1, Side())
+    made.start_step(4)
+    assert made.claim(1, Side(), own=True)
+    assert not made.is_spent
+    assert not made.claim(2, Side(), own=True)
+    assert made.is_spent
+    made.start_step(4)
+    assert not made.is_spent
+
+
+def test_what_is_urgent_does_not_count_seconds():
+    side, idle = Side((1.0, 2)), Side((1.0, 2))
+    side.seconds = idle.seconds = 9.0
+    made = exchange(0, side)
+    made.start_step(4)
+    assert not made.claim(2, side, own=True, urgent=True)
+    assert side.gone == [(1.0, 2)]
+    made = exchange(0, idle)
+    made.start_step(0)  # nothing runs
+    assert not made.claim(2, idle, own=True)
+    assert idle.gone == [(1.0, 2)]
 
 
 def test_shares_add_up():

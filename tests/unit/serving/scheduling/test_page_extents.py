@@ -127,9 +127,41 @@ def test_an_adapter_that_is_worth_less_than_any_cached_page_is_waited_for():
     assert extents.want(2)
     assert side.pages_leaving == 2, "once is enough"
     extents.start_step(0)
-    assert not exchange.is_short
     assert extents.want(9), "more than there is: whatever it is worth"
     assert memory.num_available == 0
+
+
+def test_the_least_valuable_cached_page_goes_first_not_the_oldest():
+    _, _, cache, extents = make(pool=4, least=8)
+    old = cached(cache, 1, 3)
+    cache.free(cache.match(old))  # matched: worth more
+    new = cached(cache, 2, 5)
+    pages = cache.allocate(2)
+    assert len(cache.match(old)) == 3
+    assert len(cache.match(new)) == 3, "later pages of a prompt go before earlier ones"
+    cache.free(pages)
+    extents.check_integrity()
+
+
+def test_a_page_that_was_computed_once_is_worth_its_chance_of_a_match():
+    _, _, cache, extents = make(pool=4, least=2)
+    for number in range(100):
+        cached(cache, number, 4)  # nobody asks for it again
+    assert extents._chance < 0.1
+    for number in range(100, 200):
+        cache.free(cache.match(cached(cache, number, 4)))
+    assert extents._chance > 0.9
+
+
+def test_extents_with_the_pages_that_sequences_may_need_are_not_offered():
+    _, _, cache, extents = make(pool=6, least=2)
+    extents.want(12)
+    extents.start_step(5)
+    assert cache.num_free == 12
+    offer = extents.offer()
+    assert offer is not None
+    offer.give()
+    assert extents.offer() is None, "5 of 8 may be needed soon"
 
 
 def test_random_walk():

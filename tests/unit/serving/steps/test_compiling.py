@@ -1,17 +1,20 @@
 """Order in which programs are compiled or read."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from serving.steps.compiling import compile_all, read_kept
 from serving.steps.kept_steps import KeptProgram
+from serving.steps.model_runner import ModelRunner
 
 
 class Program(KeptProgram):
     """Notes its compiling; waits for `may` before."""
 
     is_kept = True
+    is_ready = False
 
     def __init__(self, may: threading.Event | None = None, error: Exception | None = None):
         self.done, self._may, self._error = threading.Event(), may, error
@@ -61,3 +64,20 @@ def test_the_bar_names_what_is_lowered_and_compiled(capsys):
     said = capsys.readouterr().err
     assert "lowers 8 tokens" in said
     assert "lowers 32 tokens; compiles 8 tokens" in said
+
+
+def test_programs_that_were_read_run_on_nothing_while_there_is_no_work():
+    """As a start that compiles them has each of them run once."""
+    read, late = Program(), Program()
+    read.is_ready, late.is_ready, ran = True, False, []
+    runner = ModelRunner.__new__(ModelRunner)
+    runner._cold = [(1, read), (2, late)]
+    runner._inputs = SimpleNamespace(empty_table=lambda: "empty")
+    runner._run = lambda table, program: ran.append((table, program))
+    assert runner.run_cold()
+    assert runner.run_cold()
+    assert ran == [("empty", 1)]
+    late.is_ready = True
+    assert not runner.run_cold()
+    assert ran == [("empty", 1), ("empty", 2)]
+    assert not runner.run_cold()

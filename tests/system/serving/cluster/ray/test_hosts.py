@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
+from support.processes.compiler import compile_fast
 from support.processes.server_process import ROOT, free_port, post, wait_healthy
 
 pytest.importorskip("ray")
 NODES = ROOT / "tests" / "support" / "processes" / "ray_nodes.py"
+PROMPT_S = 20  # until 503 on a busy machine; a quiet one took 0.3 s (killed), 3.9 s (stopped)
 SIZES = "--max-loras 2 --max-lora-rank 4 --max-num-seqs 4 --max-num-batched-tokens 8"
 
 
@@ -29,6 +31,7 @@ class RayNodes:
         (folder / "token").chmod(0o600)
         self.env = {name: value for name, value in os.environ.items() if "RAY_" not in name}
         self.env |= {"JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+        compile_fast(self.env)  # each member compiles every program, and again after a loss
         self.open_env = self.env | {"RAY_AUTH_MODE": "disabled"}
         self.env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
         with (folder / "nodes.log").open("w") as log:
@@ -93,7 +96,7 @@ class Served:
             with error:
                 return error.code
 
-    def until(self, status, limit_s=280.0):
+    def until(self, status, limit_s=500.0):
         """Return, and print for -s, the seconds until /health gives this status."""
         began = time.monotonic()
         while self.status() != status:
@@ -127,7 +130,7 @@ def model(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_one_command_serves_on_two_hosts_and_outlives_a_member(model):
     """An instance over both: a killed member, a hung one, and a node without the token."""
     with contextlib.ExitStack() as stack:
@@ -154,7 +157,7 @@ def test_one_command_serves_on_two_hosts_and_outlives_a_member(model):
             assert "_raylet" not in Path(f"/proc/{pid}/maps").read_text()
 
         os.kill(first["node-1"], signal.SIGKILL)
-        assert server.until(503) < 5
+        assert server.until(503) < PROMPT_S
         assert server.status("/v1/completions", {"model": "a1", "prompt": [5]}) == 503
         server.until(200)
         assert {name: server.ask(name) for name in want} == want
@@ -162,7 +165,7 @@ def test_one_command_serves_on_two_hosts_and_outlives_a_member(model):
         assert not set(first.values()) & set(second.values())  # all of them ended together
 
         os.kill(second["node-1"], signal.SIGSTOP)
-        assert server.until(503) < 5
+        assert server.until(503) < PROMPT_S
         server.process.terminate()
         assert server.process.wait(60) == 0
         until_gone = time.monotonic() + 20
@@ -209,7 +212,7 @@ def test_a_host_that_hangs_is_found_and_another_one_takes_its_part(model):
         stack.callback(resume, hung)
         for pid in hung:
             os.kill(pid, signal.SIGSTOP)
-        assert server.until(503) < 5
+        assert server.until(503) < PROMPT_S
         server.until(200)
         assert server.ask("a1") == want
 
@@ -269,7 +272,7 @@ def answers(server, model):
         return None
 
 
-def until(condition, limit_s=280.0):
+def until(condition, limit_s=500.0):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end

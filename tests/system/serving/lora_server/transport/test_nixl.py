@@ -69,7 +69,8 @@ def test_between_hosts_both_sides_prove_that_they_know_a_secret():
     client.close()
 
 
-def test_a_transfer_that_fails_loses_the_server_until_it_is_joined_again(tmp_path):
+@pytest.mark.parametrize("broken", ["ended", "refused"])
+def test_a_transfer_that_fails_loses_the_server_until_it_is_joined_again(tmp_path, broken):
     fabric = Fabric()
     transport = ByNixl(fabric.agent)
     with connected(transport, TERMS, tmp_path) as (client, _):
@@ -77,9 +78,9 @@ def test_a_transfer_that_fails_loses_the_server_until_it_is_joined_again(tmp_pat
         x, ys, rows = batch(TERMS, np.random.default_rng(0), 8, base_share=0.2)
         step = exchange(client)
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
-        fabric.broken = True
+        fabric.broken = broken
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ABORTED]
-        fabric.broken = False
+        fabric.broken = ""
         wait_for(lambda: client.rejoin() == ())
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
 

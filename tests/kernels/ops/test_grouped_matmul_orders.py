@@ -1,0 +1,54 @@
+"""The order of 4-bit codes on a device: other bytes, the same values."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lora_jax.models.quantised.forms import SIGNED
+from lora_jax.ops.grouped_matmul import CodedWeight
+from lora_jax.ops.grouped_matmul.orders import for_kernels
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, in_fragments, unpacked
+
+
+def coded(d_in: int) -> CodedWeight:
+    codes = jax.random.bits(jax.random.key(0), (3, 8, d_in // 2), jnp.uint8)
+    scales = jax.random.uniform(jax.random.key(1), (3, 8, d_in // 16))
+    return CodedWeight(codes, scales, None, SIGNED, jnp.dtype("float32"))
+
+
+def test_fragments_are_what_the_docstring_says():
+    codes = np.arange(64, dtype=np.uint8) % 16
+    stored = np.asarray(in_fragments(jnp.asarray(codes[::2] | codes[1::2] << 4)))
+    words = stored.view("<u4").reshape(2, 4)
+    for piece, t, q, h in np.ndindex(2, 4, 4, 2):
+        want = codes[32 * piece + 8 * q + 2 * t + h]
+        assert words[piece, t] >> (16 * h + 4 * q) & 15 == want
+
+
+def test_a_gpu_has_the_same_values_in_fragments():
+    w = coded(96)
+    moved = for_kernels(w, "gpu")
+    assert (moved.order, moved.shape) == (FRAGMENTS, w.shape)
+    assert (np.asarray(moved.codes) != np.asarray(w.codes)).any()
+    np.testing.assert_array_equal(moved.plain(), w.plain())
+    np.testing.assert_array_equal(unpacked(moved.codes, FRAGMENTS), unpacked(w.codes, ROWS))
+    assert for_kernels(moved, "gpu") is moved
+
+
+@pytest.mark.parametrize(("d_in", "backend"), [(96, "cpu"), (48, "gpu")])
+def test_elsewhere_and_in_half_a_fragment_rows_stay(d_in, backend):
+    w = coded(d_in)
+    assert for_kernels(w, backend) is w
+
+
+def test_a_plain_weight_stays():
+    w = jnp.zeros((1, 8, 96))
+    assert for_kernels(w, "gpu") is w
+
+
+def test_an_unknown_order_is_refused():
+    w = coded(48)
+    for order in ("columns", FRAGMENTS):
+        with pytest.raises(ValueError, match=f"order {order} of 48 codes"):
+            CodedWeight(w.codes, w.scales, None, SIGNED, w.dtype, order).check("w")
