@@ -50,6 +50,7 @@ def make_runner(
     encoder = base.images and make_encoder(config, base.images, base.config, *where)
     sizes = _step_sizes(config, base)
     alone = base.split is None and link is None and not base.source.is_shared
+    waits = config.structured_outputs and alone
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
@@ -80,7 +81,7 @@ def make_runner(
         tell=teller(gang),
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
-        board=make_board(sizes, base.config.vocab_size) if alone else None,
+        board=make_board(sizes, base.config.vocab_size) if waits else None,
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
