@@ -26,7 +26,7 @@ from lora_jax.models.quantised import with_quantised
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.ops.grouped_matmul.orders import for_kernels
+from lora_jax.ops.grouped_matmul.orders import for_kernels, known_in_order, put_in_order
 from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
@@ -74,7 +74,8 @@ def load(
     loaded = []
     for name, (key, param) in params.items():
         weight = read_weight(param, plan[name], files, put(name), plain=plain)
-        loaded.append((key, param.replace(weight if place else for_kernels(weight))))
+        weight = for_kernels(weight) if place is None else known_in_order(weight)
+        loaded.append((key, param.replace(weight)))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
 
 
@@ -210,10 +211,17 @@ def _putter(name: str, *, split: Split | None, place: Place | None) -> Callable[
 
     def put(part: str, shape: tuple[int, ...], dtype: Any, axes: Axes, stored: int, fill: Fill):
         if place is not None:
-            return place(f"{name}#{part}" if part else name, shape, np.dtype(dtype), fill)
+            filled = functools.partial(_fill_in_order, fill) if part == "codes" else fill
+            return place(f"{name}#{part}" if part else name, shape, np.dtype(dtype), filled)
         return _on_devices(shape, dtype, axes, split, stored, fill)
 
     return put
+
+
+def _fill_in_order(fill: Fill, index: Index, codes: np.ndarray) -> None:
+    """Fill whole rows of 4-bit codes, in the order of this backend's kernels."""
+    fill(index, codes)
+    put_in_order(codes)
 
 
 def _on_devices(

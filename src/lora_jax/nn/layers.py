@@ -95,17 +95,16 @@ def apply_linears(
     In a split the outputs of one map are gathered before another one takes them, and adapters are
     added before that: to the same sums, and with rank rows of the local width.
     """
-    if has_split_inputs(maps[0].axes):
-        x = gather(x, routing.split)
-    ys = _apply_local(maps, x, routing)
-    pairs = zip(maps, ys, strict=True)
+    pairs = zip(maps, apply_local(maps, x, routing), strict=True)
     return tuple(gather(y, routing.split) if m.gives_whole else y for m, y in pairs)
 
 
-def _apply_local(
+def apply_local(
     maps: Sequence[Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return each map of x, of its outputs those of this device."""
+    if has_split_inputs(maps[0].axes):
+        x = gather(x, routing.split)
     modules, layer = [m.module for m in maps], maps[0].layer
     exchange = routing.exchange(modules, layer)
     if exchange is not None:
@@ -211,5 +210,11 @@ class Mlp(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows hidden"], routing: AdapterRouting
     ) -> Float[Array, "rows hidden"]:
+        return gather(self.local(x, routing), routing.split)
+
+    def local(
+        self, x: Float[Array, "rows hidden"], routing: AdapterRouting
+    ) -> Float[Array, "rows outputs"]:
+        """Return of the MLP's outputs those of this device, for a sum that is gathered."""
         gate, up = apply_linears((self.gate_proj, self.up_proj), x, routing)
-        return self.down_proj(silu_times(gate, up), routing)
+        return apply_local((self.down_proj,), silu_times(gate, up), routing)[0]

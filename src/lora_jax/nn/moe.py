@@ -249,8 +249,10 @@ class MoeBlock(nnx.Module):
             num_rows = routing.num_rows * self.moe.top_k
             expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
             out = self.experts(x[map.row_to_token], map, expert_routing)
-            y = gather(combine(out[map.inverse], weights), routing.split)
-        return y if self.shared_experts is None else y + self.shared_experts(x, routing)
+            y = combine(out[map.inverse], weights)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts.local(x, routing)
+        return gather(y, routing.split)
 
     def _with_own_experts(
         self,
@@ -258,12 +260,12 @@ class MoeBlock(nnx.Module):
         weights: Float[Array, "tokens k"],
         ids: Int[Array, "tokens k"],
         routing: AdapterRouting,
-    ) -> Float[Array, "tokens hidden"]:
+    ) -> Float[Array, "tokens outputs"]:
         """Return the weighted sum of rows that each device computes for its own experts.
 
         Rows of other devices' experts are in no group here, and have no adapter. Every device then
         has a part of the columns of every row, and sums a token's in the order of top-k, as one
-        device does; the sums are gathered.
+        device does: it is this device's part of the outputs.
         """
         assert routing.split is not None
         owner, local = local_index(ids, self.moe.num_experts // routing.split.size)
@@ -278,7 +280,7 @@ class MoeBlock(nnx.Module):
         out = self.experts(x[map.row_to_token], map, expert_routing)
         everywhere = swap(out[map.inverse], routing.split)
         outputs = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
-        return gather(combine(outputs, weights), routing.split)
+        return combine(outputs, weights)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
         """Bring the (token, expert) rows of every matrix together."""

@@ -1,12 +1,14 @@
 """The order of 4-bit codes on a device: other bytes, the same values."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lora_jax.models.quantised.forms import SIGNED
-from lora_jax.ops.grouped_matmul import CodedWeight
+from lora_jax.ops.grouped_matmul import CodedWeight, orders
 from lora_jax.ops.grouped_matmul.orders import for_kernels
 from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, in_fragments, unpacked
 
@@ -42,9 +44,22 @@ def test_elsewhere_and_in_half_a_fragment_rows_stay(d_in, backend):
     assert for_kernels(w, backend) is w
 
 
+def test_codes_that_a_host_places_are_reordered_there(monkeypatch):
+    """As in an arena that other processes read: on a GPU in fragments, elsewhere as they are."""
+    w = coded(96)
+    for backend, order in (("cpu", ROWS), ("gpu", FRAGMENTS)):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        codes = np.array(w.codes)
+        orders.put_in_order(codes)
+        placed = orders.known_in_order(dataclasses.replace(w, codes=jnp.asarray(codes)))
+        assert placed.order == order
+        np.testing.assert_array_equal(placed.plain(), w.plain())
+
+
 def test_a_plain_weight_stays():
     w = jnp.zeros((1, 8, 96))
     assert for_kernels(w, "gpu") is w
+    assert orders.known_in_order(w) is w
 
 
 def test_an_unknown_order_is_refused():

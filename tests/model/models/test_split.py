@@ -139,8 +139,8 @@ def with_adapters(catalogue, split, dtype):
     return slots
 
 
-def forward(folder, split, dtype):
-    """Logits of the real tokens of a step, and the KV pages after it."""
+def step_of(folder, split, dtype):
+    """A step over the devices that gives the KV pages and logits, and its arguments."""
     model, config = make_dummy(folder, dtype=dtype, split=split)
     slots = with_adapters(model.catalogue(config), split, dtype)
     shape = model.kv_shape(config)
@@ -171,7 +171,13 @@ def forward(folder, split, dtype):
             check_vma=False,
         )
     batch = make_batch(config.vocab_size)
-    cache, logits = jax.jit(step)(leaves, pages, batch, slots.pools, slots.entries, slots.scaling)
+    return step, (leaves, pages, batch, slots.pools, slots.entries, slots.scaling)
+
+
+def forward(folder, split, dtype):
+    """Logits of the real tokens of a step, and the KV pages after it."""
+    step, arguments = step_of(folder, split, dtype)
+    cache, logits = jax.jit(step)(*arguments)
     return np.asarray(logits)[: sum(LENGTHS)], [np.asarray(page) for page in cache]
 
 
@@ -205,6 +211,19 @@ def test_four_devices(tmp_path, expert_parallel, dtype):
     want, got = (forward(tmp_path, each, jnp.dtype(dtype)) for each in (None, split))
     assert same_bits(want[0], got[0])
     assert all(same_bits(*pair) for pair in zip(want[1], got[1], strict=True))
+
+
+@pytest.mark.long
+def test_shared_experts_take_one_exchange_more(tmp_path):
+    """That of their inner columns: their outputs are gathered with those of the other experts."""
+    counts = []
+    for shared in (0, 2):
+        raw = FAMILIES["deepseek_v2"] | {"model_type": "deepseek_v2", "n_shared_experts": shared}
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"first_k_dense_replace": 0}))
+        split = make_split(from_hf(raw), 2, expert_parallel=False)
+        step, arguments = step_of(tmp_path, split, jnp.dtype(jnp.float32))
+        counts.append(str(jax.make_jaxpr(step)(*arguments)).count("all_gather["))
+    assert counts[1] - counts[0] == raw["num_hidden_layers"]
 
 
 def test_made_up_weights_are_those_of_one_device(tmp_path):

@@ -1,5 +1,8 @@
 """Shapes and times of bench.vision: folders that the engine's readers take, floors by hand."""
 
+import contextlib
+import types
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,6 +104,31 @@ def test_only_a_switch_is_slowed(monkeypatch):
     assert slept == []
     merged._follow(1)
     assert len(slept) == 1
+
+
+def test_frames_tell_the_tower_s_share_of_the_first_token(tmp_path, monkeypatch):
+    """A request takes 100 ms and 10 a token, the tower 30 an image, at half of its peak."""
+    now, watch = [0.0], types.SimpleNamespace(seconds=0.0, settle=lambda: None)
+
+    def generate(prompts, adapter, sampling, images):
+        assert all(len(mine) == 1 for mine in images)
+        now[0] += 0.1 + 0.01 * sampling.max_tokens
+        watch.seconds += 0.03 * len(prompts)
+
+    engine = types.SimpleNamespace(generate=generate, _parts=None)
+    runner = types.SimpleNamespace(encoder=types.SimpleNamespace(stopwatch=watch))
+    parts = types.SimpleNamespace(runner=runner)
+    engine._parts = types.SimpleNamespace(loop=types.SimpleNamespace(_parts=parts))
+    monkeypatch.setattr(device, "engine_of", lambda *a, **k: contextlib.nullcontext(engine))
+    monkeypatch.setattr(device, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    model = shapes.write_shape(tmp_path / "m", "qwen3-vl-30b-a3b")
+    peak = shapes.tower_flops(16 * 16, 2048) / 0.015  # 256 x 256 pixels
+    monkeypatch.setattr(device, "of_device", lambda table: peak)
+    found = device.frames(model, (256, 256))
+    assert (found["ttft_ms"], found["tpot_ms"], found["tokens_per_s"]) == (110, 10, 345.9)
+    assert (found["tower_ms"], found["tower_ms_of_several"]) == (30, 30)
+    assert (found["tower_share_of_ttft"], found["tower_share_of_peak"]) == (0.273, 0.5)
+    assert found["tower_floor_ms"] == 15
 
 
 @pytest.mark.long

@@ -42,7 +42,8 @@ NF4 = _table(
     ]
 )
 _FP4_HALF = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
-FP4 = _table([*_FP4_HALF, *-_FP4_HALF])  # bitsandbytes' own order of sign, exponent and mantissa
+# bitsandbytes' own order of sign, exponent and mantissa; it knows no negative zero.
+FP4 = _table([*_FP4_HALF, 0, *-_FP4_HALF[1:]])
 _E2M1_HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = _table([*_E2M1_HALF, *-_E2M1_HALF])
 SIGNED = _table(range(-8, 8))  # int4 without zero points, stored as value + 8

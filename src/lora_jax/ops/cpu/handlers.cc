@@ -16,34 +16,50 @@ template <class T, ffi::DataType dtype>
 const T* data(const ffi::Buffer<dtype>& b) {
   return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
 }
-template <class T, ffi::DataType dtype>
-T* data(ffi::Result<ffi::Buffer<dtype>>& b) {
+template <class T>
+const T* data(const ffi::AnyBuffer& b) {
+  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
+}
+template <class T>
+T* data(ffi::Result<ffi::AnyBuffer>& b) {
   return static_cast<T*>(b->untyped_data());
+}
+
+// Calls of one op for several types take buffers of any type: XLA's code that unpacks arguments is
+// then compiled once for all of them, a third less to compile. The calls check the types.
+template <ffi::DataType dtype, class... Buffers>
+bool all_of(const Buffers&... buffers) {
+  return ((buffers.element_type() == dtype) && ...);
+}
+inline ffi::Error WrongTypes(const char* op) {
+  return ffi::Error::InvalidArgument(std::string(op) + ": a buffer has another type than the call");
 }
 
 template <class D, ffi::DataType dtype>
 ffi::Error RunGemm(ffi::ThreadPool& pool, const typename D::T* w,
                    const DecodedRows<typename D::T>* decoded, int64_t groups, int64_t d_out,
-                   int64_t d_in, ffi::Buffer<dtype>& x, S32& group_sizes, ffi::Buffer<dtype>& bias,
-                   ffi::Result<ffi::Buffer<dtype>>& y) {
+                   int64_t d_in, ffi::AnyBuffer& x, S32& group_sizes, ffi::AnyBuffer& bias,
+                   ffi::Result<ffi::AnyBuffer>& y) {
   using T = typename D::T;
+  if (!all_of<dtype>(x, bias, *y)) return WrongTypes("grouped_matmul");
   run_gemm<D>(pool, {w, decoded, data<T>(x), data<T>(bias), group_sizes.typed_data(), data<T>(y),
                      int64_t(x.dimensions()[0]), groups, d_out, d_in});
   return ffi::Error::Success();
 }
 
 template <class D, ffi::DataType dtype>
-ffi::Error GemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::Buffer<dtype> w,
-                    S32 group_sizes, ffi::Buffer<dtype> bias, ffi::Result<ffi::Buffer<dtype>> y) {
+ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, S32 group_sizes,
+                    ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y) {
   auto d = w.dimensions();
+  if (!all_of<dtype>(w)) return WrongTypes("grouped_matmul");
   return RunGemm<D, dtype>(pool, data<typename D::T>(w), nullptr, d[0], d[1], d[2], x, group_sizes,
                            bias, y);
 }
 
 template <class D, ffi::DataType dtype>
-ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, U8 codes,
-                         ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::Buffer<dtype> bias,
-                         ffi::Result<ffi::Buffer<dtype>> y, ffi::Span<const float> table) {
+ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, U8 codes,
+                         ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::AnyBuffer bias,
+                         ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table) {
   auto d = codes.dimensions();
   CodedRows<typename D::T> rows;
   rows.codes = data<uint8_t>(codes), rows.zeros = data<uint8_t>(zeros);
@@ -56,10 +72,9 @@ ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, U8 codes,
 }
 
 template <class D, ffi::DataType dtype>
-ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::AnyBuffer values,
-                          F32 scales, S32 group_sizes, ffi::Buffer<dtype> bias,
-                          ffi::Result<ffi::Buffer<dtype>> y, int64_t block_rows,
-                          int64_t block_cols) {
+ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, F32 scales,
+                          S32 group_sizes, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
+                          int64_t block_rows, int64_t block_cols) {
   auto d = values.dimensions();
   if (values.element_type() != ffi::F8E4M3FN)
     return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
@@ -74,11 +89,12 @@ ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::Buffer<dtype> x, ffi::AnyBu
 
 template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype, class R,
           ffi::DataType r_dtype>
-ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<y_dtype> y, ffi::Buffer<dtype> x,
-                    ffi::Buffer<r_dtype> a_pool, ffi::Buffer<r_dtype> b_pool, S32 entries,
-                    F32 scaling, S32 row_to_slot, S32 row_to_expert, ffi::Result<ffi::Buffer<y_dtype>> out,
-                    int64_t max_rank) {
+ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer x, ffi::AnyBuffer a_pool,
+                    ffi::AnyBuffer b_pool, S32 entries, F32 scaling, S32 row_to_slot,
+                    S32 row_to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t max_rank) {
   using T = typename D::T;
+  if (!all_of<dtype>(x) || !all_of<y_dtype>(y, *out) || !all_of<r_dtype>(a_pool, b_pool))
+    return WrongTypes("lora_gemm");
   if (out->untyped_data() != y.untyped_data())
     std::memcpy(out->untyped_data(), y.untyped_data(), y.size_bytes());
   bool fits = run_lora<D, Y, R>(
@@ -91,11 +107,11 @@ ffi::Error LoraCall(ffi::ThreadPool pool, ffi::Buffer<y_dtype> y, ffi::Buffer<dt
 }
 
 template <class D, ffi::DataType dtype, class P, ffi::DataType p_dtype>
-ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::Buffer<dtype> q, ffi::Buffer<p_dtype> k,
-                         ffi::Buffer<p_dtype> v, S32 block_tables, S32 token_to_seq, S32 positions,
-                         S32 num_tokens, F32 sinks, ffi::Result<ffi::Buffer<dtype>> out,
-                         float scale, int64_t window) {
+ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         S32 block_tables, S32 token_to_seq, S32 positions, S32 num_tokens,
+                         F32 sinks, ffi::Result<ffi::AnyBuffer> out, float scale, int64_t window) {
   using T = typename D::T;
+  if (!all_of<dtype>(q, *out) || !all_of<p_dtype>(k, v)) return WrongTypes("paged_attention");
   int64_t all = q.dimensions()[0];
   Attention<T, P> g;
   g.q = data<T>(q), g.k = data<P>(k), g.v = data<P>(v), g.out = data<T>(out);
@@ -167,33 +183,33 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::GemmCall<lora_jax::D, dtype>),         \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<S32>()                                         \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Ret<ffi::Buffer<dtype>>())
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Ret<ffi::AnyBuffer>())
 #define LORA_JAX_CODED_GEMM(name, D, dtype)                                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::CodedGemmCall<lora_jax::D, dtype>),    \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<U8>()                                          \
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<U8>()                                          \
                                     .Arg<S32>()                                         \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Ret<ffi::AnyBuffer>()                              \
                                     .Attr<ffi::Span<const float>>("table"))
 #define LORA_JAX_SCALED_GEMM(name, D, dtype)                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::ScaledGemmCall<lora_jax::D, dtype>),   \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<F32>()                                         \
                                     .Arg<S32>()                                         \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Ret<ffi::AnyBuffer>()                              \
                                     .Attr<int64_t>("block_rows")                        \
                                     .Attr<int64_t>("block_cols"))
 #define LORA_JAX_LORA(name, D, dtype, Y, y_dtype, R, r_dtype)                           \
@@ -201,30 +217,30 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                 (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype, R, r_dtype>), \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<y_dtype>>()                        \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<r_dtype>>()                        \
-                                    .Arg<ffi::Buffer<r_dtype>>()                        \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<S32>()                                         \
                                     .Arg<F32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
-                                    .Ret<ffi::Buffer<y_dtype>>()                        \
+                                    .Ret<ffi::AnyBuffer>()                              \
                                     .Attr<int64_t>("max_rank"))
 #define LORA_JAX_ATTENTION(name, D, dtype, P, p_dtype)                                  \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
                                 (lora_jax::AttentionCall<lora_jax::D, dtype, P, p_dtype>), \
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::Buffer<dtype>>()                          \
-                                    .Arg<ffi::Buffer<p_dtype>>()                        \
-                                    .Arg<ffi::Buffer<p_dtype>>()                        \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<F32>()                                         \
-                                    .Ret<ffi::Buffer<dtype>>()                          \
+                                    .Ret<ffi::AnyBuffer>()                              \
                                     .Attr<float>("scale")                               \
                                     .Attr<int64_t>("window"))
 

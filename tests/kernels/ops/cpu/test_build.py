@@ -43,3 +43,14 @@ def test_without_kernels_the_ops_run_as_plain_jax(monkeypatch):
         np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-5)
     with pytest.raises(NotImplementedError, match="could not be built"):
         grouped_matmul(case.x, case.w, case.group_sizes, implementation="ffi")
+
+
+def test_a_call_refuses_buffers_of_another_type():
+    build.require()
+    call = jax.ffi.ffi_call("lora_jax_gemm_float32", jax.ShapeDtypeStruct((4, 3), jnp.float32))
+    x, w = jnp.ones((4, 2)), jnp.ones((1, 3, 2))
+    further = jnp.array([4], jnp.int32), jnp.zeros((0, 0))
+    np.testing.assert_array_equal(call(x, w, *further), jnp.full((4, 3), 2.0))
+    for wrong in ((x.astype(jnp.bfloat16), w), (x, w.astype(jnp.bfloat16))):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"grouped_matmul: .* another type"):
+            jax.block_until_ready(call(*wrong, *further))

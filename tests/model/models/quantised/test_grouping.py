@@ -1,6 +1,7 @@
 """Quantised checkpoints of every format: values bit for bit, codes kept, all or nothing."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 from support.cases.quantised_checkpoints import LLAMA, MOE, one_map, write_pair
 from support.oracles.quantised_files import FORMATS, store
 
+from lora_jax.config import from_hf
 from lora_jax.models import load
-from lora_jax.models.checkpoint import SINGLE, CheckpointTensor
+from lora_jax.models.checkpoint import SINGLE, Checkpoint, CheckpointTensor
 from lora_jax.models.quantised import with_quantised
 from lora_jax.ops.grouped_matmul import QUANTISED, CodedWeight, ScaledWeight
 from lora_jax.sharding import Split, make_mesh
@@ -43,6 +45,24 @@ def test_every_matrix_is_the_formats_own_dequantisation(tmp_path, name):
             found["a.b.weight"].read((rows, columns), out)
             chosen = want[rows.start : rows.stop : rows.step, columns.start : columns.stop]
             np.testing.assert_array_equal(out, chosen)
+
+
+LIBRARIES = Path(__file__).parents[3] / "fixtures" / "quantised"
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in LIBRARIES.iterdir()))
+def test_what_a_library_wrote_has_the_librarys_own_values(name):
+    """bitsandbytes, compressed-tensors and transformers: see make_quantised_fixtures.py."""
+    folder, dtype = LIBRARIES / name, np.dtype(ml_dtypes.bfloat16)
+    want = np.load(folder / "expected.npy").view(dtype)
+    section = json.loads((folder / "section.json").read_text())
+    config = from_hf(LLAMA | {"quantization_config": section}).quantization
+    matrix = with_quantised(Checkpoint(folder), config, dtype)["a.b.weight"]
+    assert matrix.shape == want.shape
+    whole = tuple(range(n) for n in want.shape)
+    got = np.empty(want.shape, dtype)
+    matrix.read(whole, got)
+    np.testing.assert_array_equal(got.view(np.uint16), want.view(np.uint16))
 
 
 @pytest.mark.parametrize("name", FORMATS)
