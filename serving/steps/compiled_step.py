@@ -270,12 +270,18 @@ class CompiledStep:
         """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            # Copied, not computed: a program per shape would cost a start more.
-            heads = _no_heads(self._sizes)
-            none = functools.partial(no_samples, rows, self._vocab_size)
-            make = lambda: dataclasses.replace(none(), heads=heads)  # noqa: E731
-            zeros = lambda like: self._place(np.zeros(like.shape, like.dtype))  # noqa: E731
-            self._results[rows] = jax.tree.map(zeros, jax.eval_shape(make))
+            # Copied, not computed: a program per shape would cost a start more. A checked dataclass
+            # refuses shapes, so leaves alone go through eval_shape.
+            trees = []
+
+            def leaves() -> list[jax.Array]:
+                made = no_samples(rows, self._vocab_size), _no_heads(self._sizes)
+                found, tree = jax.tree.flatten(dataclasses.replace(made[0], heads=made[1]))
+                trees.append(tree)
+                return found
+
+            zeros = [np.zeros(like.shape, like.dtype) for like in jax.eval_shape(leaves)]
+            self._results[rows] = jax.tree.unflatten(trees[0], [self._place(z) for z in zeros])
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:
