@@ -65,8 +65,8 @@ class HostInputs:
         if not self._in_place:
             self.number = np.array([number], np.int32)
             return table
-        packed = np.concatenate([table.reshape(-1), self._packed(new).reshape(-1), [number]])
-        written = _write(self.table, self.pages, self.number, packed.astype(np.int32))
+        parts = table.reshape(-1), self._packed(new).reshape(-1), np.array([number], np.int32)
+        written = _write(self.table, self.pages, self.number, np.concatenate(parts))
         self.table, self.pages, self.number = written
         return self.table
 
