@@ -59,6 +59,7 @@ class EngineLoop:
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
+        self._planned: _Planned | None = None  # made while the step before waits for its masks
         self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
@@ -159,10 +160,11 @@ class EngineLoop:
     def _iterate(self) -> None:
         """Plan and dispatch one step, advance loads, and take in the step before."""
         early = self._read_draft_results()
-        self._wait_to_plan()
+        if self._planned is None:
+            self._wait_to_plan()
         now = time.monotonic()
         self._heartbeat_s = now
-        planned = self._plan(now)
+        planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
         is_bound = step is not None and step.plan.is_bound
         # A load may wait for the device, and the device for masks.
@@ -262,13 +264,21 @@ class EngineLoop:
         self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, runner.board.post)
 
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
-        """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile."""
+        """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
+
+        While the masks are made, the next step is planned.
+        """
         row_masks, masks = self._parts.grammars.masks, self._parts.runner.new_masks()
         rows = row_masks.rows(held.plan, held.first_samples)
         filling = row_masks.start(rows, masks.words)
+        # The device is idle from the end of this step to the next one's dispatch.
+        settled = not (held.plan.is_short or held.plan.has_drafts)
+        if self._parts.turns is None and settled and not self._pacer.waits:
+            made = self._plan(time.monotonic())
+            self._planned = made if made.plan or made.ended or made.expired else None
         if filling.job is not None:
             self._hand_out(progress)
-        self._fail(row_masks.finish(filling, masks.row_to_mask))
+        self._failed = row_masks.finish(filling, masks.row_to_mask)
         step = self._parts.runner.sample(held, masks)
         if filling.job is None:
             self._hand_out(progress)

@@ -7,7 +7,7 @@ the same memory every time: the host's tables are copied into arrays that stay, 
 copied out of arrays that stay.
 
 The masks of rows that a grammar binds follow from the tokens of the step before, so the host makes
-them while the step runs. With a mask board the step waits for them late. Elsewhere it is two
+them while the step runs. With a mask board the step waits for them late. Without one it is two
 programs, forward and sample.
 """
 

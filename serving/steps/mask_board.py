@@ -5,6 +5,7 @@ waits until the host has posted the masks, and reads them in the host's memory. 
 device idle while masks are made, nor has the host a second program to send.
 """
 
+import os
 from typing import Protocol
 
 import jax
@@ -15,6 +16,7 @@ from lora_jax.typing import Array, Float, Int, UInt32
 from serving.steps.step import StepSizes
 from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
 
+ENV = "LORA_JAX_MASK_BOARD"  # 1: steps wait; no GPU has run them yet
 _MOST = 2**31 - 1
 
 
@@ -70,8 +72,8 @@ class MaskBoard:
 
 
 def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
-    """Return a board for steps on the default device; None where programs cannot wait for one."""
-    if jax.default_backend() != "gpu":
+    """Return a board for steps on the default device; None where programs do not wait for one."""
+    if os.environ.get(ENV) != "1" or jax.default_backend() != "gpu":
         return None
     count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
     try:
