@@ -3,19 +3,31 @@
 `python -m bench.adapter_tiers --out DIR`: the shipped model on a CPU, copies of a shipped adapter
 of its own digest each, 30 on the device, 300 on the host, the rest on the disk. Requests of 32
 tokens are handed in at once. Rounds of one adapter and of all take turns; figures are medians.
+
+`--lora-server` asks an engine beside a LoRA Server of one rank instead, over HTTP, and prints the
+mean time to first tokens by the tier that adapters were in when they were asked for.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import os
 import random
 import shutil
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import load_file, save_file
 
 from serving import Engine, Sampling
@@ -79,16 +91,92 @@ def measure(case: Case) -> dict:
     return {**dataclasses.asdict(case), "tokens_per_s": medians, "ratio": ratio, "hits": hits}
 
 
+def measure_beside_server(case: Case) -> dict:
+    """Return hits and mean TTFT by tier, of an engine whose experts' parts are on a LoRA Server."""
+    rng = random.Random(1)
+    weights = [(rank + 1) ** -case.zipf for rank in range(case.adapters)]
+    with tempfile.TemporaryDirectory() as place:
+        names = write_adapters(Path(place), case.adapters)
+        with served(place, case) as url, ThreadPoolExecutor(SIZES["max_num_seqs"]) as callers:
+            ask = [(url, name) for name in rng.choices(names, weights, k=case.requests)]
+            for _ in callers.map(_ask, ask):
+                pass
+            with urllib.request.urlopen(f"{url}/metrics", timeout=60) as answer:
+                return {**dataclasses.asdict(case), "by_tier": _by_tier(answer.read().decode())}
+
+
+@contextlib.contextmanager
+def served(adapters: str, case: Case) -> Iterator[str]:
+    """Yield the address of a server beside a LoRA Server of one rank, both on this CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = {
+        "lora-server": 1,
+        "lora-server-adapters": case.on_device,
+        "max-loras": case.on_device,
+        "max-cpu-loras": case.on_host,
+        "max-num-seqs": SIZES["max_num_seqs"],
+        "max-num-batched-tokens": SIZES["max_num_batched_tokens"],
+        "max-adapter-loads-per-minute": 1_000_000,
+        "lora-dir": adapters,
+        "port": port,
+    }
+    given = (text for name, value in flags.items() for text in (f"--{name}", str(value)))
+    command = [sys.executable, "-m", "serving.launch", str(MODEL), *given]
+    process = subprocess.Popen(command, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(3000):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _ask(asked: tuple[str, str]) -> None:
+    url, name = asked
+    body = {"model": name, "prompt": "a", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        answer.read()
+
+
+def _by_tier(text: str) -> dict[str, dict[str, float]]:
+    """Return requests and the mean seconds to their first token by tier, from /metrics."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        if family.name != "lora_jax:adapter_tier_ttft_seconds":
+            continue
+        for sample in family.samples:
+            of_tier = found.setdefault(sample.labels["tier"], {"sum": 0.0, "count": 0.0})
+            for name in of_tier:
+                of_tier[name] += sample.value * sample.name.endswith(f"_{name}")
+    return {
+        tier: {"requests": of["count"], "mean_ttft_ms": 1e3 * of["sum"] / max(1.0, of["count"])}
+        for tier, of in found.items()
+    }
+
+
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--adapters", type=int, default=Case.adapters)
     parser.add_argument("--requests", type=int, default=Case.requests)
+    parser.add_argument("--lora-server", action="store_true", help="beside a LoRA Server")
     given = parser.parse_args()
-    results = measure(Case(adapters=given.adapters, requests=given.requests))
+    how = measure_beside_server if given.lora_server else measure
+    results = how(Case(adapters=given.adapters, requests=given.requests))
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "adapter_tiers.json").write_text(json.dumps(results, indent=1))
+    of_server = "_lora_server" if given.lora_server else ""
+    (given.out / f"adapter_tiers{of_server}.json").write_text(json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
 
 

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from bench import tier_throughput
 from bench.random_model import LlamaShape, write_adapter, write_llama
@@ -139,15 +140,22 @@ class Crowd:
         self._ended = threading.Condition()
         self._waiting = 0
         self.answers: list[list[int]] = []  # of each request, in the order of hand_in
+        self.gaps: list[float] = []  # seconds from one token of a request to its next
         self.failed = 0
 
     def hand_in(self, prompt: list[int], adapter: str | None) -> None:
         """Ask for an answer."""
         answer: list[int] = []
         self.answers.append(answer)
+        last: float | None = None
 
         def on_output(delta: OutputDelta) -> None:
+            nonlocal last
             answer.extend(delta.token_ids)
+            now = time.perf_counter()
+            if last is not None:
+                self.gaps.append(now - last)
+            last = now
             if delta.finish_reason is None:
                 return
             with self._ended:
@@ -185,16 +193,21 @@ def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
     """Return what was done in each phase and round, and what the engine answered."""
     crowd = Crowd(engine, case)
     found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
-    for number in range(rounds + 1):  # the first round fills and is not counted
+    for number in range(rounds + 1):  # the first round, a third of one, fills and is not counted
         for phase in PHASES:
-            before = counts(engine)
-            for prompt, adapter in requests(case, phase, random.Random(f"{number} {phase}")):
+            crowd.gaps.clear()
+            before, asked = (
+                counts(engine),
+                requests(case, phase, random.Random(f"{number} {phase}")),
+            )
+            for prompt, adapter in asked if number else asked[: len(asked) // 3]:
                 crowd.wait(case.outstanding[phase])
                 crowd.hand_in(prompt, adapter)
             crowd.wait(case.outstanding[phase])
             if number:
                 after = counts(engine)
                 found[phase].append({name: after[name] - before[name] for name in after})
+                found[phase][-1]["p99_gap_ms"] = 1e3 * float(np.percentile(crowd.gaps, 99))
                 print(phase, {name: round(n, 2) for name, n in found[phase][-1].items()})
     crowd.wait(1)
     stats = engine.stats()
@@ -272,6 +285,11 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "seconds_of_all_phases": total,
         "best_share": best,
         "pool_to_best_share": ratios,
+        "p99_gap_to_best_share": {
+            phase: found["pool"]["phases"][phase][-1]["p99_gap_ms"]
+            / found[best]["phases"][phase][-1]["p99_gap_ms"]
+            for phase in PHASES
+        },
         "in_worst_phase_of_the_split": max(ratios.values()),
         "all_phases": total[best] / total["pool"],
         "pool_to_best_share_of_each_phase": of_phase,

@@ -104,6 +104,7 @@ class PooledSlotAllocator(SlotAllocator):
         begun = time.perf_counter()
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
+        self._exchange.comes(weights.digest)
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
         self.spent(time.perf_counter() - begun)
@@ -206,6 +207,7 @@ class PooledSlotAllocator(SlotAllocator):
 
     def _free(self, digest: str) -> None:
         placed = self._placed.pop(digest)
+        self._exchange.left(digest)
         if placed.retired:
             self._exchange.forget(digest)
         mapped = digest not in self._unmapped

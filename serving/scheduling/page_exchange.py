@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from lora_jax.adapters.use_ledger import UseLedger
+from serving.scheduling.step_times import StepTimes
 
 # Until they are measured.
 LOAD_S_PER_BYTE = 1e-10
 COMPUTE_S_PER_TOKEN = 1e-4
 LEAST_LOAD_S_PER_BYTE = 2e-11  # the copy itself, of which an engine's thread may see nothing
 _MEASURED_BYTES = 1  # pages: loads are measured together until they are so many
-_PROMPT_TOKENS = 64  # a step of so many is mostly prompts
+_PROMPT_TOKENS = 64  # beside one of each row: a step of so many is mostly prompts
 _LEAVING_PARTS = 8
 # What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
 # ahead of the next ones for some steps.
@@ -87,13 +88,15 @@ class PageExchange:
         self._fresh: dict[str, int] = {}  # adapters that have come: the step, until their first use
         self._promises: list[Callable[[], int]] = []
         self._last_claim = -_AHEAD_STEPS - 1  # step of the last one that was not met
+        self._ahead_but: Side | None = None  # whose own offers it would not have taken
         self.num_steps = 0  # that were planned since the start
         self.num_given = 0  # offers taken since the start
         self._asked = 0  # pages, by claims that were not met since `start_step`
         self._credit_s = 0.0  # of claims, see `start_step`
-        self._is_idle = True  # nothing runs
+        self._is_idle = True  # nothing runs, comes or leaves
+        self._coming: set[str] = set()  # adapters that have pages and are not there yet
         self._is_refused = False  # a claim of this step was worth too little, or there is nothing
-        self._step_s = 0.0  # of steps lately
+        self._steps = StepTimes()  # of those that only decode
         self._load_s, self._compute_s = LOAD_S_PER_BYTE, COMPUTE_S_PER_TOKEN
         self._spent, self._loaded = 0.0, 0  # seconds and bytes since the last measurement
         self.uses = UseLedger(self.load_s)  # of adapters
@@ -143,8 +146,10 @@ class PageExchange:
         if self.would_meet(num_pages):
             return True
         self._asked += num_pages
-        self._last_claim = self.num_steps
-        self._have_leave(self._asked, None if own else claimant, below, urgent=urgent)
+        self._last_claim, self._ahead_but = self.num_steps, None if own else claimant
+        given = self.num_given
+        self._have_leave(self._asked, self._ahead_but, below, urgent=urgent or self._is_idle)
+        self._is_idle &= self.num_given == given  # one claim is enough to go on
         return False
 
     def _have_leave(
@@ -161,7 +166,7 @@ class PageExchange:
             if offer is None or offer.value >= below:
                 self._is_refused |= offer is None and but is None
                 break
-            if not (urgent or self._is_idle):
+            if not urgent:
                 if offer.seconds > self._credit_s:
                     self._is_refused = True
                     break
@@ -181,17 +186,18 @@ class PageExchange:
     def start_step(self, num_running: int = 0, num_idle: int = 1) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead.
 
-        `num_running` sequences run, and `num_idle` more could. While a claim is not met a step
-        makes fewer tokens by their share. What claims have lost so far they may have others lose,
-        who then compute or load again what leaves: so nobody loses more than twice what it had to.
+        `num_running` sequences run, and `num_idle` more could. While a claim is not met those that
+        run pay alone for what a step costs whatever its rows. What claims have lost so far they may
+        have others lose, who then compute or load again what leaves: so nobody loses more than
+        twice what it had to.
         """
-        lost_s = num_idle * self._step_s / max(1, num_running)
+        lost_s = num_idle * self._steps.fixed_s / num_running if num_running else 0.0
         self._credit_s = self._credit_s + lost_s if self._asked else 0.0
-        self._is_idle = not num_running
+        self._is_idle = not (num_running or self._coming or self.pages_leaving)
         self._asked, self._is_refused = 0, False
         self.num_steps += 1
         if self.num_steps - self._last_claim <= _AHEAD_STEPS:
-            self._have_leave(self.pool.num_pages // _AHEAD_PARTS, None, math.inf)
+            self._have_leave(self.pool.num_pages // _AHEAD_PARTS, self._ahead_but, math.inf)
 
     @property
     def is_short(self) -> bool:
@@ -227,8 +233,13 @@ class PageExchange:
         """
         self._spent += seconds
 
+    def comes(self, digest: str) -> None:
+        """Note that an adapter has got pages and is loading."""
+        self._coming.add(digest)
+
     def came(self, digest: str, num_bytes: int) -> None:
         """Note that an adapter is on the device."""
+        self._coming.discard(digest)
         self._fresh[digest] = self.num_steps
         self._loaded += num_bytes
         if self._loaded >= _MEASURED_BYTES * self.pool.page_bytes:
@@ -236,8 +247,13 @@ class PageExchange:
             self._load_s += _SHARE * (seconds - self._load_s)
             self._spent, self._loaded = 0.0, 0
 
+    def left(self, digest: str) -> None:
+        """Note that an adapter has left, or that its load was given up."""
+        self._coming.discard(digest)
+
     def forget(self, digest: str) -> None:
         """Nobody asks for these weights any more."""
+        self._coming.discard(digest)
         self._fresh.pop(digest, None)
         self.uses.forget(digest)
 
@@ -256,13 +272,17 @@ class PageExchange:
         """Note that a step goes to the device; steps end in this order."""
         self._planned.append(now)
 
-    def completed(self, num_tokens: int, now: float) -> None:
-        """Note the end of the oldest step, of so many tokens; those with prompts tell the rate."""
+    def completed(self, num_tokens: int, num_rows: int, now: float) -> None:
+        """Note the end of the oldest step, of so many tokens of so many sequences.
+
+        Steps with prompts tell the rate of prompts, the others what a row costs.
+        """
         seconds = now - max(self._ended, self._planned.popleft())
         self._ended = now
-        self._step_s += _SHARE * (seconds - self._step_s)
-        if num_tokens >= _PROMPT_TOKENS:
+        if num_tokens - num_rows >= _PROMPT_TOKENS:
             self._compute_s += _SHARE * (seconds / num_tokens - self._compute_s)
+        elif num_tokens == num_rows:
+            self._steps.note(num_rows, seconds)
 
     def load_s(self, num_bytes: int) -> float:
         """Return the seconds to bring so many bytes onto the device again."""

@@ -9,6 +9,7 @@ from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
 from serving.scheduling.prefix_cache import PageCache
 
 _MOST_WAITS = 4  # what leaves is free after two steps
+_RESERVES = 2  # kept free: what left at once would come back at once
 _CHANCE_SHARE = 1 / 64  # of a page that was matched, or left unmatched, in the chance of a match
 
 
@@ -120,9 +121,9 @@ class PageExtents:
         """Note that a step goes to the device."""
         self._exchange.planned(now)
 
-    def completed(self, num_tokens: int, now: float) -> None:
+    def completed(self, num_tokens: int, num_rows: int, now: float) -> None:
         """Note the end of the oldest step in flight, of so many tokens."""
-        self._exchange.completed(num_tokens, now)
+        self._exchange.completed(num_tokens, num_rows, now)
 
     # The cache's side.
 
@@ -182,7 +183,7 @@ class PageExtents:
         """Return the extent that is worth least of those that no sequence has a page of."""
         if self.num_present <= self._least or not self._idle:
             return None
-        if self._cache.num_free - self._size < self._reserve:
+        if self._cache.num_free - self._size < _RESERVES * self._reserve:
             return None
         extent = min(self._idle, key=lambda e: (self._worth[e], -e))
         value = self._worth[extent] / self._size

@@ -54,7 +54,8 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        num_idle = min(self._running.num_free_rows, len(self._waiting))
+        # One at least, who may get a row of another tenant.
+        num_idle = min(max(1, self._running.num_free_rows), len(self._waiting))
         self._pages.start_step(len(self._running), num_idle)
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
@@ -86,7 +87,7 @@ class Scheduler(LiveSequences):
         """Take in what a step gave; returns a Progress of each token. Sequences go on, or end
         at EOS, at a stop token or at their length limit.
         """
-        self._pages.completed(plan.num_tokens, now)
+        self._pages.completed(plan.num_tokens, len(plan.chunks), now)
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
         alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]

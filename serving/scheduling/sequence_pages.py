@@ -86,10 +86,10 @@ class SequencePages:
         if self._extents is not None:
             self._extents.planned(now)
 
-    def completed(self, num_tokens: int, now: float) -> None:
+    def completed(self, num_tokens: int, num_rows: int, now: float) -> None:
         """Note the end of the oldest step in flight, of so many tokens."""
         if self._extents is not None:
-            self._extents.completed(num_tokens, now)
+            self._extents.completed(num_tokens, num_rows, now)
 
     def take_encodes(self) -> tuple[EncodeImage, ...]:
         """Return what towers compute before the step that is planned, once."""

@@ -29,7 +29,7 @@ from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
-from serving.steps.device_state import RowState
+from serving.steps.device_state import RowState, zeros
 from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -270,18 +270,9 @@ class CompiledStep:
         """Return the arrays whose memory the samples of a bucket are written to."""
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
-            # Copied, not computed: a program per shape would cost a start more. A checked dataclass
-            # refuses shapes, so leaves alone go through eval_shape.
-            trees = []
-
-            def leaves() -> list[jax.Array]:
-                made = no_samples(rows, self._vocab_size), _no_heads(self._sizes)
-                found, tree = jax.tree.flatten(dataclasses.replace(made[0], heads=made[1]))
-                trees.append(tree)
-                return found
-
-            zeros = [np.zeros(like.shape, like.dtype) for like in jax.eval_shape(leaves)]
-            self._results[rows] = jax.tree.unflatten(trees[0], [self._place(z) for z in zeros])
+            empty = no_samples(rows, self._vocab_size, zeros)
+            empty = dataclasses.replace(empty, heads=_no_heads(self._sizes))
+            self._results[rows] = jax.tree.map(self._place, empty)
         return self._results[rows]
 
     def _place(self, value: Any) -> jax.Array:

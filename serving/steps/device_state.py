@@ -8,6 +8,7 @@ host again. Every input token of a step is read from `history`.
 import dataclasses
 import functools
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,10 +82,18 @@ class RowState:
     bad_words: Int[Array, "*seqs words length"]
 
 
+def zeros(shape: int | tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return zeros in memory of their own, which later programs may take over.
+
+    They are copied, not computed: a program per shape would cost a start more. On a CPU an array
+    that is put on the device stays the host's.
+    """
+    host = np.zeros(shape, dtype)
+    return jnp.asarray(host) if jax.default_backend() == "cpu" else jax.device_put(host)
+
+
 def init_row_state(max_seqs: int, max_len: int) -> RowState:
     """Return rows that belong to nobody; their values are never read before `admit`."""
-    # Copied, not computed: a program per shape would cost a start more than the copies do.
-    zeros = lambda shape, dtype: jax.device_put(np.zeros(shape, dtype))  # noqa: E731
     scalars = {name: zeros(max_seqs, jnp.int32) for name in _INT_SCALARS[1:]}
     scalars |= {name: zeros(max_seqs, jnp.float32) for name in _FLOAT_SCALARS}
     return RowState(

@@ -67,7 +67,7 @@ def sample(
     A target >= 0 is scored instead of sampling (log-probabilities of a prompt). Sampled rows take
     only tokens that their masks allow.
     """
-    empty = no_samples(*logits.shape)
+    empty = no_samples(logits.shape[0], logits.shape[1])
 
     def body(i: Int[Array, ""], results: Sampled) -> Sampled:
         seq, target, row = rows.row_to_seq[i], rows.targets[i], logits[i]
@@ -78,15 +78,15 @@ def sample(
     return lax.fori_loop(jnp.int32(0), rows.num_rows, body, empty)
 
 
-def no_samples(rows: int, vocab: int) -> Sampled:
-    """Return results of so many rows in which nothing was sampled."""
+def no_samples(rows: int, vocab: int, zeros: Callable[..., jax.Array] = jnp.zeros) -> Sampled:
+    """Return results of so many rows in which nothing was sampled; `zeros` makes the arrays."""
     top = min(MAX_LOGPROBS, vocab)
     return Sampled(
-        token_ids=jnp.zeros(rows, jnp.int32),
-        logprobs=jnp.zeros(rows, jnp.float32),
-        ranks=jnp.zeros(rows, jnp.int32),
-        top_ids=jnp.zeros((rows, top), jnp.int32),
-        top_logprobs=jnp.zeros((rows, top), jnp.float32),
+        token_ids=zeros(rows, jnp.int32),
+        logprobs=zeros(rows, jnp.float32),
+        ranks=zeros(rows, jnp.int32),
+        top_ids=zeros((rows, top), jnp.int32),
+        top_logprobs=zeros((rows, top), jnp.float32),
     )
 
 

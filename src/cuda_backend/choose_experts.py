@@ -16,10 +16,12 @@ def check_choice(moe: MoeConfig) -> None:
     """Raise Declined, saying why, for a choice that the kernel does not make."""
     op, experts, k = "cuda choose_experts takes", moe.num_experts, moe.top_k
     if experts > MOST_EXPERTS or k > min(experts, MOST_CHOSEN):
-        raise Declined(f"{op} {MOST_CHOSEN} of {MOST_EXPERTS} at most, not {k}, {experts}")
+        raise Declined(
+            f"{op} up to {MOST_EXPERTS} experts and {MOST_CHOSEN} a token, not {experts}, {k}"
+        )
     if moe.topk_norm not in (None, 1) or moe.num_groups > 1:
         wrong = f"norm {moe.topk_norm}, {moe.num_groups} groups"
-        raise Declined(f"{op} no norm or 1, one group of experts, not {wrong}")
+        raise Declined(f"{op} no norm or norm 1 and one group of experts, not {wrong}")
 
 
 def choose_experts(

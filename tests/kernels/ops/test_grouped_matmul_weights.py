@@ -141,14 +141,14 @@ def test_gate_and_up_and_one_matrix(implementation):
 def test_groups_that_the_kernel_does_not_take_run_as_plain_jax():
     w, plain = coded(1, 5, 48, group=16, dtype="float32")
     case = grouped_case(4, 1, 5, 48)
-    with pytest.raises(NotImplementedError, match="groups of 16 weights are no multiples of 32"):
+    with pytest.raises(NotImplementedError, match="groups in multiples of 32 weights, not 16"):
         grouped_matmul(case.x, w, case.group_sizes, implementation="ffi")
     got = grouped_matmul(case.x, w, case.group_sizes)
     want = np.asarray(case.x) @ plain[0].T
     np.testing.assert_allclose(np.asarray(got), want, **TOLERANCE["float32"])
     w, _ = scaled(1, 5, 40, block=(1, 40), dtype="float32")
     x = grouped_case(4, 1, 5, 40).x
-    with pytest.raises(NotImplementedError, match="rows of 40 in blocks of 40"):
+    with pytest.raises(NotImplementedError, match="in multiples of 16, not 40 and 40"):
         grouped_matmul(x, w, case.group_sizes, implementation="ffi")
 
 

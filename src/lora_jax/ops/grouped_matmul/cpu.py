@@ -25,9 +25,9 @@ def grouped_matmul(
     kind = x.dtype.name
     if isinstance(w, CodedWeight):
         if w.order != ROWS:
-            raise Declined(f"codes in the order of {w.order}, not of {ROWS}")
+            raise Declined(f"takes codes in the order {ROWS}, not {w.order}")
         if w.group_size % CODE_STEP:
-            raise Declined(f"groups of {w.group_size} weights are no multiples of {CODE_STEP}")
+            raise Declined(f"takes groups in multiples of {CODE_STEP} weights, not {w.group_size}")
         zeros = jnp.zeros((0, 0, 0), jnp.uint8) if w.zeros is None else w.zeros
         call = jax.ffi.ffi_call(f"lora_jax_coded_gemm_{kind}", out)
         table = np.array(w.table, np.float32)
@@ -35,7 +35,9 @@ def grouped_matmul(
     if isinstance(w, ScaledWeight):
         (rows, cols), d_in = w.block, w.shape[2]
         if d_in % VALUE_STEP or (cols % VALUE_STEP and cols < d_in):
-            raise Declined(f"rows of {d_in} in blocks of {cols}, no multiples of {VALUE_STEP}")
+            raise Declined(
+                f"takes d_in and blocks in multiples of {VALUE_STEP}, not {d_in} and {cols}"
+            )
         call = jax.ffi.ffi_call(f"lora_jax_scaled_gemm_{kind}", out)
         block = {"block_rows": np.int64(rows), "block_cols": np.int64(cols)}
         return call(x, w.values, w.scales, group_sizes, bias, **block)

@@ -14,11 +14,11 @@ def _plain_pages(args: PlaceHeadsArgs) -> str | None:
 
 
 def _new_pages(args: PlaceHeadsArgs) -> str | None:
-    return "gives new pages, and writes none in place" if args.in_place else None
+    return "returns new pages and writes none in place" if args.in_place else None
 
 
 def _own_pages(args: PlaceHeadsArgs) -> str | None:
-    return None if args.in_place else "writes in place alone"
+    return None if args.in_place else "writes only into pages of a page pool, in place"
 
 
 PLACE_HEADS = Op(

@@ -97,7 +97,7 @@ def test_seconds_follow_what_was_measured():
     before = made.compute_s(1000), made.load_s(1 << 20)
     for number in range(80):
         made.planned(number * 1.0)
-        made.completed(100, number + 0.5)  # 200 tokens a second
+        made.completed(100, 1, number + 0.5)  # 200 tokens a second
         made.spent(0.010)
         made.came("a", 1 << 20)
     assert before[0] < 1.0 < 4.9 < made.compute_s(1000) < 5.2
@@ -107,8 +107,8 @@ def test_seconds_follow_what_was_measured():
     assert 0 < made.load_s(1 << 20) < 0.0005
     made.planned(100.0)
     made.planned(100.1)
-    made.completed(4, 101.0)  # no prompt
-    made.completed(500, 103.5)  # began when the one before had ended
+    made.completed(4, 4, 101.0)  # no prompt
+    made.completed(500, 2, 103.5)  # began when the one before had ended
     assert 4.9 < made.compute_s(1000) < 5.2
 
 
@@ -119,7 +119,7 @@ def test_a_claim_has_others_lose_no_more_than_its_wait_has_cost():
     side.seconds = 0.3
     for number in range(80):
         made.planned(number * 1.0)
-        made.completed(1, number + 0.5)
+        made.completed(1, 1, number + 0.5)
     for waited in (0.0, 0.125, 0.25):
         made.start_step(4)
         assert not made.claim(2, side, own=True)
@@ -156,3 +156,19 @@ def test_what_is_urgent_does_not_count_seconds():
 def test_shares_add_up():
     found = exchange(5, pages=20).shares(kv_pages=8)
     assert (found.total_bytes, found.kv_bytes, found.adapter_bytes) == (20 << 12, 8 << 12, 7 << 12)
+
+
+def test_a_claim_beside_steps_that_never_end_is_met_in_the_end():
+    """Rows cause all of a step's time, as on a CPU: waiting still comes to cost something."""
+    side = Side((1.0, 2))
+    made = exchange(0, side)
+    side.seconds = 0.5
+    for number in range(400):
+        rows = 2 + number % 8
+        made.planned(number * 1.0)
+        made.completed(rows, rows, number + rows * 0.01)
+        made.start_step(rows, 1)
+        if side.gone:
+            break
+        assert not made.claim(2, side, own=True)
+    assert side.gone, "nobody would ever make room"

@@ -156,12 +156,12 @@ def test_a_page_that_was_computed_once_is_worth_its_chance_of_a_match():
 def test_extents_with_the_pages_that_sequences_may_need_are_not_offered():
     _, _, cache, extents = make(pool=6, least=2)
     extents.want(12)
-    extents.start_step(5)
+    extents.start_step(3)
     assert cache.num_free == 12
     offer = extents.offer()
     assert offer is not None
     offer.give()
-    assert extents.offer() is None, "5 of 8 may be needed soon"
+    assert extents.offer() is None, "3 of 8 may be needed in the next step, and 3 soon after"
 
 
 def test_random_walk():

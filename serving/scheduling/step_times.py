@@ -1,0 +1,36 @@
+"""Seconds of steps that only decode, as a line over their rows. No jax."""
+
+_SHARE = 1 / 64  # of a new step in the means
+_LEAST_SPREAD = 1.0  # variance of the rows below which no slope is seen
+_LEAST_PART = 1 / 8  # of a step: nobody who waits for its sake waits for ever
+
+
+class StepTimes:
+    """Fit of seconds = fixed + rows * seconds of a row, in which older steps count less."""
+
+    def __init__(self):
+        self._count = 0
+        self._rows = self._seconds = self._squares = self._products = 0.0  # means
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Take in a step."""
+        self._count += 1
+        share = max(_SHARE, 1 / self._count)
+        self._rows += share * (num_rows - self._rows)
+        self._seconds += share * (seconds - self._seconds)
+        self._squares += share * (num_rows**2 - self._squares)
+        self._products += share * (num_rows * seconds - self._products)
+
+    @property
+    def fixed_s(self) -> float:
+        """The seconds of a step that do not depend on its rows, at least an eighth of them; all
+        until more is known.
+
+        It is what each row that does not run costs those that do: they pay for it alone.
+        """
+        spread = self._squares - self._rows**2
+        if spread < _LEAST_SPREAD:
+            return self._seconds
+        slope = (self._products - self._rows * self._seconds) / spread
+        fixed = max(_LEAST_PART * self._seconds, self._seconds - slope * self._rows)
+        return min(self._seconds, fixed)
