@@ -97,10 +97,11 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    It was tried on CPUs and on NVIDIA's GPUs. Functions on accelerators compile none.
+    On a GPU it was tried without ESFT adapters and page pool. Functions there compile none.
     """
-    alone = base.split is None and base.remote is None
-    keeps = jax.default_backend() in ("cpu", "gpu") or base.source.is_shared
+    alone, backend = base.split is None and base.remote is None, jax.default_backend()
+    tried = backend == "gpu" and base.esft is None and base.pool is None
+    keeps = backend == "cpu" or tried or base.source.is_shared
     files = step_files() if alone and keeps else None
     if files is None:
         return None
