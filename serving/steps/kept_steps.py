@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = "lora_jax", "serving", "cuda_backend"
 _CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
-_READERS = 2
+_READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that needs the step
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
 
