@@ -1,11 +1,13 @@
 """Rate of answers with speculation by n-grams, beside that without: edits, and free text.
 
-`python -m bench.speculation --out DIR`: two engines on a CPU, with and without, take turns; a ratio
-is the median of the turns' ratios. The processor's ratio is of tokens per second of processor time,
-for a machine that others use too. "edit": a Llama-shaped model of 110 million parameters, whose
-answer repeats its prompt but for one token in 20 (its layers are computed and add nothing). "free":
-the shipped model and its adapters, greedy and drawn, whose answers repeat themselves now and then.
-The answers of both engines are compared bit for bit.
+`python -m bench.speculation --out DIR`: engines on a CPU, with and without, take turns; a ratio is
+the median of the turns' ratios. For a machine that others use too, the processor's ratio is of
+tokens per second of processor time in all turns. Two engines are without, "plain" and "twin": the
+processor's ratio is over both, and the ratio of these two shows the noise. "edit": a Llama-shaped
+model of 110 million parameters, whose answer repeats its prompt but for one token in 20 (its layers
+are computed and add nothing). "free": the shipped model and its adapters, greedy and drawn, whose
+answers repeat themselves now and then.
+The answers of all engines are compared bit for bit.
 """
 
 import argparse
@@ -38,6 +40,7 @@ EDITS = 20  # one token in so many differs from the prompt
 GREEDY = Sampling(max_tokens=160, temperature=0.0, ignore_eos=True)
 EDIT = dataclasses.replace(GREEDY, max_tokens=80)
 DRAWN = Sampling(max_tokens=160, temperature=1.0, seed=1, ignore_eos=True)
+Rates = list[tuple[float, float]]  # of turns: by the clock, by processor time
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "structured_outputs": False}
 
 
@@ -86,39 +89,54 @@ def free(rows: int, sampling: Sampling) -> Work:
 def compare(
     model: Path, adapters: Mapping[str, Path], works: list[Work], turns: int, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Return rates of both engines for each work, and what the drafts were worth."""
+    """Return rates of the engines for each work, and what the drafts were worth."""
     named = {name: str(path) for name, path in adapters.items()}
+    fields |= SIZES
     with (
-        Engine(str(model), named, **SIZES, **fields) as plain,
-        Engine(str(model), named, speculative_config=NGRAM, **SIZES, **fields) as speculating,
+        Engine(str(model), named, **fields) as plain,
+        Engine(str(model), named, speculative_config=NGRAM, **fields) as speculating,
+        Engine(str(model), named, **fields) as twin,
     ):
-        return [_compare(plain, speculating, work, turns) for work in works]
+        engines = {"plain": plain, "speculating": speculating, "twin": twin}
+        return [_compare(engines, work, turns) for work in works]
 
 
-def _compare(plain: Engine, speculating: Engine, work: Work, turns: int) -> dict[str, Any]:
-    engines = {"plain": plain, "speculating": speculating}
-    rates: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
+def _compare(engines: dict[str, Engine], work: Work, turns: int) -> dict[str, Any]:
+    rates: dict[str, Rates] = {name: [] for name in engines}
     answers = {name: _run(engine, work)[1] for name, engine in engines.items()}
-    before = _accepted(speculating)
+    before = _accepted(engines["speculating"])
+    names = list(engines)
     for turn in range(turns):
-        for name, engine in sorted(engines.items(), reverse=bool(turn % 2)):
-            rate, ids = _run(engine, work)
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]][:: -1 if turn // len(names) % 2 else 1]:
+            rate, ids = _run(engines[name], work)
             rates[name].append(rate)
             if ids != answers["plain"]:
                 raise AssertionError(f"{work.name}: other tokens than without speculation.")
-    pairs = list(zip(rates["speculating"], rates["plain"], strict=True))
-    over_plain, of_processor = (
-        round(statistics.median(ours[i] / theirs[i] for ours, theirs in pairs), 2) for i in (0, 1)
-    )
     tokens = turns * sum(len(ids) for ids in answers["plain"])
+    accepted = _accepted(engines["speculating"]) - before
     return {
         "work": work.name,
         "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates["plain"]), 1),
         "tokens_per_s": round(statistics.median(rate for rate, _ in rates["speculating"]), 1),
-        "over_plain": over_plain,
-        "processor_over_plain": of_processor,
-        "tokens_from_drafts": round((_accepted(speculating) - before) / tokens, 2),
+        "over_plain": _over(rates["speculating"], rates["plain"]),
+        "processor_over_plain": _by_processor(rates["speculating"], rates["plain"] + rates["twin"]),
+        "twin_over_plain": _over(rates["twin"], rates["plain"]),
+        "twin_processor_over_plain": _by_processor(rates["twin"], rates["plain"]),
+        "tokens_from_drafts": round(accepted / tokens, 2),
     }
+
+
+def _over(ours: Rates, theirs: Rates) -> float:
+    """Return the median of the turns' ratios, by the clock."""
+    pairs = zip(ours, theirs, strict=True)
+    return round(statistics.median(one[0] / other[0] for one, other in pairs), 3)
+
+
+def _by_processor(ours: Rates, theirs: Rates) -> float:
+    """Return the ratio of tokens per second of processor time, all turns together."""
+    ours_s, theirs_s = (statistics.mean(1 / rate[1] for rate in one) for one in (ours, theirs))
+    return round(theirs_s / ours_s, 3)
 
 
 def _run(engine: Engine, work: Work) -> tuple[tuple[float, float], list[tuple[int, ...]]]:

@@ -133,7 +133,7 @@ class Parts:
         self._time(parts.runner, "dispatch", "forward", "sample", "read")
         self._time(parts.runner._step, "_step", "_forward", "_sample", launch="launch ")
         self._time(parts.runner._step.inputs, "set_table", "set_masks")
-        self._time(engine.grammars.masks, "start", "finish")
+        self._time(engine.grammars.masks, "start", "finish", "post")
         self._time(engine.grammars.masks, "_work")
         self._time(loop, "_hand_out")
 

@@ -265,6 +265,11 @@ class StepPlan:
         return any(chunk.drafts for chunk in self.chunks)
 
     @property
+    def is_bound(self) -> bool:
+        """True if a grammar binds a token that the step draws."""
+        return any(c.samples and c.sequence.request.grammar is not None for c in self.chunks)
+
+    @property
     def is_mixture(self) -> bool:
         """True if rows of other adapters run on merged weights."""
         digest = None if self.merged is None else self.merged.digest

@@ -19,7 +19,6 @@ from serving.engine.pacing import Pacer
 from serving.scheduling.scheduler import Progress, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep
 from serving.steps.sampler import INVALID_TOKEN
-from serving.text.structured.row_masks import is_bound
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,7 @@ class EngineLoop:
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._planned: _Planned | None = None  # made while the step before waits for its masks
-        self._untold: list[Progress] = []  # tokens that are handed out after the next dispatch
-        self._failed: list[tuple[Sequence, str]] = []  # by their grammars
+        self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
@@ -168,16 +166,22 @@ class EngineLoop:
         self._heartbeat_s = now
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
-        loaded = self._advance_loads()
-        sent = self._tell(planned)
+        is_bound = step is not None and step.plan.is_bound
+        # A load may wait for the device, and the device for masks.
+        loaded = not is_bound and self._advance_loads()
+        self._tell(planned)
         finished, self._flying = self._flying, None
-        if finished is None and early is None and step is None and not (sent or loaded):
+        if finished is None and early is None and step is None and not loaded:
             self._sleep()
         progress = early if finished is None else self._read_results(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
             step, progress = self._sample(step, progress or []), None
+        elif step is not None and is_bound:
+            self._post_masks(step)
         if progress is not None:
             self._hand_out(progress)
+        if is_bound:
+            self._advance_loads()
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
@@ -208,34 +212,32 @@ class EngineLoop:
             return None
         runner = self._parts.runner
         self._parts.residencies.prepare(runner, self._num_dispatched)
-        step = runner.forward(plan) if is_bound(plan) else runner.dispatch(plan)
+        step = runner.forward(plan) if self._is_two(plan) else runner.dispatch(plan)
         self._num_dispatched += 1
         if self._flying is None:
             self._alone = step, now
         self._pacer.dispatched(now, follows=self._flying is not None)
         return step
 
-    def _tell(self, planned: "_Planned") -> bool:
-        """Tell callers what was known before the step that has been sent; return if any."""
-        untold, self._untold = self._untold, []
-        if untold:
-            self._hand_out(untold)
-        self._finish_failed()
-        failed, self._failed = self._failed, []
-        for sequence, why in failed:
-            self._live.end(sequence, FinishReason.ERROR, why)
+    def _is_two(self, plan: StepPlan) -> bool:
+        """Return whether a step is two programs."""
+        return plan.is_bound and self._parts.runner.board is None
+
+    def _tell(self, planned: "_Planned") -> None:
+        """Tell callers what was known before the step that has been sent."""
         for sequence in planned.ended:
             self._live.end(sequence, FinishReason.ABORT)
         for sequence in planned.expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
-        return bool(untold or failed)
 
-    def _finish_failed(self) -> None:
-        """End sequences whose grammar cannot go on, so that no token of theirs counts any more."""
+    def _fail(self, failed: list[tuple[Sequence, str]]) -> None:
+        """End sequences whose grammar cannot go on."""
         with self._lock:
-            for sequence, _ in self._failed:
+            for sequence, _ in failed:
                 self._parts.scheduler.finish(sequence, FinishReason.ERROR)
+        for sequence, why in failed:
+            self._live.end(sequence, FinishReason.ERROR, why)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
         """Give the device to another process where that is due, and have it for the next step."""
@@ -253,29 +255,32 @@ class EngineLoop:
         with self._lock:
             return self._parts.scheduler.waiting_since()
 
+    def _post_masks(self, step: InFlightStep) -> None:
+        """Have the masks of a step made that waits for them on the device."""
+        runner, row_masks = self._parts.runner, self._parts.grammars.masks
+        assert runner.board is not None, "a step that waits without a board"
+        masks = runner.new_masks()
+        rows = row_masks.rows(step.plan, step.first_samples)
+        self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, runner.board.post)
+
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
         """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
 
         While the masks are made, the next step is planned.
         """
-        parts, masks = self._parts, self._parts.runner.new_masks()
-        # The next plan may take rows away.
-        rows = parts.grammars.masks.rows(held.plan, held.first_samples)
-        filling = parts.grammars.masks.start(rows, masks.words)
+        row_masks, masks = self._parts.grammars.masks, self._parts.runner.new_masks()
+        rows = row_masks.rows(held.plan, held.first_samples)
+        filling = row_masks.start(rows, masks.words)
         # The device is idle from the end of this step to the next one's dispatch.
         settled = not (held.plan.is_short or held.plan.has_drafts)
-        if parts.turns is None and settled and not self._pacer.waits:
-            planned = self._plan(time.monotonic())
-            self._planned = planned if planned.plan or planned.ended or planned.expired else None
+        if self._parts.turns is None and settled and not self._pacer.waits:
+            made = self._plan(time.monotonic())
+            self._planned = made if made.plan or made.ended or made.expired else None
         if filling.job is not None:
             self._hand_out(progress)
-        self._failed = parts.grammars.masks.finish(filling, masks.row_to_mask)
-        if self._failed and self._planned is None:
-            self._finish_failed()  # results may be read before `_tell`; a plan needs their pages
-        step = parts.runner.sample(held, masks)
-        if filling.job is None and self._planned is not None:  # and soon for the next one
-            self._untold = progress
-        elif filling.job is None:
+        self._failed = row_masks.finish(filling, masks.row_to_mask)
+        step = self._parts.runner.sample(held, masks)
+        if filling.job is None:
             self._hand_out(progress)
         return step
 
@@ -344,6 +349,8 @@ class EngineLoop:
         if self._parts.turns is not None and self._alone[0] is step:
             prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
             self._parts.turns.ran(prompts, time.monotonic() - self._alone[1])
+        failed, self._failed = self._failed, []
+        self._fail(failed)  # before a token counts as the sequence's next
         bad = [result for result in results if result.token_id == INVALID_TOKEN]
         now = time.monotonic()
         lost = self._parts.residencies.affected_by(step.remote_status)

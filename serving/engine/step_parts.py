@@ -23,6 +23,7 @@ from serving.runtime.gang import Gang
 from serving.runtime.program_cache import step_files
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.kept_steps import KeptSteps, identity
+from serving.steps.mask_board import make_board
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 
@@ -47,10 +48,13 @@ def make_runner(
     names, longest = base.catalogue.module_names, base.size.max_model_len
     where = names, longest, base.split
     encoder = base.images and make_encoder(config, base.images, base.config, *where)
+    sizes = _step_sizes(config, base)
+    alone = base.split is None and link is None and not base.source.is_shared
+    waits = config.structured_outputs and alone
     runner = ModelRunner(
         base.model,
         base.model.kv_shape(base.config),
-        _step_sizes(config, base),
+        sizes,
         max_tokens=config.max_num_batched_tokens,
         vocab_size=base.config.vocab_size,
         dtype=kv_dtype(config, base.dtype),
@@ -77,6 +81,7 @@ def make_runner(
         tell=teller(gang),
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
+        board=make_board(sizes, base.config.vocab_size) if waits else None,
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
@@ -92,10 +97,11 @@ def make_runner(
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     """Return where steps are kept in files, which another start reads instead of tracing them.
 
-    On accelerators functions alone read theirs, and compile none.
+    On a GPU it was tried without ESFT adapters and page pool. Functions there compile none.
     """
-    alone = base.split is None and base.remote is None
-    keeps = jax.default_backend() == "cpu" or base.source.is_shared
+    alone, backend = base.split is None and base.remote is None, jax.default_backend()
+    tried = backend == "gpu" and base.esft is None and base.pool is None
+    keeps = backend == "cpu" or tried or base.source.is_shared
     files = step_files() if alone and keeps else None
     if files is None:
         return None

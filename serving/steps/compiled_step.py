@@ -6,13 +6,14 @@ which takes the host longer than a small step takes the device; so there the pro
 the same memory every time: the host's tables are copied into arrays that stay, and results are
 copied out of arrays that stay.
 
-A step in which a grammar binds rows is two programs, forward and sample: the host makes the masks
-of a step while its forward part runs, because they follow from the tokens of the step before.
+The masks of rows that a grammar binds follow from the tokens of the step before, so the host makes
+them while the step runs. With a mask board the step waits for them late. Without one it is two
+programs, forward and sample.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +30,10 @@ from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState, zeros
-from serving.steps.host_inputs import HostInputs
+from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
+from serving.steps.mask_board import MaskBoard
 from serving.steps.sampler import LogitRows, Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -43,9 +45,6 @@ from serving.steps.step import (
     with_drafts,
 )
 from serving.steps.token_masks import HostMasks, unpack_masks
-
-_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
-_HOLES = 32  # of each size
 
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
@@ -93,16 +92,18 @@ class CompiledStep:
         compiler_options: dict[str, str] | None = None,
         split: StepSplit | None = None,
         kept: KeptSteps | None = None,
+        board: MaskBoard | None = None,
     ):
         """`in_place` samples all rows at once, and memory stays where it is; see the module.
 
         With `split` the model lies on several devices, and a step runs on all of them. With `kept`
-        programs outlive the process; not together with `split` or `link`.
+        programs outlive the process; not together with `split` or `link`. With `board` steps may be
+        bound by masks, in place and on one device.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         self._pooled = sizes.pooled
         sample = batch_sampler.sample if in_place else sampler.sample
-        jitted = _jit_steps(model, sizes, link, sample, compiler_options, split)
+        jitted = _jit_steps(model, sizes, link, sample, compiler_options, split, board)
         steps, self._leaves = jitted
         self.keeps = kept is not None
         if kept is not None:
@@ -112,7 +113,8 @@ class CompiledStep:
         self._step, self._forward, self._sample = steps
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self.inputs = HostInputs(sizes, self._place, in_place=in_place)
-        self._spacers = _make_holes(self._place) if in_place else []
+        self._board = None if board is None else self._place(board.address)
+        self._spacers = make_holes(self._place) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
         self._forwarded: dict[int, Forwarded] = {}  # by bucket
         self._sent: np.ndarray | jax.Array | None = None  # the table of a forward part
@@ -121,29 +123,42 @@ class CompiledStep:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
 
     def lower(
-        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
+        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool, bound: bool = False
     ) -> Lowered | KeptProgram:
         """Return the program that `run` runs for the same arguments, ready to compile."""
         source = self.inputs.table if self._in_place else table
-        arguments = self._arguments(operands, source, bucket, lora=lora)
-        return self._step.lower(*arguments, bucket=bucket, lora=lora)
+        arguments = self._arguments(operands, source, bucket, lora=lora, bound=bound)
+        return self._step.lower(*arguments, bucket=bucket, lora=lora, bound=bound)
 
     def run(
-        self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool
+        self,
+        operands: Operands,
+        table: np.ndarray,
+        bucket: int,
+        *,
+        lora: bool,
+        bound: bool = False,
+        number: int = 0,
     ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
         """Return cache and state (both donated) after the step, its samples and servers' status.
 
-        Pages of a pool are not donated, but written where they lie.
+        Pages of a pool are not donated, but written where they lie. A bound step waits for the
+        masks of this number; 0: there are none.
         """
-        source = self.inputs.set_table(table)
-        arguments = self._arguments(operands, source, bucket, lora=lora)
-        cache, state, sampled, status = self._step(*arguments, bucket=bucket, lora=lora)
+        source, how = self.inputs.set_table(table, number), {"lora": lora, "bound": bound}
+        arguments = self._arguments(operands, source, bucket, **how)
+        cache, state, sampled, status = self._step(*arguments, bucket=bucket, **how)
         cache = operands.cache if self._pooled else cache
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
             self._status = self._status if status is None else status
             sampled, status = _copied((sampled, status))
         return cache, state, sampled, status
+
+    def warm_up(self, buckets: Iterable[int]) -> None:
+        """Compile what steps of these buckets need beside their programs."""
+        for bucket in buckets if self._in_place else ():
+            jax.block_until_ready(_copied((self._results_of(bucket), self._status)))
 
     def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
@@ -223,7 +238,13 @@ class CompiledStep:
         return donated, rest, (donated_tree, rest_tree)
 
     def _arguments(
-        self, operands: Operands, table: np.ndarray | jax.Array, bucket: int, *, lora: bool
+        self,
+        operands: Operands,
+        table: np.ndarray | jax.Array,
+        bucket: int,
+        *,
+        lora: bool,
+        bound: bool,
     ) -> tuple[Any, ...]:
         """Return the step's arguments: leaves of the model, of what is donated, of the rest."""
         results = self._results_of(bucket) if self._in_place else None
@@ -232,7 +253,8 @@ class CompiledStep:
         donated, donated_tree = jax.tree.flatten((cache, operands.state, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
-        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled)
+        waits = (self._board, self.inputs.number) if bound else None
+        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled, waits)
         rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
 
@@ -278,6 +300,7 @@ def _jit_steps(
     sample: Sample,
     options: dict[str, str] | None,
     split: StepSplit | None,
+    board: MaskBoard | None,
 ) -> tuple[tuple[Callable, Callable, Callable], tuple[jax.Array, ...]]:
     """Return the step over the leaves of the model, its two parts, and the leaves.
 
@@ -301,25 +324,29 @@ def _jit_steps(
 
     @functools.partial(
         jax.jit,
-        static_argnames=("trees", "bucket", "lora"),
+        static_argnames=("trees", "bucket", "lora", "bound"),
         donate_argnums=1,
         keep_unused=True,
         compiler_options=options,
     )
-    def step(leaves, donated, rest, trees, *, bucket, lora):
-        local = functools.partial(local_step, trees=trees, bucket=bucket, lora=lora)
+    def step(leaves, donated, rest, trees, *, bucket, lora, bound):
+        how = {"bucket": bucket, "lora": lora, "bound": bound}
+        local = functools.partial(local_step, trees=trees, **how)
         if split is not None and specs is not None:
             local = split.over_devices(local, specs, *trees)
         return local(leaves, donated, rest)
 
-    def local_step(leaves, donated, rest, *, trees, bucket, lora):
+    def local_step(leaves, donated, rest, *, trees, bucket, lora, bound):
         cache, state, *_ = jax.tree.unflatten(trees[0], donated)
-        rest = jax.tree.unflatten(trees[1], rest)
+        *rest, waits = jax.tree.unflatten(trees[1], rest)
         if sizes.max_drafts:
             state = with_drafts(state, rest[1])
         done = run_forward(leaves, cache, state.history, rest, bucket, lora)
         cache, logits, (rows, heads), status = done
-        return cache, *sample_step(logits, rows, state, sample, heads=heads), status
+        masks = None
+        if bound and board is not None:
+            masks = board.read(waits[0], waits[1], logits)
+        return cache, *sample_step(logits, rows, state, sample, masks, heads), status
 
     @functools.partial(
         jax.jit,
@@ -357,18 +384,6 @@ def _jit_steps(
         return sample_step(logits, rows, state, sample, masks, heads)
 
     return (step, forward, sample_part), tuple(leaves)
-
-
-def _make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
-    """Leave free places for small arrays, kept apart by the arrays returned.
-
-    Otherwise the allocator cuts them from the front of the memory that programs take for their
-    temporaries, which then lie elsewhere in every step.
-    """
-    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
-    jax.block_until_ready(arrays)
-    step = len(_HOLE_BYTES)
-    return [array for i, array in enumerate(arrays) if i // step % 2]
 
 
 @jax.jit

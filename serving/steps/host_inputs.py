@@ -16,6 +16,8 @@ import numpy as np
 from lora_jax.typing import Array, Int
 from serving.steps.step import StepSizes
 
+_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
+_HOLES = 32  # of each size
 _FEW_PAGES = 64  # new ones that every table has room for; twice its sequences if they are more
 
 
@@ -32,6 +34,9 @@ class HostInputs:
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
         self.pages: Int[Array, "seqs max_pages"] = place(self._tables.copy())
+        self.number: np.ndarray | jax.Array = place(
+            np.zeros(1, np.int32)
+        )  # of the masks it waits for
         self.masks: jax.Array | None = None  # HostMasks.packed
 
     def set_pages(self, tables: np.ndarray) -> None:
@@ -46,16 +51,23 @@ class HostInputs:
         places = np.arange(first, first + len(pages), dtype=np.int32)
         self._new.append(np.stack([np.full_like(places, row), places, pages]))
 
-    def set_table(self, table: np.ndarray) -> np.ndarray | Int[Array, "table_rows seqs"]:
-        """Return the step's table as its program takes it; new pages are in their place then."""
+    def set_table(
+        self, table: np.ndarray, number: int = 0
+    ) -> np.ndarray | Int[Array, "table_rows seqs"]:
+        """Return the step's table as its program takes it; new pages are in their place then.
+
+        `number` is that of the masks which the host will post for the step; 0: none.
+        """
         new, self._new = self._new, []
         if new and (not self._in_place or sum(one.shape[1] for one in new) > self._room):
             self._send_pages()
             new = []
         if not self._in_place:
+            self.number = np.array([number], np.int32)
             return table
-        packed = np.concatenate([table.reshape(-1), self._packed(new).reshape(-1)])
-        self.table, self.pages = _write(self.table, self.pages, packed)
+        parts = table.reshape(-1), self._packed(new).reshape(-1), np.array([number], np.int32)
+        written = _write(self.table, self.pages, self.number, np.concatenate(parts))
+        self.table, self.pages, self.number = written
         return self.table
 
     def set_masks(self, packed: np.ndarray) -> jax.Array:
@@ -91,14 +103,27 @@ def _overwrite(old: Int[Array, "*shape"], new: Int[Array, "*shape"]) -> Int[Arra
     return old.at[...].set(new)
 
 
-@functools.partial(jax.jit, donate_argnums=(0, 1))
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2))
 def _write(
     table: Int[Array, "table_rows seqs"],
     pages: Int[Array, "seqs max_pages"],
+    number: Int[Array, "1"],
     packed: Int[Array, "numbers"],
-) -> tuple[Int[Array, "table_rows seqs"], Int[Array, "seqs max_pages"]]:
-    """Return the new table, and the block tables with the new pages, in their own memory."""
-    row, place, page = packed[table.size :].reshape(3, -1)
+) -> tuple[Int[Array, "table_rows seqs"], Int[Array, "seqs max_pages"], Int[Array, "1"]]:
+    """Return the new table, block tables with the new pages, and number, in their own memory."""
+    row, place, page = packed[table.size : -1].reshape(3, -1)
     new = packed[: table.size].reshape(table.shape)
     written = pages.at[row, place].set(page, mode="drop", unique_indices=True)
-    return table.at[...].set(jnp.asarray(new)), written
+    return table.at[...].set(jnp.asarray(new)), written, number.at[...].set(packed[-1:])
+
+
+def make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
+    """Leave free places for small arrays, kept apart by the arrays returned.
+
+    Otherwise the allocator cuts them from the front of the memory that programs take for their
+    temporaries, which then lie elsewhere in every step.
+    """
+    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    jax.block_until_ready(arrays)
+    step = len(_HOLE_BYTES)
+    return [array for i, array in enumerate(arrays) if i // step % 2]

@@ -2,7 +2,8 @@
 
 One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
 adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
-are read when the next one is on its way. Steps in which a grammar binds a row have two programs:
+are read when the next one is on its way. A step in which a grammar binds a row waits on the device
+for the masks that are posted after its dispatch. Where no step can wait, it has two programs:
 `forward` goes out like any step, and `sample` follows when the host knows which tokens may come.
 """
 
@@ -30,6 +31,7 @@ from serving.steps.compiling import compile_all, is_read, read_kept
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
+from serving.steps.mask_board import MaskBoard
 from serving.steps.merged_weights import MergedWeights
 from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.sampler import Sampled
@@ -38,9 +40,11 @@ from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
 from serving.steps.step_programs import (
     Program,
+    bucket_for,
     lora_slot,
     lora_slots,
     names_of,
+    programs_of,
     token_buckets,
 )
 from serving.steps.step_results import (
@@ -80,6 +84,7 @@ class ModelRunner:
         tell: Callable[[Any], None] = lambda command: None,
         kept: KeptSteps | None = None,
         pooled: PagedKVCache | None = None,
+        board: MaskBoard | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
@@ -92,7 +97,7 @@ class ModelRunner:
         `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
         is given every StepInput and SampleInput before it is done, for the runners of other
         processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
-        a pool, whose rows `slots` then has.
+        a pool, whose rows `slots` then has. With `board` steps wait for masks.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._compile_base_only_steps = compile_base_only_steps and slots is not None
@@ -100,6 +105,7 @@ class ModelRunner:
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
+        self.board = board if structured_outputs else None
         self._cold: list[tuple[Program, Lowered | KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
@@ -111,6 +117,7 @@ class ModelRunner:
             compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
+            board=self.board,
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
@@ -159,6 +166,7 @@ class ModelRunner:
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
         if self._step.keeps and read_kept(programs := list(programs)):
+            self._step.warm_up(self.buckets)
             jax.block_until_ready(self._run(table, self.programs[0]))
             self._cold = list(zip(self.programs, programs, strict=False))[1:]
             return
@@ -168,8 +176,8 @@ class ModelRunner:
             jax.block_until_ready(self._run(table, program))
         for program in self.two_part_programs:
             forwarded, status = self._run_forward(table, program)
-            packed = self.new_masks().packed
-            jax.block_until_ready((self._run_sample(forwarded, packed, program.bucket), status))
+            sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
+            jax.block_until_ready((sampled, status))
 
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
@@ -187,7 +195,7 @@ class ModelRunner:
         """Return steps of one program, ready to compile."""
         for p in programs:
             arguments = self._operands(p), self._inputs.empty_table(), p.bucket
-            yield self._step.lower(*arguments, lora=p.lora)
+            yield self._step.lower(*arguments, lora=p.lora, bound=p.bound)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -195,19 +203,13 @@ class ModelRunner:
         kinds = [(True, False)]
         if self.merged is not None:
             kinds += [(False, True), (True, True)] if self._mixture else [(False, True)]
-        programs = [
-            Program(b, lora, merged, brings)
-            for lora, merged in kinds
-            for brings in self._variants
-            if lora or not brings
-            for b in self.buckets
-        ]
-        alone = [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
-        return (*programs, *alone)
+        programs = programs_of(kinds, self._variants, self.buckets)
+        programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
+        return (*programs, *(() if self.board is None else self._bound_programs))
 
     @property
-    def two_part_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps in two programs, forward and sample; they have LoRA.
+    def bound_buckets(self) -> tuple[int, ...]:
+        """The token buckets of steps with masks; they have LoRA.
 
         One for decode steps and one for others: more would take long to compile.
         """
@@ -217,14 +219,13 @@ class ModelRunner:
 
     @property
     def two_part_programs(self) -> tuple[Program, ...]:
-        """Every step in two programs; all have LoRA."""
-        kinds = (False,) if self.merged is None else (False, True)
-        return tuple(
-            Program(bucket, merged=merged, brings=brings)
-            for merged in kinds
-            for brings in self._variants
-            for bucket in self.two_part_buckets
-        )
+        """Every step in two programs, forward and sample; all have LoRA."""
+        return self._bound_programs if self.board is None else ()
+
+    @property
+    def _bound_programs(self) -> tuple[Program, ...]:
+        kinds = [(True, False)] if self.merged is None else [(True, False), (True, True)]
+        return tuple(programs_of(kinds, self._variants, self.bound_buckets, bound=True))
 
     @property
     def _variants(self) -> tuple[bool, ...]:
@@ -249,12 +250,16 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
-        A chunk's input tokens that the host has not seen are those the steps in flight sample.
+        A chunk's input tokens that the host has not seen are those the steps in flight sample. With
+        a board the masks of a bound step must be posted next; until then nothing may wait for it.
         """
-        bucket = self._bucket(plan, self.buckets)
-        lora = self._needs_lora(plan, bucket)
-        program = Program(bucket, lora, plan.merged is not None, lora and self._brings(plan))
-        sampled, status = self._run(self._prepared(plan, program), program)
+        bound = (board := self.board if plan.is_bound else None) is not None
+        bucket = self._bucket(plan, self.bound_buckets if bound else self.buckets)
+        lora = bound or self._needs_lora(plan, bucket)
+        brings = lora and self._brings(plan)
+        program = Program(bucket, lora, plan.merged is not None, brings, bound)
+        table = self._prepared(plan, program)
+        sampled, status = self._run(table, program, board.take_number() if board else 0)
         return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
 
     def forward(self, plan: StepPlan) -> HeldStep:
@@ -262,8 +267,8 @@ class ModelRunner:
 
         Masks may be made meanwhile.
         """
-        bucket = self._bucket(plan, self.two_part_buckets)
-        program = Program(bucket, merged=plan.merged is not None, brings=self._brings(plan))
+        bucket, brings = self._bucket(plan, self.bound_buckets), self._brings(plan)
+        program = Program(bucket, merged=plan.merged is not None, brings=brings, bound=True)
         table = self._prepared(plan, program, in_parts=True)
         forwarded, status = self._run_forward(table, program)
         return HeldStep(plan, first_rows(plan), is_scored(plan), bucket, forwarded, status)
@@ -291,7 +296,7 @@ class ModelRunner:
 
     def new_masks(self) -> HostMasks:
         """Return masks on the host in which no row is masked."""
-        return self._step.new_masks()
+        return self._step.new_masks() if self.board is None else self.board.new_masks()
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
@@ -302,7 +307,7 @@ class ModelRunner:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
             for work in plan.encodes:
-                slot = lora_slot(work.slot, self._num_lora, self._num_esft)
+                slot = lora_slot(work.slot, *self._num_slots)
                 self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
@@ -330,6 +335,8 @@ class ModelRunner:
 
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
+        if self.board is not None:
+            self.board.post()  # a loop that has failed has not
         jax.block_until_ready((self._cache, self._state))
         if self.encoder is not None:
             self.encoder.wait()
@@ -345,22 +352,23 @@ class ModelRunner:
             return plan.is_mixture
         if not self._can_specialize(bucket) or self.slots is None:
             return True
-        return any(True for _ in self._lora_slots(plan))
+        return any(True for _ in lora_slots(plan, *self._num_slots))
 
     def _brings(self, plan: StepPlan) -> bool:
         """Return whether a row's adapter has more than LoRA."""
-        return bool(self._bringing) and any(s in self._bringing for s in self._lora_slots(plan))
-
-    def _lora_slots(self, plan: StepPlan) -> Iterator[int]:
-        return lora_slots(plan, self._num_lora, self._num_esft)
+        slots = lora_slots(plan, *self._num_slots) if self._bringing else ()
+        return any(slot in self._bringing for slot in slots)
 
     @property
-    def _num_lora(self) -> int:
-        return 0 if self.slots is None else self.slots.num_slots
+    def _num_slots(self) -> tuple[int, int]:
+        return 0 if self.slots is None else self.slots.num_slots, self._num_esft
 
-    def _run(self, table: np.ndarray, program: Program) -> tuple[Sampled, jax.Array | None]:
+    def _run(
+        self, table: np.ndarray, program: Program, number: int = 0
+    ) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)
-        done = self._step.run(operands, table, program.bucket, lora=program.lora)
+        how = {"lora": program.lora, "bound": program.bound, "number": number}
+        done = self._step.run(operands, table, program.bucket, **how)
         self._cache, self._state, sampled, status = done
         return sampled, status
 
@@ -387,13 +395,5 @@ class ModelRunner:
         return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
-        """Return the smallest bucket that the step fits into; ValueError when it fits nowhere."""
         rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
-        most = self.sizes.max_logit_rows
-        for bucket in buckets:
-            if plan.num_tokens <= bucket and rows <= most:
-                return bucket
-        raise ValueError(
-            f"A step of {plan.num_tokens} tokens and {rows} logit rows; at most "
-            f"{buckets[-1]} and {most} fit."
-        )
+        return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)

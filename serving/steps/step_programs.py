@@ -18,16 +18,47 @@ def token_buckets(max_tokens: int) -> tuple[int, ...]:
     return (*buckets, max_tokens)
 
 
+def bucket_for(num_tokens: int, rows: int, buckets: tuple[int, ...], most_rows: int) -> int:
+    """Return the smallest bucket that a step fits into; ValueError when it fits nowhere."""
+    if rows <= most_rows:
+        for bucket in buckets:
+            if num_tokens <= bucket:
+                return bucket
+    raise ValueError(
+        f"A step of {num_tokens} tokens and {rows} logit rows; at most {max(buckets)} and "
+        f"{most_rows} fit."
+    )
+
+
 class Program(NamedTuple):
     """A step that is one program: its token bucket, its LoRA, and which weights it takes.
 
-    In one that `brings`, rows may have adapters with more than LoRA.
+    In one that `brings`, rows may have adapters with more than LoRA. One that is `bound` waits for
+    the masks of its rows.
     """
 
     bucket: int
     lora: bool = True
     merged: bool = False
     brings: bool = False
+    bound: bool = False
+
+
+def programs_of(
+    kinds: Iterable[tuple[bool, bool]],
+    variants: Iterable[bool],
+    buckets: tuple[int, ...],
+    *,
+    bound: bool = False,
+) -> list[Program]:
+    """Return a program for each (lora, merged) of `kinds`, `brings` of `variants`, and bucket."""
+    return [
+        Program(bucket, lora, merged, brings, bound)
+        for lora, merged in kinds
+        for brings in variants
+        if lora or not brings
+        for bucket in buckets
+    ]
 
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:
@@ -55,6 +86,6 @@ def names_of(programs: Iterable[Program], in_two_parts: Iterable[Program]) -> It
 
 
 def _name(program: Program) -> str:
-    kinds = "lora", "merged", "brings"
+    kinds = "lora", "merged", "brings", "bound"
     marks = [kind for kind in kinds if getattr(program, kind)]
     return " ".join([f"{program.bucket} tokens", *marks])

@@ -20,6 +20,11 @@ class InFlightStep:
     scored: bool  # whether any row's log-probabilities are wanted
     remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
 
+    @property
+    def first_samples(self) -> list[int]:
+        """The logit row of each chunk's first sample."""
+        return _first_samples(self.plan, self.first_rows)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldStep:
@@ -35,8 +40,7 @@ class HeldStep:
     @property
     def first_samples(self) -> list[int]:
         """The logit row of each chunk's first sample."""
-        chunks = zip(self.plan.chunks, self.first_rows, strict=True)
-        return [first + num_targets(chunk) for chunk, first in chunks]
+        return _first_samples(self.plan, self.first_rows)
 
 
 def in_flight(
@@ -73,6 +77,10 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
         if chunks[index].by_head:
             firsts[index] = chunks[index].sequence.row
     return tuple(firsts)
+
+
+def _first_samples(plan: StepPlan, firsts: tuple[int, ...]) -> list[int]:
+    return [first + num_targets(chunk) for chunk, first in zip(plan.chunks, firsts, strict=True)]
 
 
 def num_targets(chunk: ScheduledChunk) -> int:

@@ -30,10 +30,10 @@ class TokenMasks:
 class HostMasks:
     """Masks in the host's memory, in one piece, so that one copy brings them to the device."""
 
-    def __init__(self, num_masks: int, num_rows: int, vocab: int):
-        """No row has a mask yet, and no mask a meaning."""
+    def __init__(self, num_masks: int, num_rows: int, vocab: int, packed: np.ndarray | None = None):
+        """No row has a mask yet, and no mask a meaning; `packed` is memory for them."""
         size = num_masks * num_words(vocab)
-        self.packed = np.empty(size + num_rows, np.int32)
+        self.packed = np.empty(size + num_rows, np.int32) if packed is None else packed
         self.words = self.packed[:size].reshape(num_masks, -1)
         self.row_to_mask = self.packed[size:]
         self.row_to_mask[:] = NO_MASK

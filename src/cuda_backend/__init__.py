@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 def kernels() -> dict[str, Callable]:
     """Return the ops that this backend has, by name; what the entry point `cuda` leads to.
 
-    `load_kernels` is no op: it gives the kernels to XLA, and returns whether they are there.
+    Two are no ops: `load_kernels` gives the kernels to XLA and returns whether they are there,
+    and `HostBoard` is memory of the host that programs wait for.
     """
     from cuda_backend import ffi
     from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.dense_matmul import dense_matmul
     from cuda_backend.grouped_matmul import gated_matmul, grouped_matmul
+    from cuda_backend.host_board import HostBoard
     from cuda_backend.image_attention import turned_attention
     from cuda_backend.keep_likely import keep_likely
     from cuda_backend.layer_norm import layer_norm
@@ -36,7 +38,7 @@ def kernels() -> dict[str, Callable]:
     others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
     ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
-    return {**{op.__name__: op for op in ops}, "load_kernels": ffi.available}
+    return {**{op.__name__: op for op in (*ops, HostBoard)}, "load_kernels": ffi.available}
 
 
 def transport(device: int = 0) -> "PeerDevice":

@@ -49,6 +49,7 @@ TARGETS = (
     "lora_jax_cuda_keep_likely",
     "lora_jax_cuda_place_heads",
     "lora_jax_cuda_place_heads_in_place",
+    "lora_jax_cuda_read_board",
     "lora_jax_cuda_peer_push",
     "lora_jax_cuda_peer_wait_add",
     "lora_jax_cuda_peer_push_aside",

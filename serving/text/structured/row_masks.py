@@ -6,7 +6,9 @@ keeps its place, and a step whose results are void changes nothing.
 """
 
 import dataclasses
+import logging
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,6 +19,8 @@ from serving.api.request import ScheduledChunk, Sequence, SequenceState, StepPla
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+logger = logging.getLogger(__name__)
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
@@ -38,11 +42,6 @@ class BoundRow(NamedTuple):
     sequence: Sequence
     first: int
     drafts: tuple[int, ...] = ()
-
-
-def is_bound(plan: StepPlan) -> bool:
-    """Return whether a token that the step draws is bound by a grammar."""
-    return any(c.samples and c.sequence.request.grammar is not None for c in plan.chunks)
 
 
 class RowMasks:
@@ -71,13 +70,11 @@ class RowMasks:
         Many rows are the work of other threads, and the caller may plan meanwhile.
         """
         behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
-        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
-        filling = Filling(rows, places, words)
+        filling = self._filling(rows, words)
         if len(rows) < self._few:
             self._work(filling, behind)
         else:
-            self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
-            filling.job = self._worker.submit(self._work, filling, behind)
+            filling.job = self._in_thread(lambda: self._work(filling, behind))
         return filling
 
     def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
@@ -88,6 +85,39 @@ class RowMasks:
         """
         if filling.job is not None:
             filling.job.result()
+        return self._assign(filling, row_to_mask)
+
+    def post(
+        self,
+        rows: SequenceOf[BoundRow],
+        words: np.ndarray,
+        row_to_mask: np.ndarray,
+        told: Callable[[], None],
+    ) -> list[tuple[Sequence, str]]:
+        """Begin what `start` and `finish` do; `told` is called at the end, by any thread.
+
+        The list that is returned has its sequences by then.
+        """
+        behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
+        filling, failed = self._filling(rows, words), []
+
+        def work() -> None:
+            try:
+                self._work(filling, behind)
+                failed.extend(self._assign(filling, row_to_mask))
+            except Exception as error:
+                logger.exception("Masks could not be made.")
+                failed.extend((row.sequence, _TOO_HARD.format(why=error)) for row in rows)
+            finally:
+                told()
+
+        if len(rows) < self._few:
+            work()
+        else:
+            self._in_thread(work)
+        return failed
+
+    def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         self._hold_back(filling)
         words, failed = filling.words, []
         fits = words[: filling.places[-1]].any(axis=1).tolist()
@@ -106,6 +136,15 @@ class RowMasks:
         """End the thread, if it runs."""
         if self._worker is not None:
             self._worker.shutdown(wait=False)
+
+    @staticmethod
+    def _filling(rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
+        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
+        return Filling(rows, places, words)
+
+    def _in_thread(self, work: Callable[[], None]) -> Future[None]:
+        self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
+        return self._worker.submit(work)
 
     def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
         filling.lost = self._catch_up(behind)

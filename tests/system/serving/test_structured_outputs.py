@@ -16,11 +16,15 @@ from support.cases.grammar_cases import (
     crossed_patterns,
     drawn_schema,
 )
+from support.doubles.host_board import CpuBoard
 from support.processes.http_server import client_of
 
 from serving import Engine, QueueFull, RequestFailed, Sampling
+from serving.engine import step_parts
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
+from serving.steps.mask_board import MaskBoard
+from serving.steps.token_masks import num_words
 
 ADAPTERS = {
     "intent": MODEL / "adapters" / "intent",
@@ -71,6 +75,30 @@ def check(schema, output):
             format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER,
         )
     return len(ended)
+
+
+def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine, monkeypatch):
+    boards = []
+
+    def make_board(sizes, vocab_size):
+        count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
+        boards.append(CpuBoard(count))
+        return MaskBoard(boards[-1], sizes, vocab_size)
+
+    monkeypatch.setattr(step_parts, "make_board", make_board)
+    answers = []
+    with Engine(str(MODEL), ADAPTERS, kv_cache_memory_bytes=400 << 10, **SIZES) as waiting:
+        for each in (engine, waiting):
+            samplings = [
+                bound(seed, structured_outputs={"json": drawn_schema(seed)}) for seed in range(5)
+            ]
+            outputs = each.generate(["x"] * 8, [*NAMES, *NAMES], [*samplings, *FREE])
+            answers.append([answer(output) for output in outputs])
+            endless = Sampling(max_tokens=8, structured_outputs={"regex": "a*"}, ignore_eos=True)
+            answers[-1].append(answer(each.generate("x", sampling=endless)[0]))
+        assert waiting.stats().compilations_after_warmup == 0
+        settle(waiting)
+    assert answers[0] == answers[1]
 
 
 def run_schemas(engine, seeds):

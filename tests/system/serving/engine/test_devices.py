@@ -28,9 +28,10 @@ from serving.lora_server.spec import ServerSpec
 SHAPES = {
     "llama": TinyShape(layers=1, max_positions=64),
     "mixtral": TinyShape(layers=1, max_positions=64, experts=4),
+    "mixtral for four": TinyShape(layers=1, max_positions=64, experts=4, kv_heads=4),
 }
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "block_size": 4, "max_loras": 2}
-PAGE_BYTES = {"float32": 512, "bfloat16": 256}  # of one device that has all heads
+PAGE_BYTES = {"float32": 256, "bfloat16": 128}  # of a head
 NUM_PAGES = 18  # few enough that some of eight sequences are preempted
 
 
@@ -45,10 +46,10 @@ def write(folder, kind):
     return folder
 
 
-def run(folder, dtype, devices, **fields):
+def run(folder, dtype, devices, *, kv_heads=2, **fields):
     """Answers to base and adapters in one batch, then to a name that was loaded again."""
     adapters = {name: str(folder / name) for name in ("a1", "a3", "a4", "head")}
-    bytes_ = NUM_PAGES * PAGE_BYTES[dtype] // devices
+    bytes_ = NUM_PAGES * PAGE_BYTES[dtype] * kv_heads // devices
     fields |= SIZES | {"kv_cache_memory_bytes": bytes_, "max_lora_rank": 4, "dtype": dtype}
     sampled = Sampling(max_tokens=8, temperature=1.0, seed=3, top_k=20, logprobs=0)
     scored = dataclasses.replace(SCORED, prompt_logprobs=1)
@@ -104,6 +105,16 @@ def test_answers_are_those_of_one_device(tmp_path, kind, dtype, fields):
     assert run(tmp_path, dtype, 2, **fields) == want
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_four_devices_answer_as_one(tmp_path, dtype):
+    write(tmp_path, "mixtral for four")
+    want = run(tmp_path, dtype, 1, kv_heads=4)
+    for expert_parallel in (True, False):
+        got = run(tmp_path, dtype, 4, kv_heads=4, enable_expert_parallel=expert_parallel)
+        assert got == want
+
+
 def run_esft(root, base, devices, **fields):
     """Answers to base, LoRA and ESFT in one batch, where ESFT adapters take turns in one slot."""
     adapters = {name: str(root / name) for name in ("lora", "e0", "e1")}
@@ -124,14 +135,17 @@ def run_esft(root, base, devices, **fields):
 
 
 @pytest.mark.long
-def test_esft_adapters_answer_as_on_one_device(tmp_path):
-    base = tiny_esft.write_moe(tmp_path / "base", "mixtral")
-    tiny_checkpoint.write_adapter(tmp_path / "lora", tiny_esft.MIXTRAL, 3, seed=1)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_esft_adapters_answer_as_on_one_device(tmp_path, devices):
+    shape = dataclasses.replace(tiny_esft.MIXTRAL, experts=4 + devices, kv_heads=devices)
+    base = tmp_path / "base"
+    tiny_checkpoint.write_model(base, shape)
+    tiny_checkpoint.write_adapter(tmp_path / "lora", shape, 3, seed=1)
     for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
         tiny_esft.write_esft_adapter(tmp_path / f"e{place}", base, experts, place)
     want = run_esft(tmp_path, base, 1)
-    assert run_esft(tmp_path, base, 2) == want
-    assert run_esft(tmp_path, base, 2, enable_expert_parallel=False) == want
+    assert run_esft(tmp_path, base, devices) == want
+    assert run_esft(tmp_path, base, devices, enable_expert_parallel=False) == want
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monk
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **{**kwargs, "compile_base_only_steps": True})
 
-        def _run(self, table, program):
+        def _run(self, table, program, number=0):
             used.append((program.bucket, program.lora))
-            return super()._run(table, program)
+            return super()._run(table, program, number)
 
     batches = [[None] * 3, ["a1", None, "a7"], [None], ["a2"]]
     prompts = [[5, 6, 7], list(range(4, 24)), [9]]

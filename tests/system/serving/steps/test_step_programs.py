@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from serving.steps.step import _split
-from serving.steps.step_programs import Program, lora_slot, lora_slots
+from serving.steps.step_programs import Program, bucket_for, lora_slot, lora_slots
 
 
 def test_slots_of_pairs_are_lora_slots_too():
@@ -26,4 +27,11 @@ def test_a_slot_s_lora_is_the_step_s():
 
 
 def test_a_program_is_with_lora_and_on_plain_weights():
-    assert Program(8) == (8, True, False, False)
+    assert Program(8) == (8, True, False, False, False)
+
+
+def test_a_step_takes_the_smallest_bucket_that_holds_it():
+    assert [bucket_for(tokens, 4, (8, 32), 4) for tokens in (1, 8, 9, 32)] == [8, 8, 32, 32]
+    for tokens, rows in ((33, 1), (8, 5)):
+        with pytest.raises(ValueError, match=f"{tokens} tokens and {rows} .* at most 32 and 4"):
+            bucket_for(tokens, rows, (8, 32), 4)

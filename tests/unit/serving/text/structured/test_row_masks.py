@@ -8,7 +8,7 @@ from support.cases.grammar_cases import vocabulary
 from serving.api.request import Request, ScheduledChunk, Sequence, SequenceState, StepPlan
 from serving.api.sampling import Sampling
 from serving.text.structured.grammars import Grammar
-from serving.text.structured.row_masks import RowMasks, is_bound
+from serving.text.structured.row_masks import RowMasks
 from serving.text.structured.vocabulary import parser_limits
 
 WORDS = -(-len(vocabulary().tokens) // 32)
@@ -66,9 +66,9 @@ def test_only_drawn_rows_of_bound_sequences_are_masked(sequence):
     void = sequence(row=5)
     void.num_discarded = 1
     plan = plan_of(bound, free, ended, void)
-    assert is_bound(plan)
-    assert not is_bound(plan_of(bound, samples=False))
-    assert not is_bound(plan_of(free))
+    assert plan.is_bound
+    assert not plan_of(bound, samples=False).is_bound
+    assert not plan_of(free).is_bound
     allowed, failed = fill(plan)
     assert allowed == [None, None, {token_of("Q")}, None, None, None, None, None]
     assert failed == []

@@ -1,0 +1,83 @@
+"""Token masks that the host writes while the step that takes them runs.
+
+A program that is bound by masks goes to the device with all others, one step ahead. Late in it, it
+waits until the host has posted the masks, and reads them in the host's memory. So neither is the
+device idle while masks are made, nor has the host a second program to send.
+"""
+
+import os
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from lora_jax.ops import dispatch
+from lora_jax.typing import Array, Float, Int, UInt32
+from serving.steps.step import StepSizes
+from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
+
+ENV = "LORA_JAX_MASK_BOARD"  # 1: steps wait; no GPU has run them yet
+_MOST = 2**31 - 1
+
+
+class AbstractBoard(Protocol):
+    """int32 values in host memory that programs wait for, such as cuda_backend.host_board."""
+
+    values: np.ndarray
+    address: np.ndarray
+
+    def post(self, number: int) -> None:
+        """Tell the device that the values of this number are written."""
+        ...
+
+    def read(
+        self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
+    ) -> Int[Array, "values"]:
+        """Return the values when they are posted and `after` is computed; 0: zeros, at once."""
+        ...
+
+
+class MaskBoard:
+    """Masks of the one step that waits for some; the runner's thread uses all but `post`."""
+
+    def __init__(self, board: AbstractBoard, sizes: StepSizes, vocab_size: int):
+        self._board, self._sizes, self._vocab_size = board, sizes, vocab_size
+        self._number = 0  # of the newest step that waits
+        self.address = board.address
+
+    def take_number(self) -> int:
+        """Return the number of a step that is about to go out and to wait."""
+        self._number = self._number % _MOST + 1
+        return self._number
+
+    def new_masks(self) -> HostMasks:
+        """Return the newest step's masks to write, when the step before has ended."""
+        sizes = self._sizes
+        values = self._board.values
+        return HostMasks(sizes.num_masks, sizes.max_logit_rows, self._vocab_size, values)
+
+    def post(self) -> None:
+        """Let the newest step go on; any thread may."""
+        self._board.post(self._number)
+
+    def read(
+        self,
+        address: UInt32[Array, "2"],
+        number: Int[Array, "1"],
+        logits: Float[Array, "rows vocab"],
+    ) -> TokenMasks:
+        """Return the masks of a step's number on the device, after its logits."""
+        packed = self._board.read(address, number, logits)
+        return unpack_masks(packed, self._sizes.num_masks, self._vocab_size)
+
+
+def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
+    """Return a board for steps on the default device; None where programs do not wait for one."""
+    if os.environ.get(ENV) != "1" or jax.default_backend() != "gpu":
+        return None
+    count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
+    try:
+        board = dispatch.backend_kernel("cuda", "HostBoard")(count)
+    except NotImplementedError:  # Declined too
+        return None
+    return MaskBoard(board, sizes, vocab_size)

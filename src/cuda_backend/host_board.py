@@ -1,0 +1,58 @@
+"""Values in host memory that a program on the device waits for, by csrc/host_board.
+
+So a step can be sent to the device before the host knows what it needs late in the step.
+"""
+
+import ctypes
+
+import jax
+import numpy as np
+
+from cuda_backend import ffi
+from cuda_backend.peer_memory import Device
+from lora_jax.typing import Array, Int, UInt32
+
+_HEADER_BYTES = 64  # kBoardHeader: the number of the newest values
+
+
+class HostBoard:
+    """One array of the host that the device reads in place when the host has posted it."""
+
+    def __init__(self, count: int, device: int = 0):
+        """`count` is the number of int32 values; their memory is kept until the process ends.
+
+        Raises:
+            Declined: the kernels are not there.
+            NotImplementedError: the driver has no memory that host and device share.
+        """
+        ffi.require()
+        self._share(Device(device).allocate_host(_HEADER_BYTES + 4 * count), count)
+
+    def _share(self, address: int, count: int) -> None:
+        """Use this host memory, which is zeros and which the device reads at the same address."""
+        num_bytes = _HEADER_BYTES + 4 * count
+        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
+        self._newest = np.frombuffer(memory, np.uint64, 1)
+        self.values = np.frombuffer(memory, np.int32, count, _HEADER_BYTES)
+        self.address = np.array([address & 0xFFFFFFFF, address >> 32], np.uint32)
+
+    def post(self, number: int) -> None:
+        """Tell the device that the values of this number, 1 to 2**31 - 1, are written.
+
+        They must stay as they are until the step that waits for them has ended.
+        """
+        self._newest[0] = number
+
+    def read(
+        self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
+    ) -> Int[Array, "values"]:
+        """Return the values of a number when they are posted and `after` is computed.
+
+        Number 0 waits for nothing and gives zeros; so do values that are 20 seconds late.
+        `address` is an array of the device with this board's address: a program that is kept in a
+        file serves other boards too.
+        """
+        values = jax.ShapeDtypeStruct(self.values.shape, np.int32)
+        state = jax.ShapeDtypeStruct((1,), np.int32)
+        call = jax.ffi.ffi_call("lora_jax_cuda_read_board", (values, state))
+        return call(address, number, after)[0]

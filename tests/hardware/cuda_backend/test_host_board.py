@@ -1,0 +1,28 @@
+"""A program on a GPU waits for values that the host posts after its dispatch."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.gpu
+COUNT = 100_003
+
+
+def test_values_come_when_they_are_posted():
+    from cuda_backend.host_board import HostBoard
+
+    board = HostBoard(COUNT)
+    read = jax.jit(lambda address, number, x: board.read(address, number, x @ x) + 0)
+    address, x = jax.device_put(board.address), jnp.ones((1024, 1024))
+    asked = [jax.device_put(np.array([number], np.int32)) for number in range(4)]
+    assert not np.asarray(read(address, asked[0], x)).any()
+    for number in range(1, 4):
+        sent = read(address, asked[number], x)
+        time.sleep(0.02)  # the device waits by now
+        assert not sent.is_ready()
+        board.values[:] = number * np.arange(COUNT)
+        board.post(number)
+        np.testing.assert_array_equal(sent, number * np.arange(COUNT))

@@ -1,0 +1,15 @@
+"""cuda_backend.host_board on a CPU: its kernels are emulated, its memory is numpy's."""
+
+import numpy as np
+from support.doubles.cuda_emulator import compile_board
+
+from cuda_backend.host_board import HostBoard
+
+
+class CpuBoard(HostBoard):
+    """One array of the host that a program on a CPU reads when the host has posted it."""
+
+    def __init__(self, count: int):
+        compile_board()
+        self._memory = np.zeros(64 // 4 + count + 16, np.int32)
+        self._share(-(-self._memory.ctypes.data // 64) * 64, count)

@@ -1,0 +1,54 @@
+"""Programs wait late for masks that the host posts after their dispatch."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.doubles.host_board import CpuBoard
+
+from serving.steps import mask_board
+from serving.steps.mask_board import MaskBoard, make_board
+from serving.steps.step import StepSizes
+from serving.steps.token_masks import NO_MASK, mask_rows, num_words
+
+SIZES = StepSizes(max_seqs=3, max_len=64, page_size=4, num_pages=9, max_logit_rows=4, max_rank=4)
+VOCAB = 70
+
+
+@pytest.fixture
+def board():
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    count = SIZES.num_masks * num_words(VOCAB) + SIZES.max_logit_rows
+    return MaskBoard(CpuBoard(count), SIZES, VOCAB)
+
+
+def test_a_program_takes_the_masks_that_are_posted_after_its_dispatch(board):
+    @jax.jit
+    def step(address, number, x):
+        logits = x @ jnp.ones((x.shape[1], VOCAB), x.dtype)
+        return mask_rows(logits, board.read(address, number, logits), jnp.ones(4, bool))
+
+    address, x = jax.device_put(board.address), jnp.ones((4, 256))
+    for allowed in (3, 64, 69):  # the last word has bits of no token
+        sent = step(address, np.array([board.take_number()], np.int32), x)
+        masks = board.new_masks()
+        assert (masks.row_to_mask == NO_MASK).all()
+        masks.words[2] = 0
+        masks.words[2].view(np.uint32)[allowed // 32] = 1 << allowed % 32
+        masks.row_to_mask[1] = 2
+        board.post()
+        got = np.asarray(sent)
+        assert np.flatnonzero(np.isfinite(got[1])).tolist() == [allowed]
+        assert np.isfinite(got[[0, 2, 3]]).all()
+
+
+def test_numbers_are_never_that_of_no_masks(board, monkeypatch):
+    monkeypatch.setattr(mask_board, "_MOST", 2)
+    assert [board.take_number() for _ in range(4)] == [1, 2, 1, 2]
+
+
+def test_on_a_cpu_no_program_waits():
+    assert make_board(SIZES, VOCAB) is None
