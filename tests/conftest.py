@@ -75,6 +75,7 @@ LONGEST = (
     "test_merging.py",
     "test_engine.py",
     "test_esft_results.py",
+    "test_agent.py",
     "test_launch.py",
     "test_forward.py",
     "test_split.py",

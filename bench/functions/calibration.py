@@ -59,9 +59,10 @@ def _times(
 ) -> dict[str, Any]:
     """Return fields of `times.Times`, the model's among them."""
     function.generate(_PROMPT, _sampling(_DECODED))
+    alone_s, step_s = _streamed(function, _DECODED)
     first = {size: _seconds(function, size, 1) for size in _BATCHES}
-    line = fit(list(first), list(first.values()))
-    step_s = (_seconds(function, 1, _DECODED + 1) - first[1]) / _DECODED
+    more_s = alone_s - first[1]  # a stream's messages, for every batch
+    line = fit(list(first), [seconds + more_s for seconds in first.values()])
     starts = []
     for _ in range(_REPEATS):
         function.offload()
@@ -141,6 +142,18 @@ def _poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
     while (now := now + rng.expovariate(rate)) < seconds:
         moments.append(now)
     return moments or [seconds / 2]
+
+
+def _streamed(function: Function, tokens: int) -> tuple[float, float]:
+    """Return median seconds to a stream's first piece, and of each token behind it."""
+    firsts, steps = [], []
+    for _ in range(_REPEATS):
+        start, first = time.perf_counter(), 0.0
+        for _ in function.stream(_PROMPT, _sampling(tokens + 1)):
+            first = first or time.perf_counter() - start
+        firsts.append(first)
+        steps.append((time.perf_counter() - start - first) / tokens)
+    return statistics.median(firsts), statistics.median(steps)
 
 
 def _seconds(function: Function, prompts: int, tokens: int) -> float:
