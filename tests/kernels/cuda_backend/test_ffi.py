@@ -45,6 +45,8 @@ MOST_REGISTERS = {
     "choose_experts_kernel": 64,
     "keep_likely_kernel": 32,  # 2 CTAs of 1024
     "place_heads_kernel": 64,
+    "board_wait_kernel": 32,
+    "board_copy_kernel": 32,
     "push_kernel": 64,  # few, so that it fits beside others
     "await_kernel": 64,
     "respond_kernel": 128,  # one CTA an SM: there are as many as SMs
