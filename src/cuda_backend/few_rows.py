@@ -29,7 +29,7 @@ FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
-TILE_ROWS, FEWEST_TILE_ROWS = 16, 8
+TILE_ROWS = 16
 DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
 SLOTS = 3 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
@@ -130,9 +130,9 @@ def check_support(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
             f"not {rows}"
         )
-    if min(groups, rows) + rows // FEWEST_TILE_ROWS > MOST_WORKS:
+    if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
         raise Declined(
-            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {FEWEST_TILE_ROWS} rows, "
+            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {TILE_ROWS} rows, "
             f"not {rows} rows in {groups} groups"
         )
     if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:

@@ -26,7 +26,13 @@ from lora_jax.models.quantised import with_quantised
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.ops.grouped_matmul.orders import for_kernels, known_in_order, put_in_order
+from lora_jax.ops.grouped_matmul.orders import (
+    for_kernels,
+    known_in_order,
+    order_of,
+    put_in_order,
+)
+from lora_jax.ops.grouped_matmul.weights import ROWS
 from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
@@ -212,10 +218,17 @@ def _putter(name: str, *, split: Split | None, place: Place | None) -> Callable[
     def put(part: str, shape: tuple[int, ...], dtype: Any, axes: Axes, stored: int, fill: Fill):
         if place is not None:
             filled = functools.partial(_fill_in_order, fill) if part == "codes" else fill
-            return place(f"{name}#{part}" if part else name, shape, np.dtype(dtype), filled)
+            return place(_label(name, part, shape), shape, np.dtype(dtype), filled)
         return _on_devices(shape, dtype, axes, split, stored, fill)
 
     return put
+
+
+def _label(name: str, part: str, shape: tuple[int, ...]) -> str:
+    """Return an array's name in an arena; it tells the order of codes, which importers trust."""
+    if part == "codes" and (order := order_of(shape)) != ROWS:
+        part = f"codes.{order}"
+    return f"{name}#{part}" if part else name
 
 
 def _fill_in_order(fill: Fill, index: Index, codes: np.ndarray) -> None:

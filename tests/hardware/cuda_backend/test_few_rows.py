@@ -59,7 +59,7 @@ def test_products_have_the_bits_of_mosaics(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 def test_fewest_rows_have_the_bits_of_mosaics(name):
-    """Up to 4 in the mean: a tile has 8 rows, a group of 9 two of them."""
+    """Groups of up to 9 rows, 4 in the mean, as in decoding."""
     sizes = jnp.asarray(np.where(SIZES == 40, 1, np.minimum(SIZES, 9)), jnp.int32)
     x, pair = rows(0)[: 4 * GROUPS], [weights(name, seed) for seed in (1, 2)]
     check(grouped_matmul, x, pair[0], sizes)
@@ -70,8 +70,17 @@ def test_fewest_rows_have_the_bits_of_mosaics(name):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("count", [1, 61])
 def test_dense_products_have_the_bits_of_mosaics(name, count):
-    args = rows(0)[:count], weights(name, 1)[:1], jnp.array([count], jnp.int32)
-    check(grouped_matmul, *args)
+    x, sizes = rows(0)[:count], jnp.array([count], jnp.int32)
+    w, up = (weights(name, seed)[:1] for seed in (1, 2))
+    check(grouped_matmul, x, w, sizes)
+    check(gated_matmul, x, w, up, sizes)  # the one expert of a device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_large_scales_have_the_bits_of_mosaics(name):
+    w = weights(name, 1)
+    check(grouped_matmul, rows(0), dataclasses.replace(w, scales=64 * w.scales), jnp.asarray(SIZES))
 
 
 @pytest.mark.gpu

@@ -31,10 +31,10 @@ CODINGS = {
 }
 
 
-def drawn(name: str, d_out: int, d_in: int, seed: int, largest: float = 0.25) -> tuple:
+def drawn(name: str, d_out: int, d_in: int, seed: int, largest=0.25, groups=6) -> tuple:
     """Return weights as stored, scales and plain values in float32, rounded to bfloat16."""
     _, bits, group, scale_dtype, table = CODINGS[name]
-    rng, groups = np.random.default_rng(seed), len(SIZES)
+    rng = np.random.default_rng(seed)
     scales = (0.01 + rng.random((groups, d_out, d_in // group)) * largest).astype(scale_dtype)
     wide = np.repeat(scales.astype(np.float32), group, axis=-1)
     if bits == 8:
@@ -50,25 +50,26 @@ def drawn(name: str, d_out: int, d_in: int, seed: int, largest: float = 0.25) ->
     return stored, scales, (values * wide).astype(BF16).astype(np.float32)
 
 
-def run(library, name, x, weights, d_out, bias=None, addends=(None, None)):
+def run(library, name, x, weights, d_out, bias=None, addends=(None, None), group_sizes=SIZES):
     coding, *_, table = CODINGS[name]
     y = np.full((len(x), d_out), np.nan, BF16)
     (gate, gate_scales, _), *others = weights
     up, up_scales = others[0][:2] if others else (None, None)
     packed = np.zeros(16, np.float32) if table is None else np.array(table, np.float32)
-    groups, d_in = len(SIZES), x.shape[1]
-    sizes = len(x), groups, d_out, d_in, gate_scales.shape[-1], -8
-    shape = np.array(sizes, np.int32)
+    shape = np.array(
+        (len(x), len(group_sizes), d_out, x.shape[1], gate_scales.shape[-1], -8), np.int32
+    )
     wide = addends[0] is not None and addends[0].dtype == np.float32
-    args = (x, gate, up, gate_scales, up_scales, packed, np.array(SIZES, np.int32), bias, *addends)
+    counts = np.array(group_sizes, np.int32)
+    args = (x, gate, up, gate_scales, up_scales, packed, counts, bias, *addends)
     call(library.few_rows, *args, int(wide), y, shape, coding)
     return y
 
 
-def products(x, plain):
+def products(x, plain, group_sizes=SIZES):
     """Return float32 products of rows with their groups' plain weights; 0 for rows in none."""
     y, start = np.zeros((len(x), plain.shape[1]), np.float32), 0
-    for g, size in enumerate(SIZES):
+    for g, size in enumerate(group_sizes):
         rows = slice(start, start + size)
         y[rows] = x[rows].astype(np.float32) @ plain[g].T
         start += size
@@ -104,5 +105,20 @@ def test_gated_product_matches_float32(library, name):
     weights = [drawn(name, d_out, d_in, seed, 4) for seed in (1, 2)]  # scales of 0.5 and more too
     got = run(library, name, x, weights, d_out)
     gate, up = (products(x, w[2]).astype(BF16).astype(np.float32) for w in weights)
+    want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
+    np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", CODINGS)
+def test_one_group_matches_float32(library, name):
+    """A dense map, and the one expert of a device: gate and up in one launch, too."""
+    library.emulate(2, 3)
+    d_out, d_in, sizes = 136, 512 if name == "int4" else 384, (11,)
+    x = np.random.default_rng(0).standard_normal((13, d_in)).astype(BF16)
+    weights = [drawn(name, d_out, d_in, seed, groups=1) for seed in (1, 2)]
+    gate, up = (products(x, w[2], sizes).astype(BF16).astype(np.float32) for w in weights)
+    got = run(library, name, x, weights[:1], d_out, group_sizes=sizes)
+    np.testing.assert_allclose(got.astype(np.float32), gate, **TOLERANCE["bfloat16"])
+    got = run(library, name, x, weights, d_out, group_sizes=sizes)
     want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
     np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])

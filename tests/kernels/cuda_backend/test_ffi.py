@@ -39,7 +39,7 @@ MOST_REGISTERS = {
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
     "grouped_f32_kernel": 128,
-    "few_rows_kernel": 128,  # 2 CTAs of 256, or of 384 with 80
+    "few_rows_kernel": 200,  # 2 CTAs of 160; 136 with 3
     "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_jax.models import loader
 from lora_jax.models.quantised.forms import SIGNED
 from lora_jax.ops.grouped_matmul import CodedWeight, orders
 from lora_jax.ops.grouped_matmul.orders import for_kernels
@@ -53,6 +54,10 @@ def test_codes_that_a_host_places_are_reordered_there(monkeypatch):
         orders.put_in_order(codes)
         placed = orders.known_in_order(dataclasses.replace(w, codes=jnp.asarray(codes)))
         assert placed.order == order
+        name = loader._label(
+            "w", "codes", codes.shape
+        )  # of the array, so that no reader mistakes it
+        assert name == ("w#codes" if order == ROWS else "w#codes.fragments")
         np.testing.assert_array_equal(placed.plain(), w.plain())
 
 

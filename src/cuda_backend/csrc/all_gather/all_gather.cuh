@@ -13,7 +13,7 @@
 // Large ones are written where the peers want them: each CTA tells its peers where its device's y is, which is
 // free from when the kernel runs, and has a flag of each of them for what has come. A peer's next y is told
 // in the other of two places; the one after that only when this exchange has ended everywhere. Who gives an
-// exchange up takes back what it told: a peer that comes later writes nothing there, and knows at once.
+// exchange up takes back what it told: a peer that comes later writes nothing there, and gives up too.
 #pragma once
 #include <cuda_runtime.h>
 

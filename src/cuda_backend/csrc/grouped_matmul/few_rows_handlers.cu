@@ -6,17 +6,6 @@ namespace lora_jax {
 
 static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b.untyped_data() : nullptr; }
 
-template <Coding C, int G>
-static cudaError_t launch_coding(const FewRowsCall& call, cudaStream_t stream) {
-  const FewRowsArgs& p = call.args;
-  if (p.groups == 1) return launch_few_rows<C, G, 16, 4, 1, false, 3>(call, stream);
-  if (p.rows <= 4 * p.groups)  // hardly a group has more than 8
-    return call.gated ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, stream)
-                      : launch_few_rows<C, G, 8, 4, 2, false, 3>(call, stream);
-  return call.gated ? launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream)
-                    : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
-}
-
 // Arrays of no elements are none. `scale_columns` of d_in share a scale.
 static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer w, ffi::AnyBuffer up, ffi::AnyBuffer scales,
                           ffi::AnyBuffer up_scales, BF16 bias, ffi::AnyBuffer addend, ffi::AnyBuffer up_addend,
@@ -36,12 +25,12 @@ static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer
   p.first = static_cast<float>(first);
   std::copy(table.begin(), table.end(), p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kFloat8: return status(launch_coding<Coding::kFloat8, 128>(call, stream));
+    case Coding::kFloat8: return status(launch_few_rows<Coding::kFloat8, 128>(call, stream));
     case Coding::kInteger:
-      return status(scale_columns == 64 ? launch_coding<Coding::kInteger, 64>(call, stream)
-                                        : launch_coding<Coding::kInteger, 128>(call, stream));
-    case Coding::kE2m1: return status(launch_coding<Coding::kE2m1, 32>(call, stream));
-    case Coding::kTable: return status(launch_coding<Coding::kTable, 64>(call, stream));
+      return status(scale_columns == 64 ? launch_few_rows<Coding::kInteger, 64>(call, stream)
+                                        : launch_few_rows<Coding::kInteger, 128>(call, stream));
+    case Coding::kE2m1: return status(launch_few_rows<Coding::kE2m1, 32>(call, stream));
+    case Coding::kTable: return status(launch_few_rows<Coding::kTable, 64>(call, stream));
   }
   return ffi::Error::InvalidArgument("no such coding");
 }

@@ -11,7 +11,6 @@ namespace lora_jax {
 struct FewRowsCall {
   const void* weights[2];
   FewRowsArgs args;
-  Coding coding;
   bool gated;
 };
 
@@ -61,6 +60,14 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   const int64_t most = static_cast<int64_t>(p.works) * p.tiles;
   const int ctas = static_cast<int>(std::min<int64_t>(sms * PER_SM, most));
   return launch_early(kernel, ctas, W * 32 + 32, shared, stream, p);
+}
+
+// Columns of a dense map are few for the SMs, so its tiles are narrower and three CTAs share an SM.
+template <Coding C, int G>
+cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
+  if (call.gated) return launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
+  if (call.args.groups == 1) return launch_few_rows<C, G, 16, 4, 1, false, 3>(call, stream);
+  return launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
 }
 
 }  // namespace lora_jax

@@ -13,16 +13,16 @@ _reordered = jax.jit(in_fragments)
 
 
 def order_of(codes_shape: tuple[int, ...], backend: str | None = None) -> str:
-    """Return the order that kernels of a backend, or this one, read fastest, of a device's codes.
+    """Return the order of codes that kernels of a backend, or of the default one, read fastest.
 
-    On a GPU those are FRAGMENTS, if rows are whole ones.
+    `codes_shape` is that of one device. On a GPU whole rows of fragments are in FRAGMENTS.
     """
     whole = codes_shape[-1] % (FRAGMENT // 2) == 0
     return FRAGMENTS if (backend or jax.default_backend()) == "gpu" and whole else ROWS
 
 
 def for_kernels(w: Any, backend: str | None = None) -> Any:
-    """Return a weight with its codes in that order; anything but codes stays as it is."""
+    """Return a weight with its codes in the order of `order_of`; other weights as they are."""
     if not isinstance(w, CodedWeight) or w.order != ROWS:
         return w
     if order_of(w.codes.sharding.shard_shape(w.codes.shape), backend) == ROWS:

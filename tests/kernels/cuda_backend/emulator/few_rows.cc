@@ -3,14 +3,6 @@
 
 #include "driver.cuh"
 
-namespace {
-template <Coding C, int G>
-cudaError_t launch(const FewRowsCall& call) {
-  return call.gated ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, nullptr)
-                    : launch_few_rows<C, G, 16, 4, 1, false, 3>(call, nullptr);
-}
-}  // namespace
-
 extern "C" {
 
 // shape: rows, groups, d_out, d_in, scale groups, value of code 0.
@@ -27,11 +19,12 @@ int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_s
   p.first = static_cast<float>(shape[5]);
   std::memcpy(p.table, table, sizeof p.table);
   switch (static_cast<Coding>(coding)) {
-    case Coding::kFloat8: return launch<Coding::kFloat8, 128>(call);
+    case Coding::kFloat8: return launch_few_rows<Coding::kFloat8, 128>(call, nullptr);
     case Coding::kInteger:
-      return p.scale_columns == 64 ? launch<Coding::kInteger, 64>(call) : launch<Coding::kInteger, 128>(call);
-    case Coding::kE2m1: return launch<Coding::kE2m1, 32>(call);
-    default: return launch<Coding::kTable, 64>(call);
+      return p.scale_columns == 64 ? launch_few_rows<Coding::kInteger, 64>(call, nullptr)
+                                   : launch_few_rows<Coding::kInteger, 128>(call, nullptr);
+    case Coding::kE2m1: return launch_few_rows<Coding::kE2m1, 32>(call, nullptr);
+    default: return launch_few_rows<Coding::kTable, 64>(call, nullptr);
   }
 }
 

@@ -141,7 +141,10 @@ inline uint32_t lds32(uint32_t address) {
   std::memcpy(&v, emu::at_shared(address), 4);
   return v;
 }
-inline uint2 lds64(uint32_t address) { return {lds32(address), lds32(address + 4)}; }
+inline uint2 lds64(uint32_t address) {
+  if (address % 8) emu::fail("a load of 8 bytes off its boundary");
+  return {lds32(address), lds32(address + 4)};
+}
 inline void sts32(uint32_t address, uint32_t x) {
   if (address % 4) emu::fail("a store of 4 bytes off its boundary");
   std::memcpy(emu::at_shared(address), &x, 4);
