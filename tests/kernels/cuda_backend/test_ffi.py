@@ -54,8 +54,8 @@ MOST_REGISTERS = {
     "receive_kernel": 128,  # 2 CTAs of 256
     "judge_kernel": 64,
 }
-# Bytes that one instance keeps in memory: NF4 gate and up, prompts by heads of 128 in 8 bits.
-MOST_STACK = {"few_rows_kernel": 8, "coded_attention_kernel": 8}
+# Bytes that one instance keeps in memory: prompts by heads of 128 in 8 bits.
+MOST_STACK = {"coded_attention_kernel": 8}
 REPORT = re.compile(
     r"entry function '\w*?("
     + "|".join(sorted(MOST_REGISTERS, key=len, reverse=True))
