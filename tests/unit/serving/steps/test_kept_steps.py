@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.processes.server_process import ROOT
 
+from lora_jax.ops import dispatch
 from serving.runtime.program_files import ProgramFiles
 from serving.steps import kept_steps
 from serving.steps.kept_steps import KeptSteps, NotKept, code_digest, identity
@@ -32,7 +33,8 @@ LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 
 @pytest.fixture
-def kept(tmp_path):
+def kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(dispatch, "table", dict)  # kernels that other tests name would be built
     (tmp_path / "programs").mkdir()
     programs = ProgramFiles(tmp_path / "programs", 1 << 20)
     before = getattr(jax.config, LEAST)
