@@ -27,6 +27,7 @@ from serving.functions.room import Room
 from serving.functions.running import Running
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
+from serving.runtime.program_files import step_keys
 
 logger = logging.getLogger(__name__)
 
@@ -303,13 +304,13 @@ class Agent:
         self._ends.note(ours, pid)
         try:
             # Tenants and guards answer no HTTP: its settings name files of keys.
-            http = self._http if backbone and not order.get("guard") else None
-            order = {"model": self.model, "fields": self._fields, "http": http} | order
             makes = backbone and not order.get("guard")
+            http = self._http if makes else None
+            order = {"model": self.model, "fields": self._fields, "http": http} | order
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             order["jail"] = self._jail(order["programs"])
             order["steps"] = self._steps if self._backbone.device == "cpu" else []
-            takes_turns = self._turns is not None and backbone and not order.get("guard")
+            takes_turns = self._turns is not None and makes
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
                 self._backbone.send(ours, order | {"tenants": self._tenant_sizes})
@@ -321,7 +322,8 @@ class Agent:
             ours.settimeout(_START_S)
             ready = expect(ours, "ready")
             ours.settimeout(None)
-            self._steps = ready.get("steps") or self._steps
+            if makes:
+                self._steps = step_keys(ready.get("steps")) or self._steps
         except BaseException:
             ours.close()
             raise

@@ -62,7 +62,7 @@ def main(connection) -> None:
     try:
         memory = for_platform(jax.default_backend())
         if (kept := step_files()) is not None:
-            kept_steps.read_ahead(kept[0], order.get("steps", ()))
+            kept_steps.read_ahead(kept[0], order.get("steps", []))
         arena = ImportedArena(memory, manifest, fds)
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
