@@ -219,7 +219,7 @@ class Agent:
         self._closing.set()
         if self._guard is not None:
             self._guard.close()
-        for function in self._functions.values():
+        for function in self.functions.values():  # a copy: a start that fails takes its name away
             function.close()
         self._functions.clear()
         if self._tenants is not None:
@@ -256,7 +256,8 @@ class Agent:
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
         self._room.make(name, self.functions)
-        if self._guard is not None and name in self._functions:  # it has had a process before
+        function = self._functions.get(name)
+        if self._guard is not None and function is not None and function.starts:  # one has ended
             self._guard.look()
         if self._tenants is not None:
             running = self._tenants.start(name, folder)

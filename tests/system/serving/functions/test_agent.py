@@ -227,6 +227,18 @@ def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
     assert ended_before == [True]
 
 
+def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_start():
+    looks = []
+    running = SimpleNamespace(about={"private_bytes": 1, "start_s": 1.0})
+    parts = {"_guard": SimpleNamespace(look=lambda: looks.append(1)), "_room": Room(None)}
+    agent = bare(**parts, _tenants=SimpleNamespace(start=lambda name, folder: running))
+    function = SimpleNamespace(starts=0)
+    vars(agent)["_functions"] = {"law": function}
+    for function.starts in (0, 1):
+        agent._start("law", None)
+        assert len(looks) == function.starts
+
+
 def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
     """So both are within the room of one."""
     events = []
