@@ -27,6 +27,7 @@ from serving.functions.room import Room
 from serving.functions.running import Running
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
+from serving.runtime.program_files import step_keys
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class Agent:
         self._closing.set()
         if self._guard is not None:
             self._guard.close()
-        for function in self._functions.values():
+        for function in self.functions.values():  # a copy: a start that fails takes its name away
             function.close()
         self._functions.clear()
         if self._tenants is not None:
@@ -255,7 +256,8 @@ class Agent:
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
         self._room.make(name, self.functions)
-        if self._guard is not None and name in self._functions:  # it has had a process before
+        function = self._functions.get(name)
+        if self._guard is not None and function is not None and function.starts:  # one has ended
             self._guard.look()
         if self._tenants is not None:
             running = self._tenants.start(name, folder)
@@ -303,13 +305,13 @@ class Agent:
         self._ends.note(ours, pid)
         try:
             # Tenants and guards answer no HTTP: its settings name files of keys.
-            http = self._http if backbone and not order.get("guard") else None
-            order = {"model": self.model, "fields": self._fields, "http": http} | order
             makes = backbone and not order.get("guard")
+            http = self._http if makes else None
+            order = {"model": self.model, "fields": self._fields, "http": http} | order
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             order["jail"] = self._jail(order["programs"])
             order["steps"] = self._steps if self._backbone.device == "cpu" else []
-            takes_turns = self._turns is not None and backbone and not order.get("guard")
+            takes_turns = self._turns is not None and makes
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
                 self._backbone.send(ours, order | {"tenants": self._tenant_sizes})
@@ -321,7 +323,8 @@ class Agent:
             ours.settimeout(_START_S)
             ready = expect(ours, "ready")
             ours.settimeout(None)
-            self._steps = ready.get("steps") or self._steps
+            if makes:
+                self._steps = step_keys(ready.get("steps")) or self._steps
         except BaseException:
             ours.close()
             raise

@@ -62,7 +62,7 @@ def main(connection) -> None:
     try:
         memory = for_platform(jax.default_backend())
         if (kept := step_files()) is not None:
-            kept_steps.read_ahead(kept[0], order.get("steps", ()))
+            kept_steps.read_ahead(kept[0], order.get("steps", []))
         arena = ImportedArena(memory, manifest, fds)
         attached = time.monotonic()
         name, folder = order["name"], order["adapter"]
@@ -76,10 +76,12 @@ def main(connection) -> None:
         send_header(connection, {"ready": False})
         return
     except jax.errors.JaxRuntimeError as error:
-        if programs is None or not programs.get("demands"):
-            raise
-        logger.info("Function %r has not all of its programs: %s", order["name"], error)
-        send_header(connection, {"ready": False})
+        if _may_lack_programs(order):
+            logger.info("Function %r has not all of its programs: %s", order["name"], error)
+            send_header(connection, {"ready": False})
+            return
+        text = f"Function {order['name']!r} cannot start: {type(error).__name__}: {error}"
+        send_header(connection, {"error": text, "retryable": True})
         return
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
@@ -125,6 +127,15 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
     )
     for what in failed:
         logger.warning("Function %r runs without %s", order["name"], what)
+
+
+def _may_lack_programs(order: dict[str, Any]) -> bool:
+    """Return whether an error of XLA may come from the jail, in which its assembler cannot start.
+
+    Elsewhere it is the device's, such as no memory.
+    """
+    demands = bool(order.get("programs") and order["programs"].get("demands"))
+    return demands and bool(order.get("jail") and order["jail"]["gpus"])
 
 
 def _turns_of(connection, order: dict[str, Any]) -> TurnSide | None:

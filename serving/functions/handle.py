@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import logging
+import math
 import queue
 import socket
 import threading
@@ -70,16 +71,20 @@ class Function:
         self.close()
 
     def begin(self) -> None:
-        """Start a process where there is none, on this thread. Raises what its start raises."""
+        """Start a process where there is none, on this thread. Raises what its start raises.
+
+        A function that does not begin is closed: other threads that wait for it get the reason.
+        """
         with self._ready:
             if not self._offloaded:
                 return
             self._offloaded = False
         try:
             self._adopt(self._start())
-        except BaseException:
+        except BaseException as error:
             with self._ready:
-                self._offloaded = True
+                self._closed, self._failed_until = True, math.inf
+                self._failed = _reason(error)
                 self._ready.notify_all()
             raise
 
@@ -247,7 +252,7 @@ class Function:
                     reason = "it has no process"
                     threading.Thread(target=self._restart, args=(reason,), daemon=True).start()
                 self._ready.wait()
-            if self._closed or self._failed is None:
+            if self._failed is None:
                 raise ConnectionError(f"Function {self.name!r} is closed.")
             raise type(self._failed)(*self._failed.args)
 
@@ -282,7 +287,7 @@ class Function:
                 self._adopt(self._start())
                 return
             except ValueError as error:  # another try ends the same way
-                self._give_up(FunctionRefused(str(error)))
+                self._give_up(_reason(error))
                 return
             except DeviceFull as error:
                 self._give_up(error, 0.0)
@@ -300,3 +305,12 @@ class Function:
         with self._ready:
             self._failed, self._failed_until = why, time.monotonic() + for_s
             self._ready.notify_all()
+
+
+def _reason(error: BaseException) -> ConnectionError:
+    """Return what calls raise because of a start that failed."""
+    if isinstance(error, ConnectionError):
+        return error
+    if isinstance(error, ValueError):
+        return FunctionRefused(str(error))
+    return ConnectionError(f"{type(error).__name__}: {error}")

@@ -35,6 +35,7 @@ _SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
 # What CUDA's driver reads beside it, and the threads of this process, which it gives names.
 _OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
 _THREADS = "/proc/self/task"
+_OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools, display and rights
 
 
 def enter(
@@ -50,8 +51,8 @@ def enter(
 
     `reads` and `writes` are files and folders with all below them, beside the system's own; of
     `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
-    bounds the process' own memory. With `network` internet sockets are left, with `gpus` the NVIDIA
-    devices.
+    bounds the process' own memory. With `network` internet sockets are left, with `gpus` all NVIDIA
+    devices for computing.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
@@ -120,7 +121,8 @@ def _rules(reads, writes, lists, gpus: bool) -> list[tuple[str | Path, int]]:
     rules += [(path, _LIST) for path in lists]
     if gpus:
         rules += [(path, _READ | _LIST) for path in _OF_DRIVER]
-        rules += [(path, _READ | _WRITE | _IOCTL) for path in Path("/dev").glob("nvidia*")]
+        devices = (path for name in _OF_CUDA for path in Path("/dev").glob(name))
+        rules += [(path, _READ | _WRITE | _IOCTL) for path in devices]
         rules += [(_THREADS, _WRITE | _TRUNCATE)]
     return rules
 

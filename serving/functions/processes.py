@@ -1,6 +1,7 @@
 """Processes of an agent: modules that it starts, and the zygote, which it forks. No jax."""
 
 import contextlib
+import logging
 import os
 import select
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from lora_jax.memory.wire import ShareError, receive_header, send_fds, send_header
+
+logger = logging.getLogger(__name__)
 
 _END_S = 10.0  # for a process to leave by itself
 # XLA takes most of a GPU's memory at once unless it is told not to: the others need theirs.
@@ -88,10 +91,15 @@ class Ends:
 
     def note(self, connection: socket.socket, pid: int) -> None:
         """Hold a process until its connection is forgotten here."""
-        with contextlib.suppress(OSError):  # it has ended already
+        try:
             fd = os.pidfd_open(pid)
-            self._fds[connection] = fd
-            weakref.finalize(connection, os.close, fd)
+        except ProcessLookupError:  # it has ended already
+            return
+        except OSError as error:
+            logger.warning("The end of process %d cannot be waited for: %s", pid, error)
+            return
+        self._fds[connection] = fd
+        weakref.finalize(connection, os.close, fd)
 
     def wait(self, connections: Iterable[socket.socket], timeout_s: float = _END_S) -> None:
         """Return when the processes of closed connections have ended; kill those that stay."""
@@ -126,13 +134,17 @@ def spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
 
 
 def expect(connection: socket.socket, key: str) -> dict[str, Any]:
-    """Return the next message, which has `key`. Raises ValueError with the other side's reason."""
+    """Return the next message, which has `key`. Raises ValueError with the other side's reason.
+
+    Where the process has ended, or says that another try may succeed, it is ConnectionError.
+    """
     try:
         answer = receive_header(connection)
     except (ShareError, TimeoutError, ConnectionResetError) as error:
         raise ConnectionError(f"A process ended before it was ready: {error}.") from error
     if key not in answer:
-        raise ValueError(answer.get("error", f"unexpected answer {answer}"))
+        text = answer.get("error", f"unexpected answer {answer}")
+        raise ConnectionError(text) if answer.get("retryable") else ValueError(text)
     return answer
 
 

@@ -31,11 +31,6 @@ class Room:
         """Bytes that all processes may have together; None: any."""
         return self._limit
 
-    @property
-    def is_limited(self) -> bool:
-        """True if processes may have to make room for each other."""
-        return self._limit is not None
-
     def ready(self, name: str, num_bytes: int, start_s: float) -> None:
         """A process of the function is ready: it holds so many bytes, and took so long."""
         with self._lock:

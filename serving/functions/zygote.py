@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
@@ -41,10 +42,7 @@ def main(control: socket.socket) -> None:
             (end,) = receive_fds(control, 1)
         except ShareError:
             return
-        _prepare(order.get("device"), order.get("model"), order.get("dtype"))
-        if order.get("tenants"):
-            with contextlib.suppress(NotImplementedError):  # the function says it
-                prepare()
+        _prepare(order["device"], order["model"], order["dtype"], order["tenants"])
         pid = os.fork()
         if pid == 0:
             _be_function(control, end)
@@ -53,19 +51,32 @@ def main(control: socket.socket) -> None:
 
 
 @functools.cache
-def _prepare(device: str | None, model: str | None, dtype: str | None) -> None:
+def _prepare(device: str, model: str, dtype: str | None, tenants: bool) -> None:
     """Do once what each function would do in the same way. No device is touched.
 
     A function may run no compiler, so that it needs the kernels of its device here.
     """
-    _load_plugins(device)
-    with contextlib.suppress(Declined):
-        if device in _KERNELS:
-            _KERNELS[device]()
-    if model is not None:
-        with contextlib.suppress(ValueError, OSError, TypeError):  # the function says it
-            abstract(read_config(Path(model)), wanted_dtype(Path(model), dtype))
+    with _waits_for_programs():
+        _load_plugins(device)
+        with contextlib.suppress(Declined):
+            if device in _KERNELS:
+                _KERNELS[device]()
+        with contextlib.suppress(NotImplementedError):  # the function says it
+            if tenants:
+                prepare()
+    with contextlib.suppress(ValueError, OSError, TypeError):  # the function says it
+        abstract(read_config(Path(model)), wanted_dtype(Path(model), dtype))
     jail.code_folders([])
+
+
+@contextlib.contextmanager
+def _waits_for_programs() -> Iterator[None]:
+    """Let a compiler's failure be seen: where SIGCHLD is ignored, every program has status 0."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _load_plugins(device: str | None) -> None:
@@ -73,7 +84,7 @@ def _load_plugins(device: str | None) -> None:
 
     Mosaic's compiler takes part of a second too.
     """
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     with contextlib.redirect_stdout(sys.stderr):  # they say what they leave out
         xla_bridge._discover_and_register_pjrt_plugins()
     if device == "gpu":

@@ -8,9 +8,11 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lora_jax import own_files
 
@@ -18,6 +20,19 @@ logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SUFFIX = ".program"
+_STEP_KEY = re.compile("[0-9a-f]{64}")
+_MOST_STEPS = 256  # an engine asks for some dozens
+
+
+def step_keys(given: Any) -> list[str]:
+    """Return what in a list that another process wrote is a key of a step: a SHA-256 in hex.
+
+    Nothing else may name a file that is read as code.
+    """
+    if not isinstance(given, list):
+        return []
+    keys = (key for key in given[:_MOST_STEPS] if isinstance(key, str))
+    return list(dict.fromkeys(key for key in keys if _STEP_KEY.fullmatch(key)))
 
 
 class ProgramFiles:
@@ -84,6 +99,8 @@ class ProgramFiles:
         own_files.write_whole(self._file(key), hashlib.sha256(value).digest() + value)
 
     def _file(self, key: str) -> Path:
+        if Path(key).name != key:
+            raise ValueError(f"The key of a program must be a file's name, got {key!r}.")
         return self._path / f"{key}{_SUFFIX}"
 
     def _make_room(self, size: int) -> None:

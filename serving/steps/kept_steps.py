@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from jax.stages import Compiled, Lowered
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu.build import available
-from serving.runtime.program_files import ProgramFiles
+from serving.runtime.program_files import ProgramFiles, step_keys
 
 logger = logging.getLogger(__name__)
 
@@ -175,13 +175,13 @@ used: list[str] = []  # keys of the steps that this process has asked for, in or
 _AHEAD: dict[str, _Ahead] = {}
 
 
-def read_ahead(files: ProgramFiles, keys: Iterable[str]) -> None:
+def read_ahead(files: ProgramFiles, keys: list[str]) -> None:
     """Begin to read these steps, in order: the engine that this process makes will ask for them.
 
-    A step that it does not ask for costs the memory of its program.
+    A step that it does not ask for costs the memory of its program. What is no key is left out.
     """
     pool = ThreadPoolExecutor(_READERS, thread_name_prefix="ahead")
-    for key in keys:
+    for key in step_keys(keys):
         _AHEAD[key] = _Ahead(files, key, pool)
     pool.shutdown(wait=False)
 

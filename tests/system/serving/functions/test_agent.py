@@ -17,6 +17,7 @@ import pytest
 from support.processes.process_facts import ended, held
 from support.processes.server_process import ROOT
 
+from lora_jax.memory.wire import send_header
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
 from serving.functions.agent import GPU_JAIL, _keep
@@ -226,6 +227,18 @@ def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
     assert ended_before == [True]
 
 
+def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_start():
+    looks = []
+    running = SimpleNamespace(about={"private_bytes": 1, "start_s": 1.0})
+    parts = {"_guard": SimpleNamespace(look=lambda: looks.append(1)), "_room": Room(None)}
+    agent = bare(**parts, _tenants=SimpleNamespace(start=lambda name, folder: running))
+    function = SimpleNamespace(starts=0)
+    vars(agent)["_functions"] = {"law": function}
+    for function.starts in (0, 1):
+        agent._start("law", None)
+        assert len(looks) == function.starts
+
+
 def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
     """So both are within the room of one."""
     events = []
@@ -241,6 +254,37 @@ def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
     made = [("start", "programs", True), ("end", "programs")]
     first = ("start", "law", False)
     assert events == [first, ("end", "law"), *made, first, first]
+
+
+def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_one():
+    """The next one unpickles the files of these names."""
+    said, ends, orders = [], [], []
+
+    def fork(facts):
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        send_header(theirs, {"ready": True, "steps": said[-1]})
+        return ours, os.getpid()
+
+    send = lambda connection, order: orders.append(order["steps"])  # noqa: E731
+    parts = {"_published": SimpleNamespace(device="cpu", send=send), "_room": Room(None)}
+    parts |= {"_zygote": SimpleNamespace(fork=fork), "_turns": None, "_tenant_sizes": None}
+    parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
+    agent, (first, guards, tenants, last) = bare(**parts, _steps=[]), (c * 64 for c in "abcd")
+    for steps, kind, backbone in (
+        ([first, "../budgets/planted", "/tmp/planted", 5, [[]]], {}, True),
+        (5, {}, True),
+        ([[]], {}, True),
+        ([guards], {"guard": True}, True),
+        ([tenants], {"tenant": True}, False),
+        ([last], {}, True),
+    ):
+        said.append(steps)
+        agent._launch({"name": "f", "adapter": None, **kind}, backbone=backbone)[0].close()
+    assert orders == [[], [first], [first], [first], [first]]
+    assert agent._steps == [last]
+    for end in ends:
+        end.close()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import jax
 import pytest
 from support.processes.server_process import ROOT
 
@@ -61,6 +63,42 @@ def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, mo
     close_all(fds)
     assert words in answer["error"]
     assert "Function 'f' cannot start" in answer["error"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "demands", "answer"),
+    [(True, True, "not ready"), (True, False, "error"), (False, True, "error")],
+)
+def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
+    gpus, demands, answer, monkeypatch
+):
+    """But in a GPU's jail, where XLA's assembler cannot start, which looks the same."""
+
+    def no_memory(*arguments, **fields):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    arena = SimpleNamespace(close=lambda: None)
+    for name, stand_in in (
+        ("_shut_others_out", lambda: None),
+        ("_enter_jail", lambda order, folders: None),
+        ("keep_programs_apart", lambda **programs: []),
+        ("parse_manifest", lambda fields: SimpleNamespace(blocks=())),
+        ("receive_fds", lambda connection, count: []),
+        ("ImportedArena", lambda *parts: arena),
+        ("step_files", lambda: None),
+        ("Engine", no_memory),
+    ):
+        monkeypatch.setattr(function_process, name, stand_in)
+    order = {"name": "f", "adapter": None, "model": MODEL, "fields": {}, "manifest": {}}
+    order |= {"programs": {"demands": demands}, "jail": {"gpus": gpus}}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_header(ours, order)
+        function_process.main(theirs)
+        said = receive_header(ours)
+    text = "Function 'f' cannot start: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    error = {"error": text, "retryable": True}
+    assert said == (error if answer == "error" else {"ready": False})
 
 
 PLANT = """

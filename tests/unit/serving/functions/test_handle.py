@@ -3,12 +3,13 @@
 import itertools
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed
-from serving.functions.handle import Function, FunctionDied
+from serving.functions.handle import Function, FunctionDied, FunctionRefused
 from serving.functions.running import Running
 
 PIDS = itertools.count(1)
@@ -137,3 +138,28 @@ def test_a_function_with_calls_under_way_is_not_offloaded():
         go.set()
         caller.join(60)
         assert answers == [[]]
+
+
+@pytest.mark.parametrize("error", [ValueError, ConnectionError, RuntimeError])
+def test_who_waits_for_a_first_start_that_fails_gets_its_reason_and_starts_nothing(error):
+    reached, go, starts = threading.Event(), threading.Event(), []
+
+    def start() -> Running:
+        starts.append(1)
+        reached.set()
+        assert go.wait(60)
+        raise error("rank 99")
+
+    function = Function("f", start, lazy=True)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(function.begin)
+        assert reached.wait(60)
+        waiting = pool.submit(function.warm)
+        go.set()
+        with pytest.raises(error, match="rank 99"):
+            first.result(60)
+        function.close()
+        with pytest.raises(ConnectionError, match="rank 99") as said:
+            waiting.result(60)
+    assert isinstance(said.value, FunctionRefused) is (error is ValueError)
+    assert (starts, function.state) == ([1], "closed")

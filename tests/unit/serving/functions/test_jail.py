@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,17 @@ print([what for what in failed if "Landlock" in what], open(path).read().strip()
 def test_a_process_with_gpus_may_name_its_threads():
     done = subprocess.run([sys.executable, "-c", GPUS], capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith("named\n"), done.stderr
+
+
+def test_a_process_with_gpus_gets_the_files_that_cuda_computes_with(monkeypatch, tmp_path):
+    names = ["nvidia0", "nvidia11", "nvidia-uvm", "nvidiactl"]
+    for name in (*names, "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps"):
+        (tmp_path / name).touch()
+    make = lambda path: tmp_path if path == "/dev" else Path(path)  # noqa: E731
+    monkeypatch.setattr(jail, "Path", make)
+    rules = jail._rules([], [], [], gpus=True)
+    ours = [Path(path).name for path, _ in rules if str(path).startswith(str(tmp_path))]
+    assert sorted(ours) == sorted(names)
 
 
 def test_folders_of_code_hold_no_private_path(monkeypatch):

@@ -1,5 +1,6 @@
 """Processes of an agent: reasons of those that do not get ready; forks are in test_agent.py."""
 
+import errno
 import signal
 import socket
 import subprocess
@@ -19,8 +20,11 @@ def test_a_process_that_is_not_ready_says_why_or_has_ended():
         with theirs:
             send_header(theirs, {"ready": True, "start_s": 1})
             send_header(theirs, {"error": "no such adapter"})
+            send_header(theirs, {"error": "no device memory", "retryable": True})
         assert expect(ours, "ready")["start_s"] == 1
         with pytest.raises(ValueError, match="no such adapter"):
+            expect(ours, "ready")
+        with pytest.raises(ConnectionError, match="no device memory"):
             expect(ours, "ready")
         with pytest.raises(ConnectionError, match="ended before it was ready"):
             expect(ours, "ready")
@@ -73,3 +77,15 @@ def test_a_process_is_waited_for_and_killed_if_it_stays():
         ends.note(ours, stays.pid)
         ends.wait([ours, theirs], 0.01)  # of the other one nothing is known
         assert stays.wait(0) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("number", "logged"), [(errno.ESRCH, False), (errno.EMFILE, True)])
+def test_a_process_that_cannot_be_held_is_told(number, logged, monkeypatch, caplog):
+    def refuse(pid):
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(processes.os, "pidfd_open", refuse)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Ends().note(ours, 7)
+    assert ("process 7 cannot be waited for" in caplog.text) is logged

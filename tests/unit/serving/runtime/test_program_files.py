@@ -5,7 +5,8 @@ import stat
 
 import pytest
 
-from serving.runtime.program_files import ProgramFiles
+from serving.runtime import program_files
+from serving.runtime.program_files import ProgramFiles, step_keys
 
 DIGEST = 32
 
@@ -54,3 +55,33 @@ def test_programs_are_not_read_meanwhile(tmp_path):
     with files.unread():
         assert files.get("key") is None
     assert files.get("key") == b"program"
+
+
+HOSTILE = [
+    "../../budgets/planted",
+    "/tmp/planted",
+    "a" * 63 + "/",
+    "A" * 64,
+    "a" * 64 + "\n",
+    5,
+    [[]],
+]
+
+
+def test_another_process_names_steps_by_their_digests_alone(monkeypatch):
+    good = [f"{number:064x}" for number in (1, 2)]
+    assert step_keys([good[0], *HOSTILE, *good]) == good
+    for given in (5, None, "a" * 64, {good[0]: 1}, [[]], []):
+        assert step_keys(given) == []
+    monkeypatch.setattr(program_files, "_MOST_STEPS", 1)
+    assert step_keys(good) == good[:1]
+
+
+@pytest.mark.parametrize("key", ["../planted", "a/b", "/tmp/planted"])
+def test_a_key_that_leaves_the_folder_is_refused(tmp_path, key):
+    ProgramFiles(tmp_path, 1000).put("planted", b"code of an attacker")
+    (tmp_path / "programs").mkdir()
+    files = ProgramFiles(tmp_path / "programs", 1000)
+    for use in (files.get, lambda key: files.put(key, b"program")):
+        with pytest.raises(ValueError, match="must be a file's name"):
+            use(key)

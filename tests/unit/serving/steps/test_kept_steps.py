@@ -70,9 +70,11 @@ def test_a_second_process_runs_the_same_step_without_tracing_it(kept):
 
 def test_a_step_is_read_before_it_is_asked_for_and_one_that_is_not_there_is_made(kept, monkeypatch):
     first, _ = run(kept, traced=[])
-    kept_steps.read_ahead(kept.files, [key := kept_steps.used[-1], "nowhere"])
+    nowhere, hostile = "0" * 64, "../budgets/planted"
+    kept_steps.read_ahead(kept.files, [key := kept_steps.used[-1], nowhere, hostile])
+    assert hostile not in kept_steps._AHEAD
     assert kept_steps._AHEAD[key].found.result(60)
-    assert kept_steps._AHEAD.pop("nowhere").loaded.result(60) is None
+    assert kept_steps._AHEAD.pop(nowhere).loaded.result(60) is None
     with monkeypatch.context() as patched:
         patched.setattr(ProgramFiles, "get", None)  # nobody reads the file once more
         second, was_kept = run(kept, traced=(traced := []))
