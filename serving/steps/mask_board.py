@@ -56,8 +56,12 @@ class MaskBoard:
         values = self._board.values
         return HostMasks(sizes.num_masks, sizes.max_logit_rows, self._vocab_size, values)
 
-    def post(self) -> None:
-        """Let the newest step go on; any thread may."""
+    def post(self, number: int) -> None:
+        """Let the step of this number go on; any thread may, while newer ones take theirs."""
+        self._board.post(number)
+
+    def give_up(self) -> None:
+        """Let the newest step go on whatever its masks are: nobody will read what comes of it."""
         self._board.post(self._number)
 
     def read(

@@ -259,8 +259,9 @@ class ModelRunner:
         brings = lora and self._brings(plan)
         program = Program(bucket, lora, plan.merged is not None, brings, bound)
         table = self._prepared(plan, program)
-        sampled, status = self._run(table, program, board.take_number() if board else 0)
-        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
+        number = board.take_number() if board else 0
+        sampled, status = self._run(table, program, number)
+        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status, number)
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send the forward part of a step to the device; `sample` must follow before other steps.
@@ -336,7 +337,7 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         if self.board is not None:
-            self.board.post()  # a loop that has failed has not
+            self.board.give_up()  # a loop that has failed has not posted them
         jax.block_until_ready((self._cache, self._state))
         if self.encoder is not None:
             self.encoder.wait()
