@@ -319,12 +319,12 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
-        if self._parts.turns is not None:
-            self._parts.turns.give_back()
+        if (turns := self._parts.turns) is not None:
+            turns.give_back()
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = self._parts.runner.run_cold()
+            cold = turns is None and self._parts.runner.run_cold()  # nothing runs without a turn
         with self._lock:
             if self._woken or self._closing:
                 return

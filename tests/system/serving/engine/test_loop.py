@@ -47,9 +47,10 @@ class Runner:
 
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
-        self.order, self.status = [], None
+        self.order, self.status, self.asked_cold = [], None, 0
 
     def run_cold(self):
+        self.asked_cold += 1
         return False
 
     def dispatch(self, plan):
@@ -146,7 +147,7 @@ def tokenizer(tmp_path_factory):
 class Case:
     """A running loop; `ask` submits and returns the list its deltas go to."""
 
-    def __init__(self, tokenizer, wait_s=60.0):
+    def __init__(self, tokenizer, wait_s=60.0, turns=None):
         self.runner, self.residencies, self.registry = Runner(), NeverThere(), Registry()
         self.metrics = EngineMetrics("tiny", 64, {}, 1)
         self.tokenizer = tokenizer
@@ -162,6 +163,7 @@ class Case:
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,
+                turns=turns,
             )
         )
         self.loop.start()
@@ -231,8 +233,6 @@ def test_a_short_step_is_read_before_the_next_is_dispatched(case):
     case.loop.check_integrity()
 
 
-def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
-    def trouble(plan):
 def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenizer):
     wait_for(lambda: case.runner.asked_cold)
     given_back = threading.Event()
@@ -268,6 +268,8 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     masks.close()
 
 
+def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
+    def trouble(plan):
         if plan.chunks[0].start > 0:
             raise RuntimeError("the device is gone")
 
