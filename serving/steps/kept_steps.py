@@ -114,9 +114,14 @@ class KeptProgram:
         return self._kept is not None
 
     @property
-    def is_ready(self) -> bool:
-        """True if `compiled` does not wait."""
-        return self._compiling.done() and self._compiling.exception() is None
+    def is_done(self) -> bool:
+        """True if `compiled` and `error` do not wait."""
+        return self._compiling.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it could neither be read nor compiled; waits for `compile`."""
+        return self._compiling.exception()
 
     @property
     def compiled(self) -> Compiled:

@@ -27,7 +27,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
-from serving.steps.compiling import compile_all, is_read, read_kept
+from serving.steps.compiling import compile_all, read_kept, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -106,7 +106,7 @@ class ModelRunner:
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         self.board = board if structured_outputs else None
-        self._cold: list[tuple[Program, Lowered | KeptProgram]] = []  # that never ran
+        self._cold: list[tuple[Program, KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -181,8 +181,7 @@ class ModelRunner:
 
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
-        if self._cold and is_read(self._cold[0][1]):
-            program, _ = self._cold.pop(0)
+        if (program := take_read(self._cold)) is not None:
             jax.block_until_ready(self._run(self._inputs.empty_table(), program))
         return bool(self._cold)
 
