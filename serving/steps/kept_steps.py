@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
+from jaxlib import xla_client  # jax has no public face of what it makes its own keys of
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu.build import available
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = "lora_jax", "serving", "cuda_backend"
 _CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
+_WHEELS = "jax_cuda", "nvidia_"  # beginnings of their names: plugins, cuDNN, ptxas and others
 _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that needs the step
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
@@ -232,8 +235,10 @@ def identity(fields: dict[str, Any], model: Path) -> str:
         "code": code_digest(),
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "machine": native.cpu_name(),
+        "wheels": [] if jax.default_backend() == "cpu" else _wheels(),
         "device": [d.device_kind for d in jax.devices()],
-        "platform": jax.devices()[0].client.platform_version,  # versions of CUDA's libraries too
+        "platform": jax.devices()[0].client.platform_version,
+        "topology": _topology(),
         "cores": len(os.sched_getaffinity(0)),
         "environment": env,
         "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},
@@ -244,6 +249,20 @@ def identity(fields: dict[str, Any], model: Path) -> str:
 
 
 @functools.cache
+def _wheels() -> list[str]:
+    """Return names and versions of what XLA runs and compiles with on an accelerator."""
+    folders = [folder for place in sys.path for folder in Path(place).glob("*.dist-info")]
+    return sorted({folder.name for folder in folders if folder.name.startswith(_WHEELS)})
+
+
+def _topology() -> int | None:
+    """Return XLA's fingerprint of the device that programs run on; None where it has none."""
+    try:
+        return xla_client.get_topology_for_devices(jax.devices()[:1]).fingerprint()
+    except jax.errors.JaxRuntimeError:
+        return None
+
+
 def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()
