@@ -55,3 +55,15 @@ def test_numbers_are_never_that_of_no_masks(board, monkeypatch):
 def test_on_a_cpu_no_program_waits_and_the_log_says_so_if_it_was_asked(monkeypatch, caplog):
     monkeypatch.delenv(mask_board.ENV, raising=False)
     assert make_board(SIZES, VOCAB) is None
+    assert not caplog.text
+    monkeypatch.setenv(mask_board.ENV, "1")
+    assert make_board(SIZES, VOCAB) is None
+    assert "LORA_JAX_MASK_BOARD=1: the device is a cpu" in caplog.text
+    monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "gpu")
+
+    def decline(count):
+        raise NotImplementedError("no shared memory")
+
+    monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: decline)
+    assert make_board(SIZES, VOCAB) is None
+    assert "no shared memory" in caplog.text
