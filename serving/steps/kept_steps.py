@@ -53,6 +53,7 @@ class KeptSteps:
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
     identity: str
     anew: bool = False  # compile what jax has once more, so that it is kept
+    lazy: bool = False  # an engine is ready when the first one is read
 
     def keep(self, name: str, jitted: Any, *facts: Any) -> "KeptJit":
         """Return the jitted function, with its programs kept; `facts` say what it closes over."""
@@ -234,8 +235,8 @@ def identity(fields: dict[str, Any], model: Path) -> str:
     parts = {
         "code": code_digest(),
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
-        "machine": native.cpu_name(),
         "wheels": [] if jax.default_backend() == "cpu" else _wheels(),
+        "machine": native.cpu_name(),
         "device": [d.device_kind for d in jax.devices()],
         "platform": jax.devices()[0].client.platform_version,
         "topology": _topology(),
@@ -248,7 +249,6 @@ def identity(fields: dict[str, Any], model: Path) -> str:
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
 
-@functools.cache
 def _wheels() -> list[str]:
     """Return names and versions of what XLA runs and compiles with on an accelerator."""
     folders = [folder for place in sys.path for folder in Path(place).glob("*.dist-info")]
@@ -263,6 +263,7 @@ def _topology() -> int | None:
         return None
 
 
+@functools.cache
 def code_digest() -> str:
     """Return a digest of the code that programs are traced from."""
     digest = hashlib.sha256()

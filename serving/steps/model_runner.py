@@ -148,7 +148,8 @@ class ModelRunner:
     ) -> None:
         """Compile every program and run it on nothing; no later step compiles.
 
-        `compiled` is called before the first one runs.
+        `compiled` is called before the first one runs. Where kept programs are read lazily and all
+        are kept, only the first one is there, and run: `run_cold` runs the others.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -165,7 +166,7 @@ class ModelRunner:
         self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
-        if self._step.keeps and read_kept(programs := list(programs)):
+        if self._step.lazy and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
             jax.block_until_ready(self._run(table, self.programs[0]))
             self._cold = list(zip(self.programs, programs, strict=False))[1:]
