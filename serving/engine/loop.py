@@ -4,6 +4,7 @@ Other threads put requests in with `submit`, which takes the lock and so fails a
 must, and leave aborts for the loop. The device is only ever touched by the loop.
 """
 
+import functools
 import logging
 import threading
 import time
@@ -257,11 +258,12 @@ class EngineLoop:
 
     def _post_masks(self, step: InFlightStep) -> None:
         """Have the masks of a step made that waits for them on the device."""
-        runner, row_masks = self._parts.runner, self._parts.grammars.masks
-        assert runner.board is not None, "a step that waits without a board"
-        masks = runner.new_masks()
+        row_masks, board = self._parts.grammars.masks, self._parts.runner.board
+        assert board is not None, "a step that waits without a board"
+        masks = board.new_masks()
         rows = row_masks.rows(step.plan, step.first_samples)
-        self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, runner.board.post)
+        told = functools.partial(board.post, step.number)  # the next step may be out by then
+        self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, told)
 
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
         """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
@@ -317,12 +319,12 @@ class EngineLoop:
 
     def _sleep(self) -> None:
         """Wait until something is to be done."""
-        if self._parts.turns is not None:
-            self._parts.turns.give_back()
+        if (turns := self._parts.turns) is not None:
+            turns.give_back()
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = self._parts.runner.run_cold()
+            cold = turns is None and self._parts.runner.run_cold()  # nothing runs without a turn
         with self._lock:
             if self._woken or self._closing:
                 return

@@ -55,6 +55,14 @@ def size_kv_cache(
         slots += rows_nbytes(saved_rows(local_catalogue), lora_dtype(config, dtype).itemsize)
         free = kv_bytes(free, slots + encoder_bytes)
     size = cache_size(config, per_token, model_config.max_positions, free)
+    whole = model.kv_shape(model_config).bytes_per_token(kv_dtype(config, dtype))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    count = host_pages(config, size.page_size * whole, memory)
+    _log_sizes(size, per_token, count, count * size.page_size * whole)
+    return dataclasses.replace(size, num_host_pages=count)
+
+
+def _log_sizes(size: CacheSize, per_token: int, num_host: int, host_bytes: int) -> None:
     logger.info(
         "KV cache: %d pages of %d tokens, %.1f MB; sequences of up to %d tokens.",
         size.num_pages,
@@ -62,14 +70,8 @@ def size_kv_cache(
         size.num_pages * size.page_size * per_token / 1e6,
         size.max_model_len,
     )
-    whole_page = size.page_size * model.kv_shape(model_config).bytes_per_token(
-        kv_dtype(config, dtype)
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    count = host_pages(config, whole_page, memory)
-    if count:
-        logger.info("KV pages in host memory: %d, %.1f MB.", count, count * whole_page / 1e6)
-    return dataclasses.replace(size, num_host_pages=count)
+    if num_host:
+        logger.info("KV pages in host memory: %d, %.1f MB.", num_host, host_bytes / 1e6)
 
 
 def free_device_bytes(config: EngineConfig) -> int | None:

@@ -21,7 +21,7 @@ from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.sizing import CacheSize
+from serving.engine.sizing import CacheSize, longest_wanted
 from serving.engine.storage import kv_dtype, lora_dtype
 from serving.loading.esft_parts import EsftParts
 from serving.loading.page_room import PageRoom
@@ -248,12 +248,7 @@ def pool_sizes(
     extent *= max(1, min(LARGEST_EXTENT, budget // _EXTENTS) // (extent * sum(kv_sides)))
     extent_pages = sum(extent * side for side in kv_sides) // page
     adapter = sum(-(-side // page) + 1 for side in adapter_sides)
-    wanted = config.max_model_len or model_positions
-    if wanted > model_positions:
-        raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
-            "max_model_len."
-        )
+    wanted = longest_wanted(config, model_positions)
     most = max(0, pages - adapter) // extent_pages * extent  # KV pages
     longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)
     if longest < (config.max_model_len or 1):

@@ -44,6 +44,20 @@ def kv_bytes(free: int, adapters: int) -> int:
     return free - adapters
 
 
+def longest_wanted(config: EngineConfig, model_positions: int) -> int:
+    """Return the tokens of the longest sequence asked for. Raises ValueError: the model has fewer.
+
+    Without max_model_len it is as long as the model's positions are.
+    """
+    wanted = config.max_model_len or model_positions
+    if wanted > model_positions:
+        raise ValueError(
+            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
+            "max_model_len."
+        )
+    return wanted
+
+
 def cache_size(
     config: EngineConfig, bytes_per_token: int, model_positions: int, free: int | None = None
 ) -> CacheSize:
@@ -54,12 +68,7 @@ def cache_size(
     fit. Raises ValueError.
     """
     page_size = config.block_size
-    wanted = config.max_model_len or model_positions
-    if wanted > model_positions:
-        raise ValueError(
-            f"max_model_len is {wanted}, but the model has {model_positions} positions. Lower "
-            "max_model_len."
-        )
+    wanted = longest_wanted(config, model_positions)
     budget = config.kv_cache_memory_bytes or (DEFAULT_KV_BYTES if free is None else free)
     affordable = budget // (bytes_per_token * page_size)
     if affordable < 1:

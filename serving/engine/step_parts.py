@@ -107,8 +107,9 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
         return None
     fields = dataclasses.asdict(config)
     paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
-    # Functions start again and again.
-    return KeptSteps(*files, identity(fields, Path(paths["model"])), anew=base.source.is_shared)
+    # Functions start again and again. Programs of a CPU are small: a late one costs little.
+    starts = {"anew": base.source.is_shared, "lazy": backend == "cpu" or base.source.is_shared}
+    return KeptSteps(*files, identity(fields, Path(paths["model"])), **starts)
 
 
 def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:

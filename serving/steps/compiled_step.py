@@ -105,7 +105,7 @@ class CompiledStep:
         sample = batch_sampler.sample if in_place else sampler.sample
         jitted = _jit_steps(model, sizes, link, sample, compiler_options, split, board)
         steps, self._leaves = jitted
-        self.keeps = kept is not None
+        self.lazy = kept is not None and kept.lazy
         if kept is not None:
             facts = sizes, vocab_size, in_place, compiler_options
             named = zip(("step", "forward", "sample"), steps, strict=True)

@@ -1,14 +1,19 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
+import logging
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeGuard
 
 from jax.stages import Lowered
 from tqdm import tqdm
 
 from serving.steps.kept_steps import KeptProgram
+from serving.steps.step_programs import Program, names_of
+
+logger = logging.getLogger(__name__)
 
 _COMPILING = 4  # programs at a time at most: each takes two cores, and memory
 
@@ -45,7 +50,9 @@ def compile_all(
             job.result()
 
 
-def read_kept(programs: SequenceOf[Lowered | KeptProgram]) -> bool:
+def read_kept(
+    programs: SequenceOf[Lowered | KeptProgram],
+) -> TypeGuard[SequenceOf[KeptProgram]]:
     """Read programs if all of them are kept; return whether they are.
 
     The first one is read, and the others behind it: their first calls wait for them.
@@ -60,9 +67,14 @@ def read_kept(programs: SequenceOf[Lowered | KeptProgram]) -> bool:
     return True
 
 
-def is_read(program: Lowered | KeptProgram) -> bool:
-    """Return whether a program of `read_kept` is there."""
-    return isinstance(program, KeptProgram) and program.is_ready
+def take_read(cold: list[tuple[Program, KeptProgram]]) -> Program | None:
+    """Take the first of `read_kept`'s programs and return it if it is there; drop what failed."""
+    while cold and cold[0][1].is_done:
+        program, kept = cold.pop(0)
+        if kept.error is None:
+            return program
+        logger.error("No program for %s: %s", next(names_of([program], [])), kept.error)
+    return None
 
 
 def _workers() -> int:

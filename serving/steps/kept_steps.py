@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
+from jaxlib import xla_client  # jax has no public face of what it makes its own keys of
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu.build import available
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _PACKAGES = "lora_jax", "serving", "cuda_backend"
 _CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
+_WHEELS = "jax_cuda", "nvidia_"  # beginnings of their names: plugins, cuDNN, ptxas and others
 _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that needs the step
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
@@ -50,6 +53,7 @@ class KeptSteps:
     programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
     identity: str
     anew: bool = False  # compile what jax has once more, so that it is kept
+    lazy: bool = False  # an engine is ready when the first one is read
 
     def keep(self, name: str, jitted: Any, *facts: Any) -> "KeptJit":
         """Return the jitted function, with its programs kept; `facts` say what it closes over."""
@@ -114,9 +118,14 @@ class KeptProgram:
         return self._kept is not None
 
     @property
-    def is_ready(self) -> bool:
-        """True if `compiled` does not wait."""
-        return self._compiling.done() and self._compiling.exception() is None
+    def is_done(self) -> bool:
+        """True if `compiled` and `error` do not wait."""
+        return self._compiling.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it could neither be read nor compiled; waits for `compile`."""
+        return self._compiling.exception()
 
     @property
     def compiled(self) -> Compiled:
@@ -226,9 +235,11 @@ def identity(fields: dict[str, Any], model: Path) -> str:
     parts = {
         "code": code_digest(),
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "wheels": [] if jax.default_backend() == "cpu" else _wheels(),
         "machine": native.cpu_name(),
         "device": [d.device_kind for d in jax.devices()],
-        "platform": jax.devices()[0].client.platform_version,  # versions of CUDA's libraries too
+        "platform": jax.devices()[0].client.platform_version,
+        "topology": _topology(),
         "cores": len(os.sched_getaffinity(0)),
         "environment": env,
         "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},
@@ -236,6 +247,20 @@ def identity(fields: dict[str, Any], model: Path) -> str:
         "fields": fields,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _wheels() -> list[str]:
+    """Return names and versions of what XLA runs and compiles with on an accelerator."""
+    folders = [folder for place in sys.path for folder in Path(place).glob("*.dist-info")]
+    return sorted({folder.name for folder in folders if folder.name.startswith(_WHEELS)})
+
+
+def _topology() -> int | None:
+    """Return XLA's fingerprint of the device that programs run on; None where it has none."""
+    try:
+        return xla_client.get_topology_for_devices(jax.devices()[:1]).fingerprint()
+    except jax.errors.JaxRuntimeError:
+        return None
 
 
 @functools.cache

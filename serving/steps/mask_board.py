@@ -5,6 +5,7 @@ waits until the host has posted the masks, and reads them in the host's memory. 
 device idle while masks are made, nor has the host a second program to send.
 """
 
+import logging
 import os
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from lora_jax.ops import dispatch
 from lora_jax.typing import Array, Float, Int, UInt32
 from serving.steps.step import StepSizes
 from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
+
+logger = logging.getLogger(__name__)
 
 ENV = "LORA_JAX_MASK_BOARD"  # 1: steps wait; no GPU has run them yet
 _MOST = 2**31 - 1
@@ -56,8 +59,12 @@ class MaskBoard:
         values = self._board.values
         return HostMasks(sizes.num_masks, sizes.max_logit_rows, self._vocab_size, values)
 
-    def post(self) -> None:
-        """Let the newest step go on; any thread may."""
+    def post(self, number: int) -> None:
+        """Let the step of this number go on; any thread may, while newer ones take theirs."""
+        self._board.post(number)
+
+    def give_up(self) -> None:
+        """Let the newest step go on whatever its masks are: nobody will read what comes of it."""
         self._board.post(self._number)
 
     def read(
@@ -72,12 +79,18 @@ class MaskBoard:
 
 
 def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
-    """Return a board for steps on the default device; None where programs do not wait for one."""
-    if os.environ.get(ENV) != "1" or jax.default_backend() != "gpu":
+    """Return a board for steps on the default device; None where programs do not wait for one.
+
+    Where it was asked for and cannot be had, the log says why.
+    """
+    if os.environ.get(ENV) != "1":
         return None
     count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
     try:
+        if (backend := jax.default_backend()) != "gpu":
+            raise dispatch.Declined(f"the device is a {backend}, not a GPU")
         board = dispatch.backend_kernel("cuda", "HostBoard")(count)
-    except NotImplementedError:  # Declined too
+    except NotImplementedError as error:  # Declined too
+        logger.warning("Steps do not wait for masks, in spite of %s=1: %s", ENV, error)
         return None
     return MaskBoard(board, sizes, vocab_size)

@@ -27,7 +27,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
-from serving.steps.compiling import compile_all, is_read, read_kept
+from serving.steps.compiling import compile_all, read_kept, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -106,7 +106,7 @@ class ModelRunner:
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         self.board = board if structured_outputs else None
-        self._cold: list[tuple[Program, Lowered | KeptProgram]] = []  # that never ran
+        self._cold: list[tuple[Program, KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -148,7 +148,8 @@ class ModelRunner:
     ) -> None:
         """Compile every program and run it on nothing; no later step compiles.
 
-        `compiled` is called before the first one runs.
+        `compiled` is called before the first one runs. Where kept programs are read lazily and all
+        are kept, only the first one is there, and run: `run_cold` runs the others.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -165,7 +166,7 @@ class ModelRunner:
         self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
-        if self._step.keeps and read_kept(programs := list(programs)):
+        if self._step.lazy and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
             jax.block_until_ready(self._run(table, self.programs[0]))
             self._cold = list(zip(self.programs, programs, strict=False))[1:]
@@ -181,8 +182,7 @@ class ModelRunner:
 
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
-        if self._cold and is_read(self._cold[0][1]):
-            program, _ = self._cold.pop(0)
+        if (program := take_read(self._cold)) is not None:
             jax.block_until_ready(self._run(self._inputs.empty_table(), program))
         return bool(self._cold)
 
@@ -259,8 +259,9 @@ class ModelRunner:
         brings = lora and self._brings(plan)
         program = Program(bucket, lora, plan.merged is not None, brings, bound)
         table = self._prepared(plan, program)
-        sampled, status = self._run(table, program, board.take_number() if board else 0)
-        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status)
+        number = board.take_number() if board else 0
+        sampled, status = self._run(table, program, number)
+        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status, number)
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send the forward part of a step to the device; `sample` must follow before other steps.
@@ -336,7 +337,7 @@ class ModelRunner:
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         if self.board is not None:
-            self.board.post()  # a loop that has failed has not
+            self.board.give_up()  # a loop that has failed has not posted them
         jax.block_until_ready((self._cache, self._state))
         if self.encoder is not None:
             self.encoder.wait()

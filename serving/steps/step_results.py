@@ -19,6 +19,7 @@ class InFlightStep:
     sampled: Sampled
     scored: bool  # whether any row's log-probabilities are wanted
     remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
+    number: int = 0  # of the masks that the step waits for on the device; 0: for none
 
     @property
     def first_samples(self) -> list[int]:
@@ -49,6 +50,7 @@ def in_flight(
     sampled: Sampled,
     scored: bool,
     status: jax.Array | None,
+    number: int = 0,
 ) -> InFlightStep:
     """Return the step, its results on their way to the host."""
     wanted = [sampled.token_ids]
@@ -60,7 +62,7 @@ def in_flight(
         leaf.copy_to_host_async()
     if status is not None:
         status.copy_to_host_async()
-    return InFlightStep(plan, first_rows, sampled, scored, status)
+    return InFlightStep(plan, first_rows, sampled, scored, status, number)
 
 
 def first_rows(plan: StepPlan) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Every bound answer is valid, whatever rides with it; rows without a grammar keep their bits."""
 
 import dataclasses
+import itertools
 import json
 import re
 import threading
@@ -25,6 +26,7 @@ from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 from serving.steps.mask_board import MaskBoard
 from serving.steps.token_masks import num_words
+from serving.text.structured.row_masks import RowMasks
 
 ADAPTERS = {
     "intent": MODEL / "adapters" / "intent",
@@ -85,10 +87,17 @@ def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine,
         boards.append(CpuBoard(count))
         return MaskBoard(boards[-1], sizes, vocab_size)
 
+    def slow(masks, *given):
+        if next(count) % 16 == 0:
+            time.sleep(0.01)  # the next step goes out meanwhile
+        work(masks, *given)
+
     monkeypatch.setattr(step_parts, "make_board", make_board)
-    answers = []
+    answers, count, work = [], itertools.count(), RowMasks._work
     with Engine(str(MODEL), ADAPTERS, kv_cache_memory_bytes=400 << 10, **SIZES) as waiting:
+        waiting.grammars.masks._few = 1  # as on a machine of many cores
         for each in (engine, waiting):
+            monkeypatch.setattr(RowMasks, "_work", work if each is engine else slow)
             samplings = [
                 bound(seed, structured_outputs={"json": drawn_schema(seed)}) for seed in range(5)
             ]

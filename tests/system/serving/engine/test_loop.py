@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from support.cases import tiny_checkpoint
 
@@ -24,8 +25,11 @@ from serving.engine.loop_parts import LoopParts
 from serving.engine.metrics import EngineMetrics
 from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.mask_board import MaskBoard
 from serving.steps.sampler import INVALID_TOKEN
+from serving.steps.step import StepSizes
 from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import RowMasks
 from serving.text.tokenizer import Tokenizer
 
 LIMITS = SchedulerLimits(
@@ -43,9 +47,10 @@ class Runner:
 
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
-        self.order, self.status = [], None
+        self.order, self.status, self.asked_cold = [], None, 0
 
     def run_cold(self):
+        self.asked_cold += 1
         return False
 
     def dispatch(self, plan):
@@ -142,7 +147,7 @@ def tokenizer(tmp_path_factory):
 class Case:
     """A running loop; `ask` submits and returns the list its deltas go to."""
 
-    def __init__(self, tokenizer, wait_s=60.0):
+    def __init__(self, tokenizer, wait_s=60.0, turns=None):
         self.runner, self.residencies, self.registry = Runner(), NeverThere(), Registry()
         self.metrics = EngineMetrics("tiny", 64, {}, 1)
         self.tokenizer = tokenizer
@@ -158,6 +163,7 @@ class Case:
                 metrics=self.metrics,
                 compilations=self.compilations,
                 chunks_per_step=1,
+                turns=turns,
             )
         )
         self.loop.start()
@@ -225,6 +231,41 @@ def test_a_short_step_is_read_before_the_next_is_dispatched(case):
     wait_for(lambda: sum(delta.finish_reason is not None for delta in flood) == 6)
     assert sum(len(delta.token_ids) for delta in flood) == 300
     case.loop.check_integrity()
+
+
+def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenizer):
+    wait_for(lambda: case.runner.asked_cold)
+    given_back = threading.Event()
+    turns = SimpleNamespace(
+        is_due=False, take=lambda *_: None, give_back=given_back.set, ran=lambda *_: None
+    )
+    sharing = Case(tokenizer, turns=turns)
+    for _ in range(2):  # the second time the loop has been idle once
+        assert given_back.wait(60)
+        given_back.clear()
+        sharing.loop.wake()
+    sharing.loop.close()
+    sharing.compilations.close()
+    assert sharing.runner.asked_cold == 0
+
+
+def test_masks_that_are_made_late_are_posted_for_their_own_step():
+    posted, may = [], threading.Event()
+    host = SimpleNamespace(address=None, values=np.zeros(99, np.int32), post=posted.append)
+    board = MaskBoard(host, StepSizes(2, 8, 4, 9, 2, 4), 70)
+    masks = RowMasks(())
+    masks._few, masks._work = 0, lambda *_: may.wait(60)  # another thread's work
+    loop, plan = EngineLoop.__new__(EngineLoop), SimpleNamespace(chunks=())
+    loop._parts = SimpleNamespace(
+        runner=SimpleNamespace(board=board), grammars=SimpleNamespace(masks=masks)
+    )
+    loop._post_masks(SimpleNamespace(plan=plan, first_samples=(), number=board.take_number()))
+    next_number = board.take_number()  # the next step goes out meanwhile
+    assert posted == []
+    may.set()
+    wait_for(lambda: posted)
+    assert (posted, next_number) == ([1], 2)
+    masks.close()
 
 
 def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):

@@ -1,5 +1,7 @@
 """Scheduler and model runner as a config asks for them."""
 
+from types import SimpleNamespace
+
 import pytest
 from support.cases.engine_cases import GREEDY, SHAPES, make_engine
 
@@ -29,6 +31,24 @@ def test_the_scheduler_keeps_the_limits_of_config_and_cache():
     (two,) = make_scheduler(config, size, None, (2,), 5).add(one.request)
     assert one.seed == two.seed  # the config's
     assert [chunk.num_tokens for chunk in scheduler.plan(0.0).chunks] == [8]
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_function", "is_lazy"),
+    [("gpu", False, False), ("gpu", True, True), ("cpu", False, True)],
+)
+def test_a_gpu_server_is_ready_when_all_kept_programs_are_read(
+    backend, is_function, is_lazy, monkeypatch
+):
+    monkeypatch.setattr(step_parts.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(step_parts, "step_files", lambda: ("steps", "programs"))
+    monkeypatch.setattr(step_parts, "identity", lambda fields, model: "code")
+    base = SimpleNamespace(
+        split=None, remote=None, esft=None, pool=None, source=SimpleNamespace(is_shared=is_function)
+    )
+    kept = step_parts._kept_steps(EngineConfig("m"), base)
+    assert kept is not None
+    assert (kept.lazy, kept.anew) == (is_lazy, is_function)
 
 
 @pytest.mark.slow  # ahead-of-time compiling shows the programs; this compiles them all

@@ -33,13 +33,15 @@ def test_a_program_takes_the_masks_that_are_posted_after_its_dispatch(board):
 
     address, x = jax.device_put(board.address), jnp.ones((4, 256))
     for allowed in (3, 64, 69):  # the last word has bits of no token
-        sent = step(address, np.array([board.take_number()], np.int32), x)
+        number = board.take_number()
+        sent = step(address, np.array([number], np.int32), x)
+        board.take_number()  # the next step goes out before the masks of this one are made
         masks = board.new_masks()
         assert (masks.row_to_mask == NO_MASK).all()
         masks.words[2] = 0
         masks.words[2].view(np.uint32)[allowed // 32] = 1 << allowed % 32
         masks.row_to_mask[1] = 2
-        board.post()
+        board.post(number)
         got = np.asarray(sent)
         assert np.flatnonzero(np.isfinite(got[1])).tolist() == [allowed]
         assert np.isfinite(got[[0, 2, 3]]).all()
@@ -50,5 +52,18 @@ def test_numbers_are_never_that_of_no_masks(board, monkeypatch):
     assert [board.take_number() for _ in range(4)] == [1, 2, 1, 2]
 
 
-def test_on_a_cpu_no_program_waits():
+def test_on_a_cpu_no_program_waits_and_the_log_says_so_if_it_was_asked(monkeypatch, caplog):
+    monkeypatch.delenv(mask_board.ENV, raising=False)
     assert make_board(SIZES, VOCAB) is None
+    assert not caplog.text
+    monkeypatch.setenv(mask_board.ENV, "1")
+    assert make_board(SIZES, VOCAB) is None
+    assert "LORA_JAX_MASK_BOARD=1: the device is a cpu" in caplog.text
+    monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "gpu")
+
+    def decline(count):
+        raise NotImplementedError("no shared memory")
+
+    monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: decline)
+    assert make_board(SIZES, VOCAB) is None
+    assert "no shared memory" in caplog.text

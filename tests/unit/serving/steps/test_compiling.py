@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.steps.compiling import compile_all, read_kept
+from serving.steps.compiling import compile_all, read_kept, take_read
 from serving.steps.kept_steps import KeptProgram
 from serving.steps.model_runner import ModelRunner
+from serving.steps.step_programs import Program as StepProgram
 
 
 class Program(KeptProgram):
     """Notes its compiling; waits for `may` before."""
 
     is_kept = True
-    is_ready = False
+    is_done = False
+    error = None
 
     def __init__(self, may: threading.Event | None = None, error: Exception | None = None):
         self.done, self._may, self._error = threading.Event(), may, error
@@ -69,7 +71,7 @@ def test_the_bar_names_what_is_lowered_and_compiled(capsys):
 def test_programs_that_were_read_run_on_nothing_while_there_is_no_work():
     """As a start that compiles them has each of them run once."""
     read, late = Program(), Program()
-    read.is_ready, late.is_ready, ran = True, False, []
+    read.is_done, ran = True, []
     runner = ModelRunner.__new__(ModelRunner)
     runner._cold = [(1, read), (2, late)]
     runner._inputs = SimpleNamespace(empty_table=lambda: "empty")
@@ -77,7 +79,17 @@ def test_programs_that_were_read_run_on_nothing_while_there_is_no_work():
     assert runner.run_cold()
     assert runner.run_cold()
     assert ran == [("empty", 1)]
-    late.is_ready = True
+    late.is_done = True
     assert not runner.run_cold()
     assert ran == [("empty", 1), ("empty", 2)]
     assert not runner.run_cold()
+
+
+def test_a_program_that_cannot_be_made_does_not_hold_up_those_behind_it(caplog):
+    failed, read = Program(), Program()
+    failed.is_done, failed.error, read.is_done = True, ValueError("no memory"), True
+    cold = [(StepProgram(8), failed), (StepProgram(32), read)]
+    assert take_read(cold) == StepProgram(32)
+    assert cold == []
+    assert "No program for 8 tokens lora: no memory" in caplog.text
+    assert take_read(cold) is None

@@ -3,6 +3,7 @@
 import functools
 import os
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,27 @@ def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
     monkeypatch.setitem(os.environ, "LORA_JAX_OPS", "reference")
     assert before != identity({"max_num_seqs": 2}, MODEL)
     assert len(code_digest()) == 64
+
+
+def test_an_identity_names_what_xla_runs_with_on_an_accelerator(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(kept_steps.jax, "default_backend", lambda: "gpu")
+    (wheel := tmp_path / "nvidia_cudnn_cu13-9.1.0.dist-info").mkdir()
+    assert wheel.name in kept_steps._wheels()
+    before = identity({}, MODEL)
+    wheel = wheel.rename(tmp_path / "nvidia_cudnn_cu13-9.2.0.dist-info")
+    assert (newer := identity({}, MODEL)) != before
+    topology = SimpleNamespace(fingerprint=lambda: 7)
+    monkeypatch.setattr(kept_steps.xla_client, "get_topology_for_devices", lambda devices: topology)
+    assert identity({}, MODEL) != newer
+
+
+def test_a_backend_without_a_topology_has_an_identity(monkeypatch):
+    def unknown(devices):
+        raise jax.errors.JaxRuntimeError("UNIMPLEMENTED")
+
+    monkeypatch.setattr(kept_steps.xla_client, "get_topology_for_devices", unknown)
+    assert len(identity({}, MODEL)) == 64
 
 
 def test_a_step_that_is_demanded_is_not_made(kept, tmp_path):
