@@ -229,9 +229,9 @@ class AdapterLoader[P: AnyPlacement, S]:
             self._forget_if_unneeded(digest)
         self.look_again()
 
-    def look_again(self) -> None:
-        """Bring named adapters onto the device while there are free slots: those that most requests
-        have named lately first.
+    def look_again(self, *, only_pinned: bool = False) -> None:
+        """Bring named adapters onto the device while there are free slots: pinned ones first, then
+        those that most requests have named lately.
 
         None of them takes the memory that has gone for the sake of one that requests wait for.
         """
@@ -239,6 +239,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         adapters = tuple(self._known.values())
         waiting = [adapter for adapter in adapters if adapter.lacked_memory and adapter.wanted]
         named = [adapter for adapter in waiting or adapters if adapter.named]
+        if only_pinned:
+            named = [adapter for adapter in named if adapter.pinned]
         now = self._clock()
         for adapter in sorted(named, key=lambda one: (not one.pinned, -one.rate(now))):
             self._prefetch(adapter)

@@ -21,7 +21,7 @@ class PooledLoraResidency(LoraResidency):
         host_form: HostForm | None = None,
     ):
         super().__init__(loader, copier, host_form)
-        self._room = room
+        self._room, self._is_owed = room, False  # a look at who may come
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
@@ -29,15 +29,27 @@ class PooledLoraResidency(LoraResidency):
         begun = time.perf_counter()
         if (left := self._room.take_left_slots()) and device.slots is not None:
             device.slots = clear_slots(device.slots, left)
-        if self._room.collect(dispatched, read) and not self._room.is_short:
-            self._loader.look_again()
+        gone = self._room.collect(dispatched, read)
+        self._room.spent(time.perf_counter() - begun)
+        self._look_again(bool(gone))  # which counts its own time
+        begun = time.perf_counter()
         failures = super().advance(device, max_chunks, dispatched, read)
         self._room.spent(time.perf_counter() - begun)
         return failures
 
+    def _look_again(self, is_gone: bool) -> None:
+        """Bring in whom what has gone makes room for: while others wait for pages, pinned ones."""
+        self._is_owed |= is_gone
+        if not self._room.is_short:
+            if self._is_owed:
+                self._loader.look_again()
+            self._is_owed = False
+        elif is_gone:
+            self._loader.look_again(only_pinned=True)
+
     @property
     def is_busy(self) -> bool:
-        return self._room.is_busy or super().is_busy
+        return self._room.is_busy or self._is_owed or super().is_busy
 
     def rest(self) -> None:
         self._room.rest()

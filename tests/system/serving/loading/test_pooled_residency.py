@@ -3,6 +3,8 @@
 from support.drivers.pool_driver import Entry, PoolDriver
 from support.drivers.scheduler_driver import limits
 
+from serving.api.request import FinishReason
+
 
 def test_what_left_makes_room_for_a_named_adapter():
     driver = PoolDriver(limits(num_pages=40), pages=48)
@@ -23,3 +25,45 @@ def test_what_left_makes_room_for_a_named_adapter():
     driver.residency.rest()
     driver.residency.close()
     assert driver.pool.stats().created == 0
+
+
+def test_a_pinned_adapter_comes_at_once_and_others_when_nobody_waits_for_pages():
+    driver = PoolDriver(limits(num_pages=40), pages=48)
+    entries = [Entry(name, driver.weights[name]) for name in "bdf"]
+    driver.residency.reconcile(entries)
+    for _ in range(20):
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+        driver.exchange.start_step()
+    pinned = Entry("h", driver.weights["h"])
+    pinned.pinned = True
+    assert "h" not in driver.allocator.resident()
+    driver.residency.reconcile([*entries, pinned])
+    for _ in range(8):
+        driver.exchange.start_step()
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    assert "h" in driver.allocator.resident()
+    assert driver.exchange.is_short
+    assert driver.residency.is_busy, "it has yet to look for others"
+    for _ in range(64):
+        driver.exchange.start_step()
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    assert not driver.exchange.is_short
+    assert not driver.residency.is_busy
+    driver.residency.close()
+
+
+def test_a_waiter_gets_its_place_beside_base_requests_that_have_all_rows():
+    driver = PoolDriver(limits(num_pages=40, max_num_seqs=2), pages=48)
+    driver.residency.reconcile([Entry(name, driver.weights[name]) for name in "bdf"])
+    for _ in range(20):
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+        driver.exchange.start_step()
+    (waiter,) = driver.add([1, 2], adapter="h", max_tokens=2, ignore_eos=True)
+    for number in range(200):
+        if number % 6 == 0:
+            driver.add([3, number % 20], max_tokens=12, ignore_eos=True)
+        driver.step()
+        if waiter.finish_reason is not None:
+            break
+    assert waiter.finish_reason is FinishReason.LENGTH
+    driver.run()
