@@ -129,6 +129,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         self._allocator, self._make_job, self._at_once = allocator, make_job, at_once
         self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
+        self._pinned: list[_Known] = []
         allocator.is_needed = self._is_needed
         self._loads: deque[_Load[P, S]] = deque()
         self._failures: list[tuple[str, str]] = []
@@ -227,9 +228,10 @@ class AdapterLoader[P: AnyPlacement, S]:
             adapter.named, adapter.pinned = True, adapter.pinned or entry.pinned
         for digest in tuple(self._known):
             self._forget_if_unneeded(digest)
+        self._pinned = [adapter for adapter in self._known.values() if adapter.pinned]
         self.look_again()
 
-    def look_again(self, *, only_pinned: bool = False) -> None:
+    def look_again(self) -> None:
         """Bring named adapters onto the device while there are free slots: pinned ones first, then
         those that most requests have named lately.
 
@@ -239,10 +241,13 @@ class AdapterLoader[P: AnyPlacement, S]:
         adapters = tuple(self._known.values())
         waiting = [adapter for adapter in adapters if adapter.lacked_memory and adapter.wanted]
         named = [adapter for adapter in waiting or adapters if adapter.named]
-        if only_pinned:
-            named = [adapter for adapter in named if adapter.pinned]
         now = self._clock()
         for adapter in sorted(named, key=lambda one: (not one.pinned, -one.rate(now))):
+            self._prefetch(adapter)
+
+    def look_for_pinned(self) -> None:
+        """Bring pinned adapters onto the device that are not there, and have others leave."""
+        for adapter in self._pinned:
             self._prefetch(adapter)
 
     def advance(self, state: S, max_chunks: int) -> S:

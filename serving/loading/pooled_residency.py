@@ -9,6 +9,10 @@ from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.page_room import PageRoom
 from serving.loading.residency import DeviceTables, Failures
 
+# Looks for who may come after something has left. Claims are short for 64 steps, and those of a
+# pinned adapter may follow; if its place cannot be had at all, that ends.
+_LOOKS = 128
+
 
 class PooledLoraResidency(LoraResidency):
     """LoRA adapters of an engine with a page pool; it frees what KV leaves there, too."""
@@ -21,7 +25,7 @@ class PooledLoraResidency(LoraResidency):
         host_form: HostForm | None = None,
     ):
         super().__init__(loader, copier, host_form)
-        self._room, self._is_owed = room, False  # a look at who may come
+        self._room, self._num_looks = room, 0
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
@@ -39,17 +43,18 @@ class PooledLoraResidency(LoraResidency):
 
     def _look_again(self, is_gone: bool) -> None:
         """Bring in whom what has gone makes room for: while others wait for pages, pinned ones."""
-        self._is_owed |= is_gone
-        if not self._room.is_short:
-            if self._is_owed:
-                self._loader.look_again()
-            self._is_owed = False
-        elif is_gone:
-            self._loader.look_again(only_pinned=True)
+        self._num_looks = _LOOKS if is_gone else max(0, self._num_looks - 1)
+        if not self._num_looks:
+            return
+        if self._room.is_short:
+            self._loader.look_for_pinned()
+        else:
+            self._loader.look_again()
+            self._num_looks = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._room.is_busy or self._is_owed or super().is_busy
+        return self._room.is_busy or self._num_looks > 0 or super().is_busy
 
     def rest(self) -> None:
         self._room.rest()
