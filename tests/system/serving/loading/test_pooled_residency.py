@@ -3,8 +3,6 @@
 from support.drivers.pool_driver import Entry, PoolDriver
 from support.drivers.scheduler_driver import limits
 
-from serving.api.request import FinishReason
-
 
 def test_what_left_makes_room_for_a_named_adapter():
     driver = PoolDriver(limits(num_pages=40), pages=48)
@@ -50,20 +48,3 @@ def test_a_pinned_adapter_comes_at_once_and_others_when_nobody_waits_for_pages()
     assert not driver.exchange.is_short
     assert not driver.residency.is_busy
     driver.residency.close()
-
-
-def test_a_waiter_gets_its_place_beside_base_requests_that_have_all_rows():
-    driver = PoolDriver(limits(num_pages=40, max_num_seqs=2), pages=48)
-    driver.residency.reconcile([Entry(name, driver.weights[name]) for name in "bdf"])
-    for _ in range(20):
-        driver.residency.advance(driver.arrays, 2, 0, 0)
-        driver.exchange.start_step()
-    (waiter,) = driver.add([1, 2], adapter="h", max_tokens=2, ignore_eos=True)
-    for number in range(200):
-        if number % 6 == 0:
-            driver.add([3, number % 20], max_tokens=12, ignore_eos=True)
-        driver.step()
-        if waiter.finish_reason is not None:
-            break
-    assert waiter.finish_reason is FinishReason.LENGTH
-    driver.run()
