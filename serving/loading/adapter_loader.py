@@ -279,6 +279,10 @@ class AdapterLoader[P: AnyPlacement, S]:
                 num_late += 1
         return state
 
+    def spent(self, seconds: float) -> None:
+        """Note for how long loads kept the engine's thread busy."""
+        self._allocator.spent(seconds)
+
     def take_failures(self) -> list[tuple[str, str]]:
         """Return, once, (digest, why) of loads that failed with nothing left to wait for."""
         failures, self._failures = self._failures, []

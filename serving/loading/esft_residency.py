@@ -30,7 +30,7 @@ class EsftResidency(AbstractLoaderResidency):
         if self.room.collect(dispatched, read):
             self._loader.look_again()
         device.reroute_tables = self._loader.advance(device.reroute_tables, max_chunks)
-        self.room.allocator.spent(time.perf_counter() - begun)
+        self._loader.spent(time.perf_counter() - begun)
         return self._loader.take_failures()
 
     @property
