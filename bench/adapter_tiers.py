@@ -133,6 +133,8 @@ def served(adapters: str, case: Case) -> Iterator[str]:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
                 break
             time.sleep(0.1)
+        else:
+            raise RuntimeError("the server is not healthy after 3,000 looks")
         yield url
     finally:
         process.terminate()

@@ -7,8 +7,8 @@ without a pause, several times:
     long       questions about documents, whose KV fills it
     both       both kinds, over half of the adapters and half of the documents
 
-So many requests of a phase are outstanding at any time, as from a steady crowd of callers: where
-one is answered the next one is handed in. A phase lasts from its first request to the first of the
+A phase has a fixed number of requests outstanding, as from a steady crowd of callers: where one is
+answered the next one is handed in. A phase lasts from its first request to the first of the
 next phase. So its transition counts, and no engine is measured while it runs empty.
 
 On a CPU 5 million parameters, 60 MiB for KV pages and adapters; with `--large` on a GPU 16 layers
@@ -140,12 +140,12 @@ class Crowd:
         self._ended = threading.Condition()
         self._waiting = 0
         self.answers: list[list[int]] = []  # of each request, in the order of hand_in
-        self.gaps: list[float] = []  # seconds from one token of a request to its next
+        self.gaps: list[float] = []  # seconds from a token to its next, of requests from now on
         self.failed = 0
 
     def hand_in(self, prompt: list[int], adapter: str | None) -> None:
         """Ask for an answer."""
-        answer: list[int] = []
+        answer, gaps = [], self.gaps
         self.answers.append(answer)
         last: float | None = None
 
@@ -154,7 +154,7 @@ class Crowd:
             answer.extend(delta.token_ids)
             now = time.perf_counter()
             if last is not None:
-                self.gaps.append(now - last)
+                gaps.append(now - last)
             last = now
             if delta.finish_reason is None:
                 return
@@ -195,7 +195,7 @@ def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
     for number in range(rounds + 1):  # the first round, a third of one, fills and is not counted
         for phase in PHASES:
-            crowd.gaps.clear()
+            crowd.gaps = []  # answers of the phase before go on
             before, asked = (
                 counts(engine),
                 requests(case, phase, random.Random(f"{number} {phase}")),
@@ -286,8 +286,7 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "best_share": best,
         "pool_to_best_share": ratios,
         "p99_gap_to_best_share": {
-            phase: found["pool"]["phases"][phase][-1]["p99_gap_ms"]
-            / found[best]["phases"][phase][-1]["p99_gap_ms"]
+            phase: _p99_gap_ms(found["pool"], phase) / _p99_gap_ms(found[best], phase)
             for phase in PHASES
         },
         "in_worst_phase_of_the_split": max(ratios.values()),
@@ -296,6 +295,11 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "failed": {name: one["failed"] for name, one in found.items()},
         "same_answers": len({one["answers"] for one in found.values()}) == 1,
     }
+
+
+def _p99_gap_ms(of_engine: dict[str, Any], phase: str) -> float:
+    """Return the mean of a phase's rounds."""
+    return float(np.mean([one["p99_gap_ms"] for one in of_engine["phases"][phase]]))
 
 
 def main() -> None:

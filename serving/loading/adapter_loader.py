@@ -129,6 +129,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         self._allocator, self._make_job, self._at_once = allocator, make_job, at_once
         self._on_loaded, self._clock = on_loaded, clock
         self._known: dict[str, _Known] = {}
+        self._pinned: list[_Known] = []
         allocator.is_needed = self._is_needed
         self._loads: deque[_Load[P, S]] = deque()
         self._failures: list[tuple[str, str]] = []
@@ -227,11 +228,12 @@ class AdapterLoader[P: AnyPlacement, S]:
             adapter.named, adapter.pinned = True, adapter.pinned or entry.pinned
         for digest in tuple(self._known):
             self._forget_if_unneeded(digest)
+        self._pinned = [adapter for adapter in self._known.values() if adapter.pinned]
         self.look_again()
 
     def look_again(self) -> None:
-        """Bring named adapters onto the device while there are free slots: those that most requests
-        have named lately first.
+        """Bring named adapters onto the device while there are free slots: pinned ones first, then
+        those that most requests have named lately.
 
         None of them takes the memory that has gone for the sake of one that requests wait for.
         """
@@ -241,6 +243,11 @@ class AdapterLoader[P: AnyPlacement, S]:
         named = [adapter for adapter in waiting or adapters if adapter.named]
         now = self._clock()
         for adapter in sorted(named, key=lambda one: (not one.pinned, -one.rate(now))):
+            self._prefetch(adapter)
+
+    def look_for_pinned(self) -> None:
+        """Bring pinned adapters onto the device that are not there, and have others leave."""
+        for adapter in self._pinned:
             self._prefetch(adapter)
 
     def advance(self, state: S, max_chunks: int) -> S:
@@ -271,6 +278,10 @@ class AdapterLoader[P: AnyPlacement, S]:
             elif not begun:
                 num_late += 1
         return state
+
+    def spent(self, seconds: float) -> None:
+        """Note for how long loads kept the engine's thread busy."""
+        self._allocator.spent(seconds)
 
     def take_failures(self) -> list[tuple[str, str]]:
         """Return, once, (digest, why) of loads that failed with nothing left to wait for."""

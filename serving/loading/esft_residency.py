@@ -1,6 +1,7 @@
 """ESFT adapters: whole experts in the model's virtual weight tensors."""
 
 import dataclasses
+import time
 
 from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
@@ -25,9 +26,11 @@ class EsftResidency(AbstractLoaderResidency):
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:
+        begun = time.perf_counter()
         if self.room.collect(dispatched, read):
             self._loader.look_again()
         device.reroute_tables = self._loader.advance(device.reroute_tables, max_chunks)
+        self._loader.spent(time.perf_counter() - begun)
         return self._loader.take_failures()
 
     @property

@@ -108,9 +108,8 @@ class PageRoom:
         back.
         """
         left, self._left = self._left, []
-        for free in left:
-            self._retirement.defer(dispatched - 1, free)
-        return self._retirement.completed(read - 1)
+        gone = sum(self._retirement.defer(dispatched - 1, free) for free in left)
+        return gone + self._retirement.completed(read - 1)
 
     def spent(self, seconds: float) -> None:
         """Note how long the engine's thread was busy with loads and with what left for them."""

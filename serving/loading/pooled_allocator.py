@@ -111,7 +111,6 @@ class PooledSlotAllocator(SlotAllocator):
         return placement
 
     def spent(self, seconds: float) -> None:
-        """Note how long the engine's thread was busy with loads."""
         self._exchange.spent(seconds)
 
     def has_memory(self, digest: str) -> bool:
@@ -187,12 +186,9 @@ class PooledSlotAllocator(SlotAllocator):
         return sorted(self._exchange.old(super()._idle()), key=self._value)
 
     def _value(self, digest: str) -> float:
-        """Return what an adapter is worth by byte; a request that waits for it is a use to come."""
-        exchange, num_bytes = self._exchange, self._num_bytes(self._placed[digest])
-        value = exchange.uses.value(digest, num_bytes)
-        if not self.is_needed(digest):
-            return value
-        return max(value, exchange.level) + exchange.load_s(num_bytes) / num_bytes
+        """Return what an adapter is worth by byte."""
+        num_bytes = self._num_bytes(self._placed[digest])
+        return self._exchange.value(digest, num_bytes, is_needed=self.is_needed(digest))
 
     def _victims(self, weights: AdapterWeights) -> tuple[str, ...] | None:
         """Nobody goes at once for another's sake: see `make_room`."""

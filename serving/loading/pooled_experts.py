@@ -59,6 +59,14 @@ class PooledExpertAllocator(ExpertAllocator):
             self._pool.take(offer)
         return False
 
+    def place(self, weights: ExpertWeights, *, pinned: bool = False) -> ExpertPlacement:
+        placement = super().place(weights, pinned=pinned)
+        self._pool.comes(weights.digest)
+        return placement
+
+    def spent(self, seconds: float) -> None:
+        self._pool.spent(seconds)
+
     def acquire(self, digest: str) -> int:
         slot = super().acquire(digest)
         self._pool.used(digest)
@@ -83,7 +91,7 @@ class PooledExpertAllocator(ExpertAllocator):
         if digest is None:
             return None
         placement = self._placed[digest].room
-        value = self._pool.uses.value(digest, self._num_bytes(placement))
+        value = self._value(digest)
         lost_s = self._pool.load_s(self._num_bytes(placement))
         return Offer(value, self._frees(placement), lambda: self._free(digest), lost_s)
 
@@ -104,9 +112,19 @@ class PooledExpertAllocator(ExpertAllocator):
 
     def _idle(self) -> list[str]:
         """Return the adapters that may be evicted, least valuable first, then oldest first."""
-        size = {digest: self._num_bytes(placed.room) for digest, placed in self._placed.items()}
-        idle = self._pool.old(super()._idle())
-        return sorted(idle, key=lambda d: self._pool.uses.value(d, size[d]))
+        return sorted(self._pool.old(super()._idle()), key=self._value)
+
+    def _value(self, digest: str) -> float:
+        """Return what an adapter is worth by byte, as `pooled_allocator` counts it."""
+        num_bytes = self._num_bytes(self._placed[digest].room)
+        return self._pool.value(digest, num_bytes, is_needed=self.is_needed(digest))
+
+    def _free(self, digest: str) -> None:
+        is_retired = self._placed[digest].retired
+        super()._free(digest)
+        self._pool.left(digest)
+        if is_retired:
+            self._pool.forget(digest)
 
     def _need(self, weights: ExpertWeights) -> int:
         """Return the most pages that an adapter takes, wherever its experts lie in a row."""

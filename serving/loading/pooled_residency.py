@@ -9,6 +9,10 @@ from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.page_room import PageRoom
 from serving.loading.residency import DeviceTables, Failures
 
+# Looks for who may come after something has left. Claims are short for 64 steps, and those of a
+# pinned adapter may follow; if its place cannot be had at all, that ends.
+_LOOKS = 128
+
 
 class PooledLoraResidency(LoraResidency):
     """LoRA adapters of an engine with a page pool; it frees what KV leaves there, too."""
@@ -21,7 +25,7 @@ class PooledLoraResidency(LoraResidency):
         host_form: HostForm | None = None,
     ):
         super().__init__(loader, copier, host_form)
-        self._room = room
+        self._room, self._num_looks = room, 0
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
@@ -29,15 +33,28 @@ class PooledLoraResidency(LoraResidency):
         begun = time.perf_counter()
         if (left := self._room.take_left_slots()) and device.slots is not None:
             device.slots = clear_slots(device.slots, left)
-        if self._room.collect(dispatched, read) and not self._room.is_short:
-            self._loader.look_again()
+        gone = self._room.collect(dispatched, read)
+        self._room.spent(time.perf_counter() - begun)
+        self._look_again(bool(gone))  # which counts its own time
+        begun = time.perf_counter()
         failures = super().advance(device, max_chunks, dispatched, read)
         self._room.spent(time.perf_counter() - begun)
         return failures
 
+    def _look_again(self, is_gone: bool) -> None:
+        """Bring in whom what has gone makes room for: while others wait for pages, pinned ones."""
+        self._num_looks = _LOOKS if is_gone else max(0, self._num_looks - 1)
+        if not self._num_looks:
+            return
+        if self._room.is_short:
+            self._loader.look_for_pinned()
+        else:
+            self._loader.look_again()
+            self._num_looks = 0
+
     @property
     def is_busy(self) -> bool:
-        return self._room.is_busy or super().is_busy
+        return self._room.is_busy or self._num_looks > 0 or super().is_busy
 
     def rest(self) -> None:
         self._room.rest()

@@ -150,8 +150,8 @@ class DeviceLoop:
 
     def _compile(self, program: Callable) -> None:
         """Compile a program by running it on nothing."""
-        lines = _Said(self._new_lines(), self._put(np.int32(0)))
-        arguments = self._rank.slots, self._current(0), self._new_lines(), lines
+        said = _Said(self._new_lines(), self._put(np.int32(0)))
+        arguments = self._rank.slots, self._current(0), self._new_lines(), said
         jax.block_until_ready(program(*arguments, self._put(np.zeros(2, np.int32))))
 
     def _new_lines(self) -> tuple[Array, ...]:

@@ -56,16 +56,16 @@ def _maps(
     """Return the table of what the adapter adds, and the matrices whose addresses are in it."""
     outputs = [name for site in layout.sites for name in site]
     maps = np.zeros((layout.num_layers, len(outputs)), MAP)
-    numbers: dict[int, np.ndarray] = {}
+    matrices: dict[int, np.ndarray] = {}
 
     def kept(matrix: np.ndarray) -> np.ndarray:
-        if id(matrix) not in numbers:
-            numbers[id(matrix)] = np.ascontiguousarray(matrix.astype(shapes.row_dtype))
-        return numbers[id(matrix)]
+        if id(matrix) not in matrices:
+            matrices[id(matrix)] = np.ascontiguousarray(matrix.astype(shapes.row_dtype))
+        return matrices[id(matrix)]
 
     for (name, layer), site in weights.sites.items():
         maps[layer, outputs.index(name)] = _map(site, kept(site.a), kept(site.b))
-    return maps, list(numbers.values())
+    return maps, list(matrices.values())
 
 
 def _map(site: SiteWeights, a: np.ndarray, b: np.ndarray) -> tuple:

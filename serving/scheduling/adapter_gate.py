@@ -81,6 +81,7 @@ class AdapterGate:
         self._missing: set[str] = set()  # asked for in vain in this round
         self._starving: Sequence | None = None
         self._drained: set[str] = set()
+        self._held: frozenset[str] = frozenset()
 
     def start_round(self) -> None:
         """Begin a walk over the waiting sequences, earliest deadline first."""
@@ -103,12 +104,12 @@ class AdapterGate:
         self._users[digest] = self._users.get(digest, 0) + 1
         return True
 
-    def hold(self, waiting: Iterable[Sequence], count: int) -> frozenset[str]:
+    def hold(self, waiting: Iterable[Sequence], count: int) -> None:
         """Protect up to `count` resident adapters that nobody uses and sequences wait to use.
 
         Before this step's loads: a request whose adapter is there may run in this step, and an
         earlier one whose adapter is not would have it evicted. No more than the first ones of a
-        long line are looked at. Returns the adapters; the next call lets them go.
+        long line are looked at. Each stays until the next call, or until its last user leaves.
         """
         held: set[str] = set()
         for sequence in itertools.islice(waiting, _MOST_LOOKED_AT):
@@ -121,8 +122,8 @@ class AdapterGate:
                 continue
             if self._residency.is_resident(digest):
                 held.add(digest)
-        self._residency.protect(found := frozenset(held))
-        return found
+        self._held = frozenset(held)
+        self._residency.protect(self._held)
 
     def leave(self, sequence: Sequence) -> None:
         """Take the slot back from a sequence that has one."""
@@ -133,6 +134,9 @@ class AdapterGate:
         self._users[digest] -= 1
         if not self._users[digest]:
             del self._users[digest]
+            if digest in self._held:  # nobody waits to use it first any more
+                self._held -= {digest}
+                self._residency.protect(self._held)
         self._residency.release(digest)
 
     def forget(self, sequence: Sequence) -> None:

@@ -20,7 +20,7 @@ from serving.scheduling.step_times import StepTimes
 LOAD_S_PER_BYTE = 1e-10
 COMPUTE_S_PER_TOKEN = 1e-4
 LEAST_LOAD_S_PER_BYTE = 2e-11  # the copy itself, of which an engine's thread may see nothing
-_MEASURED_BYTES = 1  # pages: loads are measured together until they are so many
+_MEASURED_PAGES = 1  # loads are measured together until they are so many
 _PROMPT_TOKENS = 64  # beside one of each row: a step of so many is mostly prompts
 _LEAVING_PARTS = 8
 # What leaves is free two steps later: after a claim that had to wait, a part of the pool is freed
@@ -94,6 +94,7 @@ class PageExchange:
         self._asked = 0  # pages, by claims that were not met since `start_step`
         self._credit_s = 0.0  # of claims, see `start_step`
         self._is_idle = True  # nothing runs, comes or leaves
+        self._is_starving = False  # the first claim of an adapter in this step is urgent
         self._coming: set[str] = set()  # adapters that have pages and are not there yet
         self._is_refused = False  # a claim of this step was worth too little, or there is nothing
         self._steps = StepTimes()  # of those that only decode
@@ -148,6 +149,8 @@ class PageExchange:
         self._asked += num_pages
         self._last_claim, self._ahead_but = self.num_steps, None if own else claimant
         given = self.num_given
+        if own:
+            urgent, self._is_starving = urgent or self._is_starving, False
         self._have_leave(self._asked, self._ahead_but, below, urgent=urgent or self._is_idle)
         self._is_idle &= self.num_given == given  # one claim is enough to go on
         return False
@@ -181,22 +184,28 @@ class PageExchange:
     @property
     def is_spent(self) -> bool:
         """True if no claim can be met in this step any more, nor have others leave."""
-        return self._is_refused and self._asked > self.available
+        refused = self._is_refused and not self._is_starving
+        return refused and self._asked > self.available
 
-    def start_step(self, num_running: int = 0, num_idle: int = 1) -> None:
+    def start_step(
+        self, num_running: int = 0, num_idle: int = 1, *, is_starving: bool = False
+    ) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead.
 
         `num_running` sequences run, and `num_idle` more could. While a claim is not met those that
         run pay alone for what a step costs whatever its rows. What claims have lost so far they may
         have others lose, who then compute or load again what leaves: so nobody loses more than
-        twice what it had to.
+        twice what it had to. In steps without a claim, as where no row is free, they keep that for
+        a while. With `is_starving`, a sequence has waited too long for its adapter, the first claim
+        of an adapter is urgent.
         """
-        lost_s = num_idle * self._steps.fixed_s / num_running if num_running else 0.0
-        self._credit_s = self._credit_s + lost_s if self._asked else 0.0
+        lost_s = num_idle * self._steps.fixed_s / num_running if self._asked and num_running else 0
         self._is_idle = not (num_running or self._coming or self.pages_leaving)
+        self._is_starving = is_starving
         self._asked, self._is_refused = 0, False
         self.num_steps += 1
-        if self.num_steps - self._last_claim <= _AHEAD_STEPS:
+        self._credit_s = self._credit_s + lost_s if self.is_short else 0.0
+        if self.is_short:
             self._have_leave(self.pool.num_pages // _AHEAD_PARTS, self._ahead_but, math.inf)
 
     @property
@@ -242,7 +251,7 @@ class PageExchange:
         self._coming.discard(digest)
         self._fresh[digest] = self.num_steps
         self._loaded += num_bytes
-        if self._loaded >= _MEASURED_BYTES * self.pool.page_bytes:
+        if self._loaded >= _MEASURED_PAGES * self.pool.page_bytes:
             seconds = max(LEAST_LOAD_S_PER_BYTE, self._spent / self._loaded)
             self._load_s += _SHARE * (seconds - self._load_s)
             self._spent, self._loaded = 0.0, 0
@@ -262,6 +271,13 @@ class PageExchange:
         self._fresh.pop(digest, None)
         self.uses.used(digest)
 
+    def value(self, digest: str, num_bytes: int, *, is_needed: bool) -> float:
+        """Return an adapter's worth by byte; a request that waits for it is a use to come."""
+        value = self.uses.value(digest, num_bytes)
+        if not is_needed:
+            return value
+        return max(value, self.level) + self.load_s(num_bytes) / max(num_bytes, 1)
+
     def old(self, digests: Iterable[str]) -> list[str]:
         """Return the adapters that did not come just now, for a request that is to find them."""
         first = self.num_steps - _FRESH_STEPS
@@ -275,14 +291,16 @@ class PageExchange:
     def completed(self, num_tokens: int, num_rows: int, now: float) -> None:
         """Note the end of the oldest step, of so many tokens of so many sequences.
 
-        Steps with prompts tell the rate of prompts, the others what a row costs.
+        Steps with prompts tell the rate of prompts, those without what a row costs.
         """
         seconds = now - max(self._ended, self._planned.popleft())
         self._ended = now
         if num_tokens - num_rows >= _PROMPT_TOKENS:
             self._compute_s += _SHARE * (seconds / num_tokens - self._compute_s)
-        elif num_tokens == num_rows:
+        if num_tokens == num_rows:
             self._steps.note(num_rows, seconds)
+        else:
+            self._steps.note_other(seconds)
 
     def load_s(self, num_bytes: int) -> float:
         """Return the seconds to bring so many bytes onto the device again."""

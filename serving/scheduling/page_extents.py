@@ -83,10 +83,10 @@ class PageExtents:
 
     # The scheduler's side.
 
-    def start_step(self, num_running: int, num_idle: int = 0) -> None:
-        """See to it that each sequence that runs may grow by a page; `num_idle` more could run."""
+    def start_step(self, num_running: int, num_idle: int = 0, *, is_starving: bool = False) -> None:
+        """See to it that each sequence that runs may grow by a page; the rest is the exchange's."""
         self._reserve = reserve = num_running
-        self._exchange.start_step(num_running, num_idle)
+        self._exchange.start_step(num_running, num_idle, is_starving=is_starving)
         self.want(reserve, urgent=True)
 
     def want(self, count: int, *, urgent: bool = False) -> bool:
@@ -125,6 +125,13 @@ class PageExtents:
         """Note the end of the oldest step in flight, of so many tokens."""
         self._exchange.completed(num_tokens, num_rows, now)
 
+    def matched(self, pages: Iterable[int]) -> None:
+        """A sequence has been admitted whose prompt begins with what is on these pages."""
+        for page in pages:
+            if self._uses[page] == 1:
+                self._chance += _CHANCE_SHARE * (1.0 - self._chance)
+            self._uses[page] += 1
+
     # The cache's side.
 
     def taken(self, page: int, *, fresh: bool) -> None:
@@ -139,17 +146,6 @@ class PageExtents:
             self._uses[page] = 1
             self._exchange.raise_level(value)
 
-    def matched(self, page: int) -> None:
-        """A prompt begins with what is on the page."""
-        if self._uses[page] == 1:
-            self._chance += _CHANCE_SHARE * (1.0 - self._chance)
-        self._uses[page] += 1
-
-    def unmatched(self, pages: Iterable[int]) -> None:
-        """The prompt that begins with these pages has to wait: that was no use of them."""
-        for page in pages:
-            self._uses[page] -= 1
-
     def freed(self, page: int, *, cached: bool) -> None:
         """Nobody holds the page any more."""
         extent = page // self._size
@@ -160,14 +156,12 @@ class PageExtents:
             self._number += 1
             self._numbers[page] = self._number
             heapq.heappush(self._order, (self._values[page], self._number, page))
+            self._compact()
         if not self._held[extent]:
             self._idle.add(extent)
 
     def least_cached(self) -> int:
         """Return the cached page that is worth least, of equal ones the oldest; there is one."""
-        if len(self._order) > 2 * len(self._values) + len(self._uses):  # most have been taken
-            self._order = [one for one in self._order if self._stands(*one)]
-            heapq.heapify(self._order)
         while not self._stands(*self._order[0]):
             heapq.heappop(self._order)
         return self._order[0][2]
@@ -234,6 +228,12 @@ class PageExtents:
     def _stands(self, value: float, number: int, page: int) -> bool:
         """Return whether an entry of the order is that of a page that is cached now."""
         return self._numbers[page] == number and self._values.get(page) == value
+
+    def _compact(self) -> None:
+        """Take out of the order what is not cached any more, if that is most of it."""
+        if len(self._order) > 2 * len(self._values) + len(self._uses):
+            self._order = [one for one in self._order if self._stands(*one)]
+            heapq.heapify(self._order)
 
     def _lose(self, page: int) -> float:
         """Forget a page's value, and return it; 0: it was not cached."""

@@ -74,10 +74,6 @@ class PageWatch(Protocol):
         """A page that was free is held; `fresh`: for other contents than it had."""
         ...
 
-    def matched(self, page: int) -> None:
-        """A prompt begins with what is on the page."""
-        ...
-
     def freed(self, page: int, *, cached: bool) -> None:
         """Nobody holds the page any more."""
         ...
@@ -168,8 +164,6 @@ class PageCache:
                 del self._cached[page]
                 self._tell_taken(page, fresh=False)
             self._references[page] += 1
-            if self.watch is not None:
-                self.watch.matched(page)
         return pages
 
     def allocate(self, count: int) -> list[int] | None:

@@ -67,7 +67,7 @@ class Repetitions:
         return best
 
     def _length(self, index: int, end: int) -> int:
-        """Return how many tokens up to `place` are those up to `end`, `high` at most."""
+        """Return how many tokens up to `index` are those up to `end`, `high` at most."""
         tokens, length = self._tokens, self._low
         most = min(self._high, index - self._first + 1)
         while length < most and tokens[index - length] == tokens[end - length]:

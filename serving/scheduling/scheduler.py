@@ -56,7 +56,8 @@ class Scheduler(LiveSequences):
         """Return the next step, with merged weights that of their sequences alone."""
         # One at least, who may get a row of another tenant.
         num_idle = min(max(1, self._running.num_free_rows), len(self._waiting))
-        self._pages.start_step(len(self._running), num_idle)
+        starving = self._gate.is_starving
+        self._pages.start_step(len(self._running), num_idle, is_starving=starving)
         step = StepBudget(self.limits.max_num_batched_tokens, self.limits.max_logit_rows)
         order, short = list(self._running), ShortStep()
         if self._fair.are_shared:

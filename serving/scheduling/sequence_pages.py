@@ -72,14 +72,17 @@ class SequencePages:
         """Forget a sequence that holds no pages."""
         del self._chains[sequence]
 
-    def start_step(self, num_running: int = 0, num_idle: int = 0) -> None:
+    def start_step(
+        self, num_running: int = 0, num_idle: int = 0, *, is_starving: bool = False
+    ) -> None:
         """Let go of what no step to come reads; each running sequence may need one more page.
 
-        `num_idle` more sequences wait, for which there are rows.
+        `num_idle` more sequences wait, for which there are rows; with `is_starving` one has waited
+        too long for its adapter.
         """
         self._images.start_step()
         if self._extents is not None:
-            self._extents.start_step(num_running, num_idle)
+            self._extents.start_step(num_running, num_idle, is_starving=is_starving)
 
     def planned(self, now: float) -> None:
         """Note that a step goes to the device."""
@@ -132,14 +135,14 @@ class SequencePages:
         has_room = needed + reserve <= self._cache.num_free and not waits
         sequence.num_computed = (len(matched) + len(brought)) * size
         if not has_room or not self._images.give(sequence):
-            if self._extents is not None:
-                self._extents.unmatched(matched)
             self._cache.free(matched)
             self._host.unpin()
             sequence.num_computed = 0
             return False
         fresh = self._cache.allocate(needed)
         assert fresh is not None
+        if self._extents is not None:
+            self._extents.matched(matched)
         self._bring_in(brought, fresh[: len(brought)])
         sequence.pages = matched + fresh
         self._registered[sequence] = len(matched) + len(brought)

@@ -67,7 +67,7 @@ class DraftState:
         return sum(self.trust**position for position in range(first + 1, first + count + 1))
 
 
-class StepTimes:
+class DraftTimes:
     """Seconds of decode steps lately, with and without drafts; decides whether drafts pay."""
 
     def __init__(self) -> None:
@@ -138,8 +138,8 @@ class DraftStats:
 class Speculation:
     """Adds drafts to steps, and takes in what came of them; the engine's thread uses it."""
 
-    def __init__(self, config: SpeculativeConfig, times: StepTimes | None = None):
-        self._config, self._times = config, times or StepTimes()
+    def __init__(self, config: SpeculativeConfig, times: DraftTimes | None = None):
+        self._config, self._times = config, times or DraftTimes()
         self._drafts = self._tokens = 0
         self._accepted = [0] * config.num_speculative_tokens  # by place in the draft
         self._completed_s: float | None = None  # when the last step's results came

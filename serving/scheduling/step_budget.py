@@ -95,7 +95,7 @@ class StepBudget:
             sequence.num_prompt_logprobs = start + num_tokens
 
     def add_drafts(self, index: int, drafts: tuple[int, ...]) -> None:
-        """Let the chunk at `place`, which draws a token, go on with guesses of the next ones."""
+        """Let the chunk at `index`, which draws a token, go on with guesses of the next ones."""
         chunk, count = self._chunks[index], len(drafts)
         if count > min(self.tokens, self.logit_rows):
             raise ValueError(f"{count} drafts; {self.tokens} tokens, {self.logit_rows} rows left.")

@@ -92,6 +92,10 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         """Return whether the adapter can be placed now; if not, start what may change that."""
         return self.can_place(weights)
 
+    def spent(self, seconds: float) -> None:
+        """Note for how long loads kept the engine's thread busy. Without a pool nobody asks."""
+        del seconds
+
     # The same for all kinds.
 
     def slot_of(self, digest: str) -> int | None:

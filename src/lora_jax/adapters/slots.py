@@ -167,8 +167,8 @@ def init_slots(
             token_ids=ids,
         )
 
-    pools = make() if split is not None else jax.jit(make)()  # one program in place of many
-    return pools if rows is None else dataclasses.replace(pools, pools=rows)
+    slots = make() if split is not None else jax.jit(make)()  # one program in place of many
+    return slots if rows is None else dataclasses.replace(slots, pools=rows)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

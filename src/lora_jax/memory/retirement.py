@@ -25,10 +25,10 @@ class Retirement:
         with self._lock:
             return len(self._waiting)
 
-    def defer(self, step: int, free: Callable[[], None]) -> None:
+    def defer(self, step: int, free: Callable[[], None]) -> bool:
         """Call `free` when `step`, the last that may read the memory, has completed.
 
-        Where it has already, the call happens now, in this thread.
+        Where it has already, the call happens now, in this thread; returns whether it did.
         """
         with self._lock:
             late = step <= self._completed
@@ -36,6 +36,7 @@ class Retirement:
                 heapq.heappush(self._waiting, (step, next(self._ages), free))
         if late:
             free()
+        return late
 
     def completed(self, step: int) -> int:
         """Call what waited for `step` or an earlier one, oldest first; return how many calls.

@@ -9,7 +9,7 @@ from support.cases.engine_cases import answer, prompts_of, settle
 from support.cases.grammar_cases import MODEL
 
 from serving import Engine, Sampling
-from serving.scheduling.speculation import StepTimes
+from serving.scheduling.speculation import DraftTimes
 
 NGRAM = {
     "method": "ngram",
@@ -30,7 +30,7 @@ KINDS = [
 ]
 
 
-class Paying(StepTimes):
+class Paying(DraftTimes):
     """Every draft pays, so that how often there are some follows from the tokens alone."""
 
     def pays(self, rows, num_drafts, expected):

@@ -36,10 +36,14 @@ def test_adapters_come_and_go_over_one_pool(tmp_path):
     assert allocator.make_room(one)
     placement = allocator.place(one)
     assert 0 < exchange.available < pool.num_available, "pages that it has yet to take"
+    assert exchange._coming == {one.digest}
+    allocator.spent(0.5)
     job = room.job(placement, esft.tables)
     while job.remaining > 1:  # all but the tables
         job.advance(esft.tables, 1)
     allocator.finish_loading(one.digest)
+    assert not exchange._coming
+    assert exchange.load_s(1) > 1e-9, "it took half a second"
     used = exchange.shares(0).adapter_bytes
     assert used > 3 * room.tensors.expert_bytes  # some lie on pages of the base
     assert exchange.available == pool.num_available
@@ -47,6 +51,12 @@ def test_adapters_come_and_go_over_one_pool(tmp_path):
     allocator.acquire(one.digest)
     assert allocator.offer() is None
     allocator.release(one.digest)
+    offer = allocator.offer()
+    assert offer is not None
+    allocator.is_needed = lambda digest: digest == one.digest
+    needed = allocator.offer()
+    assert needed is not None
+    assert needed.value > offer.value, "a request that waits is a use to come"
     taken = pool.acquire([1] * pool.num_available)  # by somebody else
     exchange.start_step()
     assert not allocator.make_room(two), "there is no page, so the idle one leaves"

@@ -23,3 +23,28 @@ def test_what_left_makes_room_for_a_named_adapter():
     driver.residency.rest()
     driver.residency.close()
     assert driver.pool.stats().created == 0
+
+
+def test_a_pinned_adapter_comes_at_once_and_others_when_nobody_waits_for_pages():
+    driver = PoolDriver(limits(num_pages=40), pages=48)
+    entries = [Entry(name, driver.weights[name]) for name in "bdf"]
+    driver.residency.reconcile(entries)
+    for _ in range(20):
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+        driver.exchange.start_step()
+    pinned = Entry("h", driver.weights["h"])
+    pinned.pinned = True
+    assert "h" not in driver.allocator.resident()
+    driver.residency.reconcile([*entries, pinned])
+    for _ in range(8):
+        driver.exchange.start_step()
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    assert "h" in driver.allocator.resident()
+    assert driver.exchange.is_short
+    assert driver.residency.is_busy, "it has yet to look for others"
+    for _ in range(64):
+        driver.exchange.start_step()
+        driver.residency.advance(driver.arrays, 2, 0, 0)
+    assert not driver.exchange.is_short
+    assert not driver.residency.is_busy
+    driver.residency.close()

@@ -132,7 +132,8 @@ def test_a_late_hit_of_a_drained_adapter_does_not_keep_an_earlier_one_out():
     fixture.round(WAIT_S / 2, waiter)
     fixture.gate.leave(holder)
     fixture.gate.start_round()
-    assert fixture.gate.hold([later, earlier], 2) == {"b"}
+    fixture.gate.hold([later, earlier], 2)
+    assert fixture.residency.protected == {"b"}
     assert not fixture.gate.is_waiting(later)
 
 
@@ -141,14 +142,26 @@ def test_holding_an_adapter_is_no_use_of_it_and_lasts_until_the_next_call():
     waiting = [make(0, "c"), make(1, "a"), make(2, "a"), make(3, "b")]
     fixture.round(0.0, make(9, "b"))
     order = list(fixture.residency.order)
-    assert fixture.gate.hold(waiting, 2) == {"a"}, "b has a user, c is not there"
-    assert fixture.residency.protected == {"a"}
+    fixture.gate.hold(waiting, 2)
+    assert fixture.residency.protected == {"a"}, "b has a user, c is not there"
     assert (fixture.residency.users, fixture.residency.order) == ({"b": 1}, order)
     assert fixture.round(0.0, waiting[0]) == [False]
     assert fixture.residency.loads == ["a", "b"], "c takes nobody's place"
-    assert fixture.gate.hold(waiting, 0) == set()
+    fixture.gate.hold(waiting, 0)
+    assert not fixture.residency.protected
     assert fixture.round(0.0, waiting[0]) == [False]
     assert fixture.residency.loads == ["a", "b", "c"]
+
+
+def test_an_adapter_that_is_taken_from_its_last_user_is_held_for_nobody():
+    fixture = Gate()
+    on_a, on_b, waiter = make(1, "a"), make(2, "b"), make(3, "c")
+    fixture.gate.hold([on_a, on_b], 2)
+    fixture.round(0.0, on_a, on_b)
+    fixture.gate.leave(on_a)
+    assert fixture.residency.protected == {"b"}
+    assert fixture.round(1.0, waiter) == [False]
+    assert fixture.residency.loads == ["a", "b", "c"], "it would have left for nothing"
 
 
 def test_a_waiter_that_went_away_drains_nobody():

@@ -172,3 +172,56 @@ def test_a_claim_beside_steps_that_never_end_is_met_in_the_end():
             break
         assert not made.claim(2, side, own=True)
     assert side.gone, "nobody would ever make room"
+
+
+def test_a_claim_that_is_made_once_in_many_steps_is_met_in_the_end():
+    """All rows are taken but for a step now and then; base requests pass whoever waits."""
+    side = Side((1.0, 2))
+    made = exchange(0, side)
+    side.seconds = 0.5
+    for number in range(1000):
+        made.planned(number * 1.0)
+        made.completed(4, 4, number + 0.1)
+        made.start_step(4, 1)
+        if number % 20 == 0:
+            assert not made.claim(2, side, own=True)
+        if side.gone:
+            break
+    assert side.gone, "nobody would ever make room"
+    assert number > 200, "at 25 ms a claim"
+    for _ in range(65):
+        made.start_step(4, 1)
+    assert made._credit_s == 0.0, "nobody has claimed anything for long"
+
+
+def test_steps_that_all_hold_prompts_have_claims_gain_too():
+    side = Side((1.0, 2))
+    made = exchange(0, side)
+    side.seconds = 0.5
+    for number in range(100):
+        made.planned(number * 1.0)
+        made.completed(100, 4, number + 0.8)
+        made.start_step(4, 1)
+        if side.gone:
+            break
+        assert not made.claim(2, side, own=True)
+    assert side.gone, "nobody would ever make room"
+    assert number > 10
+
+
+def test_while_a_sequence_starves_the_first_claim_of_an_adapter_is_urgent():
+    kv, adapters = Side((9.0, 1)), Side((1.0, 2), (2.0, 2))
+    kv.seconds = adapters.seconds = 9.0
+    made = exchange(0, kv, adapters)
+    made.start_step(4)
+    assert not made.claim(2, adapters, own=True)
+    assert made.is_spent
+    made.start_step(4, is_starving=True)
+    assert not made.claim(1, kv, own=False)
+    assert not adapters.gone, "KV's is none of an adapter"
+    assert not made.is_spent
+    assert not made.claim(1, adapters, own=True)
+    assert adapters.gone == [(1.0, 2)]
+    assert not made.claim(1, adapters, own=True)
+    assert made.is_spent
+    assert len(adapters.gone) == 1

@@ -51,6 +51,12 @@ def cached(cache: PageCache, token: int, count: int) -> list[bytes]:
     return keys
 
 
+def use(cache: PageCache, extents: PageExtents, keys: list[bytes]) -> None:
+    """Admit a prompt that begins with these pages, and end it."""
+    extents.matched(pages := cache.match(keys))
+    cache.free(pages)
+
+
 def test_the_longest_sequence_always_has_its_pages():
     memory, _, cache, extents = make()
     assert (extents.num_present, cache.num_free, memory.num_available) == (2, 8, 6)
@@ -95,9 +101,8 @@ def test_what_is_used_often_is_worth_more():
     _, _, cache, extents = make(least=2)
     extents.want(12)
     first, second = cached(cache, 1, 4), cached(cache, 2, 4)
-    for _ in range(3):
-        cache.free(cache.match(first))
-    cache.free(cache.match(second))
+    for keys in (first, first, first, second):
+        use(cache, extents, keys)
     cached(cache, 3, 4)  # nothing is blank any more
     offer = extents.offer()
     assert offer is not None
@@ -129,12 +134,16 @@ def test_an_adapter_that_is_worth_less_than_any_cached_page_is_waited_for():
     extents.start_step(0)
     assert extents.want(9), "more than there is: whatever it is worth"
     assert memory.num_available == 0
+    for _ in range(65):
+        assert exchange.is_short
+        exchange.start_step()
+    assert not exchange.is_short, "nobody has claimed anything for long"
 
 
 def test_the_least_valuable_cached_page_goes_first_not_the_oldest():
     _, _, cache, extents = make(pool=4, least=8)
     old = cached(cache, 1, 3)
-    cache.free(cache.match(old))  # matched: worth more
+    use(cache, extents, old)  # worth more
     new = cached(cache, 2, 5)
     pages = cache.allocate(2)
     assert len(cache.match(old)) == 3
@@ -149,8 +158,27 @@ def test_a_page_that_was_computed_once_is_worth_its_chance_of_a_match():
         cached(cache, number, 4)  # nobody asks for it again
     assert extents._chance < 0.1
     for number in range(100, 200):
-        cache.free(cache.match(cached(cache, number, 4)))
+        use(cache, extents, cached(cache, number, 4))
     assert extents._chance > 0.9
+
+
+def test_a_prompt_that_has_to_wait_changes_no_worth():
+    _, _, cache, extents = make(pool=4, least=2)
+    keys = cached(cache, 1, 4)
+    before = extents._chance, extents.offer()
+    for _ in range(50):
+        cache.free(cache.match(keys))  # looked up, and no room for the rest
+    assert extents._chance == before[0]
+    assert extents._uses[:4] == [1] * 4
+
+
+def test_the_order_of_cached_pages_stays_small():
+    _, _, cache, extents = make(pool=10, least=6)
+    keys = cached(cache, 1, 4)  # beside blank pages: nobody asks for the least
+    for _ in range(200):
+        cache.free(cache.match(keys))
+    assert len(extents._order) <= 2 * 4 + 24 + 1
+    assert extents.least_cached() in range(4)
 
 
 def test_extents_with_the_pages_that_sequences_may_need_are_not_offered():

@@ -61,6 +61,20 @@ def test_steady_hits_cannot_starve_a_waiter():
         check_answer(driver, sequence)
 
 
+def test_a_pool_of_pages_is_told_that_a_sequence_starves(monkeypatch):
+    driver = Driver(limits(adapter_wait_s=8.0), num_slots=1)
+    pages, told = driver.scheduler._pages, []
+    monkeypatch.setattr(pages, "start_step", lambda *_, is_starving: told.append(is_starving))
+    driver.add([1], adapter="a", max_tokens=40, ignore_eos=True)
+    driver.step()
+    driver.add([2], adapter="b")
+    for _ in range(7):
+        driver.step()
+    assert told[0] is False
+    assert told[-1] is True
+    assert told == sorted(told)
+
+
 def test_sequences_that_wait_for_an_adapter_can_be_failed():
     driver = Driver(limits())
     (waiter,) = driver.add([2], adapter="b")

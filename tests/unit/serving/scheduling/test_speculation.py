@@ -14,12 +14,12 @@ from serving.api.speculative_config import SpeculativeConfig
 from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.merge_policy import MergeTarget
 from serving.scheduling.repetitions import Repetitions
-from serving.scheduling.speculation import DraftState, Speculation, StepTimes
+from serving.scheduling.speculation import DraftState, DraftTimes, Speculation
 
 CONFIG = SpeculativeConfig(4, 1, 3)
 
 
-class Paying(StepTimes):
+class Paying(DraftTimes):
     """Every draft pays."""
 
     def pays(self, rows, num_drafts, expected):
@@ -116,7 +116,7 @@ def test_guesses_are_trusted_after_right_ones_and_not_after_wrong_ones():
 
 
 def test_times_decide_whether_drafts_pay():
-    times = StepTimes()
+    times = DraftTimes()
     assert not times.pays(1, 4, 3.0)  # what a step costs without drafts is measured first
     for rows in (1, 20):
         for _ in range(3):
@@ -139,7 +139,7 @@ def test_times_decide_whether_drafts_pay():
 
 def test_drafts_that_are_seldom_right_stop_to_pay_and_are_tried_ever_later():
     """However sure the guesses look: what came of them counts."""
-    times, tried = StepTimes(), []
+    times, tried = DraftTimes(), []
     for turn in range(20_000):
         pays = times.pays(1, 4, 2.0)
         tried += [turn] if pays else []
@@ -155,7 +155,7 @@ def test_drafts_that_are_seldom_right_stop_to_pay_and_are_tried_ever_later():
 
 
 def test_drafts_pay_again_when_a_text_begins_to_repeat_itself():
-    times = StepTimes()
+    times = DraftTimes()
     right, chosen = 0, []
     for turn in range(3000):
         right = 3 if turn > 500 else 0

@@ -33,3 +33,13 @@ def test_it_is_an_eighth_of_a_step_at_least_and_never_more_than_all():
     for _ in range(200):
         times.note(2, 0.1), times.note(10, 0.001)
     assert times.fixed_s == pytest.approx(0.0505, rel=0.05)
+
+
+def test_until_a_step_without_prompts_has_run_an_eighth_of_the_others_counts():
+    times = StepTimes()
+    for seconds in (0.4, 0.8, 0.8):
+        times.note_other(seconds)
+    assert 0.4 / 8 < times.fixed_s < 0.8 / 8
+    times.note(4, 0.02)
+    times.note_other(0.8)
+    assert times.fixed_s == pytest.approx(0.02)
