@@ -1,4 +1,4 @@
-"""What a process finds in device memory that another one, which was killed, had filled."""
+"""Device memory of a killed process holds only zeros for the next one."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a bound process may still do, and what the kernel refuses it."""
+"""Calls that the jail of a process allows, and calls that the kernel refuses."""
 
 import json
 import os

@@ -158,55 +158,44 @@ def test_shares_add_up():
     assert (found.total_bytes, found.kv_bytes, found.adapter_bytes) == (20 << 12, 8 << 12, 7 << 12)
 
 
-def test_a_claim_beside_steps_that_never_end_is_met_in_the_end():
-    """Rows cause all of a step's time, as on a CPU: waiting still comes to cost something."""
-    side = Side((1.0, 2))
-    made = exchange(0, side)
-    side.seconds = 0.5
-    for number in range(400):
-        rows = 2 + number % 8
-        made.planned(number * 1.0)
-        made.completed(rows, rows, number + rows * 0.01)
-        made.start_step(rows, 1)
-        if side.gone:
-            break
-        assert not made.claim(2, side, own=True)
-    assert side.gone, "nobody would ever make room"
+def steps_until_room(step, *, claims_every: int = 1) -> tuple[int, PageExchange]:
+    """Run steps with a claim in some of them; return the step whose claim was given room.
 
-
-def test_a_claim_that_is_made_once_in_many_steps_is_met_in_the_end():
-    """All rows are taken but for a step now and then; base requests pass whoever waits."""
+    `step` returns a number's tokens, rows and seconds.
+    """
     side = Side((1.0, 2))
     made = exchange(0, side)
     side.seconds = 0.5
     for number in range(1000):
+        tokens, rows, seconds = step(number)
         made.planned(number * 1.0)
-        made.completed(4, 4, number + 0.1)
-        made.start_step(4, 1)
-        if number % 20 == 0:
+        made.completed(tokens, rows, number + seconds)
+        made.start_step(rows, 1)
+        if number % claims_every == 0:
             assert not made.claim(2, side, own=True)
         if side.gone:
-            break
-    assert side.gone, "nobody would ever make room"
+            return number, made
+    raise AssertionError("no step has made room")
+
+
+def test_a_claim_beside_steps_that_never_end_is_met_in_the_end():
+    """Rows cause all of a step's time, as on a CPU: waiting still comes to cost something."""
+    number, _ = steps_until_room(lambda n: (2 + n % 8, 2 + n % 8, (2 + n % 8) * 0.01))
+    assert number < 400
+
+
+def test_a_claim_that_is_made_once_in_many_steps_is_met_in_the_end():
+    """All rows are taken but for a step now and then; base requests pass the waiting one."""
+    number, made = steps_until_room(lambda n: (4, 4, 0.1), claims_every=20)
     assert number > 200, "at 25 ms a claim"
     for _ in range(65):
         made.start_step(4, 1)
-    assert made._credit_s == 0.0, "nobody has claimed anything for long"
+    assert made._credit_s == 0.0, "no claim was made for long"
 
 
 def test_steps_that_all_hold_prompts_have_claims_gain_too():
-    side = Side((1.0, 2))
-    made = exchange(0, side)
-    side.seconds = 0.5
-    for number in range(100):
-        made.planned(number * 1.0)
-        made.completed(100, 4, number + 0.8)
-        made.start_step(4, 1)
-        if side.gone:
-            break
-        assert not made.claim(2, side, own=True)
-    assert side.gone, "nobody would ever make room"
-    assert number > 10
+    number, _ = steps_until_room(lambda n: (100, 4, 0.8))
+    assert 10 < number < 100
 
 
 def test_while_a_sequence_starves_the_first_claim_of_an_adapter_is_urgent():

@@ -1,4 +1,4 @@
-"""What cannot work on Ray's hosts is refused before a process starts. Ray is a stand-in."""
+"""Options that cannot work on Ray's hosts are refused before a process starts; Ray is a double."""
 
 import dataclasses
 import socket
