@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=Case.requests)
     parser.add_argument("--lora-server", action="store_true", help="beside a LoRA Server")
     given = parser.parse_args()
-    how = measure_beside_server if given.lora_server else measure
-    results = how(Case(adapters=given.adapters, requests=given.requests))
+    measured = measure_beside_server if given.lora_server else measure
+    results = measured(Case(adapters=given.adapters, requests=given.requests))
     given.out.mkdir(parents=True, exist_ok=True)
     of_server = "_lora_server" if given.lora_server else ""
     (given.out / f"adapter_tiers{of_server}.json").write_text(json.dumps(results, indent=1))

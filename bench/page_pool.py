@@ -132,7 +132,7 @@ def requests(case: Case, phase: str, rng: random.Random) -> list[tuple[list[int]
 
 
 class Crowd:
-    """Callers of an engine, of whom so many wait for an answer at a time."""
+    """Callers of an engine: a fixed number of requests is outstanding at a time."""
 
     def __init__(self, engine: Engine, case: Case):
         self._engine, self._case = engine, case

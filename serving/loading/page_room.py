@@ -93,8 +93,9 @@ class PageRoom:
     ) -> Callable[..., "PooledLoadJob"]:
         """Return what makes the load of an adapter that this allocator has placed."""
         self._allocator = allocator
-        how = {"chunk_bytes": chunk_bytes}
-        return lambda placement, slots: PooledLoadJob(placement, self.rows, allocator, **how)
+        return lambda placement, slots: PooledLoadJob(
+            placement, self.rows, allocator, chunk_bytes=chunk_bytes
+        )
 
     @property
     def _books(self) -> PooledSlotAllocator:

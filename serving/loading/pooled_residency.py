@@ -9,8 +9,8 @@ from serving.loading.lora_residency import HostForm, LoraResidency
 from serving.loading.page_room import PageRoom
 from serving.loading.residency import DeviceTables, Failures
 
-# Looks for who may come after something has left. Claims are short for 64 steps, and those of a
-# pinned adapter may follow; if its place cannot be had at all, that ends.
+# Steps after an eviction in which adapters that fit now are loaded. Pages are short for 64 steps
+# after a claim that had to wait; a pinned adapter that never fits must not keep the engine awake.
 _LOOKS = 128
 
 
@@ -42,7 +42,7 @@ class PooledLoraResidency(LoraResidency):
         return failures
 
     def _look_again(self, is_gone: bool) -> None:
-        """Bring in whom what has gone makes room for: while others wait for pages, pinned ones."""
+        """Load adapters that fit since pages were freed: only pinned ones while claims wait."""
         self._num_looks = _LOOKS if is_gone else max(0, self._num_looks - 1)
         if not self._num_looks:
             return

@@ -192,12 +192,12 @@ class PageExchange:
     ) -> None:
         """Begin to add up the claims of a step; while claims come, some pages are free ahead.
 
-        `num_running` sequences run, and `num_idle` more could. While a claim is not met those that
-        run pay alone for what a step costs whatever its rows. What claims have lost so far they may
-        have others lose, who then compute or load again what leaves: so nobody loses more than
-        twice what it had to. In steps without a claim, as where no row is free, they keep that for
-        a while. With `is_starving`, a sequence has waited too long for its adapter, the first claim
-        of an adapter is urgent.
+        `num_running` sequences run, and `num_idle` more could. While a claim is not met, running
+        sequences pay alone for the part of a step that does not depend on its rows. These seconds
+        are the claim's credit: evictions may cost others as much, in pages computed and adapters
+        loaded again, so a wait costs at most twice what it had to. The credit lasts for some steps
+        without a claim, such as those in which no row is free. With `is_starving`, a sequence has
+        waited too long for its adapter, and the first claim of an adapter is urgent.
         """
         lost_s = num_idle * self._steps.fixed_s / num_running if self._asked and num_running else 0
         self._is_idle = not (num_running or self._coming or self.pages_leaving)

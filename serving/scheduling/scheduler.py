@@ -54,7 +54,7 @@ class Scheduler(LiveSequences):
 
     def _plan_step(self, now: float) -> StepPlan | None:
         """Return the next step, with merged weights that of their sequences alone."""
-        # One at least, who may get a row of another tenant.
+        # At least one: a waiting sequence may get the row of another tenant.
         num_idle = min(max(1, self._running.num_free_rows), len(self._waiting))
         starving = self._gate.is_starving
         self._pages.start_step(len(self._running), num_idle, is_starving=starving)

@@ -2,7 +2,7 @@
 
 _SHARE = 1 / 64  # of a new step in the means
 _LEAST_SPREAD = 1.0  # variance of the rows below which no slope is seen
-_LEAST_PART = 1 / 8  # of a step: nobody who waits for its sake waits for ever
+_LEAST_PART = 1 / 8  # of a step, at least: so a wait always earns credit
 
 
 class StepTimes:

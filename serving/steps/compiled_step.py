@@ -145,9 +145,9 @@ class CompiledStep:
         Pages of a pool are not donated, but written where they lie. A bound step waits for the
         masks of this number; 0: there are none.
         """
-        source, how = self.inputs.set_table(table, number), {"lora": lora, "bound": bound}
-        arguments = self._arguments(operands, source, bucket, **how)
-        cache, state, sampled, status = self._step(*arguments, bucket=bucket, **how)
+        source, options = self.inputs.set_table(table, number), {"lora": lora, "bound": bound}
+        arguments = self._arguments(operands, source, bucket, **options)
+        cache, state, sampled, status = self._step(*arguments, bucket=bucket, **options)
         cache = operands.cache if self._pooled else cache
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
@@ -330,8 +330,8 @@ def _jit_steps(
         compiler_options=options,
     )
     def step(leaves, donated, rest, trees, *, bucket, lora, bound):
-        how = {"bucket": bucket, "lora": lora, "bound": bound}
-        local = functools.partial(local_step, trees=trees, **how)
+        options = {"bucket": bucket, "lora": lora, "bound": bound}
+        local = functools.partial(local_step, trees=trees, **options)
         if split is not None and specs is not None:
             local = split.over_devices(local, specs, *trees)
         return local(leaves, donated, rest)

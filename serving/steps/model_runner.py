@@ -368,8 +368,8 @@ class ModelRunner:
         self, table: np.ndarray, program: Program, number: int = 0
     ) -> tuple[Sampled, jax.Array | None]:
         operands = self._operands(program)
-        how = {"lora": program.lora, "bound": program.bound, "number": number}
-        done = self._step.run(operands, table, program.bucket, **how)
+        options = {"lora": program.lora, "bound": program.bound, "number": number}
+        done = self._step.run(operands, table, program.bucket, **options)
         self._cache, self._state, sampled, status = done
         return sampled, status
 
