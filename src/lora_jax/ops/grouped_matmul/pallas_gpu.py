@@ -30,6 +30,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
 )
 from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
 from lora_jax.ops.grouped_matmul.weights import Weight
+from lora_jax.ops.lowered_once import call_lowered
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
@@ -57,7 +58,8 @@ def grouped_matmul(
     addends = () if addend is None else (addend,)
     biased = bias is not None
     config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, form, biased)
-    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, form, interpret)
+    arrays = x, (w,), group_sizes, num_rows, (bias,), addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
 
 
 def gated_matmul(
@@ -83,7 +85,8 @@ def gated_matmul(
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, form, interpret)
+    arrays = x, pair, group_sizes, num_rows, biases, addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
 
 
 def _find(
