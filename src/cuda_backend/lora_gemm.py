@@ -49,17 +49,17 @@ class CudaWorkList:
     shrinks_tiles: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that shrinks and expands."""
         return self.tiled_arrays if self.shrinks_tiles else self.untiled_arrays
 
     @property
-    def untiled_arrays(self) -> tuple[Array, ...]:
+    def untiled_arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that handles all rows as items."""
         return self.order, self.items, self.num_items, *NO_TILES
 
     @property
-    def tiled_arrays(self) -> tuple[Array, ...]:
+    def tiled_arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that shrinks or expands alone: one kernel has items and tiles."""
         if self.tiles is None:
             return self.untiled_arrays
