@@ -146,6 +146,8 @@ def trace_training(monkeypatch, *modules) -> list[Fit]:
         value = jax.eval_shape(loss, start, frozen, batch)
         assert (value.shape, value.dtype) == ((), jnp.float32)
         fits.append(Fit(label, rows, schedule, folder))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         return start
 
     for module in modules:
