@@ -157,7 +157,7 @@ def _tpu_kernel(call: CustomCall) -> TpuKernel:
     with _context():
         root = ir.Module.parse(base64.b64decode(said["body"])).operation
         operations = _operations(root)
-        (function,) = (found for found in operations if _kind(found) == "func")
+        (function,) = (one for one in operations if "scratch_operands" in one.attributes)
         types = [str(argument.type) for argument in function.regions[0].blocks[0].arguments]
         arrays = [_memory(written) for written in types if written.startswith("memref")]
         sizes = ("scalar_prefetch", "scratch_operands")
