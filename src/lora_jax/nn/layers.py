@@ -13,7 +13,7 @@ from flax import nnx
 from lora_jax.nn.gains import add_gains
 from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
-from lora_jax.ops.grouped_matmul import matmul, matmuls, silu_times
+from lora_jax.ops.grouped_matmul import joined_matmul, matmul, silu_times
 from lora_jax.ops.layer_norm import layer_norm
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
 from lora_jax.sharding import Split, has_split_inputs
@@ -110,7 +110,7 @@ def apply_local(
     if exchange is not None:
         x = exchange.push(x)
     biases = [None if m.bias is None else m.bias[...] for m in maps]
-    ys = matmuls(x, [m.weight[...] for m in maps], routing.num_rows, biases)
+    ys = joined_matmul(x, [m.weight[...] for m in maps], routing.num_rows, biases)
     if exchange is not None:
         ys = exchange.wait_add(ys, x)
         if not routing.has_local:

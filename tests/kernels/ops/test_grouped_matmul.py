@@ -13,8 +13,8 @@ from lora_jax.ops.cpu import build
 from lora_jax.ops.grouped_matmul import (
     gated_matmul,
     grouped_matmul,
+    joined_matmul,
     matmul,
-    matmuls,
     silu_times,
 )
 
@@ -131,11 +131,11 @@ def test_several_maps_of_one_x_are_products_of_their_own():
     x = jnp.asarray(rng.normal(size=(5, 16)), jnp.float32)
     weights = [jnp.asarray(rng.normal(size=(width, 16)), jnp.float32) for width in (8, 24)]
     biases, count = [None, jnp.ones(24)], jnp.int32(4)
-    ys = matmuls(x, weights, count, biases)
+    ys = joined_matmul(x, weights, count, biases)
     for y, w, bias in zip(ys, weights, biases, strict=True):
         np.testing.assert_array_equal(y, matmul(x, w, count, bias))
     with pytest.raises(ValueError, match="2 weights, 1 biases"):
-        matmuls(x, weights, count, biases[:1])
+        joined_matmul(x, weights, count, biases[:1])
 
 
 def addend_of(case: GroupedCase, dtype, seed: int) -> jax.Array:

@@ -357,7 +357,7 @@ def test_maps_side_by_side_have_the_bits_of_each_alone(rows, live, widths, confi
     weights = [jnp.asarray(rng.normal(size=(width, 64)), jnp.bfloat16) for width in widths]
     with interpreted() as interpret:
         options = {"config": config, "interpret": interpret}
-        ys = pallas_gpu.matmuls(x, weights, jnp.int32(live), [None] * len(widths), **options)
+        ys = pallas_gpu.joined_matmul(x, weights, jnp.int32(live), [None] * len(widths), **options)
         sizes = jnp.full(1, live, jnp.int32)
         wants = [pallas_gpu.grouped_matmul(x, w[None], sizes, None, **options) for w in weights]
         jax.block_until_ready((ys, wants))
@@ -370,4 +370,4 @@ def test_what_maps_side_by_side_do_not_take_is_declined_by_name():
     x, w = jnp.zeros((200, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
     for rows, bias in ((200, None), (8, jnp.zeros(64, jnp.bfloat16))):
         with pytest.raises(NotImplementedError, match=f"no bias, not {rows} rows"):
-            pallas_gpu.matmuls(x[:rows], [w, w], jnp.int32(rows), [None, bias])
+            pallas_gpu.joined_matmul(x[:rows], [w, w], jnp.int32(rows), [None, bias])

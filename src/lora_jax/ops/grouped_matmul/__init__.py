@@ -20,7 +20,7 @@ from lora_jax.ops.dispatch import (
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.ops.grouped_matmul.dense import dense_op, gelu_tanh
-from lora_jax.ops.grouped_matmul.several import several_op
+from lora_jax.ops.grouped_matmul.joined import joined_op
 from lora_jax.ops.grouped_matmul.weights import (
     QUANTISED,
     CodedWeight,
@@ -39,8 +39,8 @@ __all__ = [
     "gated_matmul",
     "gelu_tanh",
     "grouped_matmul",
+    "joined_matmul",
     "matmul",
-    "matmuls",
     "plus",
     "silu_times",
 ]
@@ -149,10 +149,10 @@ def matmul(
 
 
 DENSE_MATMUL = dense_op(matmul)
-MATMULS = several_op(matmul)
+JOINED_MATMUL = joined_op(matmul)
 
 
-def matmuls(
+def joined_matmul(
     x: Float[Array, "rows d_in"],
     weights: Matrices,
     num_rows: Int[Array, ""],
@@ -165,12 +165,12 @@ def matmuls(
         return (matmul(x, weights[0], num_rows, biases[0], implementation=implementation),)
     if num_rows.ndim != 0 or len(weights) != len(biases):
         given = f"{len(weights)} weights, {len(biases)} biases"
-        raise ValueError(f"matmuls: num_rows {num_rows.shape} must be rank 0; {given}")
+        raise ValueError(f"joined_matmul: num_rows {num_rows.shape} must be rank 0; {given}")
     for number, w in enumerate(weights):
         if w.ndim != 2:
-            raise ValueError(f"matmuls: weight {number} {w.shape} must be rank 2")
-        _check("matmuls", x, num_rows.reshape(1), **{f"weight {number}": w[None]})
-    return MATMULS.call(implementation, x, tuple(weights), num_rows, tuple(biases))
+            raise ValueError(f"joined_matmul: weight {number} {w.shape} must be rank 2")
+        _check("joined_matmul", x, num_rows.reshape(1), **{f"weight {number}": w[None]})
+    return JOINED_MATMUL.call(implementation, x, tuple(weights), num_rows, tuple(biases))
 
 
 def dense_matmul(

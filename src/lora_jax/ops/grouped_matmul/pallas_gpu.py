@@ -88,7 +88,7 @@ def gated_matmul(
     return _launch(x, pair, group_sizes, num_rows, biases, addends, config, form, interpret)
 
 
-def matmuls(
+def joined_matmul(
     x: Float[Array, "rows d_in"],
     weights: Matrices,
     num_rows: Int[Array, ""],
@@ -104,14 +104,14 @@ def matmuls(
     if x.shape[0] > FEW_ROWS or any(bias is not None for bias in biases):
         given = " and a bias" if any(bias is not None for bias in biases) else ""
         raise Declined(
-            f"matmuls on Mosaic GPU takes up to {FEW_ROWS} rows and no bias, "
+            f"joined_matmul on Mosaic GPU takes up to {FEW_ROWS} rows and no bias, "
             f"not {x.shape[0]} rows{given}"
         )
     several = tuple(w[None] for w in weights)
-    forms = {_require("matmuls", x, (w,), interpret) for w in several}
+    forms = {_require("joined_matmul", x, (w,), interpret) for w in several}
     form = forms.pop()
     if forms or form.quantised:
-        raise Declined("matmuls on Mosaic GPU takes plain weights")
+        raise Declined("joined_matmul on Mosaic GPU takes plain weights")
     if config is None:
         widest = max(several, key=lambda w: w.shape[1])
         config = _find("grouped_matmul", x, (widest,), (), None, form)
