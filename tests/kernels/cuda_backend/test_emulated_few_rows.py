@@ -59,9 +59,9 @@ def run(
     bias=None,
     addends=(None, None),
     group_sizes=SIZES,
-    *,
-    apart=False,
+    second=None,
 ):
+    """Return the product; with two weights the gated one, or `second` becomes the other's."""
     coding, *_, table = CODINGS[name]
     y = np.full((len(x), d_out), np.nan, BF16)
     (gate, gate_scales, _), *others = weights
@@ -73,9 +73,8 @@ def run(
     wide = addends[0] is not None and addends[0].dtype == np.float32
     counts = np.array(group_sizes, np.int32)
     args = (x, gate, up, gate_scales, up_scales, packed, counts, bias, *addends)
-    second = np.full_like(y, np.nan) if apart else None
-    call(library.few_rows, *args, int(wide), y, second, int(not apart), shape, coding)
-    return (y, second) if apart else y
+    call(library.few_rows, *args, int(wide), y, second, int(second is None), shape, coding)
+    return y
 
 
 def products(x, plain, group_sizes=SIZES):
@@ -142,6 +141,7 @@ def test_two_matrices_in_one_launch(library):
     d_out, d_in = 136, 512
     x = np.random.default_rng(0).standard_normal((ROWS, d_in)).astype(BF16)
     weights = [drawn("int4", d_out, d_in, seed) for seed in (1, 2)]
-    both = run(library, "int4", x, weights, d_out, apart=True)
-    for got, w in zip(both, weights, strict=True):
+    second = np.full((ROWS, d_out), np.nan, BF16)
+    first = run(library, "int4", x, weights, d_out, second=second)
+    for got, w in zip((first, second), weights, strict=True):
         np.testing.assert_array_equal(got, run(library, "int4", x, [w], d_out))

@@ -1,4 +1,4 @@
-"""Several maps of one x in one launch: q, k and v of a few rows, gate and up."""
+"""Maps of one x in one launch: q, k and v of few rows, gate and up of a dense MLP."""
 
 from collections.abc import Callable, Sequence
 
