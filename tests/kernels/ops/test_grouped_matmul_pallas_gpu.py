@@ -368,3 +368,33 @@ def test_on_a_gpu_gate_and_up_have_the_bits_of_two_products(sizes, dtype):
         apart = functools.partial(composed.grouped_matmul, product)
         same = wide(jax.jit(apart)(case.x, case.w, args[3], None, a))
         np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "widths", "config"),
+    [
+        (9, 7, (64, 128), SMALL),
+        pytest.param(70, 41, (192, 64, 128), WIDE, marks=pytest.mark.long),
+    ],
+)
+def test_maps_side_by_side_have_the_bits_of_each_alone(rows, live, widths, config):
+    """Tiles of unequal widths, of which a last one is not full; rows behind the real ones."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.normal(size=(width, 64)), jnp.bfloat16) for width in widths]
+    with interpreted() as interpret:
+        options = {"config": config, "interpret": interpret}
+        ys = pallas_gpu.joined_matmul(x, weights, jnp.int32(live), [None] * len(widths), **options)
+        sizes = jnp.full(1, live, jnp.int32)
+        wants = [pallas_gpu.grouped_matmul(x, w[None], sizes, None, **options) for w in weights]
+        jax.block_until_ready((ys, wants))
+    for y, want in zip(ys, wants, strict=True):
+        np.testing.assert_array_equal(wide(y), wide(want))
+        assert not wide(y)[live:].any()
+
+
+def test_what_maps_side_by_side_do_not_take_is_declined_by_name():
+    x, w = jnp.zeros((200, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    for rows, bias in ((200, None), (8, jnp.zeros(64, jnp.bfloat16))):
+        with pytest.raises(NotImplementedError, match=f"no bias, not {rows} rows"):
+            pallas_gpu.joined_matmul(x[:rows], [w, w], jnp.int32(rows), [None, bias])
