@@ -176,6 +176,7 @@ def test_lowers_for_cuda_at_real_sizes(name):
     assert "setmaxnreg" not in launch.assembly
 
 
+@pytest.mark.long
 def test_a_launch_whose_sums_fill_the_registers_shares_them_out():
     """As soon as a warpgroup has 128 x 128 sums; the one that copies gives its own away."""
     tight = GroupedMatmulConfig(columns=128, warpgroups=1, rows=128, stages=2, ctas=1)
