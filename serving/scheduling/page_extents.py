@@ -10,6 +10,7 @@ from serving.scheduling.prefix_cache import PageCache
 
 _MOST_WAITS = 4  # what leaves is free after two steps
 _RESERVES = 2  # kept free: what left at once would come back at once
+_MOST_USES = 2  # that count: what was asked for often before would stay long when nobody asks now
 _CHANCE_SHARE = 1 / 64  # of a page that was matched, or left unmatched, in the chance of a match
 
 
@@ -211,7 +212,7 @@ class PageExtents:
     def _value(self, page: int) -> float:
         """Return what a page's contents are worth by byte."""
         num_bytes = self._extent_pages * self._exchange.pool.page_bytes / self._size
-        uses = self._uses[page] - 1 + self._chance
+        uses = min(self._uses[page], _MOST_USES) - 1 + self._chance
         seconds = self._exchange.compute_s(self._cache.page_size)
         return self._exchange.level + uses * seconds / num_bytes
 
