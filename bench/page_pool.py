@@ -76,7 +76,7 @@ SMALL = Case(
         max_positions=1024,
     ),
     budget=60 << 20,
-    shares=(0.2, 0.35, 0.5, 0.65),
+    shares=(0.12, 0.2, 0.35, 0.5),
     adapters=24,
     rank=32,
     documents=16,

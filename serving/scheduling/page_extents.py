@@ -54,6 +54,7 @@ class PageExtents:
         self._idle: set[int] = set()  # present ones of which no page is held
         self._held = [0] * count  # pages of each
         self._worth = [0.0] * count  # of what is cached on them
+        self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages
         self._values: dict[int, float] = {}  # of cached pages
         self._order: list[tuple[float, int, int]] = []  # heap of values, numbers, cached pages
@@ -155,7 +156,7 @@ class PageExtents:
             self._values[page] = self._value(page)
             self._worth[extent] += self._values[page]
             self._number += 1
-            self._numbers[page] = self._number
+            self._numbers[page] = self._newest[extent] = self._number
             heapq.heappush(self._order, (self._values[page], self._number, page))
             self._compact()
         if not self._held[extent]:
@@ -180,10 +181,15 @@ class PageExtents:
             return None
         if self._cache.num_free - self._size < _RESERVES * self._reserve:
             return None
-        extent = min(self._idle, key=lambda e: (self._worth[e], -e))
+        extent = min(self._idle, key=self._rank)
         value = self._worth[extent] / self._size
         lost_s = sum(self._seconds(page) for page in self._pages(extent) if page in self._values)
         return Offer(value, self._extent_pages, lambda: self._give(extent), lost_s)
+
+    def _rank(self, extent: int) -> tuple[float, int, int]:
+        """Return what orders idle extents: worth, then age; of blank ones the last go first."""
+        worth = self._worth[extent]
+        return worth, self._newest[extent] if worth else 0, -extent
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict the cache."""
