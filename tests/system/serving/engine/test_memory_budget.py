@@ -1,6 +1,7 @@
 """Memory that the device reports becomes KV pages; one that reports none gets the default."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,15 @@ def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
     per_page = model.kv_shape(config).bytes_per_token(jnp.dtype(jnp.float32)) * size.page_size
     want = DEFAULT_KV_BYTES if limit is None else limit // 2 - 1024
     assert size.num_pages == want // per_page
+
+
+def test_an_allocator_without_a_limit_has_what_the_driver_has_left(monkeypatch):
+    stats = {"bytes_limit": 0, "bytes_in_use": 1000}  # XLA's "cuda_async"
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(stats)])
+    memory = SimpleNamespace(usage=lambda: SimpleNamespace(device_free=1 << 20))
+    monkeypatch.setattr(memory_budget, "for_platform", lambda name: memory)
+    engine = EngineConfig("m", gpu_memory_utilization=0.5)
+    assert memory_budget.free_device_bytes(engine) == 1 << 19
 
 
 def test_adapter_slots_get_their_budget(loaded):

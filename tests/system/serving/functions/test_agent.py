@@ -20,6 +20,7 @@ from support.processes.server_process import ROOT
 from lora_jax.memory.wire import send_header
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
+from serving.functions import agent as agent_module
 from serving.functions.agent import GPU_JAIL, _keep
 from serving.functions.processes import Ends
 from serving.functions.room import Room
@@ -225,6 +226,67 @@ def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
         agent._ends.note(ours, process.pid)
         agent._fail_over(["embedding"])
     assert ended_before == [True]
+
+
+def test_with_a_changed_backbone_the_shared_engine_and_every_function_end(monkeypatch):
+    closed = []
+    engine = SimpleNamespace(close=lambda: closed.append("engine"))
+    running = SimpleNamespace(close=lambda: closed.append("law"))
+    functions = {"law": SimpleNamespace(running=running), "off": SimpleNamespace(running=None)}
+    published = SimpleNamespace(condemn=lambda why: [], renew=lambda: closed.append("renewed"))
+    parts = {"_published": published, "_functions": functions}
+    agent = bare(**parts)
+    agent._tenants = SimpleNamespace(engine=engine)
+    agent._fail_over(["embedding"])
+    assert closed == ["engine", "law", "renewed"]
+
+
+def test_a_base_that_does_not_load_ends_the_zygote(tmp_path, monkeypatch):
+    """Whatever was made until then goes with it."""
+    ended = []
+    zygote = SimpleNamespace(kill=lambda: ended.append("kill"), close=lambda: ended.append("close"))
+    monkeypatch.setattr(agent_module, "Zygote", lambda: zygote)
+
+    def refuse(model, dtype):
+        raise ValueError("its weights are no safetensors")
+
+    monkeypatch.setattr(agent_module, "Published", refuse)
+    with pytest.raises(ValueError, match=r"Cannot share .*: there is no config.json"):
+        Agent(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no safetensors"):
+        Agent(tmp_path)
+    assert ended == ["kill", "close"]
+    assert not [one for one in agent_module._agents if one.model == str(tmp_path)]
+
+
+def test_functions_of_one_model_and_sizes_share_a_backbone(tmp_path, monkeypatch):
+    made = []
+
+    class Fake:
+        def __init__(self, model, **fields):
+            made.append(fields)
+
+        def function(self, adapter, *, name):
+            return made[-1], adapter, name
+
+    monkeypatch.setattr(agent_module, "Agent", Fake)
+    monkeypatch.setattr(agent_module, "_connected", {})
+    connect = agent_module.connect
+    assert connect(tmp_path, "law", name="a", max_num_seqs=2) == ({"max_num_seqs": 2}, "law", "a")
+    connect(tmp_path / "." / "", "summary", max_num_seqs=2)
+    assert len(made) == 1
+    connect(tmp_path, max_num_seqs=3)
+    assert len(made) == 2
+
+
+def test_the_keeper_of_functions_ends_with_its_agent():
+    agent = bare(_room=Room(None))
+    thread = threading.Thread(target=_keep, args=(weakref.ref(agent), threading.Event(), 0.01))
+    thread.start()
+    del agent
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_start():

@@ -1,8 +1,5 @@
 """The front of functions whose processes are threads: who answers, who waits, who is refused."""
 
-import contextlib
-import itertools
-import os
 import socket
 import threading
 import time
@@ -10,95 +7,23 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from support.doubles.functions_double import FunctionsDouble
 from support.processes.http_server import serve_app
 
-from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.cluster.functions_proxy import FunctionsProxy, one_per_process
 from serving.functions import tenants
 from serving.functions.callers import CallerRing
-from serving.functions.handle import DeviceFull, Function
 from serving.functions.running import Running
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings, Tenant
 
-PIDS = itertools.count(1)
-
-
-def receive_nothing(connection: socket.socket) -> None:
-    """Wait until a second connection is on its way, which none should be, or for half a second."""
-    connection.settimeout(0.5)
-    with contextlib.suppress(TimeoutError):
-        connection.recv(1)
-
-
-class Functions:
-    """An agent of functions that answer with their own name; some fail in a way of their own."""
-
-    def __init__(self):
-        self.functions: dict[str, Function] = {}
-        self.starts: dict[str, int] = {}
-        self.go = threading.Event()  # for "slow"
-        self.crashing: set[str] = set()
-        self.full = False
-        self.heads: list[str] = []
-
-    def function(self, adapter=None, *, name=None, lazy=False):
-        assert lazy
-        if name not in self.functions:
-            self.functions[name] = Function(name, lambda: self.start(name), lazy=True)
-        return self.functions[name]
-
-    def start(self, name: str) -> Running:
-        self.starts[name] = self.starts.get(name, 0) + 1
-        if name == "foreign":
-            raise ValueError("Function 'foreign' cannot start: /a/b/weights do not fit the base.")
-        if name in self.crashing:
-            raise ConnectionError("A process ended before it was ready.")
-        if self.full:
-            raise DeviceFull("Other functions are called; try again.")
-        if name == "slow":
-            assert self.go.wait(60)
-        ours, theirs = socket.socketpair()
-        threading.Thread(target=self.serve, args=(theirs, name), daemon=True).start()
-        return Running(ours, next(PIDS), {"private_bytes": 7})
-
-    def serve(self, connection: socket.socket, name: str) -> None:
-        with connection:
-            while True:
-                try:
-                    call = receive_header(connection)
-                    if call["call"] == "metrics":
-                        text = "# TYPE up gauge\nup 1.0\n"
-                        send_header(connection, {"id": call["id"], "value": text})
-                        continue
-                    (fd,) = receive_fds(connection, 1)
-                except OSError:
-                    return
-                if name == "mortal" and self.starts[name] == 1:
-                    os.close(fd)  # whoever asks learns it before the process has ended
-                    receive_nothing(connection)
-                    return
-                with socket.socket(fileno=fd) as http:
-                    self.answer(http, name)
-                send_header(connection, {"id": call["id"], "value": None})
-
-    def answer(self, http: socket.socket, name: str) -> None:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            head += http.recv(4096)
-        self.heads.append(head.decode())
-        text = name.encode()
-        http.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
-
 
 @pytest.fixture
 def agent():
-    made = Functions()
+    made = FunctionsDouble()
     yield made
-    made.go.set()
-    for function in made.functions.values():
-        function.close()
+    made.close()
 
 
 @pytest.fixture
@@ -217,6 +142,44 @@ def test_functions_learn_callers_and_never_keys(proxy, agent):
     assert "secret" not in head
     (token,) = [line.split()[-1] for line in head.splitlines() if "authorization" in line.lower()]
     assert CallerRing(None).find(token).id == "a"
+
+
+def test_one_name_of_the_base_has_a_card_without_a_parent(client):
+    assert client.get("/v1/models/also").json()["parent"] is None
+
+
+def test_a_request_that_its_functions_die_of_is_refused(client, agent):
+    agent.mortal.add("law")
+    answer = ask(client, "law")
+    assert answer.status_code == 503
+    assert "Two instances ended while they worked" in answer.json()["error"]["message"]
+    assert agent.starts["law"] <= 3
+    assert ask(client, "base").text == "base"
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again(client, agent):
+    agent.cut.add("law")
+    with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
+        ask(client, "law")
+    assert len(agent.heads) == 1
+    assert ask(client, "base").text == "base"
+
+
+def test_a_function_that_does_not_answer_in_time_is_busy(client, agent, monkeypatch):
+    monkeypatch.setattr("serving.cluster.functions_proxy.SHORT_S", 0.05)
+    agent.silent.add("law")
+    answer = client.post("/tokenize", json={"model": "law", "prompt": "a"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    agent.go.set()
+
+
+def test_a_function_that_takes_no_connection_is_busy(client, agent, monkeypatch):
+    assert ask(client, "law").text == "law"
+    monkeypatch.setattr(Running, "connect", lambda running: None)
+    answer = ask(client, "law")
+    assert answer.status_code == 503
+    assert "does not take requests now" in answer.json()["error"]["message"]
 
 
 def test_too_many_wait_for_a_start(client, agent, monkeypatch):
