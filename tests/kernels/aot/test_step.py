@@ -8,11 +8,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from kernels.aot.compile_gpu import H200, KIND
 
 from bench import decode_step
+from cuda_backend.host_board import HostBoard
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
@@ -20,7 +22,9 @@ from lora_jax.models.registry import model_class
 from lora_jax.ops import dispatch, hopper, tuning_table
 from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
+from serving.steps.mask_board import MaskBoard
 from serving.steps.step import StepSizes, forward_step, sample_step
+from serving.steps.token_masks import num_words
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 LAYERS, BF16, F32 = 4, jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -47,11 +51,17 @@ def hopper_at_hand(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lora", "dtype"),
-    [(8, True, BF16), (64, True, BF16), (64, False, BF16), (8, True, F32)],
-    ids=["8", "64", "64 without adapters", "8 in float32"],
+    ("tokens", "lora", "dtype", "bound"),
+    [
+        (8, True, BF16, False),
+        (64, True, BF16, False),
+        (64, True, BF16, True),
+        (64, False, BF16, False),
+        (8, True, F32, False),
+    ],
+    ids=["8", "64", "64 that wait for masks", "64 without adapters", "8 in float32"],
 )
-def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lora, dtype):
+def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lora, dtype, bound):
     shown = Path(__file__).parents[3] / "assets" / "tiny-moe" / "config.json"
     config = from_hf({**json.loads(shown.read_text()), **QWEN3})
     kind, h200 = model_class(config.model_type), H200()
@@ -77,15 +87,23 @@ def test_a_decode_step_is_one_graph_sampling_included(hopper_at_hand, tokens, lo
     slots, slots_of = described(lambda: init_slots(catalogue, spec, dtype))
     state, state_of = described(lambda: init_row_state(SIZES.max_seqs, SIZES.max_len))
 
-    def step(leaves, cache, state, slots, table, pages):
+    num_values = SIZES.num_masks * num_words(config.vocab_size) + SIZES.max_logit_rows
+    host = object.__new__(HostBoard)  # no memory is shared here
+    host.values, host.address = np.zeros(num_values, np.int32), np.zeros(2, np.uint32)
+    board = MaskBoard(host, SIZES, config.vocab_size)
+
+    def step(leaves, cache, state, slots, table, pages, waits):
         merged, state = nnx.merge(*model_of(leaves)), state_of(state)
         parts = (cache_of(cache), state.history, slots_of(slots), table, pages, tokens, SIZES)
         cache, logits, rows, _ = forward_step(merged, *parts, lora=lora)
-        return jax.tree.leaves((cache, *sample_step(logits, rows, state, batch_sampler.sample)))
+        masks = board.read(*waits, logits) if bound else None
+        done = sample_step(logits, rows, state, batch_sampler.sample, masks)
+        return jax.tree.leaves((cache, *done))
 
     table = h200.array((5, SIZES.max_seqs), jnp.int32)
     pages = h200.array((SIZES.max_seqs, SIZES.max_pages), jnp.int32)
-    done = h200.compile(step, leaves, cache, state, slots, table, pages, donate=(1, 2))
+    waits = h200.array((2,), jnp.uint32), h200.array((1,), jnp.int32)
+    done = h200.compile(step, leaves, cache, state, slots, table, pages, waits, donate=(1, 2))
     print(f"{done.in_graphs} operations, {done.temp_bytes / 1e6:.1f} MB temp, {done.seconds:.1f} s")
     assert done.thunks == ["kCommandBuffer"]
     assert not any(done.spill_bytes.values())
