@@ -6,8 +6,9 @@ was drawn before it. So drafts change how many steps an answer takes, and nothin
 
 Guesses are made all the time and compared with the tokens that come, which costs no step. Drafts
 are sent where these guesses were right lately, and where steps with drafts have given more tokens a
-second than steps without, as measured. The step after one with drafts is planned when its results
-are known, so it starts later; this is part of what is measured.
+second than steps without, as measured: by the usual times of both, and by the sum of what drafts
+won and cost. The step after one with drafts is planned when its results are known, so it starts
+later; this is part of what is measured.
 """
 
 import collections
@@ -33,6 +34,8 @@ _MARGIN = 1.1  # by which a step with drafts must be better
 _MEASURE_DRAFTED = 256  # decisions against drafts after which steps with drafts are tried again
 _LONGEST = 8192  # what this number may grow to, twofold each time that drafts do not pay
 _KEPT = 0.9  # of the guesses expected and right so far, with each step that has drafts
+_TRIED = 6  # steps with drafts after which what they won and cost counts
+_REMEMBERED = 0.95  # of what they won and cost, with each one
 _MEASURE_PLAIN = 192  # decisions for drafts after which steps without are measured again
 
 
@@ -78,19 +81,34 @@ class DraftTimes:
         self._decided = {True: 0, False: 0}  # for and against drafts, since either was forgotten
         self._measure_drafted = _MEASURE_DRAFTED
         self._expected = self._right = 0.0  # guesses of steps with drafts lately
+        self._tried = 0  # steps with drafts since they were given up
+        self._won = self._cost = 0.0  # seconds: plain steps that theirs replaced, and their surplus
 
-    def add(self, *, drafts: bool, num_tokens: int, seconds: float) -> None:
+    def add(self, *, drafts: bool, rows: int, num_tokens: int, right: int, seconds: float) -> None:
         """Remember a step, given in the order of steps, from the results of the one before.
 
-        A plain step after one with drafts began late: what it took longer is the cost of the other.
+        `right` guesses of it, of `rows` sequences, were right. A plain step after one with drafts
+        began late: what it took longer is the cost of the other.
         """
         key = (drafts, num_tokens.bit_length())
         times = self._times.setdefault(key, collections.deque(maxlen=_LATELY))
         drafted, self._drafted = self._drafted, times if drafts else None
+        if drafts:
+            self._weigh(seconds, rows, right)
         if drafts or drafted is None:
             times.append(seconds)
         elif times:
-            drafted[-1] += max(0.0, seconds - statistics.median(times))
+            late = max(0.0, seconds - statistics.median(times))
+            drafted[-1] += late
+            self._cost += late
+
+    def _weigh(self, seconds: float, rows: int, right: int) -> None:
+        """Put what a step with drafts won beside what it took longer than a plain one."""
+        if plain := self._times.get((False, rows.bit_length())):
+            usual = statistics.median(plain)
+            self._tried += 1
+            self._won = _REMEMBERED * self._won + usual * right / rows
+            self._cost = _REMEMBERED * self._cost + seconds - usual
 
     def pays(self, rows: int, num_drafts: int, expected: float) -> bool:
         """Return whether a step of `rows` tokens does better with `num_drafts` drafts.
@@ -105,7 +123,8 @@ class DraftTimes:
         ratio = statistics.median(drafted) / statistics.median(plain) if is_measured else 1.0
         # Guesses are sent where they were right lately: on average fewer will be than that says.
         share = min(1.0, (self._right + 1.0) / (self._expected + 1.0))
-        paid = (rows + share * expected) / rows >= _MARGIN * ratio
+        loses = self._tried >= _TRIED and self._won < _MARGIN * self._cost
+        paid = not loses and (rows + share * expected) / rows >= _MARGIN * ratio
         self._decided[paid] += 1
         if self._decided[paid] >= (_MEASURE_PLAIN if paid else self._measure_drafted):
             self._forget(paid)
@@ -122,7 +141,8 @@ class DraftTimes:
         self._measure_drafted, self._decided[paid] = longer, 0
         self._times = {key: times for key, times in self._times.items() if key[0] == paid}
         if not paid:
-            self._expected = self._right = 0.0
+            self._expected = self._right = self._won = self._cost = 0.0
+            self._tried = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,8 +223,8 @@ class Speculation:
             self._times.judge(self._expected, right)
         before, self._completed_s = self._completed_s, now
         if before is not None and all(_decodes(chunk) for chunk in plan.chunks):
-            size = {"drafts": plan.has_drafts, "num_tokens": plan.num_tokens}
-            self._times.add(**size, seconds=now - before)
+            size = {"num_tokens": plan.num_tokens, "rows": len(plan.chunks)}
+            self._times.add(drafts=plan.has_drafts, **size, right=right, seconds=now - before)
 
     def _take_back(self, result: SequenceResult) -> None:
         chunk, right = result.chunk, len(result.more)

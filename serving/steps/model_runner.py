@@ -1,10 +1,9 @@
 """Runs the scheduler's plans: owns weights, KV pages, sequence rows and adapter slots.
 
-One compiled program per token bucket; where kernels of adapters cost time without one, one more for
-decode steps without LoRA. A step is dispatched without waiting; its results are read when the next
-one is on its way. A step that a grammar binds waits on the device for the masks, which are posted
-later. Where no step can wait, it is two programs: `forward` goes out like any step, and `sample`
-follows when the host knows which tokens may come.
+One compiled program per token bucket, and where kernels of adapters cost time, one without LoRA for
+decode steps. A step is dispatched without waiting; its results are read when the next one is on its
+way. A step that a grammar binds waits on the device for masks, which are posted later. Where no
+step can wait, it is two programs: `forward` goes out like any step, `sample` when masks are there.
 """
 
 import functools
@@ -148,8 +147,8 @@ class ModelRunner:
     ) -> None:
         """Compile every program and run it on nothing; no later step compiles.
 
-        `compiled` is called before the first one runs. If all are kept and may be read lazily, only
-        the first one is run here; `run_cold` runs the others.
+        `compiled` is called before that. If all are kept and may be read lazily, only the first one
+        is run here; `run_cold` runs the others.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -199,27 +198,29 @@ class ModelRunner:
     @property
     def programs(self) -> tuple[Program, ...]:
         """Every step that is one program."""
-        kinds = [(True, False)]
-        if self.merged is not None:
-            kinds += [(False, True), (True, True)][: 1 + self._mixture]
+        merged = () if self.merged is None else [(False, True), (True, True)][: 1 + self._mixture]
+        kinds = [(True, False), *merged]
         programs = programs_of(kinds, self._variants, self.buckets)
         programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
-        return (*programs, *(() if self.board is None else self._bound_programs))
+        if self.board is not None:
+            buckets = filter(self._can_specialize, self.bound_buckets)
+            programs += [*self._bound_programs, *(Program(b, False, bound=True) for b in buckets)]
+        return tuple(programs)
 
     @property
     def bound_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps with masks, which have LoRA: few, as they take long to make.
+        """The token buckets of steps with masks: that of decode steps, and one for others.
 
-        One for decode steps, one for others; with a board also the smallest, for few rows.
+        With a board also the smallest, for few rows; more would take long to compile.
         """
+        few = () if self.board is None else self.buckets[:1]
         if not self._structured:
             return ()
-        few = () if self.board is None else self.buckets[:1]
         return tuple(dict.fromkeys((*few, self._decode_bucket, self.buckets[-1])))
 
     @property
     def two_part_programs(self) -> tuple[Program, ...]:
-        """Every step in two programs, forward and sample; all have LoRA."""
+        """Every step in two programs, forward and sample."""
         return self._bound_programs if self.board is None else ()
 
     @property
@@ -230,8 +231,7 @@ class ModelRunner:
     @property
     def _variants(self) -> tuple[bool, ...]:
         """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
-        has_more = self.slots is not None and self.slots.token_ids is not None
-        return (False, True) if has_more else (False,)
+        return (False, True) if self.slots and self.slots.token_ids is not None else (False,)
 
     @property
     def num_programs(self) -> int:
@@ -255,7 +255,7 @@ class ModelRunner:
         """
         bound = (board := self.board if plan.is_bound else None) is not None
         bucket = self._bucket(plan, self.bound_buckets if bound else self.buckets)
-        lora = bound or self._needs_lora(plan, bucket)
+        lora = (bound and plan.merged is not None) or self._needs_lora(plan, bucket)
         brings = lora and self._brings(plan)
         program = Program(bucket, lora, plan.merged is not None, brings, bound)
         table = self._prepared(plan, program)

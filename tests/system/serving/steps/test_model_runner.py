@@ -4,6 +4,7 @@ import functools
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from serving.steps import model_runner as module
 from serving.steps.compiled_step import CompiledStep
 from serving.steps.model_runner import ModelRunner, token_buckets
 from serving.steps.step import StepSizes
+from serving.steps.step_programs import Program
 
 SHAPE = TinyShape()
 NUM_PAGES, PAGE_SIZE, MAX_SEQS, MAX_LEN = 60, 4, 4, 64
@@ -292,3 +294,34 @@ def test_a_runner_that_follows_does_the_same_on_its_device(runner, monkeypatch):
     for mine, others in zip(device(), want, strict=True):
         np.testing.assert_array_equal(mine, others)
     assert any(leaf.any() for leaf in want)
+
+
+def test_rows_that_wait_for_masks_take_a_program_without_lora_if_no_row_has_an_adapter(monkeypatch):
+    runner = ModelRunner.__new__(ModelRunner)
+    runner.buckets, runner.sizes = (8, 32, 128), SimpleNamespace(max_seqs=32, max_logit_rows=32)
+    runner._structured = runner._compile_base_only_steps = True
+    runner.slots, runner._num_esft, runner._bringing = SimpleNamespace(num_slots=2), 0, set()
+    runner.slots.token_ids, runner.board = None, SimpleNamespace(take_number=lambda: 7)
+    runner.merged, runner._mixture, ran = object(), False, []
+    monkeypatch.setattr(ModelRunner, "_prepared", lambda self, plan, program: None)
+    monkeypatch.setattr(ModelRunner, "_run", lambda self, *given: (ran.append(given), None))
+    given = {"in_flight": None, "num_targets": 0, "first_rows": (), "is_scored": False}
+    for name, value in given.items():
+        monkeypatch.setattr(module, name, lambda *_, value=value: value)
+
+    def dispatched(rows: int, slot: int, *, bound: bool = True, merged: bool = False):
+        sequences = [SimpleNamespace(slot=slot if row == 0 else -1) for row in range(rows)]
+        chunks = [SimpleNamespace(sequence=s, num_targets=0, num_samples=1) for s in sequences]
+        plan = SimpleNamespace(chunks=chunks, num_tokens=rows, is_bound=bound)
+        plan.merged, plan.is_mixture = (object() if merged else None), False
+        runner.dispatch(plan)
+        _, program, number = ran[-1]
+        assert program in runner.programs
+        assert number == (7 if bound else 0)
+        return program
+
+    assert dispatched(3, -1) == Program(8, lora=False, bound=True)
+    assert dispatched(20, -1) == Program(32, lora=False, bound=True)
+    assert dispatched(3, 1) == Program(8, lora=True, bound=True)
+    assert dispatched(3, -1, merged=True) == Program(8, lora=True, merged=True, bound=True)
+    assert dispatched(3, -1, bound=False) == Program(8, lora=False)

@@ -120,16 +120,16 @@ def test_times_decide_whether_drafts_pay():
     assert not times.pays(1, 4, 3.0)  # what a step costs without drafts is measured first
     for rows in (1, 20):
         for _ in range(3):
-            times.add(drafts=False, num_tokens=rows, seconds=1.0)
+            times.add(drafts=False, rows=rows, num_tokens=rows, right=0, seconds=1.0)
     assert times.pays(1, 4, 0.5)  # those with drafts are tried
     assert not times.pays(20, 4, 0.5)  # however little they cost
     for _ in range(3):
-        times.add(drafts=True, num_tokens=5, seconds=2.0)
+        times.add(drafts=True, rows=1, num_tokens=5, right=2, seconds=2.0)
     assert times.pays(1, 4, 1.5)
     assert not times.pays(1, 4, 1.0)
-    times.add(drafts=False, num_tokens=1, seconds=2.5)  # it began 1.5 s late
+    times.add(drafts=False, rows=1, num_tokens=1, right=0, seconds=2.5)  # it began 1.5 s late
     for _ in range(4):
-        times.add(drafts=True, num_tokens=5, seconds=3.5)
+        times.add(drafts=True, rows=1, num_tokens=5, right=2, seconds=3.5)
     assert not times.pays(1, 4, 2.0)
     tries = [times.pays(1, 4, 2.0) for _ in range(600)]
     assert True in tries  # in the end they are measured anew
@@ -143,8 +143,8 @@ def test_drafts_that_are_seldom_right_stop_to_pay_and_are_tried_ever_later():
     for turn in range(20_000):
         pays = times.pays(1, 4, 2.0)
         tried += [turn] if pays else []
-        size = {"drafts": pays, "num_tokens": 5 if pays else 1}
-        times.add(**size, seconds=1.3 if pays else 1.0)
+        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
+        times.add(**size, right=0, seconds=1.3 if pays else 1.0)
         if pays:
             times.judge(2.0, 0)
     assert len(tried) < 0.005 * 20_000
@@ -161,12 +161,26 @@ def test_drafts_pay_again_when_a_text_begins_to_repeat_itself():
         right = 3 if turn > 500 else 0
         pays = times.pays(1, 4, 3.0)
         chosen.append(pays)
-        size = {"drafts": pays, "num_tokens": 5 if pays else 1}
-        times.add(**size, seconds=1.3 if pays else 1.0)
+        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
+        times.add(**size, right=right if pays else 0, seconds=1.3 if pays else 1.0)
         if pays:
             times.judge(3.0, right)
     assert sum(chosen[:500]) < 30
     assert sum(chosen[-1000:]) > 950
+
+
+def test_steps_with_drafts_that_cost_more_than_they_win_stop_although_most_of_them_pay():
+    """Times of eight steps have a usual one; the sum counts what others cost."""
+    times, chosen = DraftTimes(), []
+    for _ in range(1000):
+        pays = times.pays(1, 4, 1.0)
+        chosen.append(pays)
+        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
+        seconds = 1.0 if not pays else 5.0 if len(chosen) % 4 == 0 else 1.3
+        times.add(**size, right=int(pays), seconds=seconds)
+        if pays:
+            times.judge(1.0, 1)
+    assert sum(chosen) < 50
 
 
 def test_steps_that_read_a_prompt_have_no_drafts():
