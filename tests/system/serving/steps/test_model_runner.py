@@ -15,7 +15,7 @@ from support.cases.tiny_checkpoint import TinyShape
 
 from lora_jax.models import load
 from lora_jax.ops.kv_rows import CODED
-from serving.api.request import Request
+from serving.api.request import Merged, Request, ScheduledChunk, StepPlan
 from serving.api.sampling import Sampling
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps import model_runner as module
@@ -23,6 +23,7 @@ from serving.steps.compiled_step import CompiledStep
 from serving.steps.model_runner import ModelRunner, token_buckets
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program
+from serving.steps.step_results import InFlightStep
 
 SHAPE = TinyShape()
 NUM_PAGES, PAGE_SIZE, MAX_SEQS, MAX_LEN = 60, 4, 4, 64
@@ -305,16 +306,16 @@ def test_rows_that_wait_for_masks_take_a_program_without_lora_if_no_row_has_an_a
     runner.merged, runner._mixture, ran = object(), False, []
     monkeypatch.setattr(ModelRunner, "_prepared", lambda self, plan, program: None)
     monkeypatch.setattr(ModelRunner, "_run", lambda self, *given: (ran.append(given), None))
-    given = {"in_flight": None, "num_targets": 0, "first_rows": (), "is_scored": False}
-    for name, value in given.items():
+    made = object.__new__(InFlightStep)
+    for name, value in {"in_flight": made, "first_rows": (), "is_scored": False}.items():
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
 
-    def dispatched(rows: int, slot: int, *, bound: bool = True, merged: bool = False):
-        sequences = [SimpleNamespace(slot=slot if row == 0 else -1) for row in range(rows)]
-        chunks = [SimpleNamespace(sequence=s, num_targets=0, num_samples=1) for s in sequences]
-        plan = SimpleNamespace(chunks=chunks, num_tokens=rows, is_bound=bound)
-        plan.merged, plan.is_mixture = (object() if merged else None), False
-        runner.dispatch(plan)
+    def dispatched(rows: int, slot: int, *, bound: bool = True, merged: Merged | None = None):
+        request = SimpleNamespace(grammar=object() if bound else None, adapter_digest="a")
+        slots = [slot if row == 0 else -1 for row in range(rows)]
+        sequences = [SimpleNamespace(slot=one, request=request) for one in slots]
+        chunks = tuple(ScheduledChunk(sequence, 4, 1, True) for sequence in sequences)
+        runner.dispatch(StepPlan(chunks, merged=merged))
         _, program, number = ran[-1]
         assert program in runner.programs
         assert number == (7 if bound else 0)
@@ -323,5 +324,6 @@ def test_rows_that_wait_for_masks_take_a_program_without_lora_if_no_row_has_an_a
     assert dispatched(3, -1) == Program(8, lora=False, bound=True)
     assert dispatched(20, -1) == Program(32, lora=False, bound=True)
     assert dispatched(3, 1) == Program(8, lora=True, bound=True)
-    assert dispatched(3, -1, merged=True) == Program(8, lora=True, merged=True, bound=True)
+    merged = Merged(digest="a", slot=0, name="a")
+    assert dispatched(3, -1, merged=merged) == Program(8, lora=True, merged=True, bound=True)
     assert dispatched(3, -1, bound=False) == Program(8, lora=False)
