@@ -176,6 +176,20 @@ def test_lowers_for_cuda_at_real_sizes(name):
     assert "setmaxnreg" not in launch.assembly
 
 
+def test_lowers_q_k_and_v_as_one_launch():
+    """Of 4096, 512 and 512 columns: each has descriptors of its own, the product is there once."""
+    bf16, shape = jnp.bfloat16, jax.ShapeDtypeStruct
+    weights = [shape((width, 2048), bf16) for width in (4096, 512, 512)]
+    call = lambda x, ws, n: pallas_gpu.joined_matmul(x, ws, n, [None] * 3, interpret=False)  # noqa: E731
+    arrays = shape((32, 2048), bf16), weights, shape((), jnp.int32)
+    (launch,) = launches(call, *arrays)
+    assert launch.grid in ((132, 1, 1), (264, 1, 1))
+    assert launch.assembly.count("wgmma.mma_async") == 4
+    of_each = 5  # a map's weights; ways out for a whole part, and for 4, 2 and 1 rows of one
+    assert launch.assembly.count("prefetch.tensormap") == 1 + 3 * of_each
+
+
+@pytest.mark.long
 def test_a_launch_whose_sums_fill_the_registers_shares_them_out():
     """As soon as a warpgroup has 128 x 128 sums; the one that copies gives its own away."""
     tight = GroupedMatmulConfig(columns=128, warpgroups=1, rows=128, stages=2, ctas=1)

@@ -31,6 +31,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
 )
 from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
 from lora_jax.ops.grouped_matmul.weights import CodedWeight, Matrices, ScaledWeight, Weight
+from lora_jax.ops.lowered_once import call_lowered
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
@@ -59,7 +60,8 @@ def grouped_matmul(
     addends = () if addend is None else (addend,)
     biased = bias is not None
     config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, form, biased)
-    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, form, interpret)
+    arrays = x, (w,), group_sizes, num_rows, (bias,), addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
 
 
 def gated_matmul(
@@ -85,7 +87,8 @@ def gated_matmul(
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, form, interpret)
+    arrays = x, pair, group_sizes, num_rows, biases, addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
 
 
 def joined_matmul(
@@ -116,7 +119,8 @@ def joined_matmul(
         widest = max(several, key=lambda w: w.shape[1])
         config = _find("grouped_matmul", x, (widest,), (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
-    return _launch(x, several, sizes, num_rows, none, (), config, form, interpret, True)
+    arrays = x, several, sizes, num_rows, none, ()
+    return call_lowered(_launch, arrays, (config, form, interpret, True))
 
 
 def _find(
