@@ -27,6 +27,12 @@ from serving.functions import function_process, jail  # which bring jax and the 
 from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
 
+# That the first program imports elsewhere.
+_LATE = (
+    "jaxlib.mlir.dialects.mhlo",
+    "jaxlib.mlir.dialects.builtin",
+    "jax.experimental.multihost_utils",
+)
 _KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
@@ -89,9 +95,10 @@ def _load_plugins(device: str | None) -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     with contextlib.redirect_stdout(sys.stderr):  # they say what they leave out
         xla_bridge._discover_and_register_pjrt_plugins()
-    if device == "gpu":
+    mosaic = ["jax.experimental.pallas.mosaic_gpu"] if device == "gpu" else []
+    for name in (*_LATE, *mosaic):
         with contextlib.suppress(ImportError):
-            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+            importlib.import_module(name)
 
 
 def _be_function(control: socket.socket, end: int) -> None:
