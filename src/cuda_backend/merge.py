@@ -1,5 +1,8 @@
 """Merges adapters into weights by the Hopper kernel of csrc/merge/merge.cuh."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,8 @@ from lora_jax.typing import Array, Float, Int
 
 MAX_RANK = 128
 COLUMNS = 64  # d_in is worked through in pieces of so many columns
+MAX_SHAPES = 8  # of maps that a launch takes
+MAP_BYTES = 128  # of a tensor map
 ROWS = 8  # of w; the copy engine steps through B's part of them in pieces of 16 bytes
 
 
@@ -44,18 +49,43 @@ def merge(
     return call(w, a_pool, b_pool, sites, scaling, max_rank=np.int64(max_rank))
 
 
-def merge_apart(
-    maps: tuple[Float[Array, "d_out d_in"], ...],
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    sites: Int[Array, "matrices 3"],
-    scaling: Float[Array, "matrices"],
-    max_rank: int,
-) -> tuple[Float[Array, "d_out d_in"], ...]:
-    """Return `merge` of each map in arrays of their own, in few launches; same bits."""
-    d_out, d_in = maps[0].shape
-    check_support(maps[0].dtype, d_out, d_in, max_rank)
+def merge_writer(
+    maps: tuple[Array, ...], results: tuple[Array, ...], max_rank: int
+) -> Callable[..., Int[Array, ""]]:
+    """Return what lora_jax.ops.merge says; the device is told once where the arrays lie."""
+    shapes = [w.shape for w in maps]
+    groups = [(shapes.count(shape), *shape) for shape in dict.fromkeys(shapes)]
+    if len(groups) > MAX_SHAPES:
+        raise Declined(f"cuda merge_writer takes {MAX_SHAPES} shapes of maps, not {len(groups)}")
+    for _, d_out, d_in in groups:
+        check_support(maps[0].dtype, d_out, d_in, max_rank)
     ffi.require()
-    outs = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in maps]
-    call = jax.ffi.ffi_call("lora_jax_cuda_merge_apart", outs)
-    return tuple(call(a_pool, b_pool, sites, scaling, *maps, max_rank=np.int64(max_rank)))
+    table = _places(maps, results, max_rank)
+    sizes = np.array(groups, np.int64).reshape(-1)
+
+    def write(
+        pools: tuple[tuple[Array, Array], ...],
+        sites: Int[Array, "maps 3"],
+        scaling: Float[Array, "maps"],
+        token: Int[Array, ""],
+    ) -> Int[Array, ""]:
+        out = jax.ShapeDtypeStruct((), jnp.int32)
+        aliases = {"input_output_aliases": {3: 0}, "has_side_effect": True}
+        call = jax.ffi.ffi_call("lora_jax_cuda_merge_placed", out, **aliases)
+        each = [pool for pair in pools for pool in pair]
+        given = table, sites, scaling, token, *each
+        return call(*given, groups=sizes, max_rank=np.int64(max_rank))
+
+    return write
+
+
+def _places(maps: tuple[Array, ...], results: tuple[Array, ...], max_rank: int) -> Array:
+    """Return the tensor maps of all results and maps, uint8, on their device."""
+    pairs = zip(results, maps, strict=True)
+    addresses = [array.unsafe_buffer_pointer() for pair in pairs for array in pair]
+    shapes = [size for w in maps for size in w.shape]
+    out = jax.ShapeDtypeStruct((MAP_BYTES * len(addresses),), jnp.uint8)
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge_places", out)
+    given = {"addresses": np.array(addresses, np.int64), "shapes": np.array(shapes, np.int64)}
+    make = functools.partial(call, **given, max_rank=np.int64(max_rank))
+    return jax.jit(make, out_shardings=maps[0].sharding)()
