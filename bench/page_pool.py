@@ -15,9 +15,11 @@ On a CPU 5 million parameters, 60 MiB for KV pages and adapters; with `--large` 
 of Llama-3.1-8B's shape and 3 GiB, documents that no two requests share, and wall-clock seconds.
 
 Engines with fixed shares of the same bytes get them too. Of those the best is the one that takes
-least time over all phases. On a CPU times are processor seconds of the process, for the machine may
-have other work. `--engine NAME` runs one engine and adds it to the results of others in DIR; with
-`--lock FILE` engines of several processes, which all start at once, measure by turns.
+least time over all phases. The `ceiling` has all of these bytes for KV and as many again for
+adapters: what a pool could give at best, whatever leaves first. On a CPU times are processor
+seconds of the process, for the machine may have other work. `--engine NAME` runs one engine and
+adds it to the results of others in DIR; with `--lock FILE` engines of several processes, which all
+start at once, measure by turns.
 """
 
 import argparse
@@ -62,6 +64,7 @@ class Case:
 
 
 PHASES = ("adapters", "long", "both")
+CEILING = "ceiling"
 SMALL = Case(
     shape=LlamaShape(
         vocab_size=4096,
@@ -236,7 +239,8 @@ def write_files(folder: Path, case: Case) -> dict[str, str]:
 
 def engines(case: Case) -> dict[str, dict[str, int]]:
     """Return the memory of each engine, by its name."""
-    found = {"pool": {"page_pool_bytes": case.budget}}
+    twice = {"lora_memory_bytes": case.budget, "kv_cache_memory_bytes": case.budget}
+    found = {"pool": {"page_pool_bytes": case.budget}, CEILING: twice}
     for share in case.shares:
         lora = int(case.budget * share)
         left = case.budget - lora
@@ -271,7 +275,7 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         for name, of in found.items()
     }
     total = {name: sum(of.values()) for name, of in took.items()}
-    shares = [name for name in found if name != "pool"]
+    shares = [name for name in found if name not in ("pool", CEILING)]
     if "pool" not in found or not shares:
         return {"tokens_per_s": rates}
     best = min(shares, key=lambda name: total[name])
@@ -292,6 +296,11 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "in_worst_phase_of_the_split": max(ratios.values()),
         "all_phases": total[best] / total["pool"],
         "pool_to_best_share_of_each_phase": of_phase,
+        "ceiling_to_best_share": {
+            phase: rates[CEILING][phase] / rates[best][phase] for phase in PHASES
+        }
+        if CEILING in rates
+        else None,
         "failed": {name: one["failed"] for name, one in found.items()},
         "same_answers": len({one["answers"] for one in found.values()}) == 1,
     }

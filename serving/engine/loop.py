@@ -159,7 +159,7 @@ class EngineLoop:
             self._drain()
 
     def _iterate(self) -> None:
-        """Plan and dispatch one step, advance loads, and take in the step before."""
+        """Plan and dispatch one step, take in the step before, and advance loads."""
         early = self._read_draft_results()
         if self._planned is None:
             self._wait_to_plan()
@@ -168,12 +168,9 @@ class EngineLoop:
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
         is_bound = step is not None and step.plan.is_bound
-        # A load may wait for the device, and the device for masks.
-        loaded = not is_bound and self._advance_loads()
         self._tell(planned)
         finished, self._flying = self._flying, None
-        if finished is None and early is None and step is None and not loaded:
-            self._sleep()
+        is_idle = finished is None and early is None and step is None
         progress = early if finished is None else self._read_results(finished)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
             step, progress = self._sample(step, progress or []), None
@@ -181,8 +178,10 @@ class EngineLoop:
             self._post_masks(step)
         if progress is not None:
             self._hand_out(progress)
-        if is_bound:
-            self._advance_loads()
+        # Behind what callers and masks wait for, beside the step that has been sent.
+        loaded = self._advance_loads()
+        if is_idle and not loaded:
+            self._sleep()
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None

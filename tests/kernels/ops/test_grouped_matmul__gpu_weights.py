@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kernels.ops.test_grouped_matmul_weights import coded, scaled
 from support.doubles.mosaic import interpreted
+from support.drivers.lowering import launches
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.models.quantised.forms import E2M1, NF4, SIGNED
@@ -20,6 +21,7 @@ from lora_jax.ops.grouped_matmul._gpu_codes import Decoding
 from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig, find_quantised
 from lora_jax.ops.grouped_matmul._gpu_weights import form_of
 from lora_jax.ops.grouped_matmul.orders import for_kernels
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, ScaledWeight
 
 GROUPS, D_OUT, D_IN = 2, 128, 320  # stages of 64
 LONG_D_IN = 384  # stages of 128
@@ -95,6 +97,62 @@ def test_codes_in_fragments_are_decoded_to_the_same_weights(kind):
     columns = tuple(jnp.asarray(column) for column in scales.T)
     made = _gpu_codes.interpreted(moved.codes[0], columns, decoding=decoding)
     np.testing.assert_array_equal(wide(made), wide(plain[0]))
+
+
+def coded_shapes(table, order: str, group: int = 32, scales="bfloat16", zeros: bool = False):
+    """Return the shapes of a weight of 64 x 64 codes for each of two groups."""
+    shape, by_group = jax.ShapeDtypeStruct, (GROUPS, 64, 64 // group)
+    codes = shape((GROUPS, 64, 32), jnp.uint8)
+    points = shape(by_group, jnp.uint8) if zeros else None
+    scaled_by = shape(by_group, jnp.dtype(scales))
+    return CodedWeight(codes, scaled_by, points, table, jnp.bfloat16, order)
+
+
+UNEVEN = tuple(float(i * i) for i in range(16))
+# What a pair of weights costs in registers, and whether threads exchange bytes.
+DECODED = {
+    "integers": (coded_shapes(SIGNED, ROWS), "sub.rn.bf16x2", True),
+    "integers in fragments": (coded_shapes(SIGNED, FRAGMENTS), "sub.rn.bf16x2", False),
+    "zeros": (coded_shapes(SIGNED, ROWS, zeros=True, scales="float32"), "mul.rn.f32 low", True),
+    "e2m1": (coded_shapes(E2M1, FRAGMENTS), "0x7e807e80", False),
+    "table": (coded_shapes(UNEVEN, ROWS, 64, "float32"), "cvt.rn.bf16x2", True),
+    "table in fragments": (coded_shapes(NF4, FRAGMENTS, 64), "shfl.sync.idx.b32 low", False),
+}
+
+
+def lowered(w, *more, op=pallas_gpu.grouped_matmul):
+    """Return the launch of a product of 16 rows by a weight, by tiles of 64 x 16."""
+    x, sizes = jax.ShapeDtypeStruct((16, 64), jnp.bfloat16), jax.ShapeDtypeStruct((GROUPS,), "i4")
+    form = form_of("grouped_matmul", w)
+    config = GroupedMatmulConfig(64, 1, 16, 2, 1, step=form.step, bits=form.bits)
+    arrays = (x, w, w, sizes) if op is pallas_gpu.gated_matmul else (x, w, sizes, None)
+    (launch,) = launches(functools.partial(op, config=config, interpret=False), *arrays)
+    return launch
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_lowered_codes_become_pairs_in_registers(name):
+    """A thread of 128 makes 16 pairs of 64 x 64 weights; it turns 4 words if they are in rows."""
+    w, operation, exchanged = DECODED[name]
+    launch = lowered(w)
+    assert launch.assembly.count(operation) == 16
+    assert launch.assembly.count("shfl.sync.bfly.b32 other, $1, 2") == 4 * exchanged
+    assert launch.assembly.count("wgmma.mma_async") == 4
+
+
+def test_lowered_eight_bits_are_multiplied_in_float32():
+    values = jax.ShapeDtypeStruct((GROUPS, 64, 64), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((GROUPS, 64, 1), jnp.float32)
+    w = ScaledWeight(values, scales, (1, 64), jnp.bfloat16)
+    one, two = lowered(w), lowered(w, op=pallas_gpu.gated_matmul)
+    assert two.assembly.count("wgmma.mma_async") == 2 * one.assembly.count("wgmma.mma_async") == 8
+    assert two.shared_bytes > one.shared_bytes
+    assert one.operations["mulf"] == 16  # of a thread's 32 weights, in pairs
+
+
+def test_declines_zero_points_beside_other_tables():
+    with pytest.raises(NotImplementedError, match="zero points beside integers only"):
+        form_of("grouped_matmul", coded_shapes(UNEVEN, ROWS, zeros=True))
 
 
 def permuted(own: np.ndarray, other: np.ndarray, selector: int) -> np.ndarray:

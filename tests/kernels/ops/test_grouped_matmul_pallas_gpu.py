@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.doubles.mosaic import interpreted
+from support.drivers.lowering import launches
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops import tuning_table
@@ -139,23 +140,49 @@ def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [("qwen3-30b-a3b", 8), ("gpt-oss-20b", 21), ("qwen3-30b-a3b", 512), ("mixtral-8x7b", 8192)],
-)
-def test_lowers_for_cuda_at_real_sizes(name, rows):
-    model = MODELS[name]
-    bf16, groups = jnp.bfloat16, model.num_experts
-    args = (
-        jax.ShapeDtypeStruct((rows, model.hidden), bf16),
-        jax.ShapeDtypeStruct((groups, model.intermediate, model.hidden), bf16),
-        jax.ShapeDtypeStruct((groups,), jnp.int32),
-        jax.ShapeDtypeStruct((groups, model.intermediate), bf16),
-    )
-    call = jax.jit(functools.partial(pallas_gpu.grouped_matmul, interpret=False))
-    text = call.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 1
+# model, rows, weights, dtype of addends, bias
+LOWERED = {
+    "decode": ("qwen3-30b-a3b", 8, 1, None, False),
+    "biased": ("gpt-oss-20b", 21, 1, "bfloat16", True),
+    "gated": ("qwen3-30b-a3b", 512, 2, "float32", False),
+}
+
+
+def lowered(model: str, rows: int, matrices: int, added: str | None, biased: bool, **options):
+    """Return the one launch of a product, or of gate and up, at a model's sizes."""
+    sizes, bf16, shape = MODELS[model], jnp.bfloat16, jax.ShapeDtypeStruct
+    groups, d_out, d_in = sizes.num_experts, sizes.intermediate, sizes.hidden
+    weights = [shape((groups, d_out, d_in), bf16)] * matrices
+    bias = [shape((groups, d_out), bf16) if biased else None] * (2 - matrices)
+    addends = [shape((rows, d_out), jnp.dtype(added))] * matrices if added else []
+    op = pallas_gpu.gated_matmul if matrices == 2 else pallas_gpu.grouped_matmul
+    arrays = shape((rows, d_in), bf16), *weights, shape((groups,), jnp.int32), *bias, *addends
+    (launch,) = launches(functools.partial(op, interpret=False, **options), *arrays)
+    return launch
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_for_cuda_at_real_sizes(name):
+    """All SMs, a warpgroup that copies, tensor cores for each weight, and room in shared memory."""
+    launch = lowered(*LOWERED[name])
+    matrices, added = LOWERED[name][2:4]
+    assert launch.name == "_grouped_matmul_kernel"
+    assert launch.grid in ((132, 1, 1), (264, 1, 1))
+    ctas_of_an_sm = launch.grid[0] // 132
+    assert ctas_of_an_sm * (launch.shared_bytes + 1024) <= 227 * 1024
+    assert launch.threads in (256, 384)
+    assert launch.assembly.count("wgmma.mma_async") % (4 * matrices) == 0
+    assert "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16" in launch.assembly or added
+    assert "setmaxnreg" not in launch.assembly
+
+
+def test_a_launch_whose_sums_fill_the_registers_shares_them_out():
+    """As soon as a warpgroup has 128 x 128 sums; the one that copies gives its own away."""
+    tight = GroupedMatmulConfig(columns=128, warpgroups=1, rows=128, stages=2, ctas=1)
+    launch = lowered("mixtral-8x7b", 128, 1, None, biased=False, config=tight)
+    assert (launch.grid, launch.threads) == ((132, 1, 1), 256)
+    assert "setmaxnreg.dec.sync.aligned.u32 24;" in launch.assembly
+    assert "setmaxnreg.inc.sync.aligned.u32 240;" in launch.assembly
 
 
 @pytest.mark.parametrize("addend_size", [0, 2, 4])

@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from support.cases.kernel_calls import attention_kernel
 from support.doubles.mosaic import interpreted
+from support.drivers.lowering import launches
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, AttentionCase, ModelShape, attention_case
@@ -198,16 +199,32 @@ def arguments(shape: ModelShape, tokens: int, page_size: int) -> tuple:
     return (q, k, None if shape.latent else v, *rest, sinks if shape.sinks else None)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("tokens", "page_size"), [(64, 16), (1024, 256)])
-@pytest.mark.parametrize("shape", REAL.values(), ids=REAL)
-def test_lowers_for_cuda_at_real_sizes(shape: ModelShape, tokens: int, page_size: int):
+# model, tokens, positions of a page; further models and sizes are compiled by `make test-aot`
+LOWERED = {
+    "decode, window and sinks": ("gpt-oss-20b", 64, 16),
+    "prompt, latent": ("deepseek-v2-lite", 1024, 256),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowers_for_cuda_at_real_sizes(name: str):
+    """A decode step's chunks are put together by a second kernel, whose CTAs each have a head."""
+    model, tokens, page_size = LOWERED[name]
+    shape = MODELS[model]
+    config = find_config(tokens, model_sizes(shape, page_size, 2048 // page_size))
     options = {"scale": 0.1, "v_dim": shape.v_dim, "sliding_window": shape.sliding_window}
-    call = jax.jit(
-        functools.partial(attention_kernel(pallas_gpu.paged_attention), **options, interpret=False)
+    call = functools.partial(attention_kernel(pallas_gpu.paged_attention), **options)
+    attend, *combine = launches(
+        functools.partial(call, interpret=False), *arguments(shape, tokens, page_size)
     )
-    lowered = call.trace(*arguments(shape, tokens, page_size)).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu_v2") == (2 if tokens == 64 else 1)
+    assert (attend.name, attend.threads) == ("_attend_kernel", 256)
+    assert attend.grid == (132 * config.ctas, 1, 1)
+    assert config.ctas * (attend.shared_bytes + 1024) <= 227 * 1024
+    assert "wgmma.mma_async" in attend.assembly
+    assert config.cut == bool(combine) == (tokens == 64)
+    for launch in combine:
+        assert launch.name == "_combine_kernel"
+        assert sorted(launch.grid) == sorted((tokens, shape.kv_heads, 1))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from support.cases.kernel_calls import attention_kernel
 from support.doubles.tpu_interpreter import interpreted
+from support.drivers.lowering import TpuKernel, tpu_kernels
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MODELS, AttentionCase, ModelShape, attention_case
@@ -95,6 +97,54 @@ def test_no_tokens_at_all_give_zeros():
 def test_one_token_and_pages_longer_than_a_block():
     case = attention_case(SHAPES["gqa"], ((0, 700, 1),), page_size=512)
     assert_right(case, run(case))
+
+
+def num_bytes(array: str) -> int:
+    """Return the bytes of "vmem 2x8x128xf32"."""
+    *sizes, dtype = array.partition(" ")[2].split("x")
+    return math.prod(map(int, sizes)) * {"f32": 4, "bf16": 2}[dtype]
+
+
+def lowered(case: AttentionCase) -> TpuKernel:
+    options = {"v_dim": case.v_dim, "sliding_window": case.sliding_window, "interpret": False}
+    run = functools.partial(attention_kernel(pallas_tpu.paged_attention), scale=0.1, **options)
+    (kernel,) = tpu_kernels(run, *case.arrays, case.sinks)
+    return kernel
+
+
+# What two blocks of K, and of V, take in VMEM: a head's axis is left out where XLA has none.
+BLOCKS = {
+    "gqa": ("vmem 2x256x2x128xbf16", "vmem 2x256x2x128xbf16"),
+    "window-and-sinks": ("vmem 2x256x2x128xbf16", "vmem 2x256x2x128xbf16"),
+    "latent": ("vmem 2x256x192xbf16",),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_lowers_for_a_tpu_within_the_memory_that_it_asks_for(name):
+    """Six tables come first; pages stay in HBM; everything else fits the bytes that are counted."""
+    case = attention_case(SHAPES[name], MIXED, page_size=16, dtype="bfloat16", padding=3)
+    made, sinks = lowered(case), case.sinks is not None
+    assert (made.name, len(made.prefetched)) == ("paged_attention", 6)
+    assert made.operands[1] == f"hbm 17x{case.k_pages.shape[2]}x8x{case.q.shape[2]}xf32"
+    pages = made.operands[2:-1]
+    assert len(pages) == len(BLOCKS[name]) + sinks
+    assert all(array.startswith("hbm") for array in pages[: len(BLOCKS[name])])
+    assert made.scratch[8:] == BLOCKS[name]
+    took = sum(num_bytes(array) for array in made.scratch if array.startswith("vmem"))
+    assert took <= made.vmem_limit - (16 << 20)
+    assert made.vmem_limit <= 64 << 20
+    assert made.aliases == {7: 0}  # behind the number of items and the tables
+    # Both paths, one token's and several's, have two products for each kv head.
+    assert made.operations["matmul"] % (2 * 2 * case.k_pages.shape[2]) == 0
+
+
+def test_lowers_one_token_without_the_path_of_several():
+    several = attention_case(SHAPES["gqa"], ((0, 700, 2),), page_size=512, dtype="bfloat16")
+    one = attention_case(SHAPES["gqa"], ((0, 700, 1),), page_size=512, dtype="bfloat16")
+    made, more = lowered(one), lowered(several)
+    assert made.scratch[-1] == "vmem 2x512x2x128xbf16"  # a page is a block
+    assert 2 * made.operations["matmul"] == more.operations["matmul"]
 
 
 def test_declines_what_it_cannot_serve():

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.doubles.mosaic import interpreted
+from support.drivers.lowering import launches
 
 from lora_jax.ops import adapter_items
 from lora_jax.ops.cases import popular
@@ -87,16 +88,26 @@ def test_interpreted_reroute_is_the_reference(tokens, k, groups, real, config):
     check(got, want_reroute(ids, *owners, num_tokens, groups))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("tokens", "groups", "launches"), [(64, 128, 1), (16384, 1023, 2)])
-def test_lowers_for_cuda_at_real_sizes(tokens, groups, launches):
+@pytest.mark.parametrize("name", ["one CTA", "several"])
+def test_lowers_for_cuda_at_real_sizes(name):
+    """One launch where a CTA takes all rows; else the counts of each come first."""
     i32, shape = jnp.int32, jax.ShapeDtypeStruct
+    tokens, groups, ctas = (64, 128, 1) if name == "one CTA" else (16384, 1023, 128)
     ids, num_tokens = shape((tokens, 8), i32), shape((), i32)
-    owners = shape((tokens,), i32), shape((20, 128), i32)
-    for call, args in ((mapped, ()), (rerouted, owners)):
-        traced = call.trace(ids, *args, num_tokens, groups=groups, interpret=False)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("mosaic_gpu_v2") == launches
+    if name == "one CTA":
+        made = launches(lambda *args: mapped(*args, groups, interpret=False), ids, num_tokens)
+    else:
+        args = ids, shape((tokens,), i32), shape((20, 128), i32), num_tokens
+        made = launches(lambda *args: rerouted(*args, groups, interpret=False), *args)
+    kernels = ["_place_kernel"] if ctas == 1 else ["_count_kernel", "_place_kernel"]
+    assert [launch.name for launch in made] == kernels
+    for launch in made:
+        assert launch.grid == (ctas, 1, 1)
+        assert launch.threads == 128 * find_config(tokens * 8).warpgroups
+        assert launch.shared_bytes <= 227 * 1024
+    # A number goes where it belongs if that is somewhere: four arrays of rows, and the sizes.
+    numbers = find_config(tokens * 8).pieces * 64 // 32
+    assert made[-1].operations["if"] >= 4 * numbers
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The shipped stories260K is llama2.c's model: same numbers, same tokens, same text."""
 
+import hashlib
 import itertools
 import json
 import pathlib
+import re
 import struct
 
 import numpy as np
@@ -18,10 +20,19 @@ from lora_jax.models import load
 
 ROOT = pathlib.Path(__file__).parents[3]
 ASSET = ROOT / "assets" / "stories260k"
-SOURCE = ROOT.parent / "shared" / "data" / "tiny"
 GOLDEN = ROOT / "tests" / "golden" / "stories260k_greedy.txt"
 
-needs_source = pytest.mark.skipif(not SOURCE.exists(), reason="llama2.c files are not here")
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "vocab_size", "max_position_embeddings")
+# Tensors of a checkpoint by their names in llama2.c.
+WHOLE = {"embed": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
+LAYERED = {
+    "att_norm": "input_layernorm",
+    **{f"w{letter}": f"self_attn.{letter}_proj" for letter in "qkvo"},
+    "ffn_norm": "post_attention_layernorm",
+    **{"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"},
+}
 
 
 def llama2c_encode(text: str, pieces: list[bytes], scores: list[float]) -> list[int]:
@@ -154,28 +165,47 @@ def check_text(text: str) -> None:
     assert tokenizer.decode(ids) == llama2c_decode(ids, pieces).decode() == text
 
 
-@needs_source
-def test_the_shipped_folder_is_what_the_command_makes(tmp_path):
-    convert.main([str(SOURCE / "stories260K.bin"), str(SOURCE / "tok512.bin"), str(tmp_path)])
-    made = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert made == {p.name: p.read_bytes() for p in ASSET.iterdir() if p.is_file()}
+def llama2c_model() -> bytes:
+    """Return the llama2.c file of the shipped checkpoint; no one reads its rotary tables."""
+    config = json.loads((ASSET / "config.json").read_text())
+    sizes = [config[name] for name in SIZES]
+    header = convert.Header(*sizes, tied=True)
+    tensors = load_file(ASSET / "model.safetensors")
+    weights = {name: tensors[of] for name, of in WHOLE.items()}
+    for name, of in LAYERED.items():
+        of_layers = [tensors[f"model.layers.{n}.{of}.weight"] for n in range(header.num_layers)]
+        if name in ("wq", "wk"):  # from half-split rows back to adjacent ones
+            split = (-1, 2, header.head_dim // 2, header.dim)
+            of_layers = [w.reshape(split).transpose(0, 2, 1, 3) for w in of_layers]
+        weights[name] = np.stack(of_layers)
+    shapes = convert.weight_shapes(header)
+    flat = [weights.get(name, np.zeros(shape)).astype("<f4") for name, shape in shapes.items()]
+    return struct.pack("<7i", *sizes) + b"".join(w.tobytes() for w in flat)
 
 
-@needs_source
-def test_the_files_own_rope_table_is_the_one_the_config_states():
-    header, weights = convert.read_model((SOURCE / "stories260K.bin").read_bytes())
-    inv = convert.ROPE_THETA ** (-np.arange(0, header.head_dim, 2) / header.head_dim)
-    angle = np.arange(header.seq_len)[:, None] * inv
-    np.testing.assert_allclose(weights["rope_cos"], np.cos(angle), atol=1e-4)
-    np.testing.assert_allclose(weights["rope_sin"], np.sin(angle), atol=1e-4)
-
-
-@needs_source
-def test_pieces_of_the_source_are_the_ones_rebuilt_here():
+def llama2c_tokenizer() -> bytes:
+    """Return the llama2.c file of the shipped tokenizer."""
     pieces, scores = asset_pieces()
-    source = convert.read_pieces((SOURCE / "tok512.bin").read_bytes())
-    assert [p for p, _ in source[3:]] == pieces[3:]
-    assert [s for _, s in source] == scores
+    pieces[1:3] = b"\n<s>\n", b"\n</s>\n"
+    records = [struct.pack("<fi", s, len(p)) + p for s, p in zip(scores, pieces, strict=True)]
+    return struct.pack("<i", max(map(len, pieces))) + b"".join(records)
+
+
+def test_the_command_makes_the_shipped_folder(tmp_path):
+    """Of files as llama2.c has them, but for the rotary tables: these are not converted."""
+    model, tokenizer = llama2c_model(), llama2c_tokenizer()
+    (tmp_path / "stories260K.bin").write_bytes(model)
+    (tmp_path / "tok512.bin").write_bytes(tokenizer)
+    out = tmp_path / "folder" / "out"
+    convert.main([*(str(tmp_path / n) for n in ("stories260K.bin", "tok512.bin")), str(out)])
+    made = {p.name: p.read_bytes() for p in out.iterdir()}
+    want = {p.name: p.read_bytes() for p in ASSET.iterdir() if p.is_file()}
+    said, published = made.pop("README.md").decode(), want.pop("README.md").decode()
+    assert made == want
+    hashes = [hashlib.sha256(data).hexdigest() for data in (model, tokenizer)]
+    assert re.findall("[0-9a-f]{64}", said) == hashes
+    assert hashes[1] in published  # the tokenizer's file is the published one to the bit
+    assert said.replace(hashes[0], "") == re.sub("[0-9a-f]{64}", "", published, count=1)
 
 
 def test_weights_are_finite_float32():

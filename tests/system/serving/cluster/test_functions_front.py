@@ -1,5 +1,6 @@
 """`--functions DIR`: answers of one engine, to zero and back, deaths apart, bad folders by name."""
 
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.doubles.functions_double import FunctionsDouble
+from support.processes.served_here import served_here
 from support.processes.server_process import ROOT, serve_process
 
 from serving import Engine, Sampling
@@ -21,8 +24,10 @@ from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
+from serving.cluster import functions_front
 from serving.cluster.functions_front import serve_functions
 from serving.http.settings import HttpSettings
+from serving.launch import read_options
 
 MODEL = ROOT / "assets" / "tiny-moe"
 SIZES = {"max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 8, "max_lora_rank": 16}
@@ -39,6 +44,111 @@ def test_a_name_that_stands_twice_ends_the_start(tmp_path, served):
     http = HttpSettings(served_names=served)
     with socket.socket() as sock, pytest.raises(StartError, match=f"'{name}' stands twice"):
         serve_functions(Options(engine, http, functions=functions), sock)
+
+
+class AgentDouble(FunctionsDouble):
+    """Functions that are threads, and what the command has asked for."""
+
+    why = None
+
+    def __init__(self, model, **given):
+        super().__init__()
+        if self.why is not None:
+            raise self.why
+        self.model, self.given = model, given
+        self.had_budgets = os.path.isdir(given["http"]["budgets_folder"])
+
+    def __enter__(self):
+        made.append(self)
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+made: list[AgentDouble] = []
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Return the options of a command over two adapter folders; its agent is a double."""
+    made.clear()
+    monkeypatch.setattr(functions_front, "Agent", AgentDouble)
+    for name in ("law", "summary"):
+        (tmp_path / "adapters" / name).mkdir(parents=True)
+        (tmp_path / "adapters" / name / "adapter_config.json").write_text("{}")
+
+    def read(*flags):
+        return read_options([str(MODEL), "--functions", str(tmp_path / "adapters"), *flags], {})
+
+    return read
+
+
+def ask_function(client, name, key=None):
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return client.post("/v1/completions", json={"model": name, "prompt": PROMPT}, headers=headers)
+
+
+def test_the_command_serves_the_folders_functions(command, caplog):
+    caplog.set_level("INFO", "serving")
+    flags = ["--functions-keep-alive-s", "7", "--functions-isolation", "server", "--dtype"]
+    flags += ["float32", "--max-num-seqs", "3", "--max-loras", "5", "--served-model-name", "base"]
+
+    def ask(client):
+        texts = [ask_function(client, name).text for name in ("law", "base", "law")]
+        assert client.get("/health").json()["functions"] == {"base": "running", "law": "running"}
+        assert ask_function(client, "other").status_code == 404
+        assert 'function="law",status="2xx"} 2.0' in client.get("/metrics").text
+        return texts, [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+    texts, names = served_here(serve_functions, command(*flags), ask)
+    assert texts == ["law", "base", "law"]
+    assert names == ["base", "law", "summary"]
+    assert "Functions: law, summary (2)." in caplog.text
+    assert "serves base. Try:" in caplog.text
+    (agent,) = made
+    given = agent.given
+    assert (given["keep_alive_s"], given["isolation"], given["dtype"]) == (7.0, "server", "float32")
+    assert given["max_num_seqs"] == 3
+    assert given["structured_outputs"]  # an agent's own default is without
+    assert "max_loras" not in given  # a function has one adapter
+    assert "max_num_batched_tokens" not in given  # not on the command line
+    assert given["http"]["settings"]["served_names"] == ("base",)
+    assert agent.had_budgets
+    assert not os.path.exists(given["http"]["budgets_folder"])
+    assert {function.state for function in agent.functions.values()} == {"closed"}
+
+
+def test_keys_are_checked_in_front_and_what_is_refused_is_written_down(command, tmp_path):
+    keys, audit, key = tmp_path / "keys", tmp_path / "audit", "the-key-of-the-lawyer"
+    keys.write_text(json.dumps({key: {"id": "lawyer", "adapters": ["law"]}}))
+    keys.chmod(0o600)
+    options = command("--keys-file", str(keys), "--audit-log", str(audit))
+
+    def ask(client):
+        assert ask_function(client, "law", key).text == "law"
+        return [
+            ask_function(client, name, given).status_code
+            for name, given in (("law", None), ("law", "wrong"), ("summary", key))
+        ]
+
+    assert served_here(serve_functions, options, ask) == [401, 401, 404]
+    actions = [json.loads(line)["status"] for line in audit.read_text().splitlines()]
+    assert actions.count(401) == 2
+    assert "the-key" not in audit.read_text()
+
+
+def test_a_base_that_cannot_be_shared_ends_the_start(command, monkeypatch):
+    monkeypatch.setattr(AgentDouble, "why", ValueError("there is no config.json"))
+    with socket.socket() as sock, pytest.raises(StartError, match=r"tiny-moe: there is no config"):
+        serve_functions(command(), sock)
+
+
+def test_an_audit_log_that_cannot_be_written_ends_the_start(command, tmp_path):
+    options = command("--audit-log", str(tmp_path / "none" / "audit"))
+    with socket.socket() as sock, pytest.raises(StartError, match="--audit-log: No such file"):
+        serve_functions(options, sock)
+    assert {function.state for function in made[0].functions.values()} == {"closed"}
 
 
 EVENT = {"ce-specversion": "1.0", "ce-id": "1", "ce-source": "test", "ce-type": "completion"}

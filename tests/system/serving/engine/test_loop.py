@@ -219,6 +219,18 @@ def test_a_step_is_dispatched_before_the_one_before_is_read(case):
     case.loop.check_integrity()
 
 
+def test_callers_get_their_tokens_before_adapters_are_loaded(case):
+    order = case.runner.order
+    case.residencies.advance = lambda *_: order.append("load") or []
+    case.residencies.is_busy, told = True, []
+    case.ask(max_tokens=6, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_for(lambda: ended(told))
+    case.residencies.is_busy = False
+    assert "dispatch read told load" in (done := " ".join(order))
+    assert "dispatch load read" not in done
+    case.loop.check_integrity()
+
+
 def test_a_short_step_is_read_before_the_next_is_dispatched(case):
     case.runner.trouble = lambda plan: time.sleep(0.002)
     _, flood = case.ask(tenant="flood", n=6, max_tokens=50)

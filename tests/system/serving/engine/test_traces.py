@@ -6,6 +6,8 @@ import threading
 import time
 
 import pytest
+from opentelemetry.trace import SpanKind, StatusCode
+from support.doubles.otel_double import OtelDouble, Resource
 
 from serving import Engine
 from serving.api.request import Request, TraceContext
@@ -64,6 +66,94 @@ def test_without_the_extra_the_engine_says_what_to_install(monkeypatch):
     assert make_traces(None, "base") is None
 
 
+@pytest.fixture
+def otel(monkeypatch):
+    """A double of the SDK, which only the extra brings."""
+    double = OtelDouble()
+    for name, module in double.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return double
+
+
+def test_a_request_s_span_is_below_the_caller_s_and_has_its_times(otel):
+    traces = make_traces("grpc://collector:4317", "base")
+    now = time.monotonic()
+    times = {"arrival_s": now - 3, "finished_s": now - 1}
+    traces.ended(request_of(trace=TraceContext(PARENT)), ended(**times))
+    traces.ended(request_of(), ended(reasons=("stop", "error"), **times))
+    below, alone = otel.spans
+    assert (below.name, below.kind) == ("llm_request", SpanKind.SERVER)
+    assert f"{below.parent.trace_id:032x}" == TRACE
+    assert f"{below.parent.span_id:016x}" == "b7ad6b7169203331"
+    assert not alone.parent.is_valid
+    for span in otel.spans:
+        assert (span.end_time - span.start_time) / 1e9 == pytest.approx(2.0)
+        assert time.time() - span.end_time / 1e9 == pytest.approx(1.0, abs=0.9)
+    assert below.attributes == span_attributes(request_of(), ended(**times), "base")
+    assert below.status is None
+    assert alone.status.status_code is StatusCode.ERROR
+    traces.close()
+    assert otel.is_shut_down  # which sends what waits
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "exporter"),
+    [
+        ("http://c:4318/v1/traces", {"protocol": "http", "endpoint": "http://c:4318/v1/traces"}),
+        ("grpc://c:4317", {"protocol": "grpc", "endpoint": "c:4317", "insecure": True}),
+        ("https://c:4317", {"protocol": "grpc", "endpoint": "c:4317", "insecure": False}),
+    ],
+)
+def test_the_endpoint_says_which_protocol_is_spoken(otel, endpoint, exporter):
+    Traces(endpoint, "base").close()
+    (made,) = otel.exporters
+    assert made.pop("timeout") > 0
+    assert made == exporter
+
+
+def test_the_service_has_the_operator_s_name_or_this_project_s(otel, monkeypatch):
+    Traces("grpc://c:4317", "base").close()
+    assert otel.resource.attributes["service.name"] == "lora-jax"
+    assert otel.resource.attributes["telemetry.sdk.language"] == "python"
+    monkeypatch.setattr(Resource, "service", "of-the-operator")
+    Traces("grpc://c:4317", "base").close()
+    assert otel.resource.attributes["service.name"] == "of-the-operator"
+
+
+def test_a_request_that_cannot_be_traced_ends_as_others_and_is_logged_once(otel, caplog):
+    traces = Traces("grpc://c:4317", "base")
+    broken = TraceContext((("traceparent", 3),))  # no text, as headers are
+    for _ in range(3):
+        traces.ended(request_of(trace=broken), ended())
+    assert caplog.text.count("A request could not be traced") == 1
+    traces.ended(request_of(), ended())
+    assert len(otel.spans) == 1
+
+
+def test_an_exporter_that_fails_or_hangs_at_the_end_does_not_keep_the_engine(
+    otel, caplog, monkeypatch
+):
+    def fail():
+        raise OSError("no collector")
+
+    monkeypatch.setattr(otel, "shut_down", fail)
+    Traces("grpc://c:4317", "base").close()
+    assert "The last traces could not be sent." in caplog.text
+    hung = threading.Event()
+    monkeypatch.setattr(otel, "shut_down", lambda: hung.wait(60))
+    monkeypatch.setattr("serving.engine.traces._LAST_S", 0.05)
+    began = time.monotonic()
+    Traces("grpc://c:4317", "base").close()
+    assert time.monotonic() - began < 30
+    hung.set()
+
+
+def test_an_endpoint_of_another_scheme_is_refused(otel):
+    with pytest.raises(ValueError, match=r"must be like grpc://localhost:4317 .* got 'localhost'"):
+        Traces("localhost", "base")
+    assert not otel.exporters
+
+
 class Collector(http.server.BaseHTTPRequestHandler):
     """Keeps the bodies that it is sent."""
 
@@ -111,9 +201,3 @@ def test_a_collector_that_is_not_there_holds_nothing_up(endpoint):
         traces.ended(request_of(), ended())
     assert time.monotonic() - began < 10
     traces.close()  # returns though nobody takes what waits
-
-
-def test_an_endpoint_that_is_none_is_refused():
-    pytest.importorskip("opentelemetry.sdk.trace", reason="the extra otel is not installed")
-    with pytest.raises(ValueError, match="must be like grpc://localhost:4317"):
-        Traces("localhost", "base")

@@ -1,0 +1,45 @@
+"""A server on the test's own thread, from its start to SIGTERM, and a client on another one."""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+
+from serving.cli.options import Options
+
+
+def served_here(
+    serve: Callable[..., None], options: Options, ask: Callable[[httpx.Client], Any]
+) -> Any:
+    """Run `serve(options, sock, announce=...)`; return what `ask` returns of the ready server.
+
+    SIGTERM ends the server behind that. Raises what either raises.
+    """
+    told: list[Any] = []
+
+    def client(url: str) -> None:
+        try:
+            with httpx.Client(base_url=url, timeout=60) as http:
+                told.append(ask(http))
+        except BaseException as error:
+            told.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            thread = threading.Thread(target=client, args=(url,))
+            serve(options, sock, announce=lambda started: thread.start())
+            thread.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (answer,) = told
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

@@ -1,0 +1,15 @@
+"""Fixtures of the tests of CUDA calls, which are lowered here and run nowhere."""
+
+import jaxtyping
+import pytest
+
+from cuda_backend import ffi
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let the calls be made as if the kernels were there, of shapes that stand for arrays."""
+    monkeypatch.setattr(ffi, "require", lambda: None)
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

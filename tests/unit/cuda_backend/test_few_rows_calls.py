@@ -1,0 +1,131 @@
+"""Calls of products of few rows: forms of weights, parts of both of them, what is declined."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support.checks.handlers import assert_served
+from support.drivers.lowering import CustomCall, custom_calls
+
+from cuda_backend import few_rows, grouped_matmul
+from lora_jax.models.quantised.forms import E2M1
+from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, CodedWeight, ScaledWeight
+
+GROUPS, D_OUT, D_IN = 8, 96, 256
+SIGNED = tuple(float(i - 8) for i in range(16))
+UNEVEN = tuple(float(i * i) for i in range(16))
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def array(*shape: int, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def coded(table, group: int, scales=BF16, zeros=False, order=FRAGMENTS, lead=GROUPS) -> CodedWeight:
+    codes = array(lead, D_OUT, D_IN // 2, dtype=jnp.uint8)
+    by_group = array(lead, D_OUT, D_IN // group, dtype=scales)
+    return CodedWeight(codes, by_group, by_group if zeros else None, table, BF16, order)
+
+
+def scaled(rows: int = 1, columns: int = 128) -> ScaledWeight:
+    values = array(GROUPS, D_OUT, D_IN, dtype=jnp.float8_e4m3fn)
+    return ScaledWeight(
+        values, array(GROUPS, D_OUT // rows, D_IN // columns, dtype=F32), (rows, columns), BF16
+    )
+
+
+def only_call(op, *args) -> CustomCall:
+    (call,) = custom_calls(op, *args)
+    assert_served(call)
+    assert call.target == "lora_jax_cuda_few_rows"
+    assert (call.results, call.aliases) == ((f"20x{D_OUT}xbf16",), {})
+    return call
+
+
+X, SIZES = array(20, D_IN), array(GROUPS, dtype=jnp.int32)
+FORMS = {
+    "float8": (scaled(), few_rows.FLOAT8, 128, 0),
+    "float8 of whole rows": (scaled(1, D_IN), few_rows.FLOAT8, D_IN, 0),
+    "integers": (coded(SIGNED, 128), few_rows.INTEGER, 128, -8),
+    "e2m1": (coded(E2M1, 32), few_rows.E2M1, 32, 0),
+    "table": (coded(UNEVEN, 64, F32), few_rows.TABLE, 64, 0),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_weight_is_streamed_as_it_is_stored(on_hopper, name):
+    w, coding, columns, first = FORMS[name]
+    call = only_call(lambda *args: grouped_matmul.grouped_matmul(*args, None), X, w, SIZES)
+    stored, scales = few_rows.parts(w)
+    width = f"{GROUPS}x{D_OUT}x"
+    kinds = {"uint8": "ui8", "float8_e4m3fn": "f8E4M3FN", "float32": "f32", "bfloat16": "bf16"}
+    written = [f"{width}{a.shape[-1]}x{kinds[a.dtype.name]}" for a in (stored, scales)]
+    assert call.operands[2:6] == (written[0], "0xbf16", written[1], "0xbf16")
+    assert call.operands[6:] == ("0xbf16",) * 3  # no bias, no addends
+    table = call.attributes.pop("table")
+    assert call.attributes == {"coding": coding, "scale_columns": columns, "first": first}
+    assert tuple(table) == (w.table if coding == few_rows.TABLE else (0.0,) * 16)
+
+
+def test_gate_and_up_are_one_call_with_both_addends(on_hopper):
+    w, addend = coded(SIGNED, 128), array(20, D_OUT, dtype=F32)
+    call = only_call(grouped_matmul.gated_matmul, X, w, w, SIZES, addend, addend)
+    assert call.operands[2] == call.operands[3] == f"{GROUPS}x{D_OUT}x{D_IN // 2}xui8"
+    assert call.operands[4] == call.operands[5] == f"{GROUPS}x{D_OUT}x2xbf16"
+    assert call.operands[6:] == ("0xbf16", f"20x{D_OUT}xf32", f"20x{D_OUT}xf32")
+
+
+def test_one_product_has_a_bias_and_an_addend(on_hopper):
+    bias, addend = array(GROUPS, D_OUT), array(20, D_OUT)
+    call = only_call(grouped_matmul.grouped_matmul, X, scaled(), SIZES, bias, addend)
+    assert call.operands[6:] == (f"{GROUPS}x{D_OUT}xbf16", f"20x{D_OUT}xbf16", "0xbf16")
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ((scaled(), coded(SIGNED, 128)), "two weights of one form"),
+        ((scaled(2),), r"scales of one row, not of \(2, 128\)"),
+        ((array(GROUPS, D_OUT, D_IN),), "Mosaic's streams plain ones"),
+        ((coded(SIGNED, 128, zeros=True),), "no zero points"),
+        ((coded(SIGNED, 128, order=ROWS),), "not rows"),
+        ((coded(UNEVEN, 64),), "float32 scales for any other table"),
+    ],
+    ids=["two forms", "blocks", "plain", "zeros", "order", "table"],
+)
+def test_declines_weights_of_another_form(weights, why):
+    with pytest.raises(NotImplementedError, match=why):
+        few_rows.form_of(weights)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "form", "why"),
+    [
+        ((65, 8, 96, 256), {}, "up to 8 rows for each of 8 groups, not 65"),
+        ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups, not 20"),
+        ((6400, 1, 96, 256), {}, "tiles of one matrix that are on the SMs"),
+        ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 16 rows, not 9000 rows in 2000 groups"),
+        ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
+        ((20, 8, 96, 256), {"columns": 96}, "groups of 128 weights, not 96"),
+        ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
+    ],
+    ids=["rows", "likely", "dense", "blocks", "width", "scales", "pairs"],
+)
+def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
+    rows, groups, d_out, d_in = sizes
+    made = few_rows.Form(form.get("coding", few_rows.FLOAT8), form.get("columns", 128))
+    with pytest.raises(NotImplementedError, match=why):
+        few_rows.check_support(made, rows, groups, d_out, d_in, form.get("likely"))
+
+
+def test_declines_one_addend_of_two(on_hopper):
+    w, addend = coded(SIGNED, 128), array(20, D_OUT)
+    with pytest.raises(NotImplementedError, match="both addends or none"):
+        custom_calls(grouped_matmul.gated_matmul, X, w, w, SIZES, addend)
+
+
+def test_products_in_float32_take_plain_weights(on_hopper):
+    wide = dataclasses.replace(coded(SIGNED, 128), dtype=F32)
+    with pytest.raises(NotImplementedError, match="plain weights, not CodedWeight"):
+        grouped_matmul.in_float32(array(20, D_IN, dtype=F32), wide, SIZES, None)
