@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import numpy as np
 
 from cuda_backend import ffi
 from lora_jax.ops.dispatch import Declined
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Shaped
 
 MAX_RANK = 128
 COLUMNS = 64  # d_in is worked through in pieces of so many columns
@@ -60,32 +61,39 @@ def merge_writer(
     for _, d_out, d_in in groups:
         check_support(maps[0].dtype, d_out, d_in, max_rank)
     ffi.require()
-    table = _places(maps, results, max_rank)
-    sizes = np.array(groups, np.int64).reshape(-1)
-
-    def write(
-        pools: tuple[tuple[Array, Array], ...],
-        sites: Int[Array, "maps 3"],
-        scaling: Float[Array, "maps"],
-        token: Int[Array, ""],
-    ) -> Int[Array, ""]:
-        out = jax.ShapeDtypeStruct((), jnp.int32)
-        aliases = {"input_output_aliases": {3: 0}, "has_side_effect": True}
-        call = jax.ffi.ffi_call("lora_jax_cuda_merge_placed", out, **aliases)
-        each = [pool for pair in pools for pool in pair]
-        given = table, sites, scaling, token, *each
-        return call(*given, groups=sizes, max_rank=np.int64(max_rank))
-
-    return write
-
-
-def _places(maps: tuple[Array, ...], results: tuple[Array, ...], max_rank: int) -> Array:
-    """Return the tensor maps of all results and maps, uint8, on their device."""
     pairs = zip(results, maps, strict=True)
     addresses = [array.unsafe_buffer_pointer() for pair in pairs for array in pair]
-    shapes = [size for w in maps for size in w.shape]
+    make = functools.partial(places, tuple(addresses), tuple(shapes), max_rank)
+    table = jax.jit(make, out_shardings=maps[0].sharding)()
+    return functools.partial(write, table, tuple(groups), max_rank)
+
+
+def places(
+    addresses: tuple[int, ...], shapes: tuple[tuple[int, ...], ...], max_rank: int
+) -> Shaped[Array, "bytes"]:
+    """Return tensor maps, of a result and of its map in turn, on the device."""
     out = jax.ShapeDtypeStruct((MAP_BYTES * len(addresses),), jnp.uint8)
     call = jax.ffi.ffi_call("lora_jax_cuda_merge_places", out)
-    given = {"addresses": np.array(addresses, np.int64), "shapes": np.array(shapes, np.int64)}
-    make = functools.partial(call, **given, max_rank=np.int64(max_rank))
-    return jax.jit(make, out_shardings=maps[0].sharding)()
+    sizes = np.array(shapes, np.int64).reshape(-1)
+    return call(addresses=np.array(addresses, np.int64), shapes=sizes, max_rank=np.int64(max_rank))
+
+
+def write(
+    table: Shaped[Array, "bytes"],
+    groups: tuple[tuple[int, int, int], ...],
+    max_rank: int,
+    pools: tuple[tuple[Array, Array], ...],
+    sites: Int[Array, "maps 3"],
+    scaling: Float[Array, "maps"],
+    token: Int[Array, ""],
+) -> Int[Array, ""]:
+    """Write over the results of the table and return the token; groups are of maps of one shape.
+
+    A group is its number of maps, d_out and d_in.
+    """
+    out = jax.ShapeDtypeStruct((), jnp.int32)
+    fixed: dict[str, Any] = {"input_output_aliases": {3: 0}, "has_side_effect": True}
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge_placed", out, **fixed)
+    given = table, sites, scaling, token, *(pool for pair in pools for pool in pair)
+    sizes = np.array(groups, np.int64).reshape(-1)
+    return call(*given, groups=sizes, max_rank=np.int64(max_rank))
