@@ -80,7 +80,7 @@ def places(
 
 def write(
     table: Shaped[Array, "bytes"],
-    groups: tuple[tuple[int, int, int], ...],
+    groups: tuple[tuple[int, ...], ...],
     max_rank: int,
     pools: tuple[tuple[Array, Array], ...],
     sites: Int[Array, "maps 3"],
