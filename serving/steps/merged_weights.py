@@ -148,7 +148,8 @@ class MergedWeights:
         """Compile the switch; the slots hold no adapter yet."""
         assert slots.entries.shape[0] == self._num_modules, "the slots have other modules"
         self._follow(Merged("", 0, "none"), slots)
-        jax.block_until_ready((self._shadow.maps, self.slot))
+        assert self.slot is not None
+        self._shadow.wait(self.slot)
         self.merged, self.num_switches = None, 0
 
     def _of_maps(self, leaves: Sequence[Array]) -> tuple[Array, ...]:

@@ -59,6 +59,10 @@ class Shadow:
         self.maps = _switched(self.maps, self._plain, slots, slot, *given)
         return slot
 
+    def wait(self, done: Int[Array, ""]) -> None:
+        """Wait until the maps are written; `done` is what `merge` returned."""
+        jax.block_until_ready(self.maps if self._written is None else done)
+
 
 def sites_of(
     slots: AdapterSlots, slot: Int[Array, ""], at: Int[np.ndarray, "maps 2"]

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +88,11 @@ def write(
 ) -> Int[Array, ""]:
     """Write over the results of the table and return the token; groups are of maps of one shape.
 
-    A group is its number of maps, d_out and d_in.
+    A group is its number of maps, d_out and d_in. The call goes with its token where nobody takes
+    it; XLA is told of no effect, for jax calls a program with effects from Python, in 0.25 ms more.
     """
     out = jax.ShapeDtypeStruct((), jnp.int32)
-    fixed: dict[str, Any] = {"input_output_aliases": {3: 0}, "has_side_effect": True}
-    call = jax.ffi.ffi_call("lora_jax_cuda_merge_placed", out, **fixed)
+    call = jax.ffi.ffi_call("lora_jax_cuda_merge_placed", out, input_output_aliases={3: 0})
     given = table, sites, scaling, token, *(pool for pair in pools for pool in pair)
     sizes = np.array(groups, np.int64).reshape(-1)
     return call(*given, groups=sizes, max_rank=np.int64(max_rank))
