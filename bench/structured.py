@@ -36,6 +36,7 @@ from tokenizers.models import WordLevel
 from bench.random_model import LlamaShape
 from serving import Engine, Sampling
 from serving.api.structured_outputs import StructuredOutputs
+from serving.engine.pacing import SWITCH_S
 from serving.text.token_text import byte_alphabet
 
 SHIPPED = Path("assets/tiny-moe")
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
+    sys.setswitchinterval(SWITCH_S)  # as in a server
     fields: dict[str, Any] = {"max_num_seqs": args.rows, "max_num_batched_tokens": args.rows}
     fields |= {"max_model_len": 512, "load_format": "dummy"}
     with tempfile.TemporaryDirectory() as place:

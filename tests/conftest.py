@@ -116,8 +116,8 @@ TOGETHER = (
 )
 # Tiers whose parametrised tests have a long tail: sizes, seeds, schedules of one promise.
 SAMPLED = ("tests/kernels/", "tests/model/")
-# Cases that differ in one of these are promises of their own.
-KINDS = ("implementation", "op", "name", "model_type", "kind", "schema")
+# Cases that differ in one of these are promises of their own: each reason to refuse is one.
+KINDS = ("implementation", "op", "name", "model_type", "kind", "schema", "why", "reason", "message")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

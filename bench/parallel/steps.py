@@ -2,8 +2,10 @@
 
 `python -m bench.parallel steps --devices N --out DIR`. The model and its adapters are random and
 made on the devices; programs are those of the engine's runner. One process measures one number of
-devices and one way to split experts. Equal `base_tokens`, and `prompt_tokens` behind adapters, mean
-that the whole model drew the same tokens as on another number of devices.
+devices and one way to split experts. Equal `base_tokens` (decode) and `prompt_tokens` mean that the
+model without adapters drew the same tokens as on another number of devices. The adapters' numbers
+are drawn by the widths of a device, so that they differ between numbers of devices: `bits` compares
+answers behind adapters.
 """
 
 import dataclasses
@@ -128,8 +130,8 @@ def measure(
             prompts = {c.name: prompt_plan(c, runners.prompts, vocab, sizes) for c in CASES}
             found = _turns(runners.prompts, prompts, *FEW_TURNS)
             turns |= {f"prompts, {name}": took for name, took in found.items()}
-            decode_step.start(runners.prompts, prompts[MIXED.name])
-            last = decode_step.sampled(runners.prompts, prompts[MIXED.name])
+            decode_step.start(runners.prompts, prompts[BASE.name])
+            last = decode_step.sampled(runners.prompts, prompts[BASE.name])
             prompt_tokens = decode_step.digest(last)
         profiles = _profiles(runners, plans, prompts, devices) if profiled else {}
     if split is not None:

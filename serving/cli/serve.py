@@ -17,6 +17,7 @@ from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
 from serving.engine import logs
+from serving.engine.pacing import SWITCH_S
 from serving.http.access.front_only import FrontOnly
 from serving.http.access.local_names import LocalNames
 from serving.http.requests.bounds import Bounds
@@ -30,10 +31,6 @@ from serving.text.tokenizer_files import TokenizerFiles
 logger = logging.getLogger(__name__)
 
 
-# The engine's thread asks for the interpreter lock some six times a step, each time after it has
-# waited for the device, and the event loop keeps the lock so long while it writes to many streams.
-# With Python's 5 ms, 256 streams got half as many tokens/s.
-_SWITCH_S = 0.0003
 _PROBES = 64  # connections to an instance besides the router's for its clients
 
 
@@ -62,7 +59,7 @@ def serve(
     the model is over several hosts. `announce` is called
     once requests are answered, with what a router needs to know. Raises StartError.
     """
-    sys.setswitchinterval(_SWITCH_S)
+    sys.setswitchinterval(SWITCH_S)
     with ExitStack() as stack:
         journal = journal_of(options)
         if journal is not None and options.cluster.is_single:

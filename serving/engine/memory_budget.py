@@ -11,6 +11,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import SlotsSpec, rows_per_adapter, saved_rows, size_slots
 from lora_jax.config import ModelConfig
+from lora_jax.memory.platforms import for_platform
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
@@ -75,10 +76,16 @@ def _log_sizes(size: CacheSize, per_token: int, num_host: int, host_bytes: int) 
 
 
 def free_device_bytes(config: EngineConfig) -> int | None:
-    """Return what the loaded weights leave, or None where memory has no limit."""
+    """Return what the loaded weights leave, or None where memory has no limit.
+
+    XLA's allocator "cuda_async" has none of its own: there it is what the driver has left.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
+    if not stats["bytes_limit"]:
+        free = for_platform(jax.default_backend()).usage().device_free
+        return None if free is None else free_bytes(config, free, 0)
     return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])
 
 

@@ -9,6 +9,11 @@ and a margin. Times of steps are the shortest ones lately, so that a wrong guess
 import collections
 from collections.abc import Callable
 
+# Seconds until a thread that keeps the interpreter's lock gives it to one that waits, in a server.
+# The engine's thread asks for it some six times a step, each time after it has waited for the
+# device, and the event loop keeps the lock so long while it writes to many streams. With Python's
+# 5 ms, 256 streams got half as many tokens/s.
+SWITCH_S = 0.0003
 _LATELY = 16  # steps of a size, and plans, that are remembered
 _SHARED_S = 60.0  # so long after its last request a tenant counts
 _MARGIN = 0.1  # of the step

@@ -17,6 +17,7 @@ from lora_jax.rank_rows import rows_nbytes
 from serving.scheduling.page_exchange import Offer, PageExchange
 
 _RESERVED_STEPS = 4  # a slot is kept for who asked so many steps ago at most
+_MOST_PLACED = 2  # adapters for requests in one step: their maps keep the engine's thread busy
 
 
 class RowMemory(Protocol):
@@ -59,6 +60,7 @@ class PooledSlotAllocator(SlotAllocator):
         self._sizes: dict[Placed[Rows], int] = {}  # bytes of those that are placed
         self._reserved: dict[str, int] = {}  # adapters for whose sake slots leave: last step asked
         self._unmapped: set[str] = set()  # placed, but the system had no page for them
+        self._last_placed = 0, 0  # step, and how many in it
         exchange.join(self)
 
     def check_fits(self, weights: AdapterWeights) -> None:
@@ -86,6 +88,9 @@ class PooledSlotAllocator(SlotAllocator):
             self._reserved[weights.digest] = self._exchange.num_steps
         if self._exchange.is_spent:  # dozens may ask in each step
             return False
+        is_full = self._last_placed == (self._exchange.num_steps, _MOST_PLACED)
+        if is_full and self.is_needed(weights.digest):  # the request asks again in the next step
+            return False
         if self.can_place(weights):
             return True
         has_slot, missing = self._has_slot(weights.digest), None
@@ -105,6 +110,9 @@ class PooledSlotAllocator(SlotAllocator):
         placement = super().place(weights, pinned=pinned)
         self._reserved.pop(weights.digest, None)
         self._exchange.comes(weights.digest)
+        step, count = self._last_placed
+        now = self._exchange.num_steps
+        self._last_placed = now, count + 1 if step == now else 1
         if not self._memory.map_rows(self._placed[weights.digest].room):
             self._unmapped.add(weights.digest)
         self.spent(time.perf_counter() - begun)

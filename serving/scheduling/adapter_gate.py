@@ -13,6 +13,7 @@ from serving.api.request import Sequence
 
 _MOST_LOOKED_AT = 256  # waiting sequences in a step
 _PATIENCE_S = 30.0  # a waiter is passed by others for so long at most
+_LATE_S = 0.1  # from its first miss: so long it comes behind others when its adapter has come
 
 
 class AdapterResidency(Protocol):
@@ -149,6 +150,13 @@ class AdapterGate:
     def is_waiting(self, sequence: Sequence) -> bool:
         """True if an adapter is what the sequence waits for."""
         return sequence in self._since
+
+    def late(self, now: float) -> frozenset[Sequence]:
+        """Return the sequences that have missed their adapter just now: those whose adapter was
+        there come before them, who would else wait for a step of others' prompts.
+        """
+        misses = reversed(self._since.items())  # the last ones first
+        return frozenset(s for s, _ in itertools.takewhile(lambda m: now - m[1] < _LATE_S, misses))
 
     @property
     def is_starving(self) -> bool:

@@ -10,6 +10,7 @@ from serving.scheduling.prefix_cache import PageCache
 
 _MOST_WAITS = 4  # what leaves is free after two steps
 _RESERVES = 2  # kept free: what left at once would come back at once
+_MOST_USES = 2  # that count: what was asked for often before would stay long when nobody asks now
 _CHANCE_SHARE = 1 / 64  # of a page that was matched, or left unmatched, in the chance of a match
 
 
@@ -53,6 +54,7 @@ class PageExtents:
         self._idle: set[int] = set()  # present ones of which no page is held
         self._held = [0] * count  # pages of each
         self._worth = [0.0] * count  # of what is cached on them
+        self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages
         self._values: dict[int, float] = {}  # of cached pages
         self._order: list[tuple[float, int, int]] = []  # heap of values, numbers, cached pages
@@ -154,7 +156,7 @@ class PageExtents:
             self._values[page] = self._value(page)
             self._worth[extent] += self._values[page]
             self._number += 1
-            self._numbers[page] = self._number
+            self._numbers[page] = self._newest[extent] = self._number
             heapq.heappush(self._order, (self._values[page], self._number, page))
             self._compact()
         if not self._held[extent]:
@@ -179,10 +181,15 @@ class PageExtents:
             return None
         if self._cache.num_free - self._size < _RESERVES * self._reserve:
             return None
-        extent = min(self._idle, key=lambda e: (self._worth[e], -e))
+        extent = min(self._idle, key=self._rank)
         value = self._worth[extent] / self._size
         lost_s = sum(self._seconds(page) for page in self._pages(extent) if page in self._values)
         return Offer(value, self._extent_pages, lambda: self._give(extent), lost_s)
+
+    def _rank(self, extent: int) -> tuple[float, int, int]:
+        """Return what orders idle extents: worth, then age; of blank ones the last go first."""
+        worth = self._worth[extent]
+        return worth, self._newest[extent] if worth else 0, -extent
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the books contradict the cache."""
@@ -211,7 +218,7 @@ class PageExtents:
     def _value(self, page: int) -> float:
         """Return what a page's contents are worth by byte."""
         num_bytes = self._extent_pages * self._exchange.pool.page_bytes / self._size
-        uses = self._uses[page] - 1 + self._chance
+        uses = min(self._uses[page], _MOST_USES) - 1 + self._chance
         seconds = self._exchange.compute_s(self._cache.page_size)
         return self._exchange.level + uses * seconds / num_bytes
 

@@ -152,7 +152,8 @@ class Scheduler(LiveSequences):
     def _fill_lines(
         self, step: StepBudget, now: float, admitting: bool, tenants: Container[str]
     ) -> None:
-        lines = prompts_by_tenant(self._running, self._waiting)
+        late = self._gate.late(now)
+        lines = prompts_by_tenant(self._running, self._waiting, late)
         lines = {t: line for t, line in lines.items() if not tenants or t in tenants}
         if not lines:
             self._fair.settle()

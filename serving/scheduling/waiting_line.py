@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from serving.api.request import Sequence
 
@@ -69,12 +69,16 @@ def take_out(queue: list[Sequence], sequence: Sequence) -> None:
 
 
 def prompts_by_tenant(
-    running: Iterable[Sequence], waiting: WaitingLine
+    running: Iterable[Sequence], waiting: WaitingLine, late: Container[Sequence] = frozenset()
 ) -> dict[str, Iterator[Sequence]]:
-    """Return each tenant's sequences that a step may compute prompts of, in their order."""
+    """Return each tenant's sequences that a step may compute prompts of, in their order.
+
+    Of those that wait the `late` ones come last.
+    """
     begun: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.num_remaining > 1:
             begun.setdefault(sequence.tenant, []).append(sequence)
     tenants = dict.fromkeys([*begun, *waiting.tenants])
-    return {t: iter([*begun.get(t, ()), *waiting.of(t)]) for t in tenants}
+    lines = {t: sorted(waiting.of(t), key=late.__contains__) for t in tenants}
+    return {t: iter([*begun.get(t, ()), *line]) for t, line in lines.items()}

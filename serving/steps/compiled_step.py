@@ -122,6 +122,13 @@ class CompiledStep:
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
 
+    @property
+    def num_warm_runs(self) -> int:
+        """How often a program is to run before its first step: on a GPU the second call makes its
+        CUDA graph, for which CUDA may wait for an idle device. One that waits for masks is not.
+        """
+        return 2 if self._in_place else 1
+
     def lower(
         self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool, bound: bool = False
     ) -> Lowered | KeptProgram:
@@ -386,6 +393,7 @@ def _jit_steps(
     return (step, forward, sample_part), tuple(leaves)
 
 
-@jax.jit
+# Not as a CUDA graph: that would be written anew each time, as results go to new addresses.
+@functools.partial(jax.jit, compiler_options={"xla_gpu_graph_min_graph_size": 1 << 20})
 def _copied[T](values: T) -> T:
     return jax.tree.map(jnp.copy, values)

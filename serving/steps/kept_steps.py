@@ -41,6 +41,9 @@ _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that 
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
 
+KernelChoices = dict[str, list[dict[str, Any]]]  # as dispatch.table gives them
+
+
 class NotKept(LookupError):
     """There is no file of a step that this process is to read, not to make."""
 
@@ -67,6 +70,7 @@ class KeptJit:
         self._jitted, self._steps, self._identity = jitted, steps, identity
         # By static arguments, then by what the others look like.
         self._made: dict[tuple[Any, ...], dict[tuple[Any, ...], KeptProgram]] = {}
+        self._choices: dict[str, KernelChoices] = {}  # by key: jax traces a program once
 
     def lower(self, *arguments: Any, **static: Any) -> "KeptProgram":
         """Return the program for these arguments; its `compile` reads it where it is kept."""
@@ -76,10 +80,17 @@ class KeptJit:
         kinds = [(a.shape, str(a.dtype), getattr(a, "weak_type", False)) for a in leaves]
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
-        lower = functools.partial(self._jitted.lower, *arguments, **static)
+        lower = functools.partial(self._lower, key, *arguments, **static)
         program = KeptProgram(lower, self._steps, key)
         self._made.setdefault(called, {})[_shapes(given)] = program
         return program
+
+    def _lower(self, key: str, *arguments: Any, **static: Any) -> tuple[Lowered, KernelChoices]:
+        """Return a program, ready to compile, and the kernels that its own trace chose."""
+        with dispatch.noted() as choices:
+            lowered = self._jitted.lower(*arguments, **static)
+        chosen = self._choices[key] = choices.table() or self._choices.get(key, {})
+        return lowered, chosen
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         *given, trees = arguments
@@ -99,7 +110,9 @@ def _shapes(given: list[Any]) -> tuple[Any, ...]:
 class KeptProgram:
     """A program that is read from its file, or lowered, compiled and written to it."""
 
-    def __init__(self, lower: Callable[[], Lowered], steps: KeptSteps, key: str):
+    def __init__(
+        self, lower: Callable[[], tuple[Lowered, KernelChoices]], steps: KeptSteps, key: str
+    ):
         self._steps, self._key = steps, key
         used.append(key)
         self._ahead = _AHEAD.pop(key, None)
@@ -152,18 +165,18 @@ class KeptProgram:
 
     def _compile(self) -> Compiled:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
-        lowered, programs = self._lowered or self._lower(), self._steps.programs
+        (lowered, choices), programs = self._lowered or self._lower(), self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
         with programs.watched() as was_read, reading:
             compiled = lowered.compile()
         if not was_read():
-            self._keep(compiled)
+            self._keep(compiled, choices)
         return compiled
 
-    def _keep(self, compiled: Compiled) -> None:
+    def _keep(self, compiled: Compiled, choices: KernelChoices) -> None:
         try:
             program = serialize_executable.serialize(compiled)
-            self._steps.files.put(self._key, pickle.dumps((dispatch.table(), program)))
+            self._steps.files.put(self._key, pickle.dumps((choices, program)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
 

@@ -6,7 +6,6 @@ device idle while masks are made, nor has the host a second program to send.
 """
 
 import logging
-import os
 from typing import Protocol
 
 import jax
@@ -19,7 +18,6 @@ from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_m
 
 logger = logging.getLogger(__name__)
 
-ENV = "LORA_JAX_MASK_BOARD"  # 1: steps wait; no GPU has run them yet
 _MOST = 2**31 - 1
 
 
@@ -79,18 +77,16 @@ class MaskBoard:
 
 
 def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
-    """Return a board for steps on the default device; None where programs do not wait for one.
+    """Return a board for steps on the default device; None where programs cannot wait for one.
 
-    Where it was asked for and cannot be had, the log says why.
+    On a GPU the log says why not.
     """
-    if os.environ.get(ENV) != "1":
+    if jax.default_backend() != "gpu":
         return None
     count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
     try:
-        if (backend := jax.default_backend()) != "gpu":
-            raise dispatch.Declined(f"the device is a {backend}, not a GPU")
         board = dispatch.backend_kernel("cuda", "HostBoard")(count)
     except NotImplementedError as error:  # Declined too
-        logger.warning("Steps do not wait for masks, in spite of %s=1: %s", ENV, error)
+        logger.info("Steps with token masks are two programs: %s", error)
         return None
     return MaskBoard(board, sizes, vocab_size)

@@ -1,10 +1,10 @@
 """Runs the scheduler's plans: owns weights, KV pages, sequence rows and adapter slots.
 
-One compiled program per token bucket; where the adapters' kernels cost time even when no row has an
-adapter, one more for decode steps without LoRA. A step is dispatched without waiting; its results
-are read when the next one is on its way. A step in which a grammar binds a row waits on the device
-for the masks that are posted after its dispatch. Where no step can wait, it has two programs:
-`forward` goes out like any step, and `sample` follows when the host knows which tokens may come.
+One compiled program per token bucket; where kernels of adapters cost time without one, one more for
+decode steps without LoRA. A step is dispatched without waiting; its results are read when the next
+one is on its way. A step that a grammar binds waits on the device for the masks, which are posted
+later. Where no step can wait, it is two programs: `forward` goes out like any step, and `sample`
+follows when the host knows which tokens may come.
 """
 
 import functools
@@ -87,17 +87,17 @@ class ModelRunner:
         board: MaskBoard | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
-        before a request's min_tokens. With `reroute_tables` int32 [moe_layers, esft_slots,
-        experts] the model's experts lie in expert tensors. With `link` the experts' part of the
-        adapters comes from a LoRA Server. `compile_base_only_steps` compiles decode steps once more
-        without LoRA, for batches in which nothing asks for it, `structured_outputs` steps whose
-        rows may be masked. With `split` the model and `slots` lie on its devices, and `kv_shape` is
-        of all heads. `encoder` is that of a model that takes images. With `merged`
-        steps may take those weights, with `mixture` steps whose rows have other adapters too.
-        `bringing` are the slots whose adapters have more than LoRA; the caller changes it. `tell`
-        is given every StepInput and SampleInput before it is done, for the runners of other
-        processes to `follow`. `kept` are compiled steps of earlier processes, `pooled` KV pages of
-        a pool, whose rows `slots` then has. With `board` steps wait for masks.
+        before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
+        tensors, with `link` the experts' part of adapters comes from a LoRA Server.
+        `compile_base_only_steps` compiles decode steps once more without LoRA, for batches that
+        have none, `structured_outputs` steps whose rows may be masked. With `split` the model and
+        `slots` lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model
+        that takes images. With `merged` steps may take those weights, with `mixture` steps whose
+        rows have other adapters too. `bringing` are the slots whose adapters have more than LoRA;
+        the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
+        for the runners of other processes to `follow`. `kept` are compiled steps of earlier
+        processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
+        for masks.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._compile_base_only_steps = compile_base_only_steps and slots is not None
@@ -129,8 +129,8 @@ class ModelRunner:
             where = (self._step.sharding, split)
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
-        self._place, self.encoder = place, encoder
-        self.merged, self._mixture, self._bringing = merged, mixture, bringing
+        self._place, self.encoder, self.merged = place, encoder, merged
+        self._mixture, self._bringing = mixture, bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
@@ -148,8 +148,8 @@ class ModelRunner:
     ) -> None:
         """Compile every program and run it on nothing; no later step compiles.
 
-        `compiled` is called before the first one runs. Where kept programs are read lazily and all
-        are kept, only the first one is there, and run: `run_cold` runs the others.
+        `compiled` is called before the first one runs. If all are kept and may be read lazily, only
+        the first one is run here; `run_cold` runs the others.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -168,22 +168,21 @@ class ModelRunner:
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
         if self._step.lazy and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
-            jax.block_until_ready(self._run(table, self.programs[0]))
+            _read(self._run(table, self.programs[0]))
             self._cold = list(zip(self.programs, programs, strict=False))[1:]
             return
         compile_all(programs, names, progress=progress)
         compiled()
-        for program in self.programs:
-            jax.block_until_ready(self._run(table, program))
-        for program in self.two_part_programs:
-            forwarded, status = self._run_forward(table, program)
-            sampled = self._run_sample(forwarded, self.new_masks().packed, program.bucket)
-            jax.block_until_ready((sampled, status))
+        for program in self.programs * self._step.num_warm_runs:
+            _read(self._run(table, program))
+        for program in self.two_part_programs * self._step.num_warm_runs:
+            logits, _ = self._run_forward(table, program)
+            _read(self._run_sample(logits, self.new_masks().packed, program.bucket))
 
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
         if (program := take_read(self._cold)) is not None:
-            jax.block_until_ready(self._run(self._inputs.empty_table(), program))
+            _read(self._run(self._inputs.empty_table(), program))
         return bool(self._cold)
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
@@ -202,20 +201,21 @@ class ModelRunner:
         """Every step that is one program."""
         kinds = [(True, False)]
         if self.merged is not None:
-            kinds += [(False, True), (True, True)] if self._mixture else [(False, True)]
+            kinds += [(False, True), (True, True)][: 1 + self._mixture]
         programs = programs_of(kinds, self._variants, self.buckets)
         programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
         return (*programs, *(() if self.board is None else self._bound_programs))
 
     @property
     def bound_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps with masks; they have LoRA.
+        """The token buckets of steps with masks, which have LoRA: few, as they take long to make.
 
-        One for decode steps and one for others: more would take long to compile.
+        One for decode steps, one for others; with a board also the smallest, for few rows.
         """
         if not self._structured:
             return ()
-        return tuple(dict.fromkeys((self._decode_bucket, self.buckets[-1])))
+        few = () if self.board is None else self.buckets[:1]
+        return tuple(dict.fromkeys((*few, self._decode_bucket, self.buckets[-1])))
 
     @property
     def two_part_programs(self) -> tuple[Program, ...]:
@@ -224,7 +224,7 @@ class ModelRunner:
 
     @property
     def _bound_programs(self) -> tuple[Program, ...]:
-        kinds = [(True, False)] if self.merged is None else [(True, False), (True, True)]
+        kinds = [(True, False), (True, True)][: 1 + (self.merged is not None)]
         return tuple(programs_of(kinds, self._variants, self.bound_buckets, bound=True))
 
     @property
@@ -250,8 +250,8 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
-        A chunk's input tokens that the host has not seen are those the steps in flight sample. With
-        a board the masks of a bound step must be posted next; until then nothing may wait for it.
+        Tokens that the host has not seen are those the steps in flight sample. With a board a bound
+        step's masks must be posted next; until then nothing may wait for it.
         """
         bound = (board := self.board if plan.is_bound else None) is not None
         bucket = self._bucket(plan, self.bound_buckets if bound else self.buckets)
@@ -264,10 +264,7 @@ class ModelRunner:
         return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status, number)
 
     def forward(self, plan: StepPlan) -> HeldStep:
-        """Send the forward part of a step to the device; `sample` must follow before other steps.
-
-        Masks may be made meanwhile.
-        """
+        """Send a step's forward part to the device; `sample` must follow before other steps."""
         bucket, brings = self._bucket(plan, self.bound_buckets), self._brings(plan)
         program = Program(bucket, merged=plan.merged is not None, brings=brings, bound=True)
         table = self._prepared(plan, program, in_parts=True)
@@ -301,8 +298,7 @@ class ModelRunner:
 
     def _prepared(self, plan: StepPlan, program: Program, *, in_parts: bool = False) -> np.ndarray:
         """Write what a step needs to the device; return its table."""
-        step_input = self._inputs.make(plan, program, in_parts=in_parts)
-        self._tell(step_input)
+        self._tell(step_input := self._inputs.make(plan, program, in_parts=in_parts))
         self._write(step_input)
         if self.encoder is not None:
             for sequence in plan.admitted:
@@ -329,15 +325,14 @@ class ModelRunner:
         A token_id of INVALID_TOKEN means that the logits of a row or a head were not finite. Raises
         RuntimeError when the devices of a split have lost each other.
         """
-        arrays = HostArrays(step)
+        arrays, chunks = HostArrays(step), zip(step.plan.chunks, step.first_rows, strict=True)
         self._check()
-        chunks = zip(step.plan.chunks, step.first_rows, strict=True)
         return [arrays.result(chunk, first) for chunk, first in chunks]
 
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
-        if self.board is not None:
-            self.board.give_up()  # a loop that has failed has not posted them
+        if self.board is not None:  # a loop that has failed has not posted masks
+            self.board.give_up()
         jax.block_until_ready((self._cache, self._state))
         if self.encoder is not None:
             self.encoder.wait()
@@ -398,3 +393,8 @@ class ModelRunner:
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
         return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)
+
+
+def _read(results: Any) -> None:
+    """Bring results of a step to the host, as any step does, so that none is the first."""
+    jax.device_get(jax.tree.leaves(results))

@@ -19,7 +19,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.all_gather import all_gather, all_to_all, gather_group
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.dense_matmul import dense_matmul
-    from cuda_backend.grouped_matmul import gated_matmul, grouped_matmul
+    from cuda_backend.grouped_matmul import gated_matmul, grouped_matmul, joined_matmul
     from cuda_backend.host_board import HostBoard
     from cuda_backend.image_attention import turned_attention
     from cuda_backend.keep_likely import keep_likely
@@ -31,7 +31,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.reroute import adapter_items, reroute, row_map
     from cuda_backend.rms_norm import rms_norm
 
-    linear = (dense_matmul, gated_matmul, grouped_matmul, lora_gemm)
+    linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul, lora_gemm)
     exchanges = (all_gather, all_to_all, gather_group)
     attention = (paged_attention, turned_attention)
     merges = (merge, merge_writer)

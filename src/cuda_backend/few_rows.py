@@ -29,9 +29,9 @@ FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
 SCALE_BYTES = {FLOAT8: 4, INTEGER: 2, E2M1: 2, TABLE: 4}
 MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
-TILE_ROWS = 16
-DENSE_COLUMNS = 64  # of d_out in a tile of one matrix
-SLOTS = 3 * 132  # CTAs of such tiles on an H100's or H200's SMs
+FEWEST_TILE_ROWS, MOST_MATRICES = 8, 3  # of a launch
+DENSE_ROWS, DENSE_COLUMNS = 32, 64  # of a tile of one group's matrices
+SLOTS = 2 * 132  # CTAs of such tiles on an H100's or H200's SMs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,36 +44,85 @@ class Form:
     table: tuple[float, ...] = (0.0,) * 16  # of TABLE
 
 
-def product(
+Addend = Float[Array, "rows d_out"] | None
+
+
+def products(
     x: Float[Array, "rows d_in"],
     weights: tuple[Weight, ...],
+    biases: tuple[Float[Array, "groups d_out"] | None, ...],
+    addends: tuple[Addend, ...],
     group_sizes: Int[Array, "groups"],
-    bias: Float[Array, "groups d_out"] | None,
-    addends: tuple[Float[Array, "rows d_out"] | None, ...],
+    likely_groups: int | None,
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return each weight's product; several weights are of one group."""
+    widths = [w.shape[1] for w in weights]
+    form = _checked(x, weights, widths, likely_groups)
+    return _call(form, x, weights, biases, addends, group_sizes, widths, gated=False)
+
+
+def gated_product(
+    x: Float[Array, "rows d_in"],
+    weights: tuple[Weight, Weight],
+    addends: tuple[Addend, Addend],
+    group_sizes: Int[Array, "groups"],
     likely_groups: int | None,
 ) -> Float[Array, "rows d_out"]:
-    """Return the product, or with two weights silu of the first product times the second."""
-    (rows, d_in), (groups, d_out, _) = x.shape, weights[0].shape
-    form = form_of(weights)
-    check_support(form, rows, groups, d_out, d_in, likely_groups)
+    """Return silu of the first weight's product times the second's."""
+    width = weights[0].shape[1]
+    form = _checked(x, weights, [width], likely_groups)
     if len({addend is None for addend in addends}) > 1:
         raise Declined("cuda gated_matmul takes both addends or none")
+    none = (None, None)
+    return _call(form, x, weights, none, addends, group_sizes, [width], gated=True)[0]
+
+
+def _checked(
+    x: Array, weights: tuple[Weight, ...], widths: list[int], likely_groups: int | None
+) -> Form:
+    """Return the form of some weights, or raise Declined."""
+    if len(weights) > MOST_MATRICES:
+        raise Declined(f"cuda joined_matmul takes up to {MOST_MATRICES} maps, not {len(weights)}")
+    form, (rows, d_in) = form_of(weights), x.shape
+    check_support(form, rows, weights[0].shape[0], widths, d_in, likely_groups)
+    return form
+
+
+def _call(
+    form: Form,
+    x: Array,
+    weights: tuple[Weight, ...],
+    biases: tuple[Array | None, ...],
+    addends: tuple[Array | None, ...],
+    group_sizes: Array,
+    widths: list[int],
+    *,
+    gated: bool,
+) -> tuple[Array, ...]:
+    """Return the kernel's results, one of each width."""
     ffi.require()
     none = jnp.zeros((0,), jnp.bfloat16)
     stored, scales = zip(*(parts(w) for w in weights), strict=True)
-    two = tuple(a[i] if i < len(a) else none for a in (stored, scales) for i in range(2))
-    added = tuple(none if a is None else a for a in (*addends, None)[:2])
-    call = jax.ffi.ffi_call("lora_jax_cuda_few_rows", jax.ShapeDtypeStruct((rows, d_out), x.dtype))
+
+    def filled(arrays: tuple[Array | None, ...], count: int = MOST_MATRICES) -> list[Array]:
+        given = [none if a is None else a for a in arrays[:count]]
+        return given + [none] * (count - len(given))
+
+    shapes = [(x.shape[0], width) for width in widths] + [(0,)] * (MOST_MATRICES - len(widths))
+    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
     attributes = {"coding": form.coding, "scale_columns": form.scale_columns, "first": form.first}
-    return call(
+    found = jax.ffi.ffi_call("lora_jax_cuda_few_rows", results)(
         x,
         group_sizes,
-        *two,
-        none if bias is None else bias,
-        *added,
+        *filled(stored),
+        *filled(scales),
+        *filled(biases),
+        *filled(addends, 2),
+        gated=gated,
         **{name: np.int32(value) for name, value in attributes.items()},
         table=np.array(form.table, np.float32),
     )
+    return tuple(found[: len(widths)])
 
 
 def parts(w: Weight) -> tuple[Array, Array]:
@@ -119,37 +168,37 @@ def _form_of(w: Weight) -> Form:
 
 
 def check_support(
-    form: Form, rows: int, groups: int, d_out: int, d_in: int, likely_groups: int | None
+    form: Form, rows: int, groups: int, widths: list[int], d_in: int, likely_groups: int | None
 ) -> None:
     """Raise Declined, saying why, for what the kernel does not serve, or is not the faster for."""
     likely = min(groups, likely_groups or groups)
     if groups == 1:
-        _check_dense(rows, d_out)
+        _check_dense(rows, widths)
     elif rows < 1 or rows > likely * MOST_ROWS:
         raise Declined(
             f"cuda grouped_matmul takes up to {MOST_ROWS} rows for each of {likely} groups, "
             f"not {rows}"
         )
-    if min(groups, rows) + rows // TILE_ROWS > MOST_WORKS:
+    if min(groups, rows) + rows // FEWEST_TILE_ROWS > MOST_WORKS:
         raise Declined(
-            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {TILE_ROWS} rows, "
+            f"cuda grouped_matmul takes up to {MOST_WORKS} blocks of {FEWEST_TILE_ROWS} rows, "
             f"not {rows} rows in {groups} groups"
         )
-    if d_in % 64 or d_in == 0 or d_out % 8 or d_out == 0:
+    if d_in % 64 or d_in == 0 or any(width % 8 or width == 0 for width in widths):
         raise Declined(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "
-            f"and {d_out}"
+            f"and {', '.join(map(str, widths))}"
         )
     _check_scales(form.coding, form.scale_columns, d_in)
 
 
-def _check_dense(rows: int, d_out: int) -> None:
-    """Raise Declined unless all tiles of one matrix are on the SMs at a time."""
-    tiles = -(-rows // TILE_ROWS) * -(-d_out // DENSE_COLUMNS)
+def _check_dense(rows: int, widths: list[int]) -> None:
+    """Raise Declined unless all tiles of one group's matrices are on the SMs at a time."""
+    tiles = -(-rows // DENSE_ROWS) * sum(-(-width // DENSE_COLUMNS) for width in widths)
     if not 1 <= tiles <= SLOTS:
         raise Declined(
             f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "
-            f"{tiles} of {rows} rows by {d_out}"
+            f"{tiles} of {rows} rows by {', '.join(map(str, widths))}"
         )
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from cuda_backend import few_rows, ffi
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul import QUANTISED, composed
-from lora_jax.ops.grouped_matmul.weights import Weight
+from lora_jax.ops.grouped_matmul.weights import Matrix, Weight
 from lora_jax.typing import Array, Float, Int
 
 VECTOR = 4  # values of d_in that are read at once
@@ -42,7 +42,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """Same result as lora_jax.ops.grouped_matmul."""
     if x.dtype == jnp.bfloat16:
-        return few_rows.product(x, (w,), group_sizes, bias, (addend,), likely_groups)
+        operands = (w,), (bias,), (addend,)
+        return few_rows.products(x, *operands, group_sizes, likely_groups)[0]
     return composed.grouped_matmul(in_float32, x, w, group_sizes, bias, addend)
 
 
@@ -59,8 +60,23 @@ def gated_matmul(
     """Same result as lora_jax.ops.gated_matmul."""
     if x.dtype == jnp.bfloat16:
         pair, addends = (w_gate, w_up), (gate_addend, up_addend)
-        return few_rows.product(x, pair, group_sizes, None, addends, likely_groups)
+        return few_rows.gated_product(x, pair, addends, group_sizes, likely_groups)
     return composed.gated_matmul(in_float32, x, w_gate, w_up, group_sizes, gate_addend, up_addend)
+
+
+def joined_matmul(
+    x: Float[Array, "rows d_in"],
+    ws: tuple[Matrix, ...],
+    num_rows: Int[Array, ""],
+    biases: tuple[Float[Array, "d_out"] | None, ...],
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Same result as lora_jax.ops.grouped_matmul.joined_matmul, by one launch."""
+    if x.dtype != jnp.bfloat16:
+        raise Declined(f"cuda joined_matmul takes bfloat16, not {x.dtype}")
+    weights = tuple(w[None] for w in ws)
+    added = tuple(None if bias is None else bias[None] for bias in biases)
+    none = (None,) * len(ws)
+    return few_rows.products(x, weights, added, none, num_rows.reshape(1), None)
 
 
 def in_float32(

@@ -29,6 +29,8 @@ MAX_MODULES = 4  # of one launch
 # run of one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
 SEGMENT_RANKS, SEGMENT_ROWS, FEW_ITEMS = range(17, 33), 16, 66
 
+NO_TILES = np.zeros((0, lora_tiles.RECORD), np.int32), np.zeros(4, np.int32)  # one constant each
+
 # One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of
 # a launch is None, or all are: then nothing is added to, and rows without an adapter are zeros.
 Module = tuple[Array | None, Array, Array]
@@ -47,18 +49,17 @@ class CudaWorkList:
     shrinks_tiles: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
-    def arrays(self) -> tuple[Array, ...]:
+    def arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that shrinks and expands."""
         return self.tiled_arrays if self.shrinks_tiles else self.untiled_arrays
 
     @property
-    def untiled_arrays(self) -> tuple[Array, ...]:
+    def untiled_arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that handles all rows as items."""
-        none = jnp.zeros((0, lora_tiles.RECORD), jnp.int32), jnp.zeros((4,), jnp.int32)
-        return self.order, self.items, self.num_items, *none
+        return self.order, self.items, self.num_items, *NO_TILES
 
     @property
-    def tiled_arrays(self) -> tuple[Array, ...]:
+    def tiled_arrays(self) -> tuple[Array | np.ndarray, ...]:
         """Arguments of a launch that shrinks or expands alone: one kernel has items and tiles."""
         if self.tiles is None:
             return self.untiled_arrays

@@ -72,6 +72,27 @@ def test_refused_by_name(original, tmp_path, capsys):
     assert "There is no folder" in capsys.readouterr().err
 
 
+def test_weights_that_cannot_be_encoded_are_refused_by_name(original, tmp_path):
+    tensors = load_file(original / "a.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name][0, 0] = np.inf
+    save_file(tensors, original / "a.safetensors")
+    with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
+        quantize(original, "fp8", tmp_path / "out")
+
+
+def test_a_model_of_narrow_maps_is_refused(tmp_path):
+    config = MOE | {"hidden_size": 96, "moe_intermediate_size": 96}
+    config |= {"num_attention_heads": 3, "num_key_value_heads": 1}
+    tensors = plain_tensors(config, np.random.default_rng(0))
+    for name, shape in maps_of(config).items():
+        tensors[f"{name}.weight"] = np.zeros(shape, np.float32)
+    save_file(tensors, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has columns in multiples of \d+, which nf4 needs"):
+        quantize(tmp_path, "nf4", tmp_path / "out")
+
+
 def test_fused_experts_are_refused_by_name(original, tmp_path):
     folder = tmp_path / "fused"
     folder.mkdir()

@@ -137,6 +137,13 @@ VISION_REFUSED = [
     ("llava", {"vision_feature_layer": -1}, "vision_feature_layer"),
     ("llava", {"text_config": BASE | {"model_type": "mistral"}}, "model_type 'mistral'"),
     ("llava", {"vision_config": CLIP | {"model_type": "siglip_vision_model"}}, "siglip"),
+    ("llava", {"multimodal_projector_bias": False}, "a projector without biases"),
+    ("llava", {"vision_config": CLIP | {"image_size": 100}}, "image_size 100 is no multiple of 14"),
+    (
+        "qwen2_5_vl",
+        {"vision_config": QWEN25_TOWER | {"window_size": 20}},
+        "window_size 20 is less than a cell of 28",
+    ),
 ]
 
 
@@ -144,6 +151,17 @@ VISION_REFUSED = [
 def test_towers_that_are_not_done_are_refused_by_name(model_type, changes, message):
     with pytest.raises(ValueError, match=message):
         from_hf({"model_type": model_type, **VISION_DIALECTS[model_type][0], **changes})
+
+
+def test_parts_that_a_model_needs_and_lacks_are_named():
+    config = from_hf({"model_type": "llama", **BASE})
+    for part, why in (
+        ("experts", "llama needs experts"),
+        ("latent", "llama needs latent attention"),
+        ("tower", "llama needs a vision tower"),
+    ):
+        with pytest.raises(ValueError, match=f"{why}, and its config has none"):
+            getattr(config, part)
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "internvl", "qwen2_vl", "llava_next"])

@@ -1,10 +1,11 @@
 """The split of a model: which axis of a weight lies on which device."""
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lora_jax.sharding import AXIS, Split, has_split_inputs, make_mesh, weight_sharding
+from lora_jax.sharding import AXIS, Split, has_split_inputs, make_mesh, put, weight_sharding
 
 
 def test_mesh_of_the_first_devices_or_of_given_ones():
@@ -79,3 +80,17 @@ def test_what_is_wrong_is_named():
         weight_sharding(("heads",), (4, 4), split)
     with pytest.raises(ValueError, match="'pp'"):
         Split(make_mesh(2), "pp")
+
+
+def test_of_several_processes_each_puts_its_own_part(monkeypatch):
+    """jax.device_put would compare the values among all processes."""
+    mesh = make_mesh(2)
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    monkeypatch.setattr(NamedSharding, "is_fully_addressable", property(lambda self: False))
+    values = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [np.arange(4)]}
+    placed = put(values, sharding)
+    monkeypatch.undo()
+    assert jax.tree.structure(placed) == jax.tree.structure(values)
+    for got, want in zip(jax.tree.leaves(placed), jax.tree.leaves(values), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), want)
+        assert [len(shard.data) for shard in got.addressable_shards] == [len(want) // 2] * 2

@@ -13,7 +13,7 @@ from flax import nnx
 from lora_jax.nn.gains import add_gains
 from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
-from lora_jax.ops.grouped_matmul import matmul, silu_times
+from lora_jax.ops.grouped_matmul import joined_matmul, matmul, silu_times
 from lora_jax.ops.layer_norm import layer_norm
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
 from lora_jax.sharding import Split, has_split_inputs
@@ -109,9 +109,8 @@ def apply_local(
     exchange = routing.exchange(modules, layer)
     if exchange is not None:
         x = exchange.push(x)
-    biases = (None if m.bias is None else m.bias[...] for m in maps)
-    pairs = zip(maps, biases, strict=True)
-    ys = tuple(matmul(x, m.weight[...], routing.num_rows, bias) for m, bias in pairs)
+    biases = [None if m.bias is None else m.bias[...] for m in maps]
+    ys = joined_matmul(x, [m.weight[...] for m in maps], routing.num_rows, biases)
     if exchange is not None:
         ys = exchange.wait_add(ys, x)
         if not routing.has_local:

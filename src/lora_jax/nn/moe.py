@@ -17,6 +17,7 @@ from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
+from lora_jax.ops.lowered_once import in_layers
 from lora_jax.ops.reroute import RowMap, reroute, row_map
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
@@ -307,6 +308,7 @@ def own_tables(
     return jnp.where(local < experts, local - first, local - (experts - num_own))
 
 
+@in_layers
 def combine(
     rows: Float[Array, "rows hidden"], weights: Float[Array, "tokens k"]
 ) -> Float[Array, "tokens hidden"]:

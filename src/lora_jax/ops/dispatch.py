@@ -13,6 +13,7 @@ kernels; `LORA_JAX_MARCH` is the CPU that C++ kernels are compiled for, as `g++ 
 other module of ops reads the environment.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -20,7 +21,8 @@ import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,7 @@ def requested(implementation: str | None = None) -> str | None:
 
 # Which implementation serves an op is a fact of the process, as its devices are.
 _CHOICES = Choices()
+_NOTED: ContextVar[Choices | None] = ContextVar("noted", default=None)  # see noted
 
 
 def table() -> dict[str, list[dict[str, Any]]]:
@@ -154,8 +157,23 @@ def remember(choices: Mapping[str, list[dict[str, Any]]]) -> None:
             _record(op, Choice(**outcome))
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[Choices]:
+    """Note the outcomes of what this thread traces meanwhile: those of one program.
+
+    What jax has traced before, it does not trace again, and nothing is noted.
+    """
+    token = _NOTED.set(choices := Choices())
+    try:
+        yield choices
+    finally:
+        _NOTED.reset(token)
+
+
 def _record(op: str, choice: Choice) -> None:
     """Record an outcome; log a new one: which implementation serves, and why others declined."""
+    if (program := _NOTED.get()) is not None:
+        program.add(op, choice)
     if not _CHOICES.add(op, choice):
         return
     if not choice.declined:

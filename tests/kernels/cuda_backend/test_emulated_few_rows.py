@@ -50,7 +50,18 @@ def drawn(name: str, d_out: int, d_in: int, seed: int, largest=0.25, groups=6) -
     return stored, scales, (values * wide).astype(BF16).astype(np.float32)
 
 
-def run(library, name, x, weights, d_out, bias=None, addends=(None, None), group_sizes=SIZES):
+def run(
+    library,
+    name,
+    x,
+    weights,
+    d_out,
+    bias=None,
+    addends=(None, None),
+    group_sizes=SIZES,
+    second=None,
+):
+    """Return the product; with two weights the gated one, or `second` becomes the other's."""
     coding, *_, table = CODINGS[name]
     y = np.full((len(x), d_out), np.nan, BF16)
     (gate, gate_scales, _), *others = weights
@@ -62,7 +73,7 @@ def run(library, name, x, weights, d_out, bias=None, addends=(None, None), group
     wide = addends[0] is not None and addends[0].dtype == np.float32
     counts = np.array(group_sizes, np.int32)
     args = (x, gate, up, gate_scales, up_scales, packed, counts, bias, *addends)
-    call(library.few_rows, *args, int(wide), y, shape, coding)
+    call(library.few_rows, *args, int(wide), y, second, int(second is None), shape, coding)
     return y
 
 
@@ -122,3 +133,15 @@ def test_one_group_matches_float32(library, name):
     got = run(library, name, x, weights, d_out, group_sizes=sizes)
     want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
     np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])
+
+
+def test_two_matrices_in_one_launch(library):
+    """As q and k; each has the bits that it has alone."""
+    library.emulate(2, 5)
+    d_out, d_in = 136, 512
+    x = np.random.default_rng(0).standard_normal((ROWS, d_in)).astype(BF16)
+    weights = [drawn("int4", d_out, d_in, seed) for seed in (1, 2)]
+    second = np.full((ROWS, d_out), np.nan, BF16)
+    first = run(library, "int4", x, weights, d_out, second=second)
+    for got, w in zip((first, second), weights, strict=True):
+        np.testing.assert_array_equal(got, run(library, "int4", x, [w], d_out))

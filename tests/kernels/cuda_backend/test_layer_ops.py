@@ -115,7 +115,7 @@ def test_heads_are_placed_as_the_composed_ones(shape):
         (lambda: rms_norm.check_norm(jnp.dtype(BF16), 16384), "not 16384"),
         (
             lambda: choose_experts.check_choice(dataclasses.replace(MOE, num_experts=1024)),
-            "not 8, 1024",
+            "a token, not 1024, 8",
         ),
         (lambda: choose_experts.check_choice(dataclasses.replace(MOE, topk_norm=2.0)), "norm 2.0"),
         (lambda: choose_experts.check_choice(dataclasses.replace(MOE, num_groups=8)), "8 groups"),

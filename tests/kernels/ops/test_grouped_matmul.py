@@ -10,7 +10,13 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import GroupedCase, grouped_case
 from lora_jax.ops.cpu import build
-from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, silu_times
+from lora_jax.ops.grouped_matmul import (
+    gated_matmul,
+    grouped_matmul,
+    joined_matmul,
+    matmul,
+    silu_times,
+)
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
 # rows, groups, d_out, d_in: tiles, tails and blocks of K of every kind.
@@ -118,6 +124,18 @@ def test_matmul_is_one_group(implementation):
     num_rows = jnp.int32(9)
     got = matmul(case.x, case.w[0], num_rows, case.bias[0], implementation=implementation)
     np.testing.assert_allclose(np.asarray(got), oracle(case), **TOLERANCE["float32"])
+
+
+def test_several_maps_of_one_x_are_products_of_their_own():
+    rng = np.random.default_rng(2)
+    x = jnp.asarray(rng.normal(size=(5, 16)), jnp.float32)
+    weights = [jnp.asarray(rng.normal(size=(width, 16)), jnp.float32) for width in (8, 24)]
+    biases, count = [None, jnp.ones(24)], jnp.int32(4)
+    ys = joined_matmul(x, weights, count, biases)
+    for y, w, bias in zip(ys, weights, biases, strict=True):
+        np.testing.assert_array_equal(y, matmul(x, w, count, bias))
+    with pytest.raises(ValueError, match="2 weights, 1 biases"):
+        joined_matmul(x, weights, count, biases[:1])
 
 
 def addend_of(case: GroupedCase, dtype, seed: int) -> jax.Array:

@@ -176,6 +176,20 @@ def test_lowers_for_cuda_at_real_sizes(name):
     assert "setmaxnreg" not in launch.assembly
 
 
+def test_lowers_q_k_and_v_as_one_launch():
+    """Of 4096, 512 and 512 columns: each has descriptors of its own, the product is there once."""
+    bf16, shape = jnp.bfloat16, jax.ShapeDtypeStruct
+    weights = [shape((width, 2048), bf16) for width in (4096, 512, 512)]
+    call = lambda x, ws, n: pallas_gpu.joined_matmul(x, ws, n, [None] * 3, interpret=False)  # noqa: E731
+    arrays = shape((32, 2048), bf16), weights, shape((), jnp.int32)
+    (launch,) = launches(call, *arrays)
+    assert launch.grid in ((132, 1, 1), (264, 1, 1))
+    assert launch.assembly.count("wgmma.mma_async") == 4
+    of_each = 5  # a map's weights; ways out for a whole part, and for 4, 2 and 1 rows of one
+    assert launch.assembly.count("prefetch.tensormap") == 1 + 3 * of_each
+
+
+@pytest.mark.long
 def test_a_launch_whose_sums_fill_the_registers_shares_them_out():
     """As soon as a warpgroup has 128 x 128 sums; the one that copies gives its own away."""
     tight = GroupedMatmulConfig(columns=128, warpgroups=1, rows=128, stages=2, ctas=1)
@@ -368,3 +382,33 @@ def test_on_a_gpu_gate_and_up_have_the_bits_of_two_products(sizes, dtype):
         apart = functools.partial(composed.grouped_matmul, product)
         same = wide(jax.jit(apart)(case.x, case.w, args[3], None, a))
         np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.parametrize(
+    ("rows", "live", "widths", "config"),
+    [
+        (9, 7, (64, 128), SMALL),
+        pytest.param(70, 41, (192, 64, 128), WIDE, marks=pytest.mark.long),
+    ],
+)
+def test_maps_side_by_side_have_the_bits_of_each_alone(rows, live, widths, config):
+    """Tiles of unequal widths, of which a last one is not full; rows behind the real ones."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, 64)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.normal(size=(width, 64)), jnp.bfloat16) for width in widths]
+    with interpreted() as interpret:
+        options = {"config": config, "interpret": interpret}
+        ys = pallas_gpu.joined_matmul(x, weights, jnp.int32(live), [None] * len(widths), **options)
+        sizes = jnp.full(1, live, jnp.int32)
+        wants = [pallas_gpu.grouped_matmul(x, w[None], sizes, None, **options) for w in weights]
+        jax.block_until_ready((ys, wants))
+    for y, want in zip(ys, wants, strict=True):
+        np.testing.assert_array_equal(wide(y), wide(want))
+        assert not wide(y)[live:].any()
+
+
+def test_what_maps_side_by_side_do_not_take_is_declined_by_name():
+    x, w = jnp.zeros((200, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    for rows, bias in ((200, None), (8, jnp.zeros(64, jnp.bfloat16))):
+        with pytest.raises(NotImplementedError, match=f"no bias, not {rows} rows"):
+            pallas_gpu.joined_matmul(x[:rows], [w, w], jnp.int32(rows), [None, bias])

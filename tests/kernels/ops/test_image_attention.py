@@ -47,6 +47,46 @@ def test_matches_the_formula(count: int, implementation: str):
     np.testing.assert_allclose(got[real], want[real], atol=2e-6)
 
 
+def test_the_meaning_is_the_formula_in_float64():
+    q, k, v = draw(24)
+    valid = jnp.arange(24) % 7 != 2
+    got = jitted(q, k, v, valid, jnp.int32(24), scale=SCALE, implementation="reference")
+    real = np.asarray(valid)
+    np.testing.assert_allclose(np.asarray(got)[real], plain(q, k, v, valid)[real], atol=2e-6)
+    assert not np.asarray(got)[~real].any()
+
+
+def test_cudnn_is_given_cleared_heads_and_their_number(monkeypatch):
+    """Padding holds NaN, which times a weight of 0 is NaN."""
+    given = {}
+
+    def attention(q, k, v, **options):
+        given.update(options, q=q, k=k, v=v)
+        return v + jnp.bfloat16(1)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    q, k, v = (jnp.zeros((8, 2, 64), jnp.bfloat16).at[5:].set(jnp.nan) for _ in range(3))
+    valid = jnp.arange(8) < 5
+    got = cudnn.attend(q, k, v, valid, jnp.int32(5), SCALE, leading=True)
+    assert given["implementation"] == "cudnn"
+    assert (given["scale"], given["q"].shape) == (SCALE, (1, 8, 2, 64))
+    lengths = given["query_seq_lengths"], given["key_value_seq_lengths"]
+    assert [length.tolist() for length in lengths] == [[5], [5]]
+    assert all(np.isfinite(np.asarray(given[name], np.float32)).all() for name in "qkv")
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[:, 0, 0], [1.0] * 5 + [0.0] * 3)
+
+
+def test_cudnn_declines_what_it_does_not_take():
+    for dtype, dim, why in (
+        ("float32", 64, "bfloat16, not float32"),
+        ("bfloat16", 136, "heads to 128 in steps of 8, not 136"),
+        ("bfloat16", 72, "cannot run on cpu"),
+    ):
+        with pytest.raises(NotImplementedError, match=why):
+            cudnn.check_support(jnp.dtype(dtype), dim)
+
+
 def test_a_larger_bucket_gives_the_same_bits():
     q, k, v = draw(300)
     valid = jnp.ones(300, bool)

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from support.cases.kernel_calls import lora_kernel
 from support.doubles.tpu_interpreter import RaceError, interpreted
+from support.drivers.lowering import tpu_kernels
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import POPULARITIES, LoraCase, lora_case
@@ -149,6 +150,23 @@ def test_declines_what_it_cannot_serve():
         on_tpu(8)(y, x[:, :96], a_pool[:, :96], b_pool, *rest)
     with pytest.raises(NotImplementedError, match="bytes of VMEM"):
         on_tpu(50000)(y, x, a_pool, b_pool, *rest)
+
+
+def test_lowers_for_a_tpu_in_place_within_the_memory_that_it_asks_for():
+    """16384 columns of y at a time, then the other 2048; pools stay in HBM."""
+    rows, d_in, d_out, bf16, i32 = 64, 1024, 18432, jnp.bfloat16, jnp.int32
+    shapes = [((rows, d_out), bf16), ((rows, d_in), bf16), ((64, d_in), bf16), ((64, d_out), bf16)]
+    shapes += [((4, 5), i32), ((4,), jnp.float32), ((rows,), i32), ((rows,), i32)]
+    call = functools.partial(lora_kernel(pallas_tpu.lora_gemm), max_rank=16, interpret=False)
+    (kernel,) = tpu_kernels(call, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert kernel.name == "lora_gemm"
+    assert {f"hbm 64x{width}xbf16" for width in (d_in, d_out)} <= set(kernel.operands)
+    assert len(kernel.aliases) == 1
+    assert "vmem 64x16384xbf16" in (*kernel.operands, *kernel.scratch)
+    assert kernel.vmem_limit <= 128 << 20
+    assert kernel.operations["matmul"] >= 2
+    # Windows of A, and of B's part or last part, for the first item and for each next one.
+    assert kernel.operations["enqueue_dma"] == 2 * kernel.operations["wait_dma2"] > 0
 
 
 def test_the_interpreter_sees_a_race():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -80,3 +81,11 @@ def test_declines_what_it_cannot_serve(d_out, max_rank, why):
         pallas_tpu.merge(w, *pools, *rest, max_rank, interpret=True)
     with pytest.raises(NotImplementedError, match="runs on a TPU only"):
         merge(*case.arrays, max_rank=8, implementation="pallas_tpu")
+
+
+def test_declines_ranks_whose_windows_do_not_fit():
+    w, pool = (
+        jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 8192, 8192), (65536, 8192))
+    )
+    with pytest.raises(NotImplementedError, match=r"rank 60000 takes \d+ bytes of VMEM"):
+        inspect.unwrap(pallas_tpu._sizes)(w, pool, pool, 60000)

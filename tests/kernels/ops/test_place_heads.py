@@ -40,6 +40,25 @@ def test_portable_is_the_meaning(dtype, normed):
         np.testing.assert_allclose(*wide, **TOLERANCE[dtype])
 
 
+def test_the_meaning_is_the_formula_in_float64():
+    args = some_heads("float32", True)
+    q, k_pages, v_pages = place_heads(args, implementation="reference")
+    cos, sin = (np.asarray(a, np.float64)[:, None] for a in (args.cos, args.sin))
+
+    def turned(x, scale):
+        x = np.asarray(x, np.float64)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+        first, second = x[..., :8], x[..., 8:]
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+    np.testing.assert_allclose(q, turned(args.q, args.scales[0]), atol=1e-5)
+    k = turned(args.k, args.scales[1])
+    for pages, old, new in ((k_pages, args.k_pages, k), (v_pages, args.v_pages, args.v)):
+        want = np.array(old, np.float64).reshape(20, 2, 16)
+        want[17], want[3] = new[0], new[1]  # and nothing of the third, which is past the end
+        np.testing.assert_allclose(np.asarray(pages).reshape(20, 2, 16), want, atol=1e-5)
+
+
 def test_in_place_is_the_portable_way_on_pages_of_others():
     args = some_heads("bfloat16", True)
     want = [np.asarray(a, np.float32) for a in jax.jit(place_heads)(args)]

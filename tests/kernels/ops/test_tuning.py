@@ -1,9 +1,12 @@
 """The search finds the fastest tiling that runs, goes on where it stopped, and says its gain."""
 
+import contextlib
 import dataclasses
 import json
+import sys
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from lora_jax.ops.tuning import gain_over_fixed, search, tune
 from lora_jax.ops.tuning_programs import OPS, Shape, Tunable, find_tunable
 
 MATRICES = {"grouped_matmul": 1, "gated_matmul": 2}
+OCCUPY = tuning._occupy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +150,54 @@ def test_a_shape_at_which_nothing_runs_is_an_error():
         list(search(fake.tunable, [], fake, progress=False))
 
 
+def test_the_command_writes_a_table_for_each_op(tmp_path, monkeypatch, capsys):
+    fake = Fake([2, 4])
+    monkeypatch.setattr(tuning, "find_tunable", lambda op: fake.tunable)
+    monkeypatch.setattr(fake, "wait", lambda progress: setattr(fake, "waited", True))
+    kept = []
+
+    @contextlib.contextmanager
+    def programs(folder, processes):
+        kept.append((folder, processes))
+        yield fake
+
+    monkeypatch.setattr(tuning, "Programs", programs)
+    options = ["--out", str(tmp_path), "--programs", str(tmp_path / "kept"), "--processes", "3"]
+    monkeypatch.setattr(sys, "argv", ["tuning", "--op", "lora_gemm", *options])
+    tuning.main()
+    assert kept == [(tmp_path / "kept", 3)]
+    kind = tuning.device_folder(jax.devices()[0].device_kind)
+    written = json.loads((tmp_path / kind / "lora_gemm.json").read_text())
+    assert [entry["config"]["tile"] for entry in written["entries"]] == [2, 4]
+    assert (
+        f"lora_gemm: {gain_over_fixed(written['entries'])['gain']:.2f}x" in capsys.readouterr().out
+    )
+
+
+def test_arguments_without_values_are_random_numbers(monkeypatch):
+    """The same at every shape: programs are timed with them, and not compared."""
+    monkeypatch.setattr(tuning, "NUMBERS", 64)
+    monkeypatch.setattr(tuning, "_random_numbers", tuning._random_numbers.__wrapped__)
+    given = np.arange(3, dtype=np.int32)
+    shapes = [jax.ShapeDtypeStruct((2, n), jnp.bfloat16) for n in (3, 5)]
+    tunable = dataclasses.replace(Fake([]).tunable, arguments=lambda shape: (given, shapes))
+    kept, (narrow, wide) = tuning.random_arrays(tunable, {})
+    np.testing.assert_array_equal(kept, given)
+    assert (narrow.shape, wide.shape, wide.dtype) == ((2, 3), (2, 5), jnp.bfloat16)
+    np.testing.assert_array_equal(narrow.reshape(-1), wide.reshape(-1)[:6])
+    assert 0.5 < float(jnp.std(wide.astype(jnp.float32))) < 2
+
+
+def test_the_device_is_kept_busy_by_reads(monkeypatch):
+    monkeypatch.setattr(tuning, "READ_ROWS", 1)
+    tuning._much_to_read.cache_clear()
+    reads = []
+    monkeypatch.setattr(tuning, "_read", lambda much: reads.append(much.nbytes) or much[0, 0])
+    assert OCCUPY() == 0
+    assert reads == [2 << 20] * tuning.READS
+    tuning._much_to_read.cache_clear()
+
+
 def test_gain_is_over_the_best_tiling_for_all_shapes():
     def entry(best, **times):
         listed = [{"config": {"tile": tile}, "us": us} for tile, us in times.items()]
@@ -208,6 +260,31 @@ def test_programs_read_more_weights_than_a_cache_holds(op):
         layer = sum(w.size // shape["groups"] * used * 2 for w in sets[0])
         assert layer * len(sets) >= grouped.COLD_BYTES
         assert sizes.sum() == shape["rows"]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_program_has_its_launches_and_reads_other_weights_in_each(op, monkeypatch):
+    tunable = find_tunable(op)
+    shape = tunable.shapes[0]
+    config = next(iter(tunable.candidates(shape)))
+    xs, sets, table = tunable.arguments(shape)
+    asked = []
+
+    def launch(*args, config, **_):
+        weights = args[1] if op == "lora_gemm" else args[1:-1]
+        asked.append((weights, config))
+        return args[0]
+
+    module = lora if op == "lora_gemm" else grouped
+    monkeypatch.setattr(module.pallas_gpu, op, launch)
+    monkeypatch.setattr(module, "LoraBatch", lambda x, a, b, *_, **rest: (a, b), raising=False)
+    pools = [tuple(f"{part} of {n}" for part in range(len(some))) for n, some in enumerate(sets)]
+    made = tunable.program(shape, config)([np.zeros((1, 1))] * len(xs), pools, table)
+    assert len(made) == len(asked) == tunable.launches(shape)
+    assert {config for _, config in asked} == {config}
+    assert [got[: len(pools[0])] for got, _ in asked] == [
+        pools[n % len(pools)] for n in range(len(asked))
+    ]
 
 
 def test_launches_of_lora_read_rank_rows_of_their_own():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -57,6 +58,23 @@ def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypa
         program = programs.compile(op, shape, config)()
     (got,) = program(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
     np.testing.assert_array_equal(got, [1, 5, 9])
+
+
+def test_a_program_that_is_missing_is_made_beside_the_others(op, tmp_path, monkeypatch):
+    """Another process would know nothing of this test's op: a thread makes it."""
+    monkeypatch.setattr(
+        tuning_programs, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n)
+    )
+    shape = {"rows": 3}
+    with Programs(tmp_path / "kept", 1) as programs:
+        load = programs.compile(op, shape, Config(2))
+        spilled = programs.compile(op, shape, Config(4, spilled=8))
+        programs.wait(progress=False)
+        (got,) = load()(jnp.arange(3, dtype=jnp.float32), jnp.ones(1, jnp.float32))
+        with pytest.raises(Spills, match="spills 16 bytes"):
+            spilled()
+    np.testing.assert_array_equal(got, [1, 3, 5])
+    assert [f.name for f in (tmp_path / "kept").iterdir()] == [file_name(op, shape, Config(2))]
 
 
 def test_a_tiling_whose_registers_spill_is_no_program(op, tmp_path):

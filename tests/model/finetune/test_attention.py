@@ -8,7 +8,7 @@ from flax import nnx
 from support.drivers.model_driver import merged, random_model, random_sites
 
 from lora_jax.config import from_hf
-from lora_jax.finetune.attention import attend
+from lora_jax.finetune.attention import attend, softmax
 from lora_jax.finetune.lora_params import LoraDelta, Site
 from lora_jax.nn import rope
 
@@ -68,3 +68,14 @@ def test_another_kind_of_attention_is_refused():
     angles = rope.cos_sin(from_hf(CONFIG).rope, jnp.asarray(POSITIONS))
     with pytest.raises(ValueError, match="training does not support Strange"):
         attend(Strange(), jnp.asarray(X), angles, jnp.asarray(VISIBLE), None)
+
+
+def test_a_sink_takes_its_share_of_every_place():
+    logits = np.random.default_rng(0).normal(size=(1, 2, 1, 3, 3)).astype(np.float32)
+    sinks = np.array([[0.5], [-1.0]], np.float32)
+    powers = np.exp(logits)
+    want = powers / (powers.sum(-1, keepdims=True) + np.exp(sinks)[None, :, :, None, None])
+    got = softmax(jnp.asarray(logits), jnp.asarray(sinks))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    plain = softmax(jnp.asarray(logits), None)
+    np.testing.assert_allclose(plain, powers / powers.sum(-1, keepdims=True), rtol=1e-5)

@@ -2,8 +2,10 @@
 
 import gzip
 import json
+import random
 
 import pytest
+from support.cases.finetune_cases import write_domain
 
 from lora_jax.finetune import calls
 from lora_jax.finetune.esft_text import TASKS
@@ -56,3 +58,27 @@ def test_what_is_held_out_is_not_for_training(tmp_path):
     train = read_jsonl(tmp_path / "out" / "train.jsonl")
     assert len(heldout) > 0
     assert not {r.prompt for r in heldout} & {r.prompt for r in train[: len(said)]}
+
+
+def test_the_command_writes_both_parts(tmp_path):
+    days = [chr(0x4E00 + n) + chr(0x5E00 + 3 * n) for n in range(60)]
+    slots = [{"intent": "Weather-Query", "slots": {"day": day}} for day in days]
+    answers = [json.dumps(slot, ensure_ascii=False) for slot in slots]
+    pairs = [(f"请问{day}天气如何", answer) for day, answer in zip(days, answers, strict=True)]
+    write_domain(tmp_path, "intent", pairs)
+    calls.main(["--data", str(tmp_path), "--out", str(tmp_path / "made" / "out")])
+    heldout = read_jsonl(tmp_path / "made" / "out" / "heldout.jsonl")
+    train = read_jsonl(tmp_path / "made" / "out" / "train.jsonl")
+    assert 0 < len(heldout) < 20
+    assert len(train) > 60 - len(heldout)  # with calls whose values are others'
+
+
+def test_only_a_value_that_stands_once_and_in_one_argument_is_changed():
+    values = {"to": ["Rom"], "from": ["Oslo"], "n": ["7"]}
+    rng = random.Random(0)
+    twice = ("Berlin nach Berlin", "Travel", {"from": "Berlin", "to": "Berlin"})
+    number = ("zwei Karten", "Travel", {"n": 2, "other": "Karten"})
+    assert calls._with_others(twice, values, rng) is None
+    assert calls._with_others(number, values, rng) is None
+    once = ("nach Berlin", "Travel", {"to": "Berlin"})
+    assert calls._with_others(once, values, rng) == ("nach Rom", "Travel", {"to": "Rom"})

@@ -59,7 +59,7 @@ def test_a_layer_without_chosen_experts_is_left_out(model):
         ({2: (0,)}, "no layer 2: the model has 2"),
         ({0: (4,)}, r"layer 0 has experts 0 to 3, not \[4\]"),
         ({0: (1, 1)}, r"not \[1, 1\]"),
-        ({0: ()}, "nothing to train"),
+        ({0: ()}, "no expert is chosen: raise top_p"),
     ],
 )
 def test_a_selection_that_does_not_fit_is_refused(model, selection, message):

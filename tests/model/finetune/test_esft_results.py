@@ -16,7 +16,6 @@ DECIDING = {"gate-intent", "token-intent", "token-media"}
 ASSET = pathlib.Path(__file__).parents[3] / "assets" / "tiny-moe"
 
 
-@pytest.mark.long
 def test_the_command_adds_a_row_per_adapter_and_keeps_other_entries(tmp_path):
     folder = make_folder(tmp_path / "tiny", scale=5.0)
     make_esft(folder, "token-x", {0: (3, 1)}, 0)

@@ -1,7 +1,9 @@
 """Fusion packs as an oracle table says, for every table of four sets, and runs on images."""
 
 import argparse
+import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -127,3 +129,89 @@ def test_a_rollback_gives_back_the_bits(tmp_path, monkeypatch):
         assert (got.scores, got.heldout) == (want.scores, want.heldout)
         for name, pair in want.weights.lora.items():
             np.testing.assert_array_equal(got.weights.lora[name].b, pair.b)
+
+
+class Training:
+    """Stands for training and scoring: the sets of an adapter are bits of its bias."""
+
+    def __init__(self, order):
+        self.order, self.rows, self.specs = order, [], set()
+
+    def train(self, base, rows, spec, head, schedule, start=None):
+        import jax
+
+        from lora_jax.finetune.head import HeadParams
+        from lora_jax.finetune.lora_params import init_lora
+
+        assert head is None
+        self.rows.append(rows.num_rows)
+        self.specs.add((spec, schedule))
+        if start is None:
+            pairs = init_lora(spec, base.model.catalogue(base.model.config), 0)
+            start = HeadParams(
+                *map(jax.device_put, (np.zeros((1, 1), "f4"), np.zeros(1, "f4"))), pairs
+            )
+        sets = np.asarray(start.bias) + np.float32(2 ** (len(self.rows) - 1))
+        return dataclasses.replace(start, bias=jax.device_put(sets))
+
+    def score(self, base, params, spec, head, examples, rows):
+        """All but the last set get on with each other."""
+        asked = examples[0].prompt
+        together = float(params.bias[0]) not in (1.0, 2.0, 4.0, 8.0)
+        return 0.25 if together and asked == self.order[-1] else 0.75
+
+
+def test_the_command_writes_an_adapter_of_each_group_and_what_it_scored(
+    picture_folder, picture_data, tmp_path, monkeypatch, capsys
+):
+    from lora_jax.adapters import peft_format
+    from lora_jax.finetune.pictures import adapter
+
+    prompts = {"clothes": "Which clothes are these?", "digits": "Which digit is this?"}
+    prompts |= {"flags": "Which country has this flag?"}
+    order = fusion.shuffled(list(prompts), 3)
+    required = ["0.8" if name == order[2] else "0.5" for name in prompts]  # of one, too much
+    training = Training([prompts[name] for name in order])
+    monkeypatch.setattr(adapter, "train", training.train)
+    monkeypatch.setattr(adapter, "score", training.score)
+    monkeypatch.setattr(adapter, "with_cells", lambda model, rows, settings: rows)
+    monkeypatch.setattr(fusion, "TRAIN_EXAMPLES", 10)
+    monkeypatch.setattr(fusion, "HELDOUT", 4)
+    flags = ["--model", str(picture_folder), "--data", str(picture_data)]
+    flags += ["--out", str(tmp_path / "out")]
+    flags += ["--rank", "2", "--rehearsal", "0.3", "--seed", "3", "--steps", "50"]
+    fusion.main([*flags, "--datasets", *prompts, "--require", *required])
+    told = json.loads((tmp_path / "out" / "fusion.json").read_text())
+    assert told["order"] == list(order)
+    first, second = told["adapters"]
+    assert (first["sets"], second["sets"]) == (list(order[:2]), [order[2]])
+    assert first["scores"] == first["heldout"] == dict.fromkeys(order[:2], 0.75)
+    assert (told["rollbacks"], told["missed"]) == ([order[2]], [order[2]])
+    # A set alone, with three of an earlier set, with three of each of two; then alone.
+    assert training.rows == [10, 13, 16, 10]
+    ((spec, schedule),) = training.specs
+    assert (spec.rank, spec.alpha, schedule.steps, schedule.warmup_steps) == (2, 4.0, 50, 5)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "fusion.json",
+        "-".join(order[:2]),
+        order[2],
+    }
+    base = adapter.Base.read(picture_folder)
+    catalogue = base.model.catalogue(base.model.config)
+    stored = peft_format.read(tmp_path / "out" / order[2], catalogue, base_names=("tiny",))
+    assert set(stored.report.modules) == set(adapter.TEXT_MODULES)
+    assert f"{order[2]}: 0.250 on half 0, 0.8 required" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--datasets", "digits", "kind", "--require", "0.5"], "one accuracy for each"),
+        (["--datasets", "digits", "digits", "--require", "0.5", "0.5"], "which differ"),
+        (["--datasets", "digits", "--require", "1", "--rehearsal", "2"], "2.0 is not a share"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        fusion.main(["--model", "M", "--data", "D", "--out", "O", *flags])
+    assert message in capsys.readouterr().err

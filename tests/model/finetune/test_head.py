@@ -5,12 +5,15 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.cases.finetune_cases import make_folder
+from safetensors.numpy import load_file
+from support.cases.finetune_cases import RECORDS, make_folder, trace_training
 from support.processes.server_process import ROOT
 
 from lora_jax.adapters.task_head import HeadKind
 from lora_jax.finetune import head as trained
+from lora_jax.finetune import lora
 from lora_jax.finetune.labelled import Labelled, write_labelled
+from lora_jax.finetune.records import write_jsonl
 from serving import Engine
 
 WORDS = ("one", "two", "three", "four")
@@ -73,6 +76,42 @@ def test_a_head_above_lora_learns_and_is_served(folder, tmp_path):
     out, share = run(folder, tmp_path, 2, 60)
     assert share >= 0.5, "four labels, so that chance is a quarter"
     assert served(folder, out, TEXT) == pytest.approx(share, abs=1e-4)
+
+
+def test_a_head_above_lora_is_stored_with_it_and_a_head_for_an_adapter_beside_its_own(
+    read_only_folder, tmp_path, monkeypatch
+):
+    """Training is traced only: the head says the first label, and LoRA adds nothing."""
+    fits = trace_training(monkeypatch, trained)
+    write_labelled(tmp_path / "text.jsonl", TEXT, HeadKind.CLASS)
+    common = ["--head", "class", "--model", str(read_only_folder), "--length", "64"]
+    common += ["--data", str(tmp_path / "text.jsonl"), "--steps", "30"]
+    above = [*common, "--rank", "2", "--modules", "q_proj", "v_proj", "--dtype", "bfloat16"]
+    trained.main([*above, "--out", str(tmp_path / "above")])
+    (fit,) = fits
+    assert fit.folder == tmp_path / "above.training"
+    assert fit.text.weights.sum() == len(TEXT)  # one target of each record
+    config = json.loads((tmp_path / "above" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+    assert set(config["target_modules"]) == {"q_proj", "v_proj"}
+    head = json.loads((tmp_path / "above" / "task_head.json").read_text())
+    assert (head["kind"], head["labels"]) == ("class", sorted(WORDS))
+    stored = load_file(tmp_path / "above" / "adapter_model.safetensors")
+    assert {str(tensor.dtype) for tensor in stored.values()} == {"bfloat16"}
+
+    trace_training(monkeypatch, lora)
+    write_jsonl(tmp_path / "plain.jsonl", RECORDS)
+    plain = ["--model", str(read_only_folder), "--data", str(tmp_path / "plain.jsonl")]
+    lora.main([*plain, "--out", str(tmp_path / "plain"), "--rank", "2", "--modules", "q_proj"])
+    again = [*common, "--adapter", str(tmp_path / "plain"), "--out", str(tmp_path / "beside")]
+    trained.main([*again, "--eval", str(tmp_path / "text.jsonl")])
+    assert fits[1].text.num_rows == len(TEXT)  # states, which stay as they are
+    kept = load_file(tmp_path / "beside" / "adapter_model.safetensors")
+    for name, tensor in load_file(tmp_path / "plain" / "adapter_model.safetensors").items():
+        np.testing.assert_array_equal(kept[name], tensor)
+    told = json.loads((tmp_path / "beside.training" / "heldout.json").read_text())
+    first = [record.labels[0] for record in TEXT].count(min(WORDS))
+    assert told == {"right": first / len(TEXT), "examples": len(TEXT)}
 
 
 # Written for this test; none is from the text that the shipped adapters learned.

@@ -1,10 +1,19 @@
 """Halving and doubling: which ranks are tried, and which is chosen."""
 
+import json
+
 import pytest
-from support.cases.finetune_cases import RECORDS, WIDE_CONFIG, make_folder
+from support.cases.finetune_cases import (
+    RECORDS,
+    WIDE_CONFIG,
+    make_folder,
+    train_nothing,
+    write_domain,
+)
 
 from lora_jax.finetune import rank_sweep
 from lora_jax.finetune.documents import read_format
+from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.rank_sweep import share_of_gain, sweep, trained_perplexity
 from lora_jax.finetune.training import Schedule
 from lora_jax.models import load
@@ -49,6 +58,59 @@ def test_the_table_has_bytes_and_the_choice():
         "",
         "Bar: perplexity 3.000.",
     ]
+
+
+class RankJudge:
+    """Stands for the evaluator: an adapter's nats a token fall with its rank."""
+
+    def __init__(self, model, length):
+        self.lengths, self.texts = [length], []
+
+    def measure(self, documents, delta=None):
+        self.texts.append(documents)
+        rank = 0 if delta is None else delta.rank
+        return Measured(10.0 - min(rank, 4), 10)
+
+
+@pytest.mark.parametrize(
+    ("flags", "tried", "chosen"),
+    [(["--bar", "0.9"], [8, 4, 2], 4), (["--perplexity", "2.1"], [8, 16, 32], None)],
+)
+def test_the_command_trains_on_one_part_and_measures_on_the_other(
+    read_only_folder, tmp_path, monkeypatch, capsys, flags, tried, chosen
+):
+    words = [(f"was kostet {n} mal {n * n}", f"es ist {n:b}") for n in range(100)]
+    write_domain(tmp_path, "law", words)
+    judges, fits = [], train_nothing(monkeypatch, rank_sweep)
+
+    def judge(*given):
+        judges.append(RankJudge(*given))
+        return judges[-1]
+
+    monkeypatch.setattr(rank_sweep, "Evaluator", judge)
+    command = [
+        "--model",
+        str(read_only_folder),
+        "--data",
+        str(tmp_path),
+        "--text",
+        "law",
+        "--steps",
+        "20",
+    ]
+    command += ["--start", "8", "--highest", "32", "--out", str(tmp_path / "out.json")]
+    rank_sweep.main([*command, *flags])
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert [int(rank) for rank in told["perplexity"]] == tried
+    assert told["chosen"] == chosen
+    assert [fit.label for fit in fits] == [f"rank {rank}" for rank in tried]
+    assert {(fit.schedule.steps, fit.schedule.warmup_steps) for fit in fits} == {(20, 2)}
+    (judged,) = judges
+    assert len({len(text) for text in judged.texts}) == 1
+    assert 1 <= len(judged.texts[0]) < 30  # of a hundred
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("| no adapter | 0 | 2.718 |")
+    assert any(", smallest" in line for line in lines) == (chosen is not None)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Experts in virtual tensors: the same bits as before, adapters behind them, no page too many."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import tiny_esft
@@ -164,6 +165,40 @@ def test_a_page_that_cannot_be_had_leaves_an_expert_nowhere(tmp_path, fails_at):
     assert tensors.pages().used_bytes == before.used_bytes
     tensors.close()
     assert memory.usage() == memory.usage().__class__(created=0, mapped=0)
+
+
+def test_only_mapped_experts_of_adapters_are_written(tmp_path):
+    """And what fails beside a write is raised once, when the writes are asked for."""
+    tensors = ExpertTensors(
+        load(tiny_esft.write_moe(tmp_path, "mixtral"))[0], HostMemory(), extra=2
+    )
+    layer, index, count = 0, tiny_esft.EXPERTS, tiny_esft.EXPERTS
+    with pytest.raises(ValueError, match=f"Expert {count - 1} of layer 0 is the base's"):
+        tensors.map_all(layer, [count - 1])
+    matrix = np.ones(expert_blocks_shape(tensors, layer), np.float32)
+    with pytest.raises(ValueError, match=f"Expert {index} of layer 0 is no adapter's"):
+        tensors.write(layer, index, "up_proj", matrix)
+    tensors.map_experts(layer, {0: index})
+    tensors.write_array(layer, index, "up_proj", jnp.asarray(matrix))
+    got = np.asarray(tensors._tensors[layer, "up_proj"].array[index])
+    np.testing.assert_array_equal(got, matrix)
+
+    def refuse():
+        raise OutOfPages("a copy failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors._memory, "finish_writes", refuse)
+        tensors.settle()
+    with pytest.raises(OutOfPages, match="a copy failed"):
+        tensors.finish_writes()
+    tensors.finish_writes()
+    tensors.unmap(layer, index)
+    tensors.close()
+
+
+def expert_blocks_shape(tensors: ExpertTensors, layer: int) -> tuple[int, ...]:
+    """The shape of one expert's matrix up."""
+    return tensors._tensors[layer, "up_proj"].array.shape[1:]
 
 
 def test_a_base_that_does_not_fit_gives_everything_back(tmp_path):

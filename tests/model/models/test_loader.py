@@ -176,6 +176,21 @@ def test_no_config(tmp_path):
         load("meta-llama/Llama-3")
 
 
+def test_a_split_model_has_no_memory_of_its_own(tmp_path):
+    folder, split = write(tmp_path, mixtral_tensors(CONFIG)), Split(make_mesh(2), "tp")
+    with pytest.raises(ValueError, match="those of one device, without split"):
+        load(folder, split=split, place=lambda *_: None)
+
+
+def test_a_stored_head_beside_tied_embeddings_has_to_be_the_same(tmp_path):
+    tensors = mixtral_tensors(CONFIG)
+    write(tmp_path, tensors, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"set, yet lm_head.weight differs from model.embed"):
+        load(tmp_path)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    load(write(tmp_path, tensors, tie_word_embeddings=True))
+
+
 @pytest.mark.parametrize(("devices", "experts"), [(2, "tp"), (4, "ep"), (2, "ep")])
 def test_each_device_is_given_its_own_slice(tmp_path, monkeypatch, devices, experts):
     """Equal values, a fraction of the bytes per device, and each byte read once per holder."""

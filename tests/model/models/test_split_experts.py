@@ -9,7 +9,7 @@ from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
-from lora_jax.models.expert_tensors import expert_blocks
+from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
 from lora_jax.models.split import make_split
 from lora_jax.models.split_experts import SplitExpertTensors
 
@@ -83,6 +83,44 @@ def test_an_expert_lies_with_the_one_it_replaces(case):
     assert [memory.usage().created for memory in case.memories] == before
     with pytest.raises(ValueError, match=f"Expert {index} of layer {LAYER} is no adapter's"):
         case.tensors.begin_write(LAYER, index, "up_proj", matrices["up_proj"])
+
+
+@pytest.mark.parametrize("case", ["tp"], indirect=True)
+def test_a_refusal_of_one_device_leaves_the_others_as_they_were(case, monkeypatch):
+    """An error of the system is raised when every device was tried."""
+    first, second = case.tensors._parts
+    before = case.tensors.pages()
+
+    def refuse(*_):
+        raise OutOfPages("the second device is full")
+
+    index = tiny_esft.EXPERTS
+    with monkeypatch.context() as patch:
+        patch.setattr(second, "map_all", refuse)
+        with pytest.raises(OutOfPages, match="second device"):
+            case.tensors.map_experts(LAYER, {0: index})
+    assert case.tensors.pages() == before
+    case.tensors.map_experts(LAYER, {0: index})
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "finish_writes", refuse)
+        patch.setattr(first, "unmap", refuse)
+        with pytest.raises(OutOfPages):
+            case.tensors.finish_writes()
+        with pytest.raises(OutOfPages):
+            case.tensors.unmap(LAYER, index)
+    assert (LAYER, index) not in second._mapped
+    first.unmap(LAYER, index)
+    case.tensors.check_integrity()
+    assert case.tensors.matrix_bytes == first.matrix_bytes < case.tensors.expert_bytes
+
+
+def test_a_base_that_does_not_fit_gives_everything_back(tmp_path, monkeypatch):
+    def refuse(self, layer, name, param):
+        raise OutOfPages("no base")
+
+    monkeypatch.setattr(ExpertTensors, "move_in", refuse)
+    with pytest.raises(OutOfPages, match="no base"):
+        Case(tmp_path, "ep")
 
 
 def test_without_memory_on_one_device_there_is_none_on_any(tmp_path):

@@ -1,6 +1,8 @@
 """Routing and experts against plain numpy, and their bits in any company."""
 
 import dataclasses
+import inspect
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ from flax import nnx
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
 from lora_jax.nn.lora import AdapterRouting
-from lora_jax.nn.moe import MoeBlock, Router, clamped_swiglu, combine
+from lora_jax.nn.moe import MoeBlock, Router, clamped_swiglu, combine, own_tables
 from lora_jax.ops import dispatch
 from lora_jax.ops.choose_experts import reference
 from lora_jax.ops.reroute import row_map
+from lora_jax.sharding import AXIS
 
 BASE = MoeConfig(num_experts=12, top_k=3, intermediate_size=20, layers=(0,))
 
@@ -165,3 +168,16 @@ def test_esft_rows_use_their_own_experts_and_others_keep_their_bits():
         np.testing.assert_array_equal(got[token], base[token] if slot < 0 else want[slot][token])
     assert (got[:7] != base[:7]).any(axis=1).tolist() == [s >= 0 for s in token_to_slot[:7]]
     np.testing.assert_array_equal(plain(x, rows)[:7], base[:7])  # no table: no adapter
+
+
+def test_a_devices_tables_are_of_its_own_experts_in_its_own_indices():
+    """12 experts on 3 devices: adapters' experts follow a device's 4 instead of all 12."""
+    tables = np.tile(np.arange(12, dtype=np.int32), (1, 2, 1))
+    tables[0, 1, 5], tables[0, 1, 11] = 12, 14
+    tables = jnp.asarray(tables)
+    own = inspect.unwrap(own_tables)  # a Split wants devices: its size is all that is asked for
+    each = jax.vmap(lambda _: own(tables, SimpleNamespace(size=3)), axis_name=AXIS)
+    got = np.asarray(each(jnp.arange(3)))
+    assert got.shape == (3, 1, 2, 4)
+    np.testing.assert_array_equal(got[:, 0, 0], [range(4)] * 3)
+    np.testing.assert_array_equal(got[:, 0, 1], [[0, 1, 2, 3], [0, 4, 2, 3], [0, 1, 2, 6]])

@@ -1,6 +1,9 @@
 """A checkpoint folder small enough to train in a test, and text to train it on."""
 
+import dataclasses
 import functools
+import gzip
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +15,7 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.config import from_hf
-from lora_jax.finetune import tokenizer, training
+from lora_jax.finetune import esft_text, tokenizer, training
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import chosen_experts
@@ -103,6 +106,63 @@ def fit_nothing(monkeypatch, module) -> list[PackedText]:
 
     monkeypatch.setattr(module, "fit", fit)
     return texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """One training that was asked for."""
+
+    label: str
+    text: Any  # documents or rows
+    schedule: training.Schedule
+    folder: pathlib.Path | None
+
+
+def train_nothing(monkeypatch, module) -> list[Fit]:
+    """Let a module's LoRA be its spec alone, which an evaluator gets in place of a delta.
+
+    Returns the list that the trainings are put into.
+    """
+    fits = []
+
+    def train_lora(model, documents, length, spec, schedule, *, folder=None, label="lora", **_):
+        fits.append(Fit(label, documents, schedule, folder))
+        return spec
+
+    monkeypatch.setattr(module, "train_lora", train_lora)
+    monkeypatch.setattr(module, "trained_delta", lambda pairs, spec, catalogue: pairs)
+    return fits
+
+
+def trace_training(monkeypatch, *modules) -> list[Fit]:
+    """Let modules' training trace its loss on a batch, compile nothing, and return its start.
+
+    Returns the list that the trainings are put into.
+    """
+    fits = []
+
+    def fit(start, frozen, loss, rows, schedule, *, folder=None, label="train", **_):
+        batch = rows.take(training.batch_rows(rows.num_rows, 0, schedule))
+        value = jax.eval_shape(loss, start, frozen, batch)
+        assert (value.shape, value.dtype) == ((), jnp.float32)
+        fits.append(Fit(label, rows, schedule, folder))
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        return start
+
+    for module in modules:
+        monkeypatch.setattr(module, "fit", fit)
+    return fits
+
+
+def write_domain(folder: pathlib.Path, domain: str, pairs: Sequence[tuple[str, str]]) -> None:
+    """Write folder/DOMAIN.jsonl.gz as the ESFT evaluation sets are: one solved and one asked."""
+    task, lines = esft_text.TASKS[domain], []
+    for (text, answer), (asked, last) in zip(pairs[::2], pairs[1::2], strict=True):
+        shot = f"{task.question} {text}{task.answer} {answer}{task.stop}"
+        prompt = f"User: {shot}\n\n{task.question} {asked}{task.answer}\n\nAssistant:"
+        lines.append(json.dumps({"prompt": prompt, "raw_answers": [last]}))
+    (folder / f"{domain}.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
 
 
 def num_learned(documents: Sequence[Document], answer_only: bool) -> int:

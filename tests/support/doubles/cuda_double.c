@@ -341,7 +341,7 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t size, void *stream) {
 }
 
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void *stream) {
-  if (stream != &used) return INVALID_CONTEXT;
+  if ((stream && stream != &used) || !contexts) return INVALID_CONTEXT;
   memset((void *)(uintptr_t)to, value, size);
   return 0;
 }

@@ -27,7 +27,10 @@ class FunctionsDouble:
         self.functions: dict[str, Function] = {}
         self.starts: dict[str, int] = {}
         self.go = threading.Event()  # for "slow"
-        self.crashing: set[str] = set()
+        self.crashing: set[str] = set()  # these end before they are ready,
+        self.mortal = {"mortal"}  # with a request ("mortal" with its first one),
+        self.cut: set[str] = set()  # with a part of an answer out,
+        self.silent: set[str] = set()  # or answer when they may `go`
         self.full = False
         self.heads: list[str] = []
 
@@ -62,12 +65,14 @@ class FunctionsDouble:
                     (fd,) = receive_fds(connection, 1)
                 except OSError:
                     return
-                if name == "mortal" and self.starts[name] == 1:
+                if name in self.mortal and (name != "mortal" or self.starts[name] == 1):
                     os.close(fd)  # whoever asks learns it before the process has ended
                     receive_nothing(connection)
                     return
                 with socket.socket(fileno=fd) as http:
                     self.answer(http, name)
+                if name in self.cut:
+                    return
                 send_header(connection, {"id": call["id"], "value": None})
 
     def answer(self, http: socket.socket, name: str) -> None:
@@ -75,8 +80,14 @@ class FunctionsDouble:
         while b"\r\n\r\n" not in head:
             head += http.recv(4096)
         self.heads.append(head.decode())
+        if name in self.silent:
+            self.go.wait(60)
         text = name.encode()
-        http.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text))
+        length = b"content-length: %d\r\n\r\n" % len(text)
+        if name in self.cut:
+            length, text = b"transfer-encoding: chunked\r\n\r\n", b"3\r\nlaw\r\n"
+        with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
+            http.sendall(b"HTTP/1.1 200 OK\r\n" + length + text)
 
     def close(self) -> None:
         """End all functions."""

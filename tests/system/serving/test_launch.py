@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib
 import json
 import logging
 import os
@@ -476,3 +477,33 @@ def test_a_unix_socket_instead_of_a_port(fake, caplog, tmp_path):
     assert main(["serve", "m", "--uds", path, "--disable-log-stats"]) == 0
     thread.join()
     assert answers == [200]
+
+
+def test_keys_that_others_can_read_and_a_missing_one_are_warned_of(fake, monkeypatch, caplog):
+    ran = []
+    monkeypatch.setattr(launch, "run", ran.append)
+    assert main(["m", "--api-key", "k", "--metrics-key=m"]) == 0
+    for flag, twin in (("--api-key", "SERVING_API_KEY"), ("--metrics-key", "SERVING_METRICS_KEY")):
+        assert f"can read {flag} in the list of processes; better: {twin}" in caplog.text
+    assert "No API key" not in caplog.text
+    assert main(["m", "--host", "0.0.0.0", "--insecure"]) == 0
+    assert "No API key: every client that reaches 0.0.0.0 can use this server." in caplog.text
+    assert len(ran) == 2
+
+
+def test_the_command_is_a_node_a_front_of_functions_or_a_cluster_as_its_flags_say(
+    monkeypatch, tmp_path
+):
+    ran = []
+    for place in ("node.serve_node", "functions_front.serve_functions", "front.serve_cluster"):
+        module, _, name = place.partition(".")
+        told = lambda options, *sock, name=name: ran.append((name, *sock))  # noqa: E731
+        monkeypatch.setattr(importlib.import_module(f"serving.cluster.{module}"), name, told)
+    (tmp_path / "secret").write_text("s" * 32)
+    node = ["m", "--nnodes", "2", "--node-rank", "1", "--tensor-parallel-size", "2"]
+    launch.run(read_options([*node, "--nodes-secret-file", str(tmp_path / "secret")], {}))
+    assert ran == [("serve_node",)]  # which listens nowhere
+    for flags in (["--functions", str(tmp_path)], ["--instances", "2"]):
+        launch.run(read_options(["m", "--port", "0", *flags], {}))
+    assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster"]
+    assert [sock.fileno() for _, sock in ran[1:]] == [-1, -1]  # closed behind them

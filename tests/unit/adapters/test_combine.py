@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lora_jax.adapters import merge_methods
-from lora_jax.adapters.combine import combine, main
+from lora_jax.adapters.combine import combine, main, read_source
 from lora_jax.adapters.merge_methods import Method
 
 WEIGHTS = (0.7, -1.5, 0.4)
@@ -177,6 +177,28 @@ def test_what_cannot_be_combined_is_named(tmp_path, case):
     with pytest.raises(ValueError, match=message):
         combine([one, two], (1.0, 1.0), tmp_path / "out", Method(kind))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_matrices_that_are_none_or_do_not_fit_are_named(tmp_path):
+    folder = write(tmp_path / "a")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    name = f"base_model.model.{Q}.lora_A.weight"
+    tensors[name] = tensors[name][:1]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"lora_A.weight has shape \(1, 6\), .*their ranks differ"):
+        read_source(folder)
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="a: no LoRA matrices"):
+        read_source(folder)
+
+
+def test_values_that_are_not_finite_are_named_with_their_folders(tmp_path):
+    one, two = write(tmp_path / "a"), write(tmp_path / "b")
+    tensors = load_file(two / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = np.nan
+    save_file(tensors, two / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"a or .*b: .*lora"):
+        combine([one, two], (1.0, 1.0), tmp_path / "out", Method("linear"))
 
 
 @pytest.mark.parametrize(

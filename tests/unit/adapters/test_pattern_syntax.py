@@ -14,8 +14,14 @@ from lora_jax.adapters.peft_pattern import Pattern, PatternRefused
         *(("a{", "count"), ("a{3,2}", "wrong way"), ("a{5000}", "1024 places"), ("^*", "repeated")),
         *(("(" * 21 + ")" * 21, "nested"), ("a" * 513, "513 characters"), ("a\\", "too early")),
         *(("((a{30}){30}){30}", "places"), (r"[\d-z]", "range"), (r"\x41", r"\\x")),
+        *((r"[a-\d]", "range"), ("[a-[b]]", "class in a class"), (r"[z-\.]", "is empty")),
     ],
 )
 def test_the_rest_is_refused_with_the_reason(pattern, why):
     with pytest.raises(PatternRefused, match=why):
         Pattern(pattern)
+
+
+def test_an_end_of_a_range_may_be_escaped():
+    pattern = Pattern(r"[+-\-]q")
+    assert [bool(pattern.match(name)) for name in ("+q", ",q", "-q", ".q")] == [True] * 3 + [False]

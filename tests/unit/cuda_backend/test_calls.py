@@ -13,6 +13,7 @@ from support.drivers.lowering import CustomCall, custom_calls
 from cuda_backend import (
     choose_experts,
     dense_matmul,
+    driver,
     ffi,
     grouped_matmul,
     image_attention,
@@ -23,6 +24,8 @@ from cuda_backend import (
     merge,
     place_heads,
     rms_norm,
+    transport,
+    virtual_memory,
 )
 from cuda_backend.all_gather import PATIENCE_NS, all_gather, all_to_all
 from lora_jax.config import MoeConfig
@@ -264,6 +267,26 @@ def test_an_exchange_brings_the_columns_of_all_devices(on_hopper, op, width, par
     assert call.target == "lora_jax_cuda_all_gather"
     assert (call.operands, call.results) == (("3x32xbf16",), (f"3x{width}xbf16",))
     assert call.attributes == {"group": 7, "patience": PATIENCE_NS, "parts": parts}
+
+
+def test_an_exchange_is_of_a_group_and_of_whole_units(on_hopper):
+    with pytest.raises(NotImplementedError, match="all_gather needs a GatherGroup, not group 0"):
+        all_gather(jnp.zeros((2, 8)), "tp", 0)
+    mesh = jax.make_mesh((2,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = dict.fromkeys(("in_specs", "out_specs"), jax.P(None, "tp"))
+    odd = jax.shard_map(lambda v: all_gather(v, "tp", 3), mesh=mesh, **specs, check_vma=False)
+    with pytest.raises(NotImplementedError, match="units of 16 bytes, not 3 x bfloat16"):
+        custom_calls(odd, shape("2x6xbf16"))
+
+
+def test_the_backend_opens_a_gpu_or_says_why_not(monkeypatch):
+    """Memory and transport are asked for by device; without a driver there is neither."""
+    absent = functools.partial(driver.Driver, "libcuda-that-is-not-there.so.1")
+    monkeypatch.setattr(driver, "Driver", lambda library: absent())
+    with pytest.raises(NotImplementedError, match="cannot run on cpu"):
+        transport(1)
+    with pytest.raises(NotImplementedError, match="no CUDA driver"):
+        virtual_memory(1)
 
 
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")

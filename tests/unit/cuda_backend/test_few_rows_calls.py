@@ -35,12 +35,29 @@ def scaled(rows: int = 1, columns: int = 128) -> ScaledWeight:
     )
 
 
-def only_call(op, *args) -> CustomCall:
+NONE = "0xbf16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """Operands of a call behind x and the sizes, by what they are."""
+
+    call: CustomCall
+    stored: tuple[str, ...]
+    scales: tuple[str, ...]
+    biases: tuple[str, ...]
+    addends: tuple[str, ...]
+
+
+def only_call(op, *args, widths=(D_OUT,)) -> Given:
+    """Return the one call; its handler takes it, and it has a result of each width."""
     (call,) = custom_calls(op, *args)
     assert_served(call)
     assert call.target == "lora_jax_cuda_few_rows"
-    assert (call.results, call.aliases) == ((f"20x{D_OUT}xbf16",), {})
-    return call
+    results = tuple(f"20x{width}xbf16" for width in widths) + (NONE,) * (3 - len(widths))
+    assert (call.results, call.aliases) == (results, {})
+    parts = (call.operands[first:end] for first, end in ((2, 5), (5, 8), (8, 11), (11, 13)))
+    return Given(call, *parts)
 
 
 X, SIZES = array(20, D_IN), array(GROUPS, dtype=jnp.int32)
@@ -56,30 +73,52 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_weight_is_streamed_as_it_is_stored(on_hopper, name):
     w, coding, columns, first = FORMS[name]
-    call = only_call(lambda *args: grouped_matmul.grouped_matmul(*args, None), X, w, SIZES)
+    given = only_call(lambda *args: grouped_matmul.grouped_matmul(*args, None), X, w, SIZES)
     stored, scales = few_rows.parts(w)
     width = f"{GROUPS}x{D_OUT}x"
     kinds = {"uint8": "ui8", "float8_e4m3fn": "f8E4M3FN", "float32": "f32", "bfloat16": "bf16"}
     written = [f"{width}{a.shape[-1]}x{kinds[a.dtype.name]}" for a in (stored, scales)]
-    assert call.operands[2:6] == (written[0], "0xbf16", written[1], "0xbf16")
-    assert call.operands[6:] == ("0xbf16",) * 3  # no bias, no addends
-    table = call.attributes.pop("table")
-    assert call.attributes == {"coding": coding, "scale_columns": columns, "first": first}
+    assert given.stored == (written[0], NONE, NONE)
+    assert given.scales == (written[1], NONE, NONE)
+    assert (given.biases, given.addends) == ((NONE,) * 3, (NONE,) * 2)
+    table = given.call.attributes.pop("table")
+    said = {"coding": coding, "scale_columns": columns, "first": first, "gated": False}
+    assert given.call.attributes == said
     assert tuple(table) == (w.table if coding == few_rows.TABLE else (0.0,) * 16)
 
 
 def test_gate_and_up_are_one_call_with_both_addends(on_hopper):
     w, addend = coded(SIGNED, 128), array(20, D_OUT, dtype=F32)
-    call = only_call(grouped_matmul.gated_matmul, X, w, w, SIZES, addend, addend)
-    assert call.operands[2] == call.operands[3] == f"{GROUPS}x{D_OUT}x{D_IN // 2}xui8"
-    assert call.operands[4] == call.operands[5] == f"{GROUPS}x{D_OUT}x2xbf16"
-    assert call.operands[6:] == ("0xbf16", f"20x{D_OUT}xf32", f"20x{D_OUT}xf32")
+    given = only_call(grouped_matmul.gated_matmul, X, w, w, SIZES, addend, addend)
+    assert given.stored == (*[f"{GROUPS}x{D_OUT}x{D_IN // 2}xui8"] * 2, NONE)
+    assert given.scales == (*[f"{GROUPS}x{D_OUT}x2xbf16"] * 2, NONE)
+    assert given.addends == (f"20x{D_OUT}xf32",) * 2
+    assert given.call.attributes["gated"]
 
 
 def test_one_product_has_a_bias_and_an_addend(on_hopper):
     bias, addend = array(GROUPS, D_OUT), array(20, D_OUT)
-    call = only_call(grouped_matmul.grouped_matmul, X, scaled(), SIZES, bias, addend)
-    assert call.operands[6:] == (f"{GROUPS}x{D_OUT}xbf16", f"20x{D_OUT}xbf16", "0xbf16")
+    given = only_call(grouped_matmul.grouped_matmul, X, scaled(), SIZES, bias, addend)
+    assert given.biases == (f"{GROUPS}x{D_OUT}xbf16", NONE, NONE)
+    assert given.addends == (f"20x{D_OUT}xbf16", NONE)
+
+
+def test_maps_side_by_side_are_one_call_of_one_group(on_hopper):
+    """q, k and v, of which one has no bias."""
+
+    def joined(x, w, bias, num_rows):
+        biases = bias, None, bias
+        return grouped_matmul.joined_matmul(x, (w[0], w[1], w[2]), num_rows, biases)
+
+    w, bias = coded(SIGNED, 128), array(D_OUT)
+    given = only_call(joined, X, w, bias, array(dtype=jnp.int32), widths=(D_OUT,) * 3)
+    assert given.stored == (f"1x{D_OUT}x{D_IN // 2}xui8",) * 3
+    assert given.biases == (f"1x{D_OUT}xbf16", NONE, f"1x{D_OUT}xbf16")
+    assert not given.call.attributes["gated"]
+    with pytest.raises(NotImplementedError, match="up to 3 maps, not 4"):
+        few_rows.products(X, (w,) * 4, (None,) * 4, (None,) * 4, SIZES, None)
+    with pytest.raises(NotImplementedError, match="joined_matmul takes bfloat16, not float32"):
+        grouped_matmul.joined_matmul(array(20, D_IN, dtype=F32), (w,), SIZES, (None,))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +144,7 @@ def test_declines_weights_of_another_form(weights, why):
         ((65, 8, 96, 256), {}, "up to 8 rows for each of 8 groups, not 65"),
         ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups, not 20"),
         ((6400, 1, 96, 256), {}, "tiles of one matrix that are on the SMs"),
-        ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 16 rows, not 9000 rows in 2000 groups"),
+        ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 8 rows, not 9000 rows in 2000 groups"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
         ((20, 8, 96, 256), {"columns": 96}, "groups of 128 weights, not 96"),
         ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
@@ -116,7 +155,7 @@ def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
     rows, groups, d_out, d_in = sizes
     made = few_rows.Form(form.get("coding", few_rows.FLOAT8), form.get("columns", 128))
     with pytest.raises(NotImplementedError, match=why):
-        few_rows.check_support(made, rows, groups, d_out, d_in, form.get("likely"))
+        few_rows.check_support(made, rows, groups, [d_out], d_in, form.get("likely"))
 
 
 def test_declines_one_addend_of_two(on_hopper):

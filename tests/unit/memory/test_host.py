@@ -12,7 +12,7 @@ from support.contracts.memory_contract import SharingContract, VirtualMemoryCont
 
 from lora_jax.memory import host
 from lora_jax.memory.host import HostMemory
-from lora_jax.memory.virtual import MappingError, OutOfPages
+from lora_jax.memory.virtual import Access, MappingError, OutOfPages
 
 
 @pytest.fixture(params=["zero", "none"])
@@ -350,6 +350,57 @@ def test_a_map_that_the_kernel_refuses_is_undone(monkeypatch):
     for handle in handles:
         memory.destroy_page(handle)
     memory.release(address, 4 * page)
+
+
+class Refusing:
+    """The C library, of which one call fails as if there was no memory."""
+
+    def __init__(self, libc, name):
+        self._libc, self._name = libc, name
+
+    def __getattr__(self, name):
+        if name != self._name:
+            return getattr(self._libc, name)
+
+        def refuse(*_):
+            ctypes.set_errno(12)
+            return host._FAILED if name == "mmap" else -1
+
+        return refuse
+
+
+def test_what_the_system_refuses_leaves_the_memory_as_it_was(monkeypatch):
+    memory, page = HostMemory(), mmap.PAGESIZE
+    address, handle = memory.reserve(page), memory.create_page(page)
+    memory.map(address, handle, page)
+    memory.write(address, np.full(page, 3, np.uint8))
+    files = len(os.listdir("/proc/self/fd"))
+    refused = {
+        "mprotect": (lambda: memory.protect(address, page, Access.READ), "protect"),
+        "mmap": (lambda: memory.export_fd(handle), f"export: map {page} bytes"),
+    }
+    for name, (call, why) in refused.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_libc", Refusing(memory._libc, name))
+            with pytest.raises(OutOfPages, match=f"{why}.*Cannot allocate"):
+                call()
+
+    def unsealed(fd, command, value):
+        raise OSError(22, "Invalid argument")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.fcntl, "fcntl", unsealed)
+        with pytest.raises(MappingError, match=r"seal the pages \(Linux 5.1\): Invalid argument"):
+            memory.export_fd(handle)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert ctypes.string_at(address, page) == b"\3" * page
+    memory.unmap(address, page)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "_libc", Refusing(memory._libc, "munmap"))
+        with pytest.raises(OutOfPages, match="release"):
+            memory.release(address, page)
+    memory.release(address, page)
+    memory.destroy_page(handle)
 
 
 def test_other_systems_are_refused(monkeypatch):

@@ -112,6 +112,27 @@ def test_settings_that_are_not_done_are_refused_by_name(tmp_path: Path, settings
         read_settings(write(tmp_path, settings), config("qwen3_vl"))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"preprocessor_config.json of .*: Expecting property name"),
+        ("[1]", "preprocessor_config.json of .* is not an object"),
+    ],
+)
+def test_files_that_are_no_settings_are_refused_by_name(tmp_path: Path, text, message):
+    (tmp_path / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_settings(tmp_path, config("qwen3_vl"))
+
+
+def test_a_model_of_one_image_size_refuses_another(tmp_path: Path):
+    vision = config("clip", 14, 1, 336)
+    with pytest.raises(ValueError, match=r"crop_size is 224; this model takes \{'height': 336"):
+        read_settings(write(tmp_path, {"crop_size": 224}), vision)
+    settings = read_settings(write(tmp_path, {"crop_size": 336}), vision)
+    assert settings.grid_of(30, 40) == (24, 24)
+
+
 def test_unknown_arguments_are_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="known are min_pixels"):
         read_settings(tmp_path, config("qwen3_vl"), {"fps": 2})

@@ -4,6 +4,7 @@
 // A CTA goes through tiles of some group's weights: each of its W warps takes TILES times 16 columns of
 // d_out, with gate and up 16 of either. One more warp brings weights and x through a ring of stages by the
 // copy engine, and the weights' scales. Warps wait for nothing but stages, so one decodes while another multiplies.
+// Of one group there may be several matrices, as those of q, k and v, in one launch.
 // A row's result is one sum over d_in in steps of 16, as that of ops/grouped_matmul/pallas_gpu.py.
 #pragma once
 #include "device/launch_early.cuh"
@@ -11,21 +12,28 @@
 
 namespace lora_jax {
 
+constexpr int kMostMatrices = 3;
+
+struct FewRowsMatrix {
+  const void* scales;         // [groups, d_out, scale_groups]
+  const __nv_bfloat16* bias;  // [groups, d_out] or null
+  const void* addend;         // [rows, d_out] or null
+  __nv_bfloat16* y;           // [rows, d_out]; of up none
+  int d_out, first_tile;
+};
+
 struct FewRowsArgs {
-  CUtensorMap maps[2];         // of weights, two bytes an element; gate, up
-  CUtensorMap x_maps[2];       // of a stage's columns of x: 8 rows, a tile's
-  const void* scales[2];       // [groups, d_out, scale_groups]
-  const __nv_bfloat16* x;      // [rows, d_in]
-  const int* sizes;            // [groups]
-  const __nv_bfloat16* bias;   // [groups, d_out] or null
-  const void* addends[2];      // [rows, d_out] or null
-  __nv_bfloat16* y;            // [rows, d_out]
-  int rows, groups, d_out, d_in, tiles, steps, stages, works;
+  CUtensorMap maps[kMostMatrices];  // of weights, two bytes an element
+  CUtensorMap x_maps[2];            // of a stage's columns of x: 8 rows, a tile's
+  FewRowsMatrix matrices[kMostMatrices];  // gate and up, or some that are multiplied by one after the other
+  const __nv_bfloat16* x;           // [rows, d_in]
+  const int* sizes;                 // [groups]
+  int rows, groups, d_in, tiles, steps, stages, works;
   int scale_groups, scale_columns;  // of a row; of d_in in each
-  int piece;                   // bytes of scales that are copied at once
-  bool addends_wide;           // float32
-  float first;                 // of kInteger: the value of code 0
-  float table[16];             // of kTable
+  int piece;                        // bytes of scales that are copied at once
+  bool addends_wide;                // float32
+  float first;                      // of kInteger: the value of code 0
+  float table[16];                  // of kTable
 };
 
 // A block of rows of one group, and what it is among the tile's.
@@ -81,6 +89,13 @@ struct FewRowsKernel {
     const int group = uniform(w.x), row = uniform(w.y);
     return {group >> 8, row, group & 255};
   }
+  // The matrix of a tile; of gate and up the first.
+  __device__ __forceinline__ int matrix_of(int tile) const {
+    int m = 0;
+    if constexpr (!GATED)
+      for (int i = 1; i < kMostMatrices; ++i) m += tile >= p.matrices[i].first_tile;
+    return m;
+  }
   // The first of 16 rows of weights of a stage that are a warp's.
   __device__ __forceinline__ static int weight_row(int tile, int warp) {
     return GATED ? tile * W * 16 + warp * 16 : (warp * TILES + tile) * 16;
@@ -115,7 +130,8 @@ struct FewRowsKernel {
     FewRowsRing ring;
     for (int index = blockIdx.x; index < works * p.tiles; index += gridDim.x) {
       const FewRowsWork w = work(index);
-      const int column = index % p.tiles * kColumns, few = w.count <= 8;
+      const int tile = index % p.tiles, first_matrix = matrix_of(tile), few = w.count <= 8;
+      const int column = (tile - p.matrices[first_matrix].first_tile) * kColumns;
       for (int step = 0; step < p.steps; ++step, ring.next(p.stages)) {
         const uint32_t stage = weights_at(ring.at), x = stage + Layout::kWeights, scales = x + Layout::kX;
         uint64_t* bar = &full[ring.at];
@@ -124,14 +140,16 @@ struct FewRowsKernel {
           mbar_expect(bar, Layout::kWeights + (few ? 8 : ROWS) * kStep * 2);
 #pragma unroll
           for (int m = 0; m < 1 + GATED; ++m)
-            tile_copy(stage + m * kColumns * kRowBytes, &p.maps[m], step * kRowBytes / 2, column, w.group, 0, bar);
+            tile_copy(stage + m * kColumns * kRowBytes, &p.maps[first_matrix + m], step * kRowBytes / 2, column, w.group, 0, bar);
           tile_copy(x, &p.x_maps[!few], 0, w.row, step * kStep / 64, 0, bar);
         }
         const int first = step * kStep / p.scale_columns * kScaleBytes<C>;
         for (int r = lane; r < Layout::kWeightRows; r += 32) {
-          const int m = GATED && r >= kColumns, d = min(column + r - m * kColumns, p.d_out - 1);
-          const auto* from = static_cast<const unsigned char*>(p.scales[m]) +
-                             (static_cast<int64_t>(w.group) * p.d_out + d) * row_bytes;
+          const bool up = GATED && r >= kColumns;
+          const FewRowsMatrix& of = p.matrices[first_matrix + up];
+          const int d = min(column + r - up * kColumns, of.d_out - 1);
+          const auto* from = static_cast<const unsigned char*>(of.scales) +
+                             (static_cast<int64_t>(w.group) * of.d_out + d) * row_bytes;
           for (int b = 0; b < kScaleWords * 4; b += p.piece)
             copy_piece(scales + r * kScaleWords * 4 + b, from + min(first + b, row_bytes - p.piece), p.piece,
                        first + b < row_bytes);
@@ -141,61 +159,103 @@ struct FewRowsKernel {
     }
   }
 
-  // Multiplies by the weights of a stage. `WIDE` says that scales are large, which costs an instruction more.
-  template <int N, bool WIDE>
-  __device__ __forceinline__ void multiply_stage(uint32_t stage, const uint32_t (&scales)[TILES][2][kScaleWords],
-                                                 const uint32_t (&places)[4], const XPlaces<C>& xs,
-                                                 float (&sums)[TILES][N / 8][4]) const {
-    const int warp = threadIdx.x / 32;
-    const Decoder<C, G, WIDE> decoder{p.first, table};
+  // Where a thread finds its part of a stage.
+  struct Places {
+    uint32_t words[4], scales;  // of 32 bytes of a row; of the first tile
+    XPlaces<C> x;
+    __device__ __forceinline__ Places() {
+      const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      uint32_t x[N / 8][kLoad / 32][4];
+      for (int i = 0; i < 4; ++i)
+        words[i] = weight_row(0, warp) * kRowBytes + (lane & 15) * kRowBytes + (((i * 2 + lane / 16) ^ (lane & 7)) << 4);
+      scales = Layout::kWeights + Layout::kX + (weight_row(0, warp) + lane / 4) * kScaleWords * 4;
+    }
+  };
+  static constexpr int kApart = GATED ? W * 16 : 16;  // rows of weights from a warp's tile to its next
+  template <int N>
+  static constexpr int kBlock = (N == 8 ? 8 : ROWS) * kRowBytes;  // of x, from 64 columns to the next
+  // What a thread has of kLoad columns of a stage. Of each tile rows 0 to 7, rows 8 to 15, the same 16 bytes further.
+  template <int N>
+  struct Piece {
+    uint32_t words[TILES][4], x[N / 8][kLoad / 32][4];
+    __device__ __forceinline__ void load(uint32_t stage, const Places& places, int i) {
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) ldmatrix(words[t], stage + places.words[i] + t * kApart * kRowBytes);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
         for (int c = 0; c < kLoad / 32; ++c)
-          xs.load(x[n][c], stage + Layout::kWeights + n * 8 * kRowBytes, i * kLoad + c * 32, N * kRowBytes);
+          places.x.load(x[n][c], stage + Layout::kWeights + n * 8 * kRowBytes, i * kLoad + c * 32, kBlock<N>);
+    }
+  };
+  struct Scales {
+    uint32_t words[TILES][2][kScaleWords];
+    __device__ __forceinline__ void load(uint32_t stage, const Places& places) {
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) {
-        uint32_t words[4], a[kLoad / 16][4];  // rows 0 to 7 of a tile, rows 8 to 15, the same 16 bytes further
-        ldmatrix(words, stage + weight_row(t, warp) * kRowBytes + places[i]);
+      for (int t = 0; t < TILES; ++t)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int high = 0; high < 2; ++high)
+          load_words(words[t][high], stage + places.scales + (t * kApart + high * 8) * kScaleWords * 4);
+    }
+  };
+
+  // Multiplies by the weights of a piece. `WIDE` says that scales are large, which costs an instruction more.
+  template <int N, bool WIDE>
+  __device__ __forceinline__ void multiply_piece(const Piece<N>& piece, const Scales& scales, int i,
+                                                 float (&sums)[TILES][N / 8][4]) const {
+    const Decoder<C, G, WIDE> decoder{p.first, table};
 #pragma unroll
-          for (int high = 0; high < 2; ++high)
-            decoder.decode(words[half * 2 + high], scales[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+    for (int t = 0; t < TILES; ++t) {
+      uint32_t a[kLoad / 16][4];
 #pragma unroll
-        for (int k = 0; k < kLoad / 16; ++k)
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int n = 0; n < N / 8; ++n)
-            mma_bf16(sums[t][n], a[k][0], a[k][1], a[k][2], a[k][3], x[n][k / 2][k % 2 * 2], x[n][k / 2][k % 2 * 2 + 1]);
+        for (int high = 0; high < 2; ++high)
+          decoder.decode(piece.words[t][half * 2 + high], scales.words[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+#pragma unroll
+      for (int k = 0; k < kLoad / 16; ++k)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+          mma_bf16(sums[t][n], a[k][0], a[k][1], a[k][2], a[k][3], piece.x[n][k / 2][k % 2 * 2],
+                   piece.x[n][k / 2][k % 2 * 2 + 1]);
+    }
+  }
+
+  // Multiplies by a stage, whose first piece is there, and reads the next stage's first piece meanwhile.
+  template <int N, bool WIDE>
+  __device__ __forceinline__ void multiply_stage(FewRowsRing& ring, bool last, const Places& places, Piece<N>& ahead,
+                                                 Scales& scales_ahead, float (&sums)[TILES][N / 8][4]) const {
+    const Scales scales = scales_ahead;
+    const uint32_t stage = weights_at(ring.at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Piece<N> piece = ahead;
+      if (i < 3) {
+        ahead.load(stage, places, i + 1);
+      } else {
+        mbar_arrive_if(&empty[ring.at], (threadIdx.x & 31) == 0);
+        ring.next(p.stages);
+        if (!last) {
+          mbar_wait(&full[ring.at], ring.phase);
+          ahead.load(weights_at(ring.at), places, 0), scales_ahead.load(weights_at(ring.at), places);
+        }
       }
+      multiply_piece<N, WIDE>(piece, scales, i, sums);
     }
   }
 
   template <int N>
   __device__ __forceinline__ void multiply(FewRowsRing& ring, float (&sums)[TILES][N / 8][4]) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    uint32_t places[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) places[i] = (lane & 15) * kRowBytes + (((i * 2 + lane / 16) ^ (lane & 7)) << 4);
-    const XPlaces<C> xs;
-    for (int step = 0; step < p.steps; ++step, ring.next(p.stages)) {
-      const uint32_t stage = weights_at(ring.at);
-      mbar_wait(&full[ring.at], ring.phase);
-      uint32_t scales[TILES][2][kScaleWords];
-#pragma unroll
-      for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int high = 0; high < 2; ++high)
-          load_words(scales[t][high], stage + Layout::kWeights + Layout::kX +
-                                          (weight_row(t, warp) + high * 8 + lane / 4) * kScaleWords * 4);
-      if (kWideScales<C> && __any_sync(~0u, are_wide<C>(scales)))
-        multiply_stage<N, true>(stage, scales, places, xs, sums);
+    const Places places;
+    Piece<N> ahead;
+    Scales scales;
+    mbar_wait(&full[ring.at], ring.phase);
+    ahead.load(weights_at(ring.at), places, 0), scales.load(weights_at(ring.at), places);
+    for (int step = 1; step <= p.steps; ++step) {
+      if (kWideScales<C> && __any_sync(~0u, are_wide<C>(scales.words)))
+        multiply_stage<N, true>(ring, step == p.steps, places, ahead, scales, sums);
       else
-        multiply_stage<N, false>(stage, scales, places, xs, sums);
-      mbar_arrive_if(&empty[ring.at], lane == 0);
+        multiply_stage<N, false>(ring, step == p.steps, places, ahead, scales, sums);
     }
   }
 
@@ -213,21 +273,23 @@ struct FewRowsKernel {
     return gate * reciprocal_approx(1.f + expf(-gate)) * up;
   }
   // Of a tile's sums, two columns of d_out of one row, rounded and with the addend.
-  __device__ __forceinline__ uint32_t result(const float (&sums)[4], int half, bool there, int matrix, int64_t at) const {
+  __device__ __forceinline__ uint32_t result(const float (&sums)[4], int half, bool there, const void* addend,
+                                             int64_t at) const {
     const uint32_t v = transposed(bf16x2(sums[half * 2], sums[half * 2 + 1]));
-    return p.addends[0] && there ? plus(v, p.addends[matrix], at) : v;
+    return addend && there ? plus(v, addend, at) : v;
   }
 
   template <int N>
   __device__ __forceinline__ void finish(const FewRowsWork& w, int tile, float (&sums)[TILES][N / 8][4]) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    const FewRowsMatrix& of = p.matrices[matrix_of(tile)];
 #pragma unroll
     for (int t = 0; t < (GATED ? 1 : TILES); ++t) {
-      const int first = tile * kColumns + weight_row(t, warp);
-      if (p.bias) {
+      const int first = (tile - of.first_tile) * kColumns + weight_row(t, warp);
+      if (of.bias) {
         const int low = first + lane / 4, high = low + 8;
-        const auto* bias = p.bias + static_cast<int64_t>(w.group) * p.d_out;
-        const float a = low < p.d_out ? __bfloat162float(bias[low]) : 0, b = high < p.d_out ? __bfloat162float(bias[high]) : 0;
+        const auto* bias = of.bias + static_cast<int64_t>(w.group) * of.d_out;
+        const float a = low < of.d_out ? __bfloat162float(bias[low]) : 0, b = high < of.d_out ? __bfloat162float(bias[high]) : 0;
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) sums[t][n][0] += a, sums[t][n][1] += a, sums[t][n][2] += b, sums[t][n][3] += b;
       }
@@ -236,16 +298,16 @@ struct FewRowsKernel {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int row = n * 8 + lane / 4, column = first + half * 8 + lane % 4 * 2;
-          const bool there = row < w.count && column < p.d_out;
-          const int64_t at = static_cast<int64_t>(w.row + row) * p.d_out + column;
-          uint32_t v = result(sums[t][n], half, there, 0, at);
+          const bool there = row < w.count && column < of.d_out;
+          const int64_t at = static_cast<int64_t>(w.row + row) * of.d_out + column;
+          uint32_t v = result(sums[t][n], half, there, of.addend, at);
           if constexpr (GATED) {
-            const uint32_t other = result(sums[1][n], half, there, 1, at);
+            const uint32_t other = result(sums[1][n], half, there, p.matrices[1].addend, at);
             const float2 g = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&v));
             const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&other));
             v = bf16x2(gated(g.x, u.x), gated(g.y, u.y));
           }
-          if (there) *reinterpret_cast<uint32_t*>(p.y + at) = v;
+          if (there) *reinterpret_cast<uint32_t*>(of.y + at) = v;
         }
     }
   }
@@ -266,6 +328,8 @@ struct FewRowsKernel {
       const int tile = index % p.tiles;
       if (ROWS == 8 || w.count <= 8)
         one<8>(w, tile, ring);
+      else if (ROWS > 16 && w.count <= 16)
+        one<16>(w, tile, ring);
       else
         one<ROWS>(w, tile, ring);
     }
@@ -273,9 +337,12 @@ struct FewRowsKernel {
 
   // Rows in no group.
   __device__ __forceinline__ void store_zeros(int row) {
-    const int64_t first = static_cast<int64_t>(row) * p.d_out / 2, end = static_cast<int64_t>(p.rows) * p.d_out / 2;
-    auto* y = reinterpret_cast<uint32_t*>(p.y);
-    for (int64_t i = first + blockIdx.x * (W * 32) + threadIdx.x; i < end; i += gridDim.x * (W * 32)) y[i] = 0;
+    for (const FewRowsMatrix& of : p.matrices) {
+      if (!of.y) continue;
+      const int64_t first = static_cast<int64_t>(row) * of.d_out / 2, end = static_cast<int64_t>(p.rows) * of.d_out / 2;
+      auto* y = reinterpret_cast<uint32_t*>(of.y);
+      for (int64_t i = first + blockIdx.x * (W * 32) + threadIdx.x; i < end; i += gridDim.x * (W * 32)) y[i] = 0;
+    }
   }
 };
 

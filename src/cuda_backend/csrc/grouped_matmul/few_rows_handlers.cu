@@ -6,21 +6,29 @@ namespace lora_jax {
 
 static const void* given(const ffi::AnyBuffer& b) { return b.element_count() ? b.untyped_data() : nullptr; }
 
+using Any = ffi::AnyBuffer;
+
 // Arrays of no elements are none. `scale_columns` of d_in share a scale.
-static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, ffi::AnyBuffer w, ffi::AnyBuffer up, ffi::AnyBuffer scales,
-                          ffi::AnyBuffer up_scales, BF16 bias, ffi::AnyBuffer addend, ffi::AnyBuffer up_addend,
-                          ffi::Result<BF16> y, int32_t coding, int32_t scale_columns, int32_t first,
-                          ffi::Span<const float> table) {
+static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, Any w0, Any w1, Any w2, Any scales0, Any scales1,
+                          Any scales2, BF16 bias0, BF16 bias1, BF16 bias2, Any addend0, Any addend1, ffi::Result<BF16> y0,
+                          ffi::Result<BF16> y1, ffi::Result<BF16> y2, bool gated, int32_t coding, int32_t scale_columns,
+                          int32_t first, ffi::Span<const float> table) {
+  const Any weights[] = {w0, w1, w2}, scales[] = {scales0, scales1, scales2};
+  const BF16 biases[] = {bias0, bias1, bias2};
+  const void* addends[] = {given(addend0), given(addend1), nullptr};
+  ffi::Result<BF16>* results[] = {&y0, &y1, &y2};
   FewRowsCall call{};
   FewRowsArgs& p = call.args;
-  call.weights[0] = w.untyped_data(), call.weights[1] = given(up), call.gated = call.weights[1] != nullptr;
-  p.scales[0] = given(scales), p.scales[1] = given(up_scales), p.x = data(x), p.sizes = sizes.typed_data();
-  p.bias = data(bias), p.addends[0] = given(addend), p.addends[1] = given(up_addend), p.y = data(y);
-  p.addends_wide = addend.element_type() == ffi::F32;
-  const auto d = w.dimensions();
+  for (int m = 0; m < kMostMatrices && given(weights[m]); ++m) {
+    call.weights[m] = weights[m].untyped_data(), call.count = m + 1;
+    p.matrices[m] = {given(scales[m]), data(biases[m]), addends[m], data(*results[m]),
+                     static_cast<int>(weights[m].dimensions()[1]), 0};
+  }
+  call.gated = gated;
+  p.x = data(x), p.sizes = sizes.typed_data(), p.addends_wide = addend0.element_type() == ffi::F32;
   p.rows = static_cast<int>(x.dimensions()[0]), p.d_in = static_cast<int>(x.dimensions()[1]);
-  p.groups = static_cast<int>(d[0]), p.d_out = static_cast<int>(d[1]);
-  p.scale_columns = scale_columns, p.scale_groups = p.scales[0] ? static_cast<int>(scales.dimensions()[2]) : 1;
+  p.groups = static_cast<int>(w0.dimensions()[0]);
+  p.scale_columns = scale_columns, p.scale_groups = static_cast<int>(scales0.dimensions()[2]);
   if (table.size() != 16) return ffi::Error::InvalidArgument("a table of other than 16 values");
   p.first = static_cast<float>(first);
   std::copy(table.begin(), table.end(), p.table);
@@ -44,10 +52,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_few_rows, lora_jax::FewRows,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<BF16>()
+                                  .Arg<BF16>()
                                   .Arg<BF16>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Ret<BF16>()
+                                  .Attr<bool>("gated")
                                   .Attr<int32_t>("coding")
                                   .Attr<int32_t>("scale_columns")
                                   .Attr<int32_t>("first")

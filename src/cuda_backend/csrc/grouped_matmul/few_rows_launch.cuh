@@ -9,9 +9,10 @@ namespace lora_jax {
 
 // What a launch is given beside FewRowsArgs' pointers.
 struct FewRowsCall {
-  const void* weights[2];
+  const void* weights[kMostMatrices];
   FewRowsArgs args;
-  bool gated;
+  bool gated;  // silu of the first product times the second
+  int count;   // matrices
 };
 
 inline cudaError_t weights_map(CUtensorMap* map, const void* base, int row_bytes, int d_out, int groups, int box) {
@@ -34,13 +35,18 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   constexpr int kColumns = Layout::kWeightRows / (GATED ? 2 : 1), kStep = kStepColumns<C>;
   FewRowsArgs p = call.args;
   const int row_bytes = static_cast<int>(static_cast<int64_t>(p.d_in) * kRowBytes / kStep);
-  for (int m = 0; m < 2; ++m) {
-    const void* weights = call.weights[GATED ? m : 0];
-    if (const cudaError_t e = weights_map(&p.maps[m], weights, row_bytes, p.d_out, p.groups, kColumns); e != cudaSuccess)
+  p.tiles = 0;
+  for (int m = 0; m < kMostMatrices; ++m) {
+    FewRowsMatrix& of = p.matrices[m];
+    of.first_tile = m < call.count && !(GATED && m) ? p.tiles : 1 << 30;
+    if (m >= call.count) continue;
+    if (const cudaError_t e = weights_map(&p.maps[m], call.weights[m], row_bytes, of.d_out, p.groups, kColumns);
+        e != cudaSuccess)
       return e;
-    if (const cudaError_t e = x_map(&p.x_maps[m], p, m ? ROWS : 8, kStep); e != cudaSuccess) return e;
+    if (!(GATED && m)) p.tiles += (of.d_out + kColumns - 1) / kColumns;
   }
-  p.tiles = (p.d_out + kColumns - 1) / kColumns;
+  for (int i = 0; i < 2; ++i)
+    if (const cudaError_t e = x_map(&p.x_maps[i], p, i ? ROWS : 8, kStep); e != cudaSuccess) return e;
   p.steps = (p.d_in + kStep - 1) / kStep;
   p.works = std::min(p.groups, p.rows) + p.rows / ROWS;
   const int row = p.scale_groups * kScaleBytes<C>, own = scale_words<C, G>() * 4;
@@ -62,12 +68,16 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   return launch_early(kernel, ctas, W * 32 + 32, shared, stream, p);
 }
 
-// Columns of a dense map are few for the SMs, so its tiles are narrower and three CTAs share an SM.
+// Columns of a dense map are few for the SMs, so its tiles are narrower. Groups of up to 4 rows in the mean hardly
+// ever have more than 8, whose tiles leave room for a third CTA an SM.
 template <Coding C, int G>
 cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
-  if (call.gated) return launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
-  if (call.args.groups == 1) return launch_few_rows<C, G, 16, 4, 1, false, 3>(call, stream);
-  return launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
+  const FewRowsArgs& p = call.args;
+  const bool fewest = p.rows <= 4 * p.groups;
+  if (call.gated)
+    return fewest ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
+  if (p.groups == 1) return launch_few_rows<C, G, 32, 4, 1, false, 2>(call, stream);
+  return fewest ? launch_few_rows<C, G, 8, 4, 2, false, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
 }
 
 }  // namespace lora_jax

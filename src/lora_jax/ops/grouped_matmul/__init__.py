@@ -1,7 +1,7 @@
 """Linear maps: one matrix for all rows, or one per group of rows (MoE experts)."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,9 +20,11 @@ from lora_jax.ops.dispatch import (
 from lora_jax.ops.grouped_matmul import composed, cpu, reference, xla
 from lora_jax.ops.grouped_matmul.composed import plus, silu_times
 from lora_jax.ops.grouped_matmul.dense import dense_op, gelu_tanh
+from lora_jax.ops.grouped_matmul.joined import joined_op
 from lora_jax.ops.grouped_matmul.weights import (
     QUANTISED,
     CodedWeight,
+    Matrices,
     Matrix,
     ScaledWeight,
     Weight,
@@ -37,6 +39,7 @@ __all__ = [
     "gated_matmul",
     "gelu_tanh",
     "grouped_matmul",
+    "joined_matmul",
     "matmul",
     "plus",
     "silu_times",
@@ -146,6 +149,28 @@ def matmul(
 
 
 DENSE_MATMUL = dense_op(matmul)
+JOINED_MATMUL = joined_op(matmul)
+
+
+def joined_matmul(
+    x: Float[Array, "rows d_in"],
+    weights: Matrices,
+    num_rows: Int[Array, ""],
+    biases: Sequence[Float[Array, "_"] | None],
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return `matmul` of x and each weight with its bias: the same bits, in fewer launches."""
+    if len(weights) == 1:
+        return (matmul(x, weights[0], num_rows, biases[0], implementation=implementation),)
+    if num_rows.ndim != 0 or len(weights) != len(biases):
+        given = f"{len(weights)} weights, {len(biases)} biases"
+        raise ValueError(f"joined_matmul: num_rows {num_rows.shape} must be rank 0; {given}")
+    for number, w in enumerate(weights):
+        if w.ndim != 2:
+            raise ValueError(f"joined_matmul: weight {number} {w.shape} must be rank 2")
+        _check("joined_matmul", x, num_rows.reshape(1), **{f"weight {number}": w[None]})
+    return JOINED_MATMUL.call(implementation, x, tuple(weights), num_rows, tuple(biases))
 
 
 def dense_matmul(

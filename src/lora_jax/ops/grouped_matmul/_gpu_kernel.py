@@ -1,10 +1,12 @@
 """The body of the Mosaic GPU kernel: one warpgroup copies, the others multiply and store.
 
 With two weights, silu of the first product times the second is stored. Products are rounded to the
-rows' dtype before anything is done with them, so that they have the same bits in every form.
+rows' dtype before anything is done with them, so that they have the same bits in every form. Maps
+side by side are several weights of one x and a result of each: their tiles are one list of works.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,11 +26,14 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 24, 240
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Inputs of a launch; `addends` counts the arrays that products are added to."""
+    """Inputs of a launch; `addends` counts the arrays that products are added to.
+
+    `d_outs` are the widths of maps side by side, whose `weights` are then one in a product.
+    """
 
     rows: int
     groups: int
-    d_out: int
+    d_outs: tuple[int, ...]
     d_in: int
     weights: int
     biases: int
@@ -43,21 +48,33 @@ def kernel_body(
     """Return the kernel for these tiles; refs as `pallas_gpu` lists them."""
     dtype, matrices, groups = operands.dtype, operands.weights, operands.groups
     columns, warpgroups, tile_rows = config.columns, config.warpgroups, config.rows
-    stages, wide, d_out = config.stages, columns * warpgroups, operands.d_out
+    stages, wide = config.stages, columns * warpgroups
     steps, stored = operands.d_in // operands.form.step, config.stored
     form = operands.form
     ahead = deep.addends
-    works = Works(groups, operands.rows, tile_rows, pl.cdiv(d_out, wide), steps, ctas)
+    d_outs, maps = operands.d_outs, len(operands.d_outs)
+    tiles = [pl.cdiv(d_out, wide) for d_out in d_outs]
+    works = Works(groups, operands.rows, tile_rows, sum(tiles), steps, ctas)
     crowded = matrices * columns * tile_rows >= CROWDED
 
+    def for_map(tile, do):
+        """Call do(map, tile of this map) of the map that has a tile of all maps'."""
+        if maps == 1:
+            do(0, tile)
+            return
+        for number, many in enumerate(tiles):
+            own = tile - sum(tiles[:number])
+            pl.when((own >= 0) & (own < many))(functools.partial(do, number, own))
+
     def _grouped_matmul_kernel(sizes_ref, num_rows_ref, x_ref, *refs):
-        w_refs, refs = refs[:matrices], refs[matrices:]
+        w_refs, refs = refs[: matrices * maps], refs[matrices * maps :]
         scaled = matrices * form.arrays
         scale_refs, refs = [refs[i:scaled:matrices] for i in range(matrices)], refs[scaled:]
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
-        y_ref, w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:7]
-        addend_smem, arrived = refs[7:9] if addend_refs else (y_ref, y_ref)  # or not used
+        y_refs, refs = refs[:maps], refs[maps:]
+        w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:6]
+        addend_smem, arrived = refs[6:8] if addend_refs else (x_smem, x_smem)  # or not used
         plain_smem = refs[-1]  # it is there if weights are made plain by the interpreter
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         num_rows = num_rows_ref[0]
@@ -81,9 +98,12 @@ def kernel_body(
                     def _():
                         plgpu.barrier_wait(empty.at[at])
 
-                    for i, w_ref in enumerate(w_refs):
-                        source = w_ref.at[group, pl.ds(tile * wide, wide), stored_depth]
-                        plgpu.copy_gmem_to_smem(source, w_smem.at[i, at], full.at[at])
+                    def copy_weights(number, tile):
+                        for i, w_ref in enumerate(w_refs[number * matrices :][:matrices]):
+                            source = w_ref.at[group, pl.ds(tile * wide, wide), stored_depth]
+                            plgpu.copy_gmem_to_smem(source, w_smem.at[i, at], full.at[at])
+
+                    for_map(tile, copy_weights)
                     source = x_ref.at[pl.ds(row, tile_rows), depth]
                     plgpu.copy_gmem_to_smem(source, x_smem.at[at], full.at[at])
 
@@ -203,7 +223,7 @@ def kernel_body(
                         behind(i)
 
             def store_part(i, part, tile, row, low, high):
-                first, span = i * stored, pl.ds(tile * wide + side, columns)
+                first = i * stored
                 # The tile before has long left, and then a part's place is its own for a while.
                 if i == 0 or i >= deep.results:
                     # The interpreter counts copies, not groups.
@@ -216,8 +236,13 @@ def kernel_body(
                     out = block_smem.at[warpgroup, i % deep.results]
                     out.transpose((1, 0))[...] = part
                     plgpu.commit_smem()
-                    target = y_ref.at[pl.ds(row + first, stored), span]
-                    plgpu.copy_smem_to_gmem(out, target, commit_group=False)
+
+                    def put(number, tile):
+                        span = pl.ds(tile * wide + side, columns)
+                        target = y_refs[number].at[pl.ds(row + first, stored), span]
+                        plgpu.copy_smem_to_gmem(out, target, commit_group=False)
+
+                    for_map(tile, put)
 
                 @pl.when(~whole)
                 def _():
@@ -231,7 +256,7 @@ def kernel_body(
                     end = lax.min(high, jnp.int32(first + stored))
                     count = lax.max(end - begin, jnp.int32(0))
 
-                    def put_rows(width):
+                    def put_rows(y_ref, tile, width):
                         # 1, 2, 4, ... rows at a time: a copy a row takes longer than is hidden.
                         for size in (1 << n for n in range(stored.bit_length() - 1)):
 
@@ -243,10 +268,16 @@ def kernel_body(
                                     target = y_ref.at[row + r, pl.ds(tile * wide + side, width)]
                                 else:
                                     source = out.at[pl.ds(r - first, size)]
+                                    span = pl.ds(tile * wide + side, columns)
                                     target = y_ref.at[pl.ds(row + r, size), span]
                                 plgpu.copy_smem_to_gmem(source, target, commit_group=False)
 
-                    hopper.at_own_width(put_rows, d_out, columns, warpgroups, tile, warpgroup)
+                    def put(number, tile):
+                        put_own = functools.partial(put_rows, y_refs[number], tile)
+                        sizes = d_outs[number], columns, warpgroups
+                        hopper.at_own_width(put_own, *sizes, tile, warpgroup)
+
+                    for_map(tile, put)
 
                 plgpu.commit_smem_to_gmem_group()
 

@@ -9,6 +9,7 @@ A row's result is one sum over d_in in steps of 16, whatever the tiles and its n
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,12 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     with_stages,
 )
 from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
-from lora_jax.ops.grouped_matmul.weights import Weight
+from lora_jax.ops.grouped_matmul.weights import CodedWeight, Matrices, ScaledWeight, Weight
+from lora_jax.ops.lowered_once import call_lowered
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
+FEW_ROWS = 128  # up to these a launch takes its latency, and maps side by side save some
 
 
 def grouped_matmul(
@@ -57,7 +60,8 @@ def grouped_matmul(
     addends = () if addend is None else (addend,)
     biased = bias is not None
     config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, form, biased)
-    return _launch(x, (w,), group_sizes, num_rows, (bias,), addends, config, form, interpret)
+    arrays = x, (w,), group_sizes, num_rows, (bias,), addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
 
 
 def gated_matmul(
@@ -83,7 +87,40 @@ def gated_matmul(
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    return _launch(x, pair, group_sizes, num_rows, biases, addends, config, form, interpret)
+    arrays = x, pair, group_sizes, num_rows, biases, addends
+    return call_lowered(_launch, arrays, (config, form, interpret))
+
+
+def joined_matmul(
+    x: Float[Array, "rows d_in"],
+    weights: Matrices,
+    num_rows: Int[Array, ""],
+    biases: Sequence[Float[Array, "_"] | None],
+    *,
+    config: GroupedMatmulConfig | None = None,
+    interpret: hopper.Interpret = None,
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Same results as the reference in one launch: few rows leave most of a GPU idle in each map.
+
+    Raises Declined as grouped_matmul does, and for many rows, quantised weights and biases.
+    """
+    if x.shape[0] > FEW_ROWS or any(bias is not None for bias in biases):
+        given = " and a bias" if any(bias is not None for bias in biases) else ""
+        raise Declined(
+            f"joined_matmul on Mosaic GPU takes up to {FEW_ROWS} rows and no bias, "
+            f"not {x.shape[0]} rows{given}"
+        )
+    several = tuple(w[None] for w in weights)
+    forms = {_require("joined_matmul", x, (w,), interpret) for w in several}
+    form = forms.pop()
+    if forms or form.quantised:
+        raise Declined("joined_matmul on Mosaic GPU takes plain weights")
+    if config is None:
+        widest = max(several, key=lambda w: w.shape[1])
+        config = _find("grouped_matmul", x, (widest,), (), None, form)
+    sizes, none = num_rows.reshape(1), (None,) * len(several)
+    arrays = x, several, sizes, num_rows, none, ()
+    return call_lowered(_launch, arrays, (config, form, interpret, True))
 
 
 def _find(
@@ -152,10 +189,10 @@ def _require(
 
 
 # Equal launches of a program's layers are traced, lowered and compiled once.
-@functools.partial(jax.jit, static_argnames=("config", "form", "interpret"))
+@functools.partial(jax.jit, static_argnames=("config", "form", "interpret", "side_by_side"))
 def _launch(
     x: Float[Array, "rows d_in"],
-    weights: tuple[Weight, ...],
+    weights: tuple[Float[Array, "groups _ d_in"] | CodedWeight | ScaledWeight, ...],
     group_sizes: Int[Array, "groups"],
     num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
@@ -163,15 +200,19 @@ def _launch(
     config: GroupedMatmulConfig,
     form: Form,
     interpret: hopper.Interpret,
-) -> Float[Array, "rows d_out"]:
+    side_by_side: bool = False,
+) -> Float[Array, "rows d_out"] | tuple[Float[Array, "rows _"], ...]:
     """Return the product, or with two weights silu of the first product times the second.
 
-    There are as many addends as weights, or none.
+    There are as many addends as weights, or none. Weights `side_by_side`, of plain numbers without
+    biases and addends, give a product each.
     """
-    rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
+    rows, (groups, _, d_in) = x.shape[0], weights[0].shape
+    matrices = 1 if side_by_side else len(weights)
+    d_outs = tuple(w.shape[1] for w in (weights if side_by_side else weights[:1]))
     wide = config.columns * config.warpgroups
     # Biases are read in whole tiles, rows are copied eight at a time.
-    pad = ((0, 0), (0, -d_out % wide))
+    pad = ((0, 0), (0, -d_outs[0] % wide))
     given = [jnp.pad(b, pad) for b in biases if b is not None]
     x, *added = (jnp.pad(a, ((0, -rows % ALIGN), (0, 0))) for a in (x, *addends))
     # Whole parts leave swizzled, which single rows cannot: they have a place of their own.
@@ -188,11 +229,11 @@ def _launch(
         waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
     stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
     operands = Operands(
-        len(x), groups, d_out, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
+        len(x), groups, d_outs, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
     )
     kernel = plgpu.kernel(
         kernel_body(config, deep, operands, ctas, bool(interpret)),
-        out_type=jax.ShapeDtypeStruct((len(x), d_out), x.dtype),
+        out_type=[jax.ShapeDtypeStruct((len(x), d_out), x.dtype) for d_out in d_outs],
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=warpgroups + 1,
@@ -209,4 +250,6 @@ def _launch(
         interpret=interpret or False,
     )
     last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
-    return kernel(group_sizes, last, x, *values, *others, *given, *added)[:rows]
+    ys = kernel(group_sizes, last, x, *values, *others, *given, *added)
+    ys = tuple(y[:rows] for y in ys)
+    return ys if side_by_side else ys[0]

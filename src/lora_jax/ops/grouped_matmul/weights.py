@@ -6,6 +6,7 @@ the product with that array, bit for bit. Values are computed in float32 and rou
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -143,6 +144,8 @@ class ScaledWeight:
 QUANTISED = (CodedWeight, ScaledWeight)
 Weight = Float[Array, "groups d_out d_in"] | CodedWeight | ScaledWeight
 Matrix = Float[Array, "d_out d_in"] | CodedWeight | ScaledWeight
+# Of maps of one x, each of a width of its own.
+Matrices = Sequence[Float[Array, "_ d_in"] | CodedWeight | ScaledWeight]
 
 
 def unpacked(codes: UInt8[Array, "*lead bytes"], order: str) -> UInt8[Array, "*lead d_in"]:

@@ -8,13 +8,14 @@ extern "C" {
 // shape: rows, groups, d_out, d_in, scale groups, value of code 0.
 int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_scales, const void* up_scales,
              const float* table, const int* sizes, const Bf16* bias, const void* gate_addend, const void* up_addend,
-             int wide, Bf16* y, const int* shape, int coding) {
+             int wide, Bf16* y, Bf16* second, int gated, const int* shape, int coding) {
   FewRowsCall call{};
   FewRowsArgs& p = call.args;
-  call.weights[0] = gate, call.weights[1] = up, call.gated = up != nullptr;
-  p.scales[0] = gate_scales, p.scales[1] = up_scales, p.x = x, p.sizes = sizes, p.bias = bias, p.y = y;
-  p.addends[0] = gate_addend, p.addends[1] = up_addend, p.addends_wide = wide;
-  p.rows = shape[0], p.groups = shape[1], p.d_out = shape[2], p.d_in = shape[3], p.scale_groups = shape[4];
+  call.weights[0] = gate, call.weights[1] = up, call.gated = up && gated, call.count = up ? 2 : 1;
+  p.matrices[0] = {gate_scales, bias, gate_addend, y, shape[2], 0};
+  p.matrices[1] = {up_scales, bias, up_addend, gated || !up ? nullptr : second, shape[2], 0};
+  p.x = x, p.sizes = sizes, p.addends_wide = wide;
+  p.rows = shape[0], p.groups = shape[1], p.d_in = shape[3], p.scale_groups = shape[4];
   p.scale_columns = shape[3] / shape[4];
   p.first = static_cast<float>(shape[5]);
   std::memcpy(p.table, table, sizeof p.table);

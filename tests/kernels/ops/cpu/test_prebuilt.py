@@ -1,6 +1,7 @@
 """Kernels compiled beforehand: the best level that the CPU has, never one of other sources."""
 
 import importlib.util
+import sys
 
 import pytest
 from support.processes.server_process import ROOT
@@ -56,6 +57,58 @@ def test_what_is_ready_is_not_compiled(folder, monkeypatch, tmp_path):
     monkeypatch.setattr(native, "compile_library", lambda *_: pytest.fail("compiled"))
     assert build.library().build(tmp_path / "cache") == ready
     assert not (tmp_path / "cache").exists()
+
+
+def test_features_are_those_that_the_system_tells(tmp_path, monkeypatch):
+    def tells(*lines):
+        (tmp_path / "cpuinfo").write_text("\n".join(lines))
+        return prebuilt.cpu_features()
+
+    monkeypatch.setattr(prebuilt, "Path", lambda name: tmp_path / "cpuinfo")
+    assert tells("model name\t: a CPU", "flags\t\t: fma avx2", "flags : other") == {"fma", "avx2"}
+    assert tells("Features\t: fp asimd") == {"fp", "asimd"}
+    assert tells("model name : a CPU") == frozenset()
+    (tmp_path / "cpuinfo").unlink()
+    assert prebuilt.cpu_features() == frozenset()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The libraries that were compiled, which are not; their files are there."""
+    made = []
+
+    def compile_library(library, compiler, file):
+        made.append((library, compiler))
+        file.touch()
+
+    monkeypatch.setattr(native, "compile_library", compile_library)
+    return made
+
+
+def test_a_level_is_compiled_for_its_cpus_and_brings_its_library(tmp_path, compiled):
+    files = prebuilt.build(tmp_path / "out", native.Compiler("a-g++"), ALL[:2])
+    assert files == [tmp_path / "out" / prebuilt._file_name(level) for level in ALL[:2]]
+    assert all(file.stat().st_mode & 0o777 == 0o644 for file in files)
+    for (library, compiler), level in zip(compiled, ALL, strict=False):
+        assert compiler.path == "a-g++"
+        assert set(library.flags) >= {*level.flags, *native.CPP_FLAGS, "-static-libstdc++"}
+        assert library.sources == native.cpp_sources(prebuilt.FOLDER)
+
+
+def test_the_command_compiles_every_level_of_an_architecture(
+    tmp_path, compiled, monkeypatch, capsys
+):
+    options = ["--architecture", "aarch64", "--compiler", "aarch64-g++", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["prebuilt", *options])
+    prebuilt.main()
+    (level,) = prebuilt.LEVELS["aarch64"]
+    assert capsys.readouterr().out == f"{tmp_path / prebuilt._file_name(level)}\n"
+    assert [compiler.path for _, compiler in compiled] == ["aarch64-g++"]
+    monkeypatch.setattr(sys, "argv", ["prebuilt", *options[:2]])
+    monkeypatch.setattr(native, "cpp_compilers", lambda: ())
+    with pytest.raises(SystemExit):
+        prebuilt.main()
+    assert "install g++ or clang++, or name one with --compiler" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -4,6 +4,8 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+from support.cases.finetune_cases import trace_training
 
 from lora_jax.adapters.task_head import HeadKind
 from lora_jax.finetune.lora_params import LoraSpec
@@ -72,14 +74,38 @@ def reference(base, params, spec, rows, row):
 
 
 @pytest.mark.long
-def test_the_command(picture_folder, tmp_path):
-    from support.cases.tiny_pictures import sources
-
-    (tmp_path / "data").mkdir()
-    for name, source in sources().items():
-        source.save(tmp_path / "data" / f"{name}.npz")
-    flags = ["--model", str(picture_folder), "--data", str(tmp_path / "data"), "--task", "count"]
+def test_the_command(picture_folder, picture_data, tmp_path):
+    flags = ["--model", str(picture_folder), "--data", str(picture_data), "--task", "count"]
     flags += ["--head", "count", "--out", str(tmp_path / "a"), "--examples", "40", "--steps", "4"]
     adapter.main(flags)
     told = json.loads((tmp_path / "a" / "heldout.json").read_text())
     assert set(told) == {"task", "heldout", "adapter", "base", "head_alone"}
+
+
+def test_the_command_trains_a_head_above_the_tower_s_lora_and_one_alone(
+    picture_folder, picture_data, tmp_path, monkeypatch
+):
+    """Its training is traced only: the scores are of heads that always say the first label."""
+    fits, out = trace_training(monkeypatch, adapter), tmp_path / "a"
+    flags = ["--model", str(picture_folder), "--data", str(picture_data), "--task", "count"]
+    flags += ["--head", "count", "--tower", "--rank", "2", "--examples", "20", "--heldout"]
+    adapter.main([*flags, "20", "--steps", "30", "--batch-rows", "3", "--out", str(out)])
+    both, alone = fits
+    assert (both.text.num_rows, both.schedule.warmup_steps) == (20, 3)
+    assert both.text.cells is None  # the tower is trained
+    assert alone.text.pixels is None  # it has been through the tower
+    np.testing.assert_array_equal(both.text.wanted, alone.text.wanted)
+    told = json.loads((out / "heldout.json").read_text())
+    nothing = np.mean([example.labels == ("0",) for example in drawn(picture_data, "count", 20)])
+    assert 0 < nothing < 1
+    want = {"task": "count", "heldout": 20, "base": 0.0}
+    assert told == want | dict.fromkeys(("adapter", "head_alone"), nothing)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+    assert json.loads((out / "task_head.json").read_text())["kind"] == "count"
+    assert any("visual" in name for name in load_file(out / "adapter_model.safetensors"))
+
+
+def drawn(data, task, count):
+    """Return the examples that the command measures on."""
+    return tasks.draw(task, tasks.parts(tasks.read_sources(data))[True], count, 7)

@@ -1,13 +1,27 @@
 """An engine behind HTTP on a socket that is bound already; test_launch.py has the rest."""
 
+import json
+import logging
 import socket
 
+import httpx
 import pytest
+from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.processes.served_here import served_here
 
 import serving
 from serving.api.config import EngineConfig
+from serving.cli.flag_values import lora_module
 from serving.cli.options import Options
-from serving.cli.serve import StartError, journal_of, only_server, serve, url_of
+from serving.cli.serve import (
+    StartError,
+    has_template,
+    journal_of,
+    only_server,
+    serve,
+    url_of,
+)
+from serving.http.access.key_file import read_keys_file
 from serving.http.settings import HttpSettings
 
 
@@ -62,3 +76,104 @@ def test_a_state_folder_is_for_loads_at_run_time_and_for_one_server(tmp_path):
     (tmp_path / "state" / "adapters.json").write_text("{")
     with pytest.raises(StartError, match="is no journal of adapters"):
         journal_of(asked)
+
+
+@pytest.fixture
+def engines(monkeypatch, tmp_path):
+    """`serving.Engine` is a double over adapter folders; the ones that were made."""
+    root = write_fake_adapters(tmp_path / "root", "sql", "law")
+    made = []
+
+    class Engine(FakeEngine):
+        def __init__(self, model, adapters, **fields):
+            super().__init__(root)
+            self.fields = fields
+            made.append(self)
+
+        def load_adapter(self, name, path, *, pinned=False):
+            self.registry.load(name, path, pinned=pinned)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.close()
+
+    monkeypatch.setattr(serving, "Engine", Engine, raising=False)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "state").mkdir(mode=0o700)
+    return made
+
+
+def test_loads_of_an_earlier_server_are_repeated_and_metrics_have_a_port_of_their_own(
+    engines, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    asked = Options(
+        EngineConfig(model=str(tmp_path / "m")),
+        HttpSettings(enable_runtime_lora=True),
+        adapters=(lora_module('{"name": "kept", "path": "law", "pinned": true}'),),
+        state_dir=str(tmp_path / "state"),
+        metrics_port=0,
+    )
+
+    def load(client):
+        body = {"lora_name": "mine", "lora_path": "sql"}
+        assert client.post("/v1/load_lora_adapter", json=body).status_code == 200
+        metrics = caplog.text.rpartition("Metrics without a key at ")[2].split()[0].rstrip(".")
+        return httpx.get(metrics).text, client.get("/health").status_code
+
+    text, status = served_here(serve, asked, load)
+    assert status == 200
+    assert "http_requests" in text
+    assert (tmp_path / "state" / "adapters.json").exists()
+
+    def names(client):
+        return [card["id"] for card in client.get("/v1/models").json()["data"]]
+
+    assert {"kept", "mine"} <= set(served_here(serve, asked, names))
+    assert [engine.alive for engine in engines] == [False, False]
+    assert engines[1].registry.get("kept").pinned
+
+
+def test_keys_of_a_file_are_checked_and_what_cannot_be_opened_ends_the_start(engines, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(json.dumps({"the-key": {"id": "lawyer"}}))
+    keys.chmod(0o600)
+    model = EngineConfig(model=str(tmp_path / "m"))
+    tenants = read_keys_file(str(keys))
+    http = HttpSettings(keys_file=str(keys), tenants=tenants)
+
+    def ask(client):
+        headers = [{}, {"Authorization": "Bearer the-key"}]
+        return [client.get("/v1/models", headers=given).status_code for given in headers]
+
+    assert served_here(serve, Options(model, http), ask) == [401, 200]
+    with socket.create_server(("127.0.0.1", 0)) as taken, socket.socket() as sock:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"Cannot listen on 127.0.0.1:{port}: Address alr"):
+            serve(Options(model, HttpSettings(), metrics_port=port), sock)
+        http = HttpSettings(audit_log=str(tmp_path / "none" / "audit"))
+        with pytest.raises(StartError, match="Cannot write --audit-log: No such file"):
+            serve(Options(model, http), sock)
+    assert not any(engine.alive for engine in engines)
+
+
+def test_rollouts_that_cannot_be_read_end_the_start(engines, tmp_path):
+    state = tmp_path / "state"
+    (state / "rollouts.json").write_text("{")
+    http = HttpSettings(enable_runtime_lora=True)
+    asked = Options(EngineConfig(model=str(tmp_path / "m")), http, state_dir=str(state))
+    with socket.socket() as sock, pytest.raises(StartError, match="Cannot use --state-dir: "):
+        serve(asked, sock)
+    assert not engines[0].alive
+
+
+def test_a_template_is_seen_without_an_engine(tmp_path):
+    assert not has_template(EngineConfig(model=str(tmp_path)))
+    assert has_template(EngineConfig(model=str(tmp_path), chat_template="{{ messages }}"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert has_template(EngineConfig(model=str(tmp_path)))
+    (tmp_path / "tokenizer_config.json").write_text("no JSON")
+    (tmp_path / "chat_template.jinja").unlink()
+    assert not has_template(EngineConfig(model=str(tmp_path)))

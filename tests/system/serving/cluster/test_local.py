@@ -12,10 +12,12 @@ from serving.api.config import EngineConfig
 from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options
 from serving.cluster import local
+from serving.cluster.addresses import FarAddress
 from serving.cluster.local import LocalCluster
 from serving.cluster.server_place import server_spec
 from serving.http.settings import HttpSettings
 from serving.runtime.child_process import Pulse
+from serving.runtime.role_host import OneHost
 
 
 @pytest.fixture(scope="module")
@@ -154,3 +156,70 @@ def test_the_last_instance_has_the_merged_adapter_and_the_others_all(options):
     assert cluster.router.choose("a1") == 1
     assert cluster.router.choose("a0") == cluster.router.choose(None) == 0
     cluster.close()
+
+
+class FarHosts(OneHost):
+    """Hosts of which some may not be there, or not see a folder."""
+
+    are_this_host = False
+
+    def __init__(self, sees=True):
+        self.sees, self.gone, self.folders, self.closed = sees, 0, [], False
+
+    def require_folder(self, folder):
+        self.folders.append(folder)
+        if not self.sees:
+            raise ConnectionError(f"a host does not see {folder}")
+
+    def instance(self, number):
+        if self.gone:
+            self.gone -= 1
+            raise ConnectionError("no room")
+        return ("host",)
+
+    def close(self):
+        self.closed = True
+
+
+def test_what_instances_of_other_hosts_share_is_in_a_folder_that_all_see(options, tmp_path):
+    lenient = dataclasses.replace(options, http=HttpSettings(enable_runtime_lora=True))
+    (tmp_path / "state").mkdir(mode=0o700)
+    lenient = dataclasses.replace(lenient, state_dir=str(tmp_path / "state"))
+    hosts = FarHosts()
+    cluster = LocalCluster(lenient, None, hosts)
+    (budgets,) = (tmp_path / "state").glob("budgets-*")
+    assert hosts.folders == [str(tmp_path / "state")]
+    cluster.close()
+    assert not budgets.exists()
+    assert hosts.closed
+    blind = FarHosts(sees=False)
+    with pytest.raises(ConnectionError, match="does not see"):
+        LocalCluster(lenient, None, blind)
+    LocalCluster(options, None, hosts := FarHosts()).close()
+    assert not hosts.folders  # nothing is shared
+
+
+def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
+    options, monkeypatch, caplog
+):
+    hosts = FarHosts()
+    where = FarAddress("10.0.0.2", 7, "s")
+    cluster = LocalCluster(options, None, hosts)
+    try:
+        wait_ready = Role.wait_ready
+
+        def at_another_port(role):
+            wait_ready(role)
+            role.path = where
+
+        monkeypatch.setattr(Role, "wait_ready", at_another_port)
+        hosts.gone = 1
+        Role.made[0].die()
+        until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
+        until(lambda: 0 in cluster.router.up)
+        assert "Instance 0 has no host: no room" in caplog.text
+        assert cluster.roles() == {"instances": [True, True]}
+        cluster._end_instances()  # as when the LoRA Server's memory has moved
+        until(lambda: len(Role.made) == 5)
+    finally:
+        cluster.close()

@@ -13,6 +13,7 @@ import pytest
 from support.processes.http_server import client_of, listening, serve_app
 
 from serving.cluster.abstract_front import BodyLimits
+from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.addresses import FarAddress
 from serving.cluster.proxy import Proxy
 from serving.cluster.router import Router
@@ -27,6 +28,7 @@ class Instance:
 
     def __init__(self, number):
         self.number, self.asked, self.fail, self.gone = number, [], None, threading.Event()
+        self.status = 200
 
     async def __call__(self, scope, receive, send):
         if scope["type"] == "lifespan":
@@ -46,7 +48,9 @@ class Instance:
             return
         while message.get("more_body"):
             message = await receive()
-        status = self.fail if self.fail and "adapter" in scope["path"] else 200
+        if scope["path"] == "/slow":
+            await asyncio.sleep(0.3)
+        status = self.fail if self.fail and "adapter" in scope["path"] else self.status
         text = json.dumps({"instance": self.number, "path": scope["path"]}).encode()
         if scope["path"] == "/metrics":
             text = b"# TYPE up gauge\nup 1.0\n"
@@ -451,3 +455,48 @@ def test_what_a_hung_instance_was_given_goes_to_another_when_it_is_killed(instan
         killer.start()
         assert client.post("/v1/completions", json={"model": "base"}).json()["instance"] == 1
         killer.join()
+
+
+def test_an_instance_that_does_not_answer_in_time_is_busy_and_stays_up(client, router, monkeypatch):
+    monkeypatch.setattr("serving.cluster.proxy.SHORT_S", 0.05)
+    answer = client.get("/slow")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert router.up == (0, 1)
+
+
+def test_an_adapter_that_its_instance_does_not_know_is_forgotten(client, router, instances):
+    for instance in instances:
+        instance.status = 404
+    assert client.post("/v1/completions", json={"model": "base:new"}).status_code == 404
+    assert "new" not in router.instance_of
+
+
+def test_metrics_that_an_instance_refuses_are_its_answer(client, instances):
+    instances[1].status = 403
+    answer = client.get("/metrics")
+    assert (answer.status_code, answer.headers["x-number"]) == (403, "1")
+
+
+class Disagreeing(AdapterChanges):
+    """Changes that not all instances can follow; another one is under way at first."""
+
+    def __init__(self):
+        super().__init__(None, lambda: ())
+        self.lock.acquire()
+        threading.Timer(0.1, self.lock.release).start()
+
+    def agree(self, before):
+        return False
+
+
+def test_a_change_that_not_all_can_follow_is_refused(instances, router, tmp_path):
+    paths = [tmp_path / f"i{n}" for n in range(2)]
+    with contextlib.ExitStack() as stack:
+        for app, path in zip(instances, paths, strict=True):
+            stack.enter_context(listening(app, path))
+        front = Proxy([str(p) for p in paths], router, ["base"], changes=Disagreeing())
+        client = stack.enter_context(client_of(front))
+        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x"})
+    assert answer.status_code == 503
+    assert "it was undone on all instances" in answer.json()["error"]["message"]
+    assert all(instance.asked for instance in instances)

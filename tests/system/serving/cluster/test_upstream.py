@@ -114,3 +114,31 @@ def test_an_instance_that_says_nothing_is_slow(tmp_path):
 def test_nobody_is_there(tmp_path):
     with pytest.raises(UpstreamDown, match="cannot be reached"):
         asyncio.run(upstream.send(str(tmp_path / "s"), "GET", b"/", [], b""))
+
+
+def test_a_connection_that_is_given_up_is_closed(tmp_path, monkeypatch):
+    made = []
+    new_socket = upstream.new_socket
+
+    def noted(address):
+        sock, where = new_socket(address)
+        made.append(sock)
+        return sock, where
+
+    async def run():
+        loop = asyncio.get_running_loop()
+
+        async def hang(sock, where):
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(loop, "sock_connect", hang)
+        task = asyncio.create_task(upstream.send(str(tmp_path / "s"), "GET", b"/", [], b""))
+        while not made:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    monkeypatch.setattr(upstream, "new_socket", noted)
+    asyncio.run(run())
+    assert made[0].fileno() == -1

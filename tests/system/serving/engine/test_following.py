@@ -5,12 +5,15 @@ import os
 import secrets
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.engine_cases import prompts_of
 from support.cases.tiny_checkpoint import TinyShape
 from support.processes.server_process import ROOT, free_port
+
+from serving.engine import following
 
 MAIN = ROOT / "tests" / "support" / "processes" / "gang_main.py"
 SAMPLINGS = [
@@ -85,3 +88,23 @@ def test_two_processes_answer_with_the_bits_of_one(tmp_path, asked, devices, dty
     want = run(tmp_path, asked, 1, dtype, [()])
     assert len({repr(answer) for answer in want}) == len(want)
     assert run(tmp_path, asked, devices, dtype, [("0",), ("1",)], **fields) == want
+
+
+def test_a_follower_builds_what_rank_0_builds_and_leaves_when_it_ends(monkeypatch):
+    done = []
+
+    def note(name, value=None):
+        return lambda *given: done.append((name, *given)) or value
+
+    loop = SimpleNamespace(follow=note("follow"))
+    compilations = SimpleNamespace(close=note("compilations"))
+    parts = SimpleNamespace(loop=loop, compilations=compilations)
+    gang = SimpleNamespace(rank=1, size=2, serve=note("serve"), close=note("close"))
+    gang.commands = lambda: ["step"]
+    monkeypatch.setattr(
+        following,
+        "build_parts",
+        lambda config, adapters, gang: done.append((config, adapters)) or parts,
+    )
+    following.follow("config", gang)
+    assert done == [("config", {}), ("serve",), ("follow", ["step"]), ("compilations",), ("close",)]

@@ -1,12 +1,14 @@
 """Memory that the device reports becomes KV pages; one that reports none gets the default."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from support.cases import tiny_checkpoint
 
+from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.models import load
 from serving.api.config import EngineConfig
 from serving.engine import memory_budget
@@ -42,6 +44,15 @@ def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
     assert size.num_pages == want // per_page
 
 
+def test_an_allocator_without_a_limit_has_what_the_driver_has_left(monkeypatch):
+    stats = {"bytes_limit": 0, "bytes_in_use": 1000}  # XLA's "cuda_async"
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(stats)])
+    memory = SimpleNamespace(usage=lambda: SimpleNamespace(device_free=1 << 20))
+    monkeypatch.setattr(memory_budget, "for_platform", lambda name: memory)
+    engine = EngineConfig("m", gpu_memory_utilization=0.5)
+    assert memory_budget.free_device_bytes(engine) == 1 << 19
+
+
 def test_adapter_slots_get_their_budget(loaded):
     model, config = loaded
     catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
@@ -65,3 +76,14 @@ def test_an_instance_leaves_no_room_for_what_a_lora_server_holds(loaded, monkeyp
         for here, count in ((whole, 0), (some, 0), (some, 3))
     ]
     assert pages[1] > pages[0] > pages[2]
+
+
+def test_slots_for_whole_adapters_come_on_top_of_those_of_some_modules(loaded):
+    model, config = loaded
+    catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    engine = EngineConfig("m", max_loras=3, max_lora_rank=4)
+    plain, few = memory_budget.make_allocator(engine, catalogue, catalogue, wide)
+    more, spec = memory_budget.make_allocator(engine, catalogue, catalogue, wide, 2)
+    assert (plain.num_slots, more.num_slots) == (3, 5)
+    one = rows_per_adapter(catalogue, 4)
+    assert spec.rows == {width: few.rows[width] + 2 * count for width, count in one.items()}

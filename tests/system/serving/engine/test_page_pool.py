@@ -12,6 +12,7 @@ from support.cases.engine_cases import GREEDY, SHAPES, answer, prompts_of, settl
 from lora_jax.memory.virtual import Usage
 from serving import Engine
 from serving.api.config import EngineConfig
+from serving.engine import page_pool
 from serving.engine.page_pool import check_free, check_kernels, check_page_pool, pool_sizes
 
 KIB = 1 << 10
@@ -138,3 +139,17 @@ def test_memory_moves_both_ways_and_no_answer_changes(engines):
     assert most["kv"] > 24 * KIB, "KV never had more than the longest sequence's pages"
     assert most["adapters"] > shares.total_bytes // 2
     assert pool.stats().compilations_after_warmup == 0
+
+
+def test_without_kernels_that_write_in_place_a_cpu_has_no_pool(monkeypatch):
+    monkeypatch.setattr(page_pool.build, "available", lambda: False)
+    with pytest.raises(ValueError, match=r"needs the C\+\+ kernels, .* install g\+\+"):
+        check_page_pool(config())
+
+
+def test_pages_grow_with_the_granularity_and_stay_many():
+    small = dataclasses.replace(config(), page_pool_bytes=1 << 20)
+    assert page_pool.page_size(small, 4096) >= 4096
+    large = dataclasses.replace(config(), page_pool_bytes=1 << 40)
+    assert page_pool.page_size(large, 4096) == page_pool.LARGEST_PAGE
+    assert page_pool.page_size(small, 1 << 21) == 1 << 21  # never below the memory's own

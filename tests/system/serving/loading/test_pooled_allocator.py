@@ -109,6 +109,18 @@ def test_an_adapter_without_a_slot_has_the_least_valuable_leave():
     assert allocator.make_room(BIG)
 
 
+def test_two_adapters_in_a_step_are_placed_for_requests():
+    _, allocator, _ = make(60)
+    for weights in (ONE, TWO):
+        assert allocator.make_room(weights)
+        allocator.place(weights)
+    assert allocator.make_room(BIG), "nobody waits for it"
+    allocator.is_needed = lambda digest: True
+    assert not allocator.make_room(BIG)
+    allocator._exchange.start_step()
+    assert allocator.make_room(BIG)
+
+
 def test_users_pins_and_loads_stay():
     _, allocator, _ = make(60)
     allocator.place(ONE)

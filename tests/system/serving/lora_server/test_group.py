@@ -100,3 +100,30 @@ def test_a_rank_on_another_host_keeps_its_address_or_instances_are_told(monkeypa
         assert made.places[0].address[0] == address
     assert made.places[0].address == ("10.0.0.2", 7003)
     made.close()
+
+
+def test_a_rank_that_has_no_host_or_cannot_be_restarted_is_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr(group, "RankProcess", Running)
+    monkeypatch.setattr(group, "_RESTART_S", 0.01)
+    monkeypatch.setattr(Process, "made", ())
+    hosts, failures = Hosts(), [ValueError("the shard is of another model")]
+    made = ServerGroup(cases.make_spec("nowhere", "ep1-pp1"), 0, hosts, lambda: None)
+    place = hosts.host
+
+    def server_rank(rank):
+        hosts.server_rank = lambda rank: place  # there again
+        raise ConnectionError("Ray has found no room")
+
+    def restore(rank, control):
+        if failures:
+            raise failures.pop()
+
+    hosts.server_rank, made.coordinator.restore = server_rank, restore
+    made.processes[0].kill()
+    end = time.monotonic() + 30
+    while len(Process.made) < 3 or not made.processes[0].is_ready:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert "Rank 0 of the LoRA Server has no host: Ray has found no room" in caplog.text
+    assert "could not be restarted: the shard is of another model" in caplog.text
+    made.close()

@@ -13,6 +13,7 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleRepor
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.api.config import EngineConfig
+from serving.lora_server import instance
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import Lease
 from serving.lora_server.instance import LOST, InstanceSide, ServerAccess, connect
@@ -228,3 +229,19 @@ def test_the_instance_says_what_it_runs_itself(tmp_path):
     side.close()
     assert said[0].shapes.dtype == "float32"
     assert transport.limit == 0.25
+
+
+def test_several_devices_have_a_client_each_or_none_at_all():
+    """One that cannot connect closes those that could."""
+    closed, spec = [], SimpleNamespace()
+
+    def connect_device(terms, device):
+        if device == 2:
+            raise ConnectionError("device 2 has no peer")
+        return SimpleNamespace(close=lambda: closed.append(device))
+
+    access = ServerAccess(spec, "me", Source(), connect_device)
+    assert instance._client(access, "terms", 1) is not None
+    with pytest.raises(ConnectionError, match="device 2 has no peer"):
+        instance._client(access, "terms", 3)
+    assert closed == [0, 1]

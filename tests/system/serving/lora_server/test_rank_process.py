@@ -8,14 +8,16 @@ import types
 
 import pytest
 from support.cases import lora_server_cases as cases
+from support.doubles.held_host import HeldHost
 
 from lora_jax.adapters import reader
 from serving.lora_server import rank_process
-from serving.lora_server.calls import Caller, RemoteRank
+from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank_process import RankProcess, rank_main
 from serving.lora_server.spec import design
 from serving.lora_server.transport import shared_memory
 from serving.lora_server.transport.selection import RankPlace
+from serving.runtime.child_process import Pulse
 
 
 @pytest.fixture
@@ -85,3 +87,44 @@ def test_adapters_must_fit_the_device(files, monkeypatch):
     larger = dataclasses.replace(made.spec, num_adapters=made.spec.num_adapters + 1)
     with pytest.raises(ValueError, match=r"EP2-PP1.*--lora-server-adapters.*or use more ranks"):
         rank_process._require_memory(design(larger), 0)
+
+
+def test_a_rank_of_another_host_says_its_port_and_late_echoes_do_not_count():
+    host = HeldHost("10.0.0.1")
+    process = RankProcess("spec", 2, RankPlace(("10.0.0.1", 0), "secret"), 7, host)
+    calls, pulse = host.ends
+    assert host.made[0].args[5] == 0  # the process sees its own GPUs only
+    threading.Thread(
+        target=answer_calls, args=(calls, {"open": lambda: 7001, "stats": lambda: {"answered": 3}})
+    ).start()
+    process.open()
+    assert process.place == RankPlace(("10.0.0.1", 7001), "secret")
+    assert process.stats() == {"answered": 3}
+    pulse.send_bytes(b"0")  # to an earlier question
+    assert process.pulse(0.05) is Pulse.SILENT
+    assert pulse.recv_bytes() == b"1"
+    pulse.send_bytes(b"1")
+    pulse.send_bytes(b"2")
+    assert process.pulse(5) is Pulse.UP
+    process.kill()
+    process.stop()
+    host.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (NotImplementedError("nixl is not installed"), "cannot start: nixl is not installed"),
+        (KeyError("a bug"), "Rank 3 of the LoRA Server has failed."),
+    ],
+)
+def test_a_loop_that_breaks_takes_its_process_with_it(monkeypatch, caplog, error, said):
+    statuses = []
+
+    def run():
+        raise error
+
+    monkeypatch.setattr(rank_process.os, "_exit", statuses.append)
+    rank_process._run(types.SimpleNamespace(run=run, rank=3))
+    assert statuses == [1]
+    assert said in caplog.text

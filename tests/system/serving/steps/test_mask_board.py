@@ -52,13 +52,10 @@ def test_numbers_are_never_that_of_no_masks(board, monkeypatch):
     assert [board.take_number() for _ in range(4)] == [1, 2, 1, 2]
 
 
-def test_on_a_cpu_no_program_waits_and_the_log_says_so_if_it_was_asked(monkeypatch, caplog):
-    monkeypatch.delenv(mask_board.ENV, raising=False)
+def test_no_program_waits_on_a_cpu_or_where_memory_is_not_shared(monkeypatch, caplog):
+    caplog.set_level("INFO")
     assert make_board(SIZES, VOCAB) is None
     assert not caplog.text
-    monkeypatch.setenv(mask_board.ENV, "1")
-    assert make_board(SIZES, VOCAB) is None
-    assert "LORA_JAX_MASK_BOARD=1: the device is a cpu" in caplog.text
     monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "gpu")
 
     def decline(count):
@@ -66,4 +63,21 @@ def test_on_a_cpu_no_program_waits_and_the_log_says_so_if_it_was_asked(monkeypat
 
     monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: decline)
     assert make_board(SIZES, VOCAB) is None
-    assert "no shared memory" in caplog.text
+    assert "two programs: no shared memory" in caplog.text
+
+
+def test_on_a_gpu_programs_wait(monkeypatch):
+    monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "gpu")
+    counts = []
+
+    class Board:
+        address = np.zeros(2, np.uint32)
+
+        def __init__(self, count):
+            counts.append(count)
+
+    monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: Board)
+    board = make_board(SIZES, VOCAB)
+    assert board is not None
+    assert board.address is Board.address
+    assert counts == [SIZES.num_masks * num_words(VOCAB) + SIZES.max_logit_rows]

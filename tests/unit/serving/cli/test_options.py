@@ -4,6 +4,7 @@ import pytest
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
+from serving.api.functions_config import FunctionsConfig
 from serving.cli.flag_values import LoraModuleFlag
 from serving.cli.options import Options, is_loopback
 from serving.http.settings import HttpSettings
@@ -95,3 +96,26 @@ def test_what_a_merged_adapter_does_not_go_with(name, cluster, http, message):
         Options(engine, http, cluster=cluster, adapters=adapters)
     good = EngineConfig(model="m", merge_adapter="a")
     Options(good, OPEN, cluster=ClusterConfig(instances=2), adapters=adapters)
+
+
+def test_what_several_roles_do_not_go_with():
+    adapters = (LoraModuleFlag("a", "x"),)
+    two = ClusterConfig(instances=2)
+    with pytest.raises(ValueError, match="--metrics-port is for one instance; give Prometheus"):
+        Options(ENGINE, OPEN, cluster=two, adapters=adapters, metrics_port=9)
+    Options(ENGINE, OPEN, adapters=adapters, metrics_port=9)
+    odd = EngineConfig(model="m", tensor_parallel_size=3)
+    nodes = ClusterConfig(nnodes=2, node_rank=1, nodes_secret_file="f")
+    with pytest.raises(ValueError, match="3 must be a multiple of --nnodes 2"):
+        Options(odd, OPEN, cluster=nodes)
+
+
+def test_what_functions_do_not_go_with_is_named():
+    functions = FunctionsConfig(functions="folder")
+    Options(ENGINE, OPEN, functions=functions)
+    wide = EngineConfig(model="m", tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="--functions does not work with --tensor-parallel-size:"):
+        Options(wide, OPEN, functions=functions)
+    both = HttpSettings(enable_runtime_lora=True, demo=True)
+    with pytest.raises(ValueError, match="not work with --enable-runtime-lora, --demo: a function"):
+        Options(ENGINE, both, functions=functions)

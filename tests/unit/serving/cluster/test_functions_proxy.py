@@ -144,6 +144,44 @@ def test_functions_learn_callers_and_never_keys(proxy, agent):
     assert CallerRing(None).find(token).id == "a"
 
 
+def test_one_name_of_the_base_has_a_card_without_a_parent(client):
+    assert client.get("/v1/models/also").json()["parent"] is None
+
+
+def test_a_request_that_its_functions_die_of_is_refused(client, agent):
+    agent.mortal.add("law")
+    answer = ask(client, "law")
+    assert answer.status_code == 503
+    assert "Two instances ended while they worked" in answer.json()["error"]["message"]
+    assert agent.starts["law"] <= 3
+    assert ask(client, "base").text == "base"
+
+
+def test_an_answer_that_breaks_off_is_not_asked_for_again(client, agent):
+    agent.cut.add("law")
+    with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
+        ask(client, "law")
+    assert len(agent.heads) == 1
+    assert ask(client, "base").text == "base"
+
+
+def test_a_function_that_does_not_answer_in_time_is_busy(client, agent, monkeypatch):
+    monkeypatch.setattr("serving.cluster.functions_proxy.SHORT_S", 0.05)
+    agent.silent.add("law")
+    answer = client.post("/tokenize", json={"model": "law", "prompt": "a"})
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    agent.go.set()
+
+
+def test_a_function_that_takes_no_connection_is_busy(client, agent, monkeypatch):
+    assert ask(client, "law").text == "law"
+    monkeypatch.setattr(Running, "connect", lambda running: None)
+    answer = ask(client, "law")
+    assert answer.status_code == 503
+    assert "does not take requests now" in answer.json()["error"]["message"]
+
+
 def test_too_many_wait_for_a_start(client, agent, monkeypatch):
     monkeypatch.setattr("serving.cluster.functions_proxy._WAITING", 0)
     answer = ask(client, "slow")

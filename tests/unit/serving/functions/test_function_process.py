@@ -1,5 +1,6 @@
 """A function's side of its connection: bad orders, bad calls, and what it says of its memory."""
 
+import contextlib
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from support.processes.server_process import ROOT
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
+from serving.api.outputs import RequestFailed
 from serving.functions import function_process
 from serving.functions.function_process import _Calls, backbone_memory
 from serving.runtime import program_cache
@@ -229,3 +231,154 @@ def test_bad_calls_are_answered_and_the_next_ones_too():
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
     assert not thread.is_alive()
+
+
+class Outputs:
+    """An engine that streams two pieces, and a registry that remembers what it was told."""
+
+    def __init__(self, full=False):
+        self.registry, self.told, self.full = self, [], full
+
+    def stream(self, prompt, adapter, sampling):
+        for text in (prompt, f" by {adapter}, {sampling.max_tokens}"):
+            yield SimpleNamespace(text=text)
+
+    def load(self, name, folder, **fields):
+        self.told.append(("load", name, folder, fields))
+        if self.full:
+            raise ValueError("there is no room for its rank")
+
+    def unload(self, name):
+        self.told.append(("unload", name))
+
+    def generate(self, prompts, adapter, sampling):
+        raise RequestFailed("its process is silent", retryable=adapter != "mine")
+
+
+@contextlib.contextmanager
+def answering(engine, arena=None, http=None, tenants=None):
+    """Yield a call of the function's process: send one, and the answers until the last one."""
+    ours, theirs = socket.socketpair()
+
+    def call(fds=(), **fields):
+        send_header(ours, {"id": 7, **fields})
+        if fds:
+            send_fds(ours, fds)
+        answers = [receive_header(ours)]
+        while "piece" in answers[-1]:
+            answers.append(receive_header(ours))
+        assert {answer.pop("id") for answer in answers} == {7}
+        return answers if len(answers) > 1 else answers[0]
+
+    with ours, theirs:
+        thread = threading.Thread(target=_Calls(theirs, engine, arena, "law", http, tenants).answer)
+        thread.start()
+        yield call
+        ours.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_pieces_come_as_they_are_made_and_the_end_behind_them():
+    with answering(Outputs()) as call:
+        told = call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])
+    assert told == [{"piece": "said"}, {"piece": " by law, 3"}, {"value": None}]
+
+
+def test_what_a_function_says_of_itself():
+    arena = SimpleNamespace(changed=lambda: ["embed"])
+    with answering(Outputs(), arena, SimpleNamespace(metrics_text=lambda: "up 1")) as call:
+        assert call(call="changed") == {"value": ["embed"]}
+        assert call(call="metrics") == {"value": "up 1"}
+        assert set(call(call="memory")["value"]) == {"Size", "Pss"}
+    read, write = os.pipe()
+    with answering(Outputs()) as call:  # one that answers no HTTP
+        assert call(call="metrics") == {"value": ""}
+        assert call(call="http", fds=[write]) == {"value": None}
+    os.close(write)
+    assert os.read(read, 1) == b""  # the connection was closed at once
+    os.close(read)
+
+
+def test_an_adapter_of_the_engine_itself_is_loaded_and_let_go():
+    engine = Outputs()
+    with answering(engine) as call:
+        assert call(call="load", name="sql", folder="/adapters/sql") == {"value": None}
+        assert call(call="leave", name="sql", epoch=1) == {"value": None}
+    pinned = {"replace": True, "pinned": True, "confined": False}
+    assert engine.told == [("load", "sql", "/adapters/sql", pinned), ("unload", "sql")]
+
+
+class Seats:
+    """Seats of tenants: one that is full, and which process was lost."""
+
+    def __init__(self):
+        self.sat, self.left = [], []
+
+    def seat_of(self, name, digest):
+        if name == "third":
+            raise ValueError("All 2 seats of this backbone are taken.")
+
+    def sit(self, name, report, seat):
+        self.sat.append((name, seat.epoch))
+        close_all([seat.channel, seat.bell, seat.life])
+
+    def leave(self, name, epoch):
+        self.left.append((name, epoch))
+        return epoch == 2  # an older process's news come late
+
+    def lost_epoch(self, name):
+        return {"sql": 4}.get(name)
+
+
+def test_a_tenant_sits_where_there_is_a_seat_and_leaves_only_its_own(monkeypatch):
+    monkeypatch.setattr(
+        function_process, "report_of", lambda r: SimpleNamespace(digest=r["digest"])
+    )
+    monkeypatch.setattr(function_process, "digest_of", lambda name, digest: f"{name}/{digest}")
+    engine, seats = Outputs(), Seats()
+    read, write = os.pipe()
+    report = {"digest": "d"}
+    with answering(engine, tenants=seats) as call:
+        sit = {"call": "sit", "report": report, "epoch": 2}
+        assert call([write] * 3, name="sql", **sit) == {"value": None}
+        refused = call([write] * 3, name="third", **sit)
+        assert (refused["error"], "All 2 seats" in refused["text"]) == ("ValueError", True)
+        engine.full = True
+        assert "no room for its rank" in call([write] * 3, name="big", **sit)["text"]
+        call(call="leave", name="sql", epoch=1)
+        call(call="leave", name="sql", epoch=2)
+    os.close(write)
+    assert os.read(read, 1) == b""  # no descriptor of a refused one is left open
+    os.close(read)
+    assert seats.sat == [("sql", 2), ("big", 2)]
+    assert seats.left == [("big", 2), ("sql", 1), ("sql", 2)]
+    assert [told for told in engine.told if told[0] == "unload"] == [("unload", "sql")]
+    assert engine.told[0][3]["digest"] == "sql/d"
+
+
+def test_a_failure_for_want_of_an_adapter_s_process_names_it():
+    ask = {"call": "generate", "prompts": ["a"], "sampling": [{}]}
+    with answering(Outputs(), tenants=Seats()) as call:
+        lost = call(adapter="sql", **ask)
+        assert (lost["error"], lost["tenant"], lost["epoch"]) == ("FunctionDied", "sql", 4)
+        for adapter, retryable in (("law", True), ("mine", False)):
+            other = call(adapter=adapter, **ask)
+            assert (other["error"], other["retryable"]) == ("RequestFailed", retryable)
+            assert "tenant" not in other
+
+
+def test_turns_come_with_their_own_connection_and_the_functions_limits(monkeypatch):
+    monkeypatch.setattr(function_process, "TurnSide", lambda *given: given)
+    assert function_process._turns_of(None, {"fields": {}}) is None
+    ours, theirs = socket.socketpair()
+    end, other = socket.socketpair()
+    with ours, theirs, end:
+        with other:
+            send_fds(ours, [other.fileno()])
+        order = {"turns": {"slo_s": 0.5}, "fields": {"max_num_seqs": 3}}
+        connection, slo_s, limit = function_process._turns_of(theirs, order)
+        assert (slo_s, limit) == (0.5, 3)
+        with connection:
+            connection.send(b"x")
+        assert end.recv(1) == b"x"

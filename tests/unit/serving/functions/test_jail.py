@@ -1,7 +1,10 @@
 """Calls that the jail of a process allows, and calls that the kernel refuses."""
 
+import ctypes
+import errno
 import json
 import os
+import struct
 import subprocess
 import sys
 import types
@@ -114,3 +117,90 @@ def test_folders_of_code_hold_no_private_path(monkeypatch):
     folders = {str(folder) for folder in jail.code_folders([root + "/private"])}
     assert root not in folders
     assert any(package.startswith(folder) for folder in folders)
+
+
+class Kernel:
+    """A libc that notes calls, and a kernel that has some Landlock and seccomp or refuses them."""
+
+    def __init__(self, version=6, refuses=()):
+        self.version, self.refuses, self.calls = version, refuses, []
+        self.syscall = lambda number, *given: self.call(number, given)
+        self.prctl = lambda option, *given: self.call(option, given)
+
+    def call(self, number, given):
+        if number == jail._CREATE and given[0] is None:
+            return self.version
+        data = given[0] if number == jail._CREATE else None
+        self.calls.append((number, data))
+        if number in self.refuses:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+        return os.open("/dev/null", os.O_RDONLY) if number == jail._CREATE else 0
+
+
+@pytest.mark.parametrize(
+    ("version", "fields"),
+    [
+        (1, [(1 << 13) - 1]),
+        (4, [(1 << 15) - 1, jail._TCP]),
+        (6, [jail._ALL, jail._TCP, jail._SCOPES]),
+    ],
+)
+def test_a_ruleset_asks_for_all_that_the_kernel_of_this_version_has(tmp_path, version, fields):
+    kernel = Kernel(version)
+    (tmp_path / "file").write_text("x")
+    rules = [(tmp_path, jail._READ), (tmp_path / "file", jail._ALL), (tmp_path / "none", 1)]
+    jail._landlock(kernel, rules, False)
+    (made, data), *others = kernel.calls
+    assert struct.unpack(f"<{len(fields)}Q", data) == tuple(fields)
+    assert made == jail._CREATE
+    # What is not there needs no rule.
+    assert [number for number, _ in others] == [jail._ADD, jail._ADD, jail._RESTRICT]
+    if version >= 4:
+        open_to_all = Kernel(version)
+        jail._landlock(open_to_all, [], True)
+        assert struct.unpack(f"<{len(fields)}Q", open_to_all.calls[0][1])[1] == 0
+
+
+@pytest.mark.parametrize("refused", ["version", jail._CREATE, jail._ADD, jail._RESTRICT])
+def test_what_a_kernel_refuses_is_an_error_and_leaves_no_descriptor(tmp_path, refused):
+    ctypes.set_errno(errno.EPERM)
+    kernel = Kernel(0) if refused == "version" else Kernel(refuses=(refused,))
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not permitted"):
+        jail._landlock(kernel, [(tmp_path, jail._READ)], False)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_filter_of_calls_is_for_known_machines_and_leaves_sockets_only_where_asked(monkeypatch):
+    sizes = []
+    for network in (False, True):
+        kernel = Kernel()
+        kernel.prctl = lambda option, mode, head, *_: sizes.append(struct.unpack("<H6xQ", head)[0])
+        kernel.prctl = lambda *given, note=kernel.prctl: note(*given) or 0
+        jail._seccomp(kernel, network)
+    assert sizes[0] - sizes[1] == 4  # four steps look at the family of a socket
+    with pytest.raises(OSError, match="not permitted"):
+        jail._seccomp(Kernel(refuses=(jail._SET_SECCOMP,)), False)
+    monkeypatch.setattr(jail.platform, "machine", lambda: "riscv64")
+    with pytest.raises(OSError, match="unknown on riscv64"):
+        jail._seccomp(Kernel(), False)
+
+
+def test_limits_and_steps_that_fail_are_named_and_the_process_runs_without_them(monkeypatch):
+    kernel = Kernel(0)
+
+    def refuse(kind, limits):
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(jail.ctypes, "CDLL", lambda *given, **more: kernel)
+    monkeypatch.setattr(jail.resource, "setrlimit", refuse)
+    monkeypatch.setattr(jail.Path, "write_text", lambda path, text: len(text))
+    kernel.syscall = types.SimpleNamespace(restype=None)
+    kernel.syscall = type("Call", (), {"__call__": lambda self, *given: 0})()
+    monkeypatch.setattr(jail.platform, "machine", lambda: "riscv64")
+    failed = jail.enter([], [], memory_bytes=1 << 40)
+    limits = [jail.resource.RLIMIT_CORE, jail.resource.RLIMIT_NOFILE, jail.resource.RLIMIT_DATA]
+    assert failed[:3] == [f"limit {kind}: not allowed to raise maximum limit" for kind in limits]
+    assert failed[3].startswith("Landlock (files, signals): ")
+    assert failed[4].startswith("seccomp (sockets, other processes): numbers of system calls")

@@ -89,3 +89,47 @@ def test_a_process_that_cannot_be_held_is_told(number, logged, monkeypatch, capl
     with ours, theirs:
         Ends().note(ours, 7)
     assert ("process 7 cannot be waited for" in caplog.text) is logged
+
+
+class Child:
+    """A process that leaves when it is killed."""
+
+    pid = 7
+
+    def __init__(self):
+        self.killed = False
+
+    def wait(self, seconds=None):
+        if not self.killed and seconds is not None:
+            raise subprocess.TimeoutExpired("zygote", seconds)
+        return 0
+
+    def kill(self):
+        self.killed = True
+
+
+def test_a_zygote_that_does_not_leave_is_killed_and_forks_no_more(monkeypatch):
+    ours, theirs = socket.socketpair()
+    child = Child()
+    monkeypatch.setattr(processes, "spawn", lambda module: (child, ours))
+    zygote = Zygote()
+    assert zygote.pid == 7
+    zygote.close()
+    assert child.killed
+    theirs.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        zygote.fork({})
+    other = Child()
+    zygote._process = other
+    zygote.kill()
+    assert other.killed
+
+
+def test_a_process_that_cannot_be_spawned_leaves_no_connection(monkeypatch):
+    def refuse(command, **given):
+        assert command[1:3] == ["-m", "a.module"]
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(processes.subprocess, "Popen", refuse)
+    with pytest.raises(OSError, match="no memory"):
+        processes.spawn("a.module")  # an open socket would be a warning, and so an error

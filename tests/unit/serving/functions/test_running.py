@@ -1,6 +1,8 @@
 """A process of a function that ends: whoever waits is told."""
 
 import socket
+import threading
+import time
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.functions.running import Running
@@ -52,3 +54,30 @@ def test_a_process_that_does_not_read_takes_no_more_connections():
             one.close()
         running.close()
         running.read()
+
+
+def test_a_process_that_ends_while_it_is_handed_a_connection_is_left():
+    running, theirs = pair()
+    theirs.shutdown(socket.SHUT_RD)  # what is sent to it is an error from now on
+    assert running.connect() is None
+    assert running.ended
+    theirs.close()
+    running.read()
+
+
+def test_only_a_process_without_calls_is_ended():
+    running, theirs = pair()
+    with theirs:
+        assert running.is_idle
+        waiting = running.send({"call": "x"})
+        assert not running.is_idle
+        assert not running.end_if_idle()
+        send_header(theirs, {"id": receive_header(theirs)["id"], "value": 3})
+        reading = threading.Thread(target=running.read)
+        reading.start()
+        assert waiting.get(timeout=60)["value"] == 3
+        while not running.is_idle:
+            time.sleep(0.01)
+        assert running.end_if_idle()
+        assert not running.ended_by_others
+        reading.join(60)

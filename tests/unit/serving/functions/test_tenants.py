@@ -7,10 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_fds, send_header
+from serving.functions import tenants as module
 from serving.functions.tenants import Tenants
 
 ABOUT = {"max_model_len": 64, "tenants": {"max_rank": 8}, "start_s": 0.0, "private_bytes": 1}
@@ -168,3 +170,63 @@ def test_an_engine_that_had_answered_ends_without_its_tenants_fault(tenants, pro
         reading.join(60)
         assert law.ended
         assert law.ended_by_others is bool(calls)
+
+
+def test_a_function_without_calls_lets_go_and_with_the_last_one_the_engine(processes, tenants):
+    law, base = tenants.start("law", "/a/law"), tenants.start("base", None)
+    engine = tenants.engine
+    assert law.end_if_idle()
+    assert not law.end_if_idle()  # it has ended
+    assert law.send({"call": "generate"}) is law.connect() is None
+    assert not engine.ended
+    read(law).join(20)
+    while not engine.is_idle:  # it lets the adapter go
+        time.sleep(0.01)
+    assert base.end_if_idle()
+    read(base).join(20)
+    assert engine.ended
+    assert tenants.engine is None
+
+
+def test_a_connection_to_a_tenant_is_one_to_the_engine_under_its_name(processes, tenants):
+    law = tenants.start("law", "/a/law")
+    with law.connect() as http:
+        assert not law.is_idle
+        assert http.fileno() > 0
+    law.close()
+    read(law).join(20)
+
+
+def test_after_the_agents_end_nothing_starts(processes, tenants):
+    tenants.close()
+    with pytest.raises(ConnectionError, match="The agent is closed"):
+        tenants.start("law", "/a/law")
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (None, "engine of the backbone ended while a function started"),
+        ([], r"did not take 'law' in within 0.01 s"),
+        ([{"error": "FunctionDied"}], "engine of the backbone ended while a function started"),
+    ],
+)
+def test_an_engine_that_does_not_take_a_tenant_in_says_why(answers, message, monkeypatch):
+    monkeypatch.setattr(module, "_SIT_S", 0.01)
+    given = None if answers is None else queue.SimpleQueue()
+    for answer in answers or ():
+        given.put(answer)
+    with pytest.raises(ConnectionError, match=message):
+        module._taken_in("law", given)
+
+
+def test_a_tenant_whose_engine_ended_meanwhile_is_closed_at_once(processes, tenants, monkeypatch):
+    law = tenants.start("law", "/a/law")
+    monkeypatch.setattr(module.Tenants, "_running_engine", lambda self: law.engine)
+    reading = read(law)
+    processes.ends["engine"].shutdown(socket.SHUT_RDWR)
+    reading.join(20)
+    late = module.Tenant(law.engine, "late", None, None, 1, {})
+    assert tenants._keep(late) is late
+    assert late.ended
+    assert late.send({"call": "generate"}) is None

@@ -1,5 +1,6 @@
 """The engine's books of its tenants: seats, epochs, and whose requests a failed step ends."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from serving.lora_server.tenant_side import (
     digest_of,
     report_of,
 )
-from serving.lora_server.transport.base import Status
+from serving.lora_server.transport.base import Status, TransportError
 
 MODEL = ROOT / "assets" / "tiny-moe"
 
@@ -129,3 +130,26 @@ def test_sizes_out_of_bounds_are_refused_by_name():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(ValueError, match=r"max_tenants must be in 1\.\.256, got 0"):
         TenantAccess(0, 1.0).open(config, "float32")
+
+
+def test_a_process_whose_memory_is_refused_has_no_seat(side, report, monkeypatch):
+    def refuse(number, seat, gone):
+        raise TransportError("the memory of seat 0 cannot be mapped")
+
+    monkeypatch.setattr(side.link.client, "sit", refuse)
+    with pytest.raises(TransportError, match="cannot be mapped"):
+        sit(side, "a", report, 1)
+    monkeypatch.undo()
+    assert [sit(side, name, report, 1) for name in ("b", "c")]  # both seats are free
+    side.check_integrity()
+
+
+def test_other_files_under_a_name_take_another_seat_and_free_the_old_one(side, report):
+    first = sit(side, "a", report, 1)
+    changed = dataclasses.replace(report, digest="f" * 64)
+    second = sit(side, "a", changed, 2)
+    assert second != first
+    assert side.read("a").digest == second
+    assert sit(side, "b", report, 3)  # the first one's seat
+    side.drop("nobody's", 7)  # of a request that was never kept
+    assert not side.is_busy

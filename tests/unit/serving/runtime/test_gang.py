@@ -101,3 +101,59 @@ def test_a_host_whose_name_is_its_own_loopback_is_warned(monkeypatch, caplog):
         assert ("127.0.1.1, is an address of this host alone" in caplog.text) == warned
     assert said == [("127.0.0.1:7", 2, 1), ("203.0.113.7:7", 2, 1)]
     assert not module._is_loopback("no.such.host.invalid")
+
+
+class Deaf:
+    """A connection on which nothing can be sent."""
+
+    def send(self, command):
+        raise BrokenPipeError("nobody is there")
+
+    def beat(self, *, serving):
+        raise BrokenPipeError("no beat")
+
+    def close(self):
+        """Nothing is held."""
+
+
+def member(rank, lost):
+    """Return a member whose only peer cannot be reached, without its threads."""
+    made = object.__new__(Gang)
+    made.rank, made.size, made._lost, made._peers = rank, 2, lost, {1 - rank: Deaf()}
+    made._sending, made._closing = threading.Lock(), threading.Event()
+    made._serving = made._closed = False
+    made._listeners = []
+    return made
+
+
+def test_a_command_or_a_beat_that_cannot_be_sent_is_the_end_of_a_member(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.001)
+    leader = member(0, Lost())
+    leader.tell("step")
+    assert leader._lost.why == ["a command could not be sent: nobody is there"]
+    follower = member(1, Lost())
+    follower._lost.event.clear()
+    thread = threading.Thread(target=follower._beat)
+    thread.start()
+    assert follower._lost.wait() == "node 0: no beat"
+    follower._closing.set()
+    thread.join(60)
+
+
+def test_a_coordinator_that_fails_at_the_end_is_logged(monkeypatch, caplog):
+    def shutdown():
+        raise RuntimeError("a task is gone")
+
+    monkeypatch.setattr(module.jax.distributed, "shutdown", shutdown)
+    leader = member(0, Lost())
+    leader.close()
+    assert "jax's coordinator failed while it ended: a task is gone" in caplog.text
+    assert not leader._lost.why  # the end has begun: nobody is missed
+
+
+def test_a_process_that_has_lost_a_member_says_why_and_ends_at_once(monkeypatch, caplog):
+    statuses = []
+    monkeypatch.setattr(module.os, "_exit", statuses.append)
+    module.end_process("node 1: no word for 1.5 s")
+    assert statuses == [module.EXIT_LOST]
+    assert "The instance has lost a member (node 1: no word for 1.5 s)" in caplog.text

@@ -140,3 +140,24 @@ def test_functions_of_a_folder_set_in_jax_have_a_folder_in_it(cache, tmp_path):
     compile_anew(305)
     assert not list((tmp_path / "mine").glob("*.*"))
     assert list(folders[0].glob("*.program"))
+
+
+def test_a_folder_of_another_machine_is_left_to_jax(cache):
+    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
+    program_cache.keep_programs()
+    assert program_cache.keep_programs_apart("functions", writes=True) == []
+    assert program_cache.step_files() is None
+    assert jax.config.jax_compilation_cache_dir == "gs://bucket/programs"
+    assert not cache.exists()
+
+
+def test_functions_without_a_folder_compile_anew_and_steps_without_one_are_traced(cache, caplog):
+    program_cache.keep_programs()
+    (cache / "programs" / "functions").write_text("a file where the folder should be")
+    (cache / "programs" / "steps").write_text("a file where the folder should be")
+    assert program_cache.step_files() is None
+    assert "Steps are traced anew at each start" in caplog.text
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert program_cache.keep_programs_apart("functions", writes=True) == []
+    assert jax.config.jax_compilation_cache_dir is None
+    assert "Programs are compiled anew at each start" in caplog.text

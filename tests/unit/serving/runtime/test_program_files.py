@@ -85,3 +85,22 @@ def test_a_key_that_leaves_the_folder_is_refused(tmp_path, key):
     for use in (files.get, lambda key: files.put(key, b"program")):
         with pytest.raises(ValueError, match="must be a file's name"):
             use(key)
+
+
+def test_files_that_another_process_removes_meanwhile_do_not_count(tmp_path, monkeypatch, caplog):
+    files = ProgramFiles(tmp_path, 10 + DIGEST)
+    files.put("a", bytes(10))
+    scandir = os.scandir
+
+    class Gone:
+        path = str(tmp_path / "gone")
+
+        def stat(self, *, follow_symlinks):
+            raise FileNotFoundError(self.path)
+
+    monkeypatch.setattr(program_files.os, "scandir", lambda path: [Gone(), *scandir(path)])
+    files.put("b", bytes(10))
+    assert [path.name for path in tmp_path.iterdir()] == ["b.program"]
+    caplog.set_level("DEBUG")
+    program_files._touch(tmp_path / "gone")
+    assert "gone" in caplog.text

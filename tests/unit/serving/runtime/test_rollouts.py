@@ -11,7 +11,7 @@ import pytest
 from support.doubles.fake_engine import FakeRegistry, write_fake_adapters
 from support.processes.server_process import ROOT
 
-from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected
+from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
 from lora_jax.adapters.rollout import NoWayBack
 from lora_jax.adapters.rollout_guard import Outcome
 from serving.runtime import rollouts as module
@@ -289,3 +289,39 @@ def test_a_kill_in_the_middle_leaves_the_state_before_or_after(registry, tmp_pat
     assert shares(again)["v2"] in (told[-1], told[-1] + 1)
     assert again.state("sql").revision in (told[-1], told[-1] + 1)
     assert not list(tmp_path.glob(".*.part"))
+
+
+def test_a_guards_verdict_on_an_older_revision_changes_nothing(made):
+    made.set("sql", {"v1": 95, "v2": 5})
+    made.set("sql", {"v1": 50, "v2": 50})
+    made._act("sql", 1, "errors")
+    assert shares(made) == {"v1": 50, "v2": 50}
+    made._act("none", 1, "errors")
+
+
+def test_there_are_at_most_so_many_rollouts(made, registry, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_NAMES", 1)
+    registry.load("law@v1", "one")
+    made.set("sql", {"v1": 100})
+    with pytest.raises(ValueError, match="at most 1 rollouts; end one"):
+        made.set("law", {"v1": 100})
+    made.set("sql", {"v2": 100})
+
+
+def test_a_busy_registry_is_no_failure_of_a_version(made, registry, monkeypatch):
+    made.set("sql", {"v1": 100})
+
+    def busy(*given):
+        raise RegistryBusy("other loads are under way", 1.0)
+
+    monkeypatch.setattr(registry, "resolve", busy)
+    with pytest.raises(RegistryBusy):
+        made.resolve("sql@v1")
+    assert all(seen.errors == 0 for seen in made.seen("sql").values())
+
+
+@pytest.mark.parametrize("text", ['{"format": 9}', '{"format": 1, "rollouts": {"../x": {}}}'])
+def test_another_format_and_names_that_leave_the_folder_are_refused(registry, tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ValueError, match=r"holds no rollouts \((format 9|a name that is not)"):
+        Rollouts(registry).keep_in(tmp_path)

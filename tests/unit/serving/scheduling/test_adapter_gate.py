@@ -55,6 +55,18 @@ def test_a_miss_waits_and_enters_when_loaded():
     assert not fixture.gate.is_waiting(miss)
 
 
+def test_a_miss_is_late_for_a_tenth_of_a_second_or_until_it_enters():
+    fixture = Gate()
+    first, second = make(0, "c"), make(1, "d")
+    fixture.round(0.0, first)
+    fixture.round(0.05, second)
+    assert fixture.gate.late(0.09) == {first, second}
+    assert fixture.gate.late(0.14) == {second}
+    assert fixture.gate.late(0.16) == frozenset()
+    fixture.gate.forget(second)
+    assert fixture.gate.late(0.09) == {first}
+
+
 def test_one_adapter_is_asked_for_once_a_round():
     fixture = Gate()
     assert fixture.round(0.0, make(0, "c"), make(1, "c")) == [False, False]

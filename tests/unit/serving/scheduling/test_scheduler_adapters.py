@@ -21,6 +21,19 @@ def test_a_hit_passes_a_miss_and_base_needs_no_slot():
     check_answer(driver, miss)
 
 
+def test_prompts_whose_adapters_were_there_come_before_one_that_has_just_got_its_own():
+    driver = Driver(limits(max_num_batched_tokens=4), num_slots=2, ticks=1)
+    driver.add([1], adapter="a", max_tokens=1)
+    driver.run()
+    (miss,) = driver.add([2, 3, 4], adapter="b", max_tokens=1, deadline_s=0.0)
+    driver.step()
+    driver.now -= 1.0  # the next step follows at once
+    (hit,) = driver.add([5, 6, 7], adapter="a", max_tokens=1, deadline_s=1.0)
+    assert [c.sequence for c in driver.step().chunks] == [hit, miss]
+    driver.run()
+    check_answer(driver, miss)
+
+
 def test_an_idle_slot_goes_to_the_waiter_with_the_earliest_deadline():
     driver = Driver(limits(), num_slots=1, ticks=1)
     driver.add([1], adapter="a", max_tokens=8, ignore_eos=True)

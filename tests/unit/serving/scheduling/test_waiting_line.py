@@ -54,3 +54,6 @@ def test_prompts_that_run_come_before_those_that_wait():
         line.add(one)
     found = {tenant: list(of) for tenant, of in prompts_by_tenant(running, line).items()}
     assert found == {"a": [running[1], waiting[0]], "b": [running[2]], "c": [waiting[1]]}
+    late = frozenset({waiting[0]})
+    line.add(last := sequence("a", 1.0, 9))
+    assert list(prompts_by_tenant(running, line, late)["a"]) == [running[1], last, waiting[0]]

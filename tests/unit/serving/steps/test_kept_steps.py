@@ -12,6 +12,8 @@ import pytest
 from support.processes.server_process import ROOT
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.choices import Choices
+from lora_jax.ops.dispatch import ANY, Implementation, Op
 from serving.runtime.program_files import ProgramFiles
 from serving.steps import kept_steps
 from serving.steps.kept_steps import KeptSteps, NotKept, code_digest, identity
@@ -34,8 +36,7 @@ LEAST = "jax_persistent_cache_min_compile_time_secs"
 
 
 @pytest.fixture
-def kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(dispatch, "table", dict)  # kernels that other tests name would be built
+def kept(tmp_path):
     (tmp_path / "programs").mkdir()
     programs = ProgramFiles(tmp_path / "programs", 1 << 20)
     before = getattr(jax.config, LEAST)
@@ -126,15 +127,45 @@ def test_a_program_that_cannot_be_loaded_is_compiled_again(kept, caplog):
     assert traced == [8]
 
 
+class Kernel(list):
+    """In place of the list of what is traced: tracing chooses this implementation of an op."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.op = Op("made_up", (Implementation(name, ANY, lambda: None),))
+
+    def append(self, bucket: int) -> None:
+        super().append(bucket)
+        self.op.call(None)
+
+
 def test_a_step_whose_kernels_are_not_there_is_traced(kept, monkeypatch):
-    used = {"lora_gemm": [{"implementation": "cuda", "declined": {}}]}
-    monkeypatch.setattr(kept_steps.dispatch, "table", lambda: used)
-    monkeypatch.setattr(kept_steps.dispatch, "remember", lambda choices: None)
-    run(kept, traced=[])
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+    run(kept, traced=Kernel("cuda"))
     for there in (True, False):
         monkeypatch.setitem(kept_steps._READY, "cuda", lambda there=there: there)
         assert run(kept, traced=(traced := []))[1] is there
         assert traced == ([] if there else [8])
+
+
+def test_a_step_asks_for_the_kernels_of_its_own_trace(kept, monkeypatch):
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+    monkeypatch.setitem(kept_steps._READY, "cuda", lambda: False)
+    Kernel("cuda").append(0)  # another engine of this process
+    run(kept, traced=Kernel("xla"))
+    assert run(kept, traced=(traced := []))[1]
+    assert traced == []
+
+
+def test_a_step_that_is_lowered_twice_keeps_the_kernels_of_its_trace(kept, monkeypatch):
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+    step = kept.keep("step", jitted(traced := Kernel("cuda")))
+    for _ in range(2):  # jax does not trace it again
+        program = step.lower(*arguments(), bucket=8)
+    program.compile()
+    assert list(traced) == [8]
+    monkeypatch.setitem(kept_steps._READY, "cuda", lambda: False)
+    assert not run(kept, traced=[])[1]
 
 
 def test_what_jax_had_is_not_kept(kept, monkeypatch):

@@ -1,7 +1,10 @@
 """The transport over NIXL keeps the contract: over a double of it, and over itself where it is."""
 
 import importlib.util
+import os
 import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,3 +102,28 @@ def test_everything_is_given_back(tmp_path):
         use()
     assert held_by_this_process() == before
     assert not fabric.registered
+
+
+def test_an_agent_is_made_without_a_thread_that_spins_and_with_dead_peers_noticed(monkeypatch):
+    made = []
+
+    class Made:
+        def __init__(self, name, config):
+            self.given = [name, config]
+            made.append(self)
+
+        def create_backend(self, name, options):
+            self.given += [name, options]
+
+    package = SimpleNamespace(nixl_agent_config=lambda **given: given, nixl_agent=Made)
+    monkeypatch.setitem(sys.modules, "nixl_of_this_test", package)
+    monkeypatch.setattr(nixl, "_PACKAGES", ("no_such_nixl", "nixl_of_this_test"))
+    for name in nixl._UCX:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("UCX_SYSV_ERROR_HANDLING", "n")  # the operator's choice stays
+    assert nixl.make_agent("rank-0") is made[0]
+    config = {"enable_prog_thread": False, "backends": []}
+    assert made[0].given == ["rank-0", config, "UCX", {"ucx_error_handling_mode": "peer"}]
+    assert os.environ["UCX_POSIX_ERROR_HANDLING"] == "y"
+    assert os.environ["UCX_SYSV_ERROR_HANDLING"] == "n"
+    monkeypatch.delenv("UCX_POSIX_ERROR_HANDLING")

@@ -206,3 +206,30 @@ def test_files_are_read_inside_the_folder_only(tmp_path: Path):
         read_source(f"file://{inside}/big", policy)
     with pytest.raises(ValueError, match="existing folder"):
         MediaPolicy(local_path=str(tmp_path / "none"))
+
+
+def test_a_url_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: pytest.fail("resolved"))
+    with pytest.raises(ImageError, match="URL of an image is not valid"):
+        read_source("http://[pictures.test/a.png", OPEN)
+
+
+def test_https_is_spoken_with_the_host_that_was_asked_for(reached, port: int, monkeypatch):
+    """A host without a certificate is a failed fetch."""
+    asked, contexts = [], sources.ssl.create_default_context
+
+    def context():
+        made = contexts()
+        wrap = made.wrap_socket
+
+        def noted(link, **given):
+            asked.append(given["server_hostname"])
+            return wrap(link, **given)
+
+        made.wrap_socket = noted
+        return made
+
+    monkeypatch.setattr(sources.ssl, "create_default_context", context)
+    with pytest.raises(FetchFailed, match="could not be fetched"):
+        read_source(f"https://pictures.test:{port}/a.png", OPEN)
+    assert asked == ["pictures.test"]

@@ -141,3 +141,24 @@ def test_what_others_may_read_or_write_is_refused(tmp_path):
     os.mkfifo(path, 0o600)
     with pytest.raises(ValueError, match="plain file"):
         read_keys_file(path)
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ("[1, 2]", "line 2: not a JSON object"),
+        ("{", "line 2: not a JSON object"),
+        ('{"id": "b", "hash": "md5:1"}', "line 2: hash must be sha256:SALT:DIGEST"),
+        (json.dumps({"hash": new_key("b")[1]}), "line 2: id is missing"),
+    ],
+)
+def test_a_line_that_is_no_entry_is_named(tmp_path, second, problem):
+    write(tmp_path / "keys", line() + second + "\n")
+    with pytest.raises(ValueError, match=problem):
+        read_keys_file(tmp_path / "keys")
+
+
+def test_a_day_is_its_beginning_in_utc(tmp_path):
+    write(tmp_path / "keys", "k1: {expires: 2030-01-02}\n")
+    (tenant,) = read_keys_file(tmp_path / "keys")
+    assert tenant.expires == 1893542400.0

@@ -87,3 +87,54 @@ def test_messages():
     prompt = asyncio.run(chat_prompt(FakeEngine(), messages, options, True))
     assert prompt.text == "[system][user]x"
     assert prompt.ids[0] == BOS
+
+
+class Images:
+    """Images of an engine: each message may have parts; some prompts have too many."""
+
+    max_images = max_tokens = 1
+
+    def expand(self, ids, images):
+        if len(images) > 1:
+            raise ValueError("2 images for 1 placeholder")
+        return [*ids, 7], [3] * len(images)
+
+
+def asked(messages, images=(), special=True, engine=None):
+    engine = engine or FakeEngine()
+    options = TemplateOptions(False, False, {})
+    return asyncio.run(chat_prompt(engine, messages, options, special, images=images))
+
+
+def test_messages_with_images_say_where_each_stands(monkeypatch):
+    engine = FakeEngine()
+    engine.images = Images()
+    monkeypatch.setattr(prompts, "parts_of", lambda images, index, message: [])
+    user = [ChatMessage(role="user", content="x")]
+    prompt = asked(user, ["picture"], engine=engine)
+    assert (prompt.ids[-1], prompt.images) == (7, (("picture", 3),))
+    with pytest.raises(ApiError, match="2 images for 1 placeholder"):
+        asked(user, ["a", "b"], engine=engine)
+
+
+def test_no_message_and_none_with_a_token_are_refused(monkeypatch):
+    with pytest.raises(ApiError, match="messages must not be empty"):
+        asked([])
+    with pytest.raises(ApiError, match=r"\(at least 65\) exceeds"):
+        asked([ChatMessage(role="user", content="")] * 65)
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", lambda *given, **more: "")
+    with pytest.raises(ApiError, match="messages must not be empty"):
+        asked([ChatMessage(role="user", content="x")], special=False)
+
+
+def test_the_text_of_a_message_leaves_images_out():
+    assert prompts.text_of({"content": "plain"}) == "plain"
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert prompts.text_of({"content": parts}) == "a\nb"
+
+
+@pytest.mark.parametrize("field", ["audio", "function_call"])
+def test_fields_that_no_model_here_takes_are_refused_by_name(field):
+    message = ChatMessage(role="user", content="x", **{field: {"id": "y"}})
+    with pytest.raises(ApiError, match=rf"messages.0.{field} is not supported"):
+        asked([message])

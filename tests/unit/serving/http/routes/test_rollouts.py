@@ -6,6 +6,7 @@ import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.http_server import client_of
 
+from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
 from lora_jax.adapters.rollout import bucket_of
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings, Tenant
@@ -189,3 +190,30 @@ def test_the_admin_changes_and_a_tenant_sees_its_own(tmp_path):
         ("other", "sql"): 404,
         ("other", "sql@v2"): 404,
     }
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (AdapterNotFound("sql@v9", ()), 400, "sql@v9"),
+        (AdapterRejected("its files have changed"), 400, "its files have changed"),
+        (RegistryBusy("other loads are under way", 2.0), 503, "other loads are under way"),
+        (OSError(28, "No space left on device"), 503, "nothing has changed: No space left"),
+    ],
+)
+def test_a_change_that_fails_is_told_and_changes_nothing(
+    tmp_path, monkeypatch, error, status, said
+):
+    engine = FakeEngine(write_fake_adapters(tmp_path / "root", "sql"))
+
+    def fail(*given):
+        raise error
+
+    monkeypatch.setattr(engine.rollouts, "end", fail)
+    settings = HttpSettings(enable_runtime_lora=True)
+    with client_of(create_app(engine, settings)) as client:
+        client.post("/v1/load_lora_adapter", json={"lora_name": "sql@v1", "lora_path": "sql"})
+        assert client.put(PATH, json={"versions": {"v1": 100}}).status_code == 200
+        answer = client.delete(PATH)
+        assert (answer.status_code, said in answer.text) == (status, True), answer.text
+        assert client.get(PATH).json()["versions"] == {"v1": 100}

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_jax.ops.native import BuildError
+from serving.lora_server.transport import tenants
 from serving.lora_server.transport.base import PushRows, Status, TransportError
 from serving.lora_server.transport.shapes import Shapes, Site
 from serving.lora_server.transport.tenants import MAP, Seat, TenantClient, TenantServer
@@ -162,3 +164,19 @@ def test_memory_that_is_not_as_agreed_is_refused(client, tenant):
     with pytest.raises(TransportError, match="seals"):
         client.sit(0, Seat(wrong, seat.bell, seat.life, seat.epoch), lambda: None)
     assert client.is_lost(0)
+
+
+def test_without_a_compiler_the_isolation_says_what_to_do(monkeypatch):
+    def fail():
+        raise BuildError("no g++")
+
+    monkeypatch.setattr(tenants, "rows_address", fail)
+    with pytest.raises(
+        NotImplementedError, match=r"\(no g\+\+\): install a C\+\+ compiler, or use"
+    ):
+        tenants.prepare()
+
+
+def test_maps_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"maps must be \[2, 3\], got \(2, 2\)"):
+        TenantServer(SHAPES, np.zeros((2, 2), MAP), None)

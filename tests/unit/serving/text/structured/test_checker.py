@@ -1,5 +1,7 @@
 """Hostile structures end in an error in time, and the next one is answered."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -11,6 +13,7 @@ from support.cases.grammar_cases import (
 )
 
 from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured import checker as module
 from serving.text.structured.checker import Checker, GrammarRefused
 
 LIMIT_S = 2.0
@@ -115,3 +118,40 @@ def test_a_closed_checker_says_so():
     made.close()
     with pytest.raises(EOFError):
         made.check(GOOD)
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Return a checker whose process is this script."""
+    made, popen = [], subprocess.Popen
+
+    def make(script, limit_s=LIMIT_S):
+        command = [sys.executable, "-S", "-c", script]
+        monkeypatch.setattr(
+            module.subprocess, "Popen", lambda given, **more: popen(command, **more)
+        )
+        made.append(Checker(vocabulary(), limit_s))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+READY = "print('{}', flush=True); input(); "
+
+
+def test_a_process_that_ends_or_is_silent_refuses_the_structure_and_another_one_starts(scripted):
+    checker = scripted(READY + "input()")  # it ends with the first question
+    with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
+        checker.check(GOOD)
+    with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
+        checker.check(GOOD)
+    slow = scripted(READY + "input(); input()", limit_s=0.2)
+    with pytest.raises(GrammarRefused, match=r"longer than 0.2 s to compile"):
+        slow.check(GOOD)
+
+
+def test_a_process_that_does_not_start_is_an_error_of_the_server(scripted):
+    with pytest.raises(RuntimeError, match="that checks grammars does not start"):
+        scripted("raise SystemExit").check(GOOD)

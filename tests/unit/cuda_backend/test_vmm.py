@@ -1,0 +1,60 @@
+"""Virtual memory of one GPU over a double of the driver: bytes, and what a device cannot do."""
+
+import shutil
+
+import numpy as np
+import pytest
+from support.doubles.driver_double import Double, compile_double
+from support.processes.server_process import ROOT
+
+from cuda_backend import driver
+from cuda_backend.vmm import CudaDriver
+from lora_jax.memory.virtual import Access, MappingError
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
+
+
+@pytest.fixture(scope="module")
+def double(tmp_path_factory) -> Double:
+    source = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
+    path = compile_double(source, tmp_path_factory.mktemp("double"))
+    return Double(path, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+
+
+def test_bytes_are_copied_in_within_and_out(double):
+    device, before = CudaDriver(1, double.path), double.live()
+    page = device.granularity
+    address, handle = device.reserve(2 * page), device.create(page)
+    device.map(address, handle, page)
+    device.grant(address, page, Access.READ_WRITE)
+    given, got = np.arange(64, dtype=np.uint8), np.zeros(192, np.uint8)
+    assert device.copies_done()
+    device.pin(given)
+    device.begin_copy_in(address, given.ctypes.data, 64, given)
+    device.finish_copies()
+    assert device.copies_done()
+    device.copy_within(address + 64, address, 64)
+    device.copy_in(address + 128, given.ctypes.data, 64)
+    device.clear(address + 128, 32)
+    device.copy_out(got.ctypes.data, address, 192)
+    np.testing.assert_array_equal(got[:128], np.tile(given, 2))
+    np.testing.assert_array_equal(got[128:], np.where(np.arange(64) < 32, 0, given))
+    assert device.device_used() >= page
+    assert device.device_free() + device.device_used() == 1 << 30
+    device.unmap(address, page)
+    device.destroy(handle)
+    device.release(address, 2 * page)
+    assert double.live() == before
+
+
+def test_a_device_without_such_memory_is_refused(double, monkeypatch):
+    device = CudaDriver(0, double.path)
+    device._handle_type = 0
+    with pytest.raises(NotImplementedError, match="CUDA device 0 exports no file descriptors"):
+        device.export_fd(1)
+    monkeypatch.setattr(CudaDriver, "_attribute", lambda self, attribute, ordinal: 0)
+    with pytest.raises(NotImplementedError, match="device 0 has no virtual memory management"):
+        CudaDriver(0, double.path)
+    with pytest.raises(MappingError, match="cuDeviceGet answers"):
+        CudaDriver(7, double.path)
