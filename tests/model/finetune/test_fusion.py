@@ -193,6 +193,7 @@ def test_the_command_writes_an_adapter_of_each_group_and_what_it_scored(
     assert (spec.rank, spec.alpha, schedule.steps, schedule.warmup_steps) == (2, 4.0, 50, 5)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "fusion.json",
+        "trainings",
         "-".join(order[:2]),
         order[2],
     }
