@@ -24,8 +24,7 @@ from serving.functions.processes import Zygote
 from serving.functions.published import Published
 
 _BATCHES = (1, 2, 4, 8)
-_REPEATS = 15  # means of them, as the slice is compared by its means
-_STARTS = 5
+_REPEATS = 5
 _DECODED = 64
 _PROMPT = "The court has held that the contract"
 _ANSWER = 100
@@ -65,7 +64,7 @@ def _times(
     more_s = alone_s - first[1]  # a stream's messages, for every batch
     line = fit(list(first), [seconds + more_s for seconds in first.values()])
     starts = []
-    for _ in range(_STARTS):
+    for _ in range(_REPEATS):
         function.offload()
         function.warm()
         starts.append(function.start_times["start_s"])
@@ -146,7 +145,7 @@ def _poisson(rng: random.Random, rate: float, seconds: float) -> list[float]:
 
 
 def _streamed(function: Function, tokens: int) -> tuple[float, float]:
-    """Return mean seconds to a stream's first piece, and of each token behind it."""
+    """Return median seconds to a stream's first piece, and of each token behind it."""
     firsts, steps = [], []
     for _ in range(_REPEATS):
         start, first = time.perf_counter(), 0.0
@@ -154,17 +153,17 @@ def _streamed(function: Function, tokens: int) -> tuple[float, float]:
             first = first or time.perf_counter() - start
         firsts.append(first)
         steps.append((time.perf_counter() - start - first) / tokens)
-    return statistics.fmean(firsts), statistics.fmean(steps)
+    return statistics.median(firsts), statistics.median(steps)
 
 
 def _seconds(function: Function, prompts: int, tokens: int) -> float:
-    """Return the mean seconds of so many prompts at once, each with so many tokens."""
+    """Return the median seconds of so many prompts at once, each with so many tokens."""
     found = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
         function.generate([_PROMPT] * prompts, _sampling(tokens))
         found.append(time.perf_counter() - start)
-    return statistics.fmean(found)
+    return statistics.median(found)
 
 
 def _sampling(tokens: int) -> Sampling:
