@@ -25,7 +25,7 @@ from lora_jax.vision.processor import preprocess, read_settings
 from serving import Engine, Sampling
 from serving.api.images import PreparedImage
 from serving.steps.image_encoder import ImageEncoder
-from serving.steps.merged_weights import switched
+from serving.steps.shadow import Shadow
 
 DENSE_FLOPS = {"H100": 989e12, "H200": 989e12}  # bfloat16, without sparsity
 BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12}  # bytes a second
@@ -61,16 +61,15 @@ def switch(layers: int = 36, hidden: int = 4096, kv: int = 1024, rank: int = 64)
         jax.random.normal(jax.random.fold_in(key, n), (outs[n % 4], hidden), jnp.bfloat16)
         for n in range(4 * layers)
     )
-    shadow = tuple(jnp.zeros_like(w) for w in plain)
     slots, num_slots = _slots(layers, outs, hidden, rank), 2
     sites = tuple((n % 4, n // 4) for n in range(4 * layers))
+    shadow = Shadow(plain, sites, rank)
     chosen = [jnp.int32(slot) for slot in range(num_slots)]
 
     def run(count: int) -> None:
-        nonlocal shadow
         for turn in range(count):
-            shadow = switched(shadow, plain, slots, chosen[turn % 2], sites=sites, max_rank=rank)
-        jax.block_until_ready(shadow)
+            done = shadow.merge(slots, chosen[turn % 2])
+        shadow.wait(done)
 
     one = median_ms(lambda: run(1), 20)
     ten = median_ms(lambda: run(10), 5) / 10  # the host does not wait between them

@@ -18,6 +18,7 @@ from typing import Any
 
 from lora_jax.memory.wire import send_fds, send_header
 from serving.api.functions_config import ISOLATIONS
+from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
@@ -31,7 +32,6 @@ from serving.runtime.program_files import step_keys
 
 logger = logging.getLogger(__name__)
 
-GPU_JAIL = "LORA_JAX_GPU_JAIL"  # 1: functions on a GPU are in the jail too
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
 # Sizes of one function, where nothing else is asked for.
@@ -269,8 +269,12 @@ class Agent:
     def _launch_function(self, order: dict[str, Any]) -> tuple[socket.socket, int, dict[str, Any]]:
         """Launch a function, which reads its programs; where they are not kept, a process without
         an adapter makes them first, so that nothing of a tenant can change what others load.
+
+        In the jail of a GPU nothing compiles: where programs cannot be kept there is none.
         """
-        launched = self._launch(order, programs={"writes": False, "demands": not self._filled})
+        on_gpu = self._backbone.device != "cpu"
+        demands = on_gpu or not self._filled
+        launched = self._launch(order, programs={"writes": False, "demands": demands})
         if launched[2]["ready"]:
             return launched
         self._end(launched[0])
@@ -279,7 +283,12 @@ class Agent:
                 filler = {"name": "programs", "adapter": None, "http": None}
                 self._end(self._launch(filler, programs={"writes": True})[0])
                 self._filled = True
-        return self._launch(order, programs={"writes": False})
+        launched = self._launch(order, programs={"writes": False, "demands": on_gpu})
+        if launched[2]["ready"]:
+            return launched
+        self._end(launched[0])
+        logger.warning("Function %r runs without a jail: its programs are not kept.", order["name"])
+        return self._launch(order, programs={"writes": False}, jailed=False)
 
     def _end(self, connection: socket.socket) -> None:
         """Close a process' connection; return when its memory is free."""
@@ -292,6 +301,7 @@ class Agent:
         *,
         backbone: bool = True,
         programs: dict[str, bool] | None = None,
+        jailed: bool = True,
     ) -> tuple[socket.socket, int, dict[str, Any]]:
         """Fork a process for an order; return its socket, its pid and what it says when ready.
 
@@ -309,8 +319,9 @@ class Agent:
             http = self._http if makes else None
             order = {"model": self.model, "fields": self._fields, "http": http} | order
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
-            order["jail"] = self._jail(order["programs"])
-            order["steps"] = self._steps if self._backbone.device == "cpu" else []
+            sort = self._isolation, self._backbone.device
+            order["jail"] = jail.limits(order, *sort, self._room.limit) if jailed else None
+            order["steps"] = self._steps
             takes_turns = self._turns is not None and makes
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
@@ -329,18 +340,6 @@ class Agent:
             ours.close()
             raise
         return ours, pid, ready
-
-    def _jail(self, programs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the limits of a process that keeps programs so; None: it has none.
-
-        On a GPU only where the environment asks for it, and not for the process that makes
-        programs: XLA's assembler is a program. It gets no adapter and no call.
-        """
-        on_gpu = self._backbone.device != "cpu"
-        free = on_gpu and (os.environ.get(GPU_JAIL) != "1" or (programs or {}).get("writes"))
-        if self._isolation == "none" or free:
-            return None
-        return {"memory_bytes": None if on_gpu else self._room.limit, "gpus": on_gpu}
 
     def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
         """Return how a process keeps programs. None: as a server of this user does.

@@ -6,6 +6,7 @@ It listens nowhere: its only connection is the socket that it was born with, who
 
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import socket
@@ -59,6 +60,7 @@ def main(connection) -> None:
     fds = receive_fds(connection, len(manifest.blocks))
     turns = _turns_of(connection, order)
     start = time.monotonic()
+    gc.disable()  # a start makes little garbage
     try:
         memory = for_platform(jax.default_backend())
         if (kept := step_files()) is not None:
@@ -87,6 +89,7 @@ def main(connection) -> None:
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
     finally:
+        gc.enable()
         close_all(fds)
     about = {
         "attach_s": attached - start,

@@ -15,7 +15,9 @@ import struct
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+GPU_JAIL = "LORA_JAX_GPU_JAIL"  # 0: functions on a GPU are in no jail
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls of Landlock, on every machine
 _BENEATH, _VERSION_ASKED = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
@@ -36,6 +38,24 @@ _SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
 _OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
 _THREADS = "/proc/self/task"
 _OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools, display and rights
+
+
+def limits(
+    order: dict[str, Any], isolation: str, device: str, memory_bytes: int | None
+) -> dict[str, Any] | None:
+    """Return the limits of the process of an agent's order; None: it is in no jail.
+
+    In the jail of a GPU nothing compiles, as XLA's assembler is a program. So neither the process
+    that makes programs is in it nor the guard; both have no adapter and no call of a tenant.
+    """
+    if isolation == "none":
+        return None
+    if device == "cpu":
+        return {"memory_bytes": memory_bytes, "gpus": False}
+    compiles = order.get("guard") or (order.get("programs") or {}).get("writes")
+    if compiles or os.environ.get(GPU_JAIL) == "0":
+        return None
+    return {"memory_bytes": None, "gpus": True}
 
 
 def enter(

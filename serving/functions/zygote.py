@@ -6,6 +6,7 @@ start a thread: what a child inherits has to be as good as new.
 
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -26,6 +27,12 @@ from serving.functions import function_process, jail  # which bring jax and the 
 from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
 
+# That the first program imports elsewhere.
+_LATE = (
+    "jaxlib.mlir.dialects.mhlo",
+    "jaxlib.mlir.dialects.builtin",
+    "jax.experimental.multihost_utils",
+)
 _KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
@@ -43,6 +50,7 @@ def main(control: socket.socket) -> None:
         except ShareError:
             return
         _prepare(order["device"], order["model"], order["dtype"], order["tenants"])
+        gc.freeze()  # no child looks through what is here for garbage: a third of a second
         pid = os.fork()
         if pid == 0:
             _be_function(control, end)
@@ -87,9 +95,10 @@ def _load_plugins(device: str | None) -> None:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     with contextlib.redirect_stdout(sys.stderr):  # they say what they leave out
         xla_bridge._discover_and_register_pjrt_plugins()
-    if device == "gpu":
+    mosaic = ["jax.experimental.pallas.mosaic_gpu"] if device == "gpu" else []
+    for name in (*_LATE, *mosaic):
         with contextlib.suppress(ImportError):
-            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+            importlib.import_module(name)
 
 
 def _be_function(control: socket.socket, end: int) -> None:

@@ -30,6 +30,7 @@ from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
+_KEPT_SIZES = 8  # sizes of images whose arrays stay on the device
 
 
 class ImageOperands(NamedTuple):
@@ -69,12 +70,15 @@ class ImageEncoder:
         # Without adapters a GPU computes a map and what follows it in one launch.
         self._has_plain = jax.default_backend() == "gpu"
         self.stopwatch = DeviceStopwatch()  # of the tower
+        # Frames of one size need their arrays but the patches on the device once.
+        self._places = functools.lru_cache(_KEPT_SIZES)(self._place)
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
         """Make the cache and the table on the device."""
         parts = 1 + len(self._tower_config.deepstack)
         shape = (self._num_rows, parts, self._tower_config.out_size)
         place = functools.partial(jax.device_put, device=sharding)
+        self._sharding = sharding
         self.operands = ImageOperands(
             place(jnp.zeros(shape, self._dtype)),
             place(jnp.full((max_seqs, TABLE_WIDTH, max_len), -1, jnp.int32)),
@@ -156,9 +160,16 @@ class ImageEncoder:
         targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
         targets[: len(rows)] = rows
         adapters, tree = jax.tree.flatten(None if slot < 0 and self._has_plain else slots)
-        inputs = {**vars(arrays), "values": self._values}
+        inputs = {**self._places(image.grid, bucket), "patches": arrays.patches}
         given = (self._leaves, self.operands.rows, inputs, adapters)
         return *given, np.int32(slot), targets, tree
+
+    def _place(self, grid: tuple[int, int], bucket: int) -> dict[str, Array]:
+        """Return the arrays of images of a grid, all but their patches, on the device."""
+        none = Patches(np.zeros((grid[0] * grid[1], 0), np.uint8), grid)
+        arrays = vars(layout.arrange(self._tower_config, none, bucket)) | {"values": self._values}
+        del arrays["patches"]
+        return jax.device_put(arrays, self._sharding)
 
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
@@ -183,9 +194,10 @@ def _jit_encode(
     def encode_here(leaves, cache, inputs, adapters, slot, targets, *, adapters_tree):
         tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots = jax.tree.unflatten(adapters_tree, adapters)
-        row_to_slot = jnp.full((inputs["patches"].shape[0],), slot, jnp.int32)
-        routing = AdapterRouting(inputs["num_patches"], row_to_slot, slots, names, max_rank)
-        rows = tower(TowerInputs(**inputs), routing.with_items())
+        whole = TowerInputs(**inputs | {"patches": jnp.concatenate(inputs["patches"])})
+        row_to_slot = jnp.full((whole.patches.shape[0],), slot, jnp.int32)
+        routing = AdapterRouting(whole.num_patches, row_to_slot, slots, names, max_rank)
+        rows = tower(whole, routing.with_items())
         rows = rows.astype(cache.dtype)
         done = cache.at[targets].set(rows, mode="drop", unique_indices=True)
         return done, rows[0, 0, 0]

@@ -1,8 +1,6 @@
 """Weights of a model with one adapter merged into them, beside the plain ones.
 
-Only dense maps have a second copy, the shadow; all other weights are shared. A switch writes the
-whole shadow from the plain weights in one program: nothing is ever subtracted, so that plain steps
-and merged ones give the same bits however often the adapter changes.
+Only dense maps have a second copy, the shadow; all other weights are shared.
 """
 
 import functools
@@ -15,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters.slots import A_OFFSET, B_OFFSET, RANK, AdapterSlots
+from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.layers import Linear
-from lora_jax.ops.merge import merge, merge_apart
+from lora_jax.ops.merge import merge
 from lora_jax.typing import Array, Float, Int
 from serving.api.request import Merged, StepPlan
 from serving.steps.compiled_step import MergedOperands
+from serving.steps.shadow import Shadow
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +91,10 @@ class MergedWeights:
     def __init__(self, model: AbstractCausalLM, max_rank: int):
         """`max_rank` bounds the adapters' ranks. Takes the memory of the dense maps at once."""
         self._plain = tuple(jax.tree.leaves(nnx.split(model, graph=False)[1]))
-        self._maps, self._max_rank = dense_maps(model), max_rank
+        self._maps = dense_maps(model)
         names, self._num_modules = model.module_names, len(model.module_names)
-        self._sites = tuple((names.index(m.module), m.layer) for m in self._maps)
-        self._shadow = jax.tree.map(jnp.copy, self._of_maps(self._plain))
+        sites = tuple((names.index(m.module), m.layer) for m in self._maps)
+        self._shadow = Shadow(self._of_maps(self._plain), sites, max_rank)
         self.merged: Merged | None = None
         self.slot: Int[Array, ""] | None = None  # of the adapter, on the device
         self.num_switches = 0
@@ -108,14 +107,14 @@ class MergedWeights:
 
     @property
     def num_bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self._shadow)
+        return sum(leaf.nbytes for leaf in self._shadow.maps)
 
     @property
     def operands(self) -> MergedOperands:
         """The arguments that a step takes in the place of the plain model."""
         assert self.slot is not None, "warm_up comes first"
         leaves = list(self._plain)
-        for m, shadow in zip(self._maps, self._shadow, strict=True):
+        for m, shadow in zip(self._maps, self._shadow.maps, strict=True):
             leaves[m.leaf] = shadow
         return MergedOperands(tuple(leaves), self.slot)
 
@@ -137,12 +136,9 @@ class MergedWeights:
         if self.merged == merged:
             return
         changes = self.merged is None or self.merged.digest != merged.digest
-        self.slot = jax.device_put(np.int32(merged.slot), self._plain[0].sharding)
+        slot = jax.device_put(np.int32(merged.slot), self._plain[0].sharding)
+        self.slot = self._shadow.merge(slots, slot) if changes else slot
         if changes:
-            plain = self._of_maps(self._plain)
-            self._shadow = switched(
-                self._shadow, plain, slots, self.slot, sites=self._sites, max_rank=self._max_rank
-            )
             self.num_switches += 1
             if merged.digest:
                 logger.info("Adapter %s is merged into the weights now.", merged.name)
@@ -152,7 +148,8 @@ class MergedWeights:
         """Compile the switch; the slots hold no adapter yet."""
         assert slots.entries.shape[0] == self._num_modules, "the slots have other modules"
         self._follow(Merged("", 0, "none"), slots)
-        jax.block_until_ready(self._shadow)
+        assert self.slot is not None
+        self._shadow.wait(self.slot)
         self.merged, self.num_switches = None, 0
 
     def _of_maps(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
@@ -162,35 +159,3 @@ class MergedWeights:
 @jax.jit
 def _squares(maps: tuple[Float[Array, "d_out d_in"], ...]) -> tuple[Float[Array, ""], ...]:
     return tuple(jnp.sum(jnp.square(w.astype(jnp.float32))) for w in maps)
-
-
-@functools.partial(
-    jax.jit, donate_argnums=0, keep_unused=True, static_argnames=("sites", "max_rank")
-)
-def switched(
-    shadow: tuple[Float[Array, "d_out d_in"], ...],
-    plain: tuple[Float[Array, "d_out d_in"], ...],
-    slots: AdapterSlots,
-    slot: Int[Array, ""],
-    *,
-    sites: tuple[tuple[int, int], ...],
-    max_rank: int,
-) -> tuple[Float[Array, "d_out d_in"], ...]:
-    """Return every map with the slot's adapter, in the memory of `shadow` (donated).
-
-    `sites` are the maps' places in the slots' table: module and layer.
-    """
-    del shadow  # its memory is what is wanted
-    done: dict[int, Array] = {}
-    shapes = [w.shape for w in plain]
-    for shape in dict.fromkeys(shapes):
-        members = [n for n, other in enumerate(shapes) if other == shape]
-        at = np.array([sites[n] for n in members], np.int32)
-        entries = slots.entries[at[:, 0], at[:, 1], slot]  # [maps, 5]
-        scaling = slots.scaling[at[:, 0], at[:, 1], slot]
-        site = jnp.stack([entries[:, n] for n in (A_OFFSET, B_OFFSET, RANK)], axis=1)
-        pools = slots.pools[str(shape[1])], slots.pools[str(shape[0])]
-        maps = tuple(plain[n] for n in members)
-        merged = merge_apart(maps, *pools, site, scaling, max_rank=max_rank)
-        done |= dict(zip(members, merged, strict=True))
-    return tuple(done[n] for n in range(len(plain)))

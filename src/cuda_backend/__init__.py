@@ -25,7 +25,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.keep_likely import keep_likely
     from cuda_backend.layer_norm import layer_norm
     from cuda_backend.lora_gemm import lora_gemm
-    from cuda_backend.merge import merge, merge_apart
+    from cuda_backend.merge import merge, merge_writer
     from cuda_backend.paged_attention import paged_attention
     from cuda_backend.place_heads import place_heads
     from cuda_backend.reroute import adapter_items, reroute, row_map
@@ -34,7 +34,7 @@ def kernels() -> dict[str, Callable]:
     linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul, lora_gemm)
     exchanges = (all_gather, all_to_all, gather_group)
     attention = (paged_attention, turned_attention)
-    merges = (merge, merge_apart)
+    merges = (merge, merge_writer)
     others = (adapter_items, reroute, row_map)
     by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
     ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)

@@ -8,20 +8,23 @@ the next set; where one of its sets falls below what it requires, the weights of
 bit for bit, the adapter is closed, and a new one starts with this set. With --rehearsal an adapter
 goes on learning a share of its earlier sets beside the new one; at 0 a small base forgets them at
 once. Requirements are checked on one half of the held-out pictures; the other half takes no part in
-any choice, and scores the adapters at the end. OUT/fusion.json tells all.
+any choice, and scores the adapters at the end. OUT/fusion.json tells all. OUT/trainings keeps each
+training that ended, so that the same command goes on where a run was cut.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.finetune.head import HeadParams
 from lora_jax.finetune.lora import DTYPES
-from lora_jax.finetune.lora_params import LoraSpec
+from lora_jax.finetune.lora_params import LoraPair, LoraSpec
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.pictures import adapter as picture_adapter
 from lora_jax.finetune.pictures import tasks
@@ -118,11 +121,13 @@ def fuse_pictures(
     schedule: Schedule,
     counts: tuple[int, int] = (TRAIN_EXAMPLES, HELDOUT),
     rehearsal: float = 0.0,
+    folder: pathlib.Path | None = None,
 ) -> Fusion[HeadParams]:
     """Return the fusion of tasks on images.
 
     `counts` are examples to learn and of each half that is held out, `rehearsal` the share of each
-    earlier set of an adapter that is learned again beside the new one.
+    earlier set of an adapter that is learned again beside the new one. Trainings that ended are
+    kept in `folder`, and are not done again by the next call with the same arguments.
     """
     halves = tasks.halves(parts[True])
     held = [{name: tasks.draw(name, half, counts[1], 7) for name in order} for half in halves]
@@ -135,10 +140,15 @@ def fuse_pictures(
     }
 
     def train(start: HeadParams | None, sets: tuple[str, ...]) -> HeadParams:
-        again = round(rehearsal * counts[0])
-        earlier = [first_rows(learned[name], again) for name in sets[:-1] if again]
+        most = round(rehearsal * counts[0])
+        earlier = [first_rows(learned[name], most) for name in sets[:-1] if most]
         rows = joined([learned[sets[-1]], *earlier])
-        return picture_adapter.train(base, rows, spec, None, schedule, start)
+        train_now = functools.partial(
+            picture_adapter.train, base, rows, spec, None, schedule, start
+        )
+        if folder is None:
+            return train_now()
+        return taken_up(folder / f"{'-'.join(sets)}.npz", base.model.config.hidden_size, train_now)
 
     def score(params: HeadParams, name: str, half: int = 0) -> float:
         given = held[half][name], rows_of[half][name]
@@ -152,6 +162,36 @@ def fuse_pictures(
         for f in fusion.adapters
     ]
     return dataclasses.replace(fusion, adapters=tuple(lines))
+
+
+def taken_up(file: pathlib.Path, hidden: int, train: Callable[[], HeadParams]) -> HeadParams:
+    """Return the LoRA that `train` gave when the file was written; else call it and write it."""
+    if file.exists():
+        with np.load(file) as arrays:
+            names = sorted({key.rpartition(".")[0] for key in arrays})
+            sides = {n: [jnp.asarray(arrays[f"{n}.{side}"]) for side in "ab"] for n in names}
+        lora = {name: LoraPair(*pair) for name, pair in sides.items()}
+        return picture_adapter.new_head(None, hidden, lora, 0)
+    params = train()
+    flat = {f"{n}.{side}": getattr(pair, side) for n, pair in params.lora.items() for side in "ab"}
+    part = file.with_suffix(".part.npz")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(part, **flat)
+    part.replace(file)
+    return params
+
+
+def kept_trainings(args: argparse.Namespace) -> pathlib.Path:
+    """Return the folder of trainings of these arguments; ValueError where others began there."""
+    folder = args.out / "trainings"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "arguments.json"
+    given = {k: str(v) for k, v in vars(args).items() if k not in ("out", "require")}
+    text = json.dumps(given, indent=1) + "\n"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise ValueError(f"{folder} has trainings with other arguments; choose another --out.")
+    file.write_text(text, encoding="utf-8")
+    return folder
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -193,7 +233,9 @@ def main(argv: list[str] | None = None) -> None:
     warmup = min(20, args.steps // 10)
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
     counts = TRAIN_EXAMPLES, HELDOUT
-    fusion = fuse_pictures(base, parts, order, required, spec, schedule, counts, args.rehearsal)
+    folder = kept_trainings(args)
+    how = args.rehearsal, folder
+    fusion = fuse_pictures(base, parts, order, required, spec, schedule, counts, *how)
     catalogue = base.model.catalogue(base.model.config)
     for fused in fusion.adapters:
         folder = args.out / "-".join(fused.sets)

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -25,7 +26,10 @@ def acting_call(
     *,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable:
-    """Return jax.ffi.ffi_call of a target with a side effect; attributes are hashable."""
+    """Return jax.ffi.ffi_call of a target with a side effect.
+
+    Attributes are hashable; a tuple of integers is an array of int64.
+    """
     is_one = isinstance(results, jax.ShapeDtypeStruct)
     several = [results] if isinstance(results, jax.ShapeDtypeStruct) else results
     avals = tuple(ShapedArray(result.shape, result.dtype) for result in several)
@@ -60,7 +64,8 @@ def _run(*operands, **how):
 def _lower(context, *operands, target, avals, aliases, attributes):
     del avals
     options = {"has_side_effect": True, "operand_output_aliases": dict(aliases)}
-    return jax.ffi.ffi_lowering(target, **options)(context, *operands, **dict(attributes))
+    given = {k: np.array(v, np.int64) if isinstance(v, tuple) else v for k, v in attributes}
+    return jax.ffi.ffi_lowering(target, **options)(context, *operands, **given)
 
 
 mlir.register_lowering(_acting_call, _lower)

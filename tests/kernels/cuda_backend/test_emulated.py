@@ -47,7 +47,7 @@ def test_merge_matches_float64(library, d_out, d_in, ranks):
     out = np.full_like(w, np.nan)  # to be written throughout
     call(library.merge, out, w, *arrays, *sizes)
     apart = np.full_like(w, np.nan)
-    call(library.merge_apart, apart, w, *arrays, *sizes)
+    call(library.merge_placed, apart, w, *arrays, np.array([*sizes, 1], np.int32))
     call(library.merge, w, w, *arrays, *sizes)
     np.testing.assert_array_equal(apart[::-1].view(np.int16), w.view(np.int16))
     np.testing.assert_array_equal(out.view(np.int16), w.view(np.int16))

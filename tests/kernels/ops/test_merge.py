@@ -10,8 +10,9 @@ import pytest
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops.cases import MergeCase, lora_case, merge_case
+from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.lora_gemm import lora_gemm
-from lora_jax.ops.merge import merge, merge_apart, mixture_slots
+from lora_jax.ops.merge import merge, merge_apart, merge_writer, mixture_slots
 
 IMPLEMENTATIONS = ["xla", "reference"]
 jitted = functools.partial(jax.jit, static_argnames=("max_rank", "implementation"))(merge)
@@ -134,13 +135,45 @@ def test_maps_apart_must_have_one_shape():
         merge_apart((case.w[0],), *rest, max_rank=8)
 
 
+def test_only_a_gpu_writes_over_results():
+    w = merge_case(1, 16, 8).w[0]
+    with pytest.raises(Declined, match="merge_writer declares cuda"):
+        merge_writer((w,), (w,), max_rank=8)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_places_are_named():
+    w, other = merge_case(1, 16, 8).w[0], merge_case(1, 8, 8).w[0]
+    with pytest.raises(
+        ValueError, match=r"must be alike, not float32\[16, 8\] and float32\[8, 8\]"
+    ):
+        merge_writer((w,), (other,), max_rank=8)
+    for maps in ((), (w, other, w)):
+        with pytest.raises(ValueError, match="maps of one shape must follow each other"):
+            merge_writer(maps, maps, max_rank=8)
+    with pytest.raises(ValueError, match="max_rank 0 must be at least 1"):
+        merge_writer((w,), (w,), max_rank=0)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 50])  # in one launch; in two
-def test_on_a_gpu_maps_apart_have_the_bits_of_one_array(count):
-    case = merge_case(count, 1408, 2048, ranks=(64, 0, 33, 1, 16)[:count], dtype="bfloat16")
-    want = jitted(*case.arrays, max_rank=64)
-    got = jax.jit(functools.partial(merge_apart, max_rank=64))(tuple(case.w), *case.arrays[1:])
-    np.testing.assert_array_equal(np.asarray(jnp.stack(got)), np.asarray(want))
+@pytest.mark.parametrize("max_rank", [64, 128])  # their tiles differ
+def test_on_a_gpu_results_of_several_shapes_have_the_bits_of_one_array(max_rank):
+    ranks = (max_rank, 0, 33, 1, 16)
+    cases = [
+        merge_case(count, d_out, 2048, ranks=ranks, dtype="bfloat16", seed=d_out)
+        for count, d_out in ((50, 1408), (3, 256))
+    ]
+    maps = tuple(w for case in cases for w in case.w)
+    results = jax.tree.map(lambda w: jnp.full_like(w, jnp.nan), maps)
+    write = merge_writer(maps, results, max_rank=max_rank)
+    pools = tuple((case.a_pool, case.b_pool) for case in cases)
+    sites = jnp.concatenate([case.sites for case in cases])
+    scaling = jnp.concatenate([case.scaling for case in cases])
+    token = jax.jit(write)(pools, sites, scaling, jnp.int32(7))
+    assert int(token) == 7
+    want = [w for case in cases for w in jitted(*case.arrays, max_rank=max_rank)]
+    for got, one in zip(jax.tree.map(jnp.copy, results), want, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(one))
 
 
 @pytest.mark.gpu

@@ -2,17 +2,11 @@
 
 import gzip
 import json
-import pathlib
 
 import pytest
 
 from lora_jax.finetune import esft_text, make_assets
 from lora_jax.finetune.records import Record, shingles
-
-ROOT = pathlib.Path(__file__).parents[3]
-SOURCE = ROOT.parent / "shared" / "data" / "esft" / "eval"
-
-needs_source = pytest.mark.skipif(not SOURCE.exists(), reason="the ESFT files are not here")
 
 
 def few_shot(task: esft_text.Task, solved: list[tuple[str, str]], last: str) -> str:
@@ -102,11 +96,11 @@ def test_what_an_answer_decides_first_is_the_intent_and_nothing_elsewhere():
     assert {esft_text.decision_of(text) for text in ("law", "archaic", "other")} == {None}
 
 
-@needs_source
 @pytest.mark.parametrize("domain", esft_text.TASKS)
-def test_no_heldout_text_of_the_real_files_is_in_training(domain):
+def test_no_heldout_text_of_the_real_files_is_in_training(real_data, domain):
     task = esft_text.TASKS[domain]
-    got = esft_text.split(esft_text.read_domain(SOURCE, domain), make_assets.HELDOUT_SHARE, domain)
+    records = esft_text.read_domain(real_data / "esft" / "eval", domain)
+    got = esft_text.split(records, make_assets.HELDOUT_SHARE, domain)
     assert len(got.train) > 10 * len(got.heldout) > 0
     trained = {esft_text.question_text(r, task) for r in got.train}
     seen = [shingles(text, esft_text.SHINGLE) for text in trained]

@@ -1,5 +1,6 @@
 """Fusion packs as an oracle table says, for every table of four sets, and runs on images."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -7,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from lora_jax.finetune import fusion
+from lora_jax.finetune import fusion, training
 from lora_jax.finetune.fusion import fuse, shuffled
 
 ORDER = ("a", "b", "c", "d")
@@ -85,9 +86,23 @@ def test_the_order_follows_from_the_seed():
     assert len({shuffled(ORDER, seed) for seed in range(20)}) > 5
 
 
+def test_trainings_are_taken_up_by_the_same_arguments_only(tmp_path):
+    def args(**changed):
+        given = {"out": tmp_path, "require": [0.5], "datasets": ["count"], "rehearsal": 0.5}
+        return argparse.Namespace(**(given | changed))
+
+    folder = fusion.kept_trainings(args())
+    assert fusion.kept_trainings(args(require=[0.6])) == folder == tmp_path / "trainings"
+    with pytest.raises(ValueError, match="other arguments; choose another --out"):
+        fusion.kept_trainings(args(rehearsal=0.0))
+
+
 @pytest.mark.long
-def test_a_rollback_gives_back_the_bits(tmp_path):
-    """Trained on real rows; a requirement that nothing meets closes the first adapter."""
+def test_a_rollback_gives_back_the_bits(tmp_path, monkeypatch):
+    """Trained on real rows; a requirement that nothing meets closes the first adapter.
+
+    The second run takes up what the first has trained.
+    """
     from support.cases import tiny_pictures
 
     from lora_jax.finetune.lora_params import LoraSpec
@@ -101,10 +116,13 @@ def test_a_rollback_gives_back_the_bits(tmp_path):
 
     def run(order, required):
         given = (spec, schedule, (8, 8))
-        return fusion.fuse_pictures(base, parts, order, required, *given)
+        return fusion.fuse_pictures(base, parts, order, required, *given, folder=tmp_path / "kept")
 
     alone = run(("any",), {"any": 0.0})
+    steps, batch_rows = [], training.batch_rows
+    monkeypatch.setattr(training, "batch_rows", lambda *a: (steps.append(a[1]), batch_rows(*a))[1])
     both = run(("any", "count"), {"any": 0.0, "count": 2.0})
+    assert steps == [0, 1, 2] * 2, "one training with both sets, one of the second set alone"
     assert (both.rollbacks, both.missed) == (("count",), ("count",))
     assert [set(fused.heldout) for fused in both.adapters] == [{"any"}, {"count"}]
     for got, want in zip(both.adapters, alone.adapters, strict=False):
@@ -175,6 +193,7 @@ def test_the_command_writes_an_adapter_of_each_group_and_what_it_scored(
     assert (spec.rank, spec.alpha, schedule.steps, schedule.warmup_steps) == (2, 4.0, 50, 5)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "fusion.json",
+        "trainings",
         "-".join(order[:2]),
         order[2],
     }

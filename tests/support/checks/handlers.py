@@ -23,7 +23,7 @@ ELEMENTS = {
     "S8": "i8",
     "ffi::AnyBuffer": "any",
 }
-ELEMENTS["ffi::Buffer<ffi::U32>"] = "ui32"
+ELEMENTS |= {"ffi::Buffer<ffi::U8>": "ui8", "ffi::Buffer<ffi::U32>": "ui32"}
 VALUES = {"int64_t": "i64", "int32_t": "i32", "bool": "i1", "float": "f32"}
 VALUES |= {"ffi::Span<const int64_t>": "[i64]", "ffi::Span<const float>": "[f32]"}
 

@@ -85,7 +85,8 @@ class Tower:
         wanted = layout.tower_patches(self.config, image.grid)
         size = bucket or min(b for b in layout.buckets(self.config, wanted) if b >= wanted)
         arrays = layout.arrange(self.config, image, size)
-        fields = {f.name: jnp.asarray(getattr(arrays, f.name)) for f in dataclasses.fields(arrays)}
+        fields = vars(arrays) | {"patches": np.concatenate(arrays.patches)}
+        fields = {name: jnp.asarray(array) for name, array in fields.items()}
         inputs = TowerInputs(**fields, values=jnp.asarray(self.settings.values))
         at = jnp.int32(slot)
         rows = self._run(self._leaves, inputs, adapters, at, max_rank=max_rank)

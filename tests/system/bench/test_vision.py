@@ -93,7 +93,7 @@ def test_only_a_switch_is_slowed(monkeypatch):
     monkeypatch.setattr(applications.time, "sleep", slept.append)
 
     class Merged:
-        num_switches, _shadow = 0, ()
+        num_switches, slot, _shadow = 0, None, types.SimpleNamespace(wait=lambda done: None)
 
         def _follow(self, switches):
             self.num_switches += switches

@@ -1,6 +1,7 @@
 """Merged weights together with ESFT adapters, pairs, experts' LoRA, images, heads, drafts."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import numpy as np
@@ -62,18 +63,44 @@ def check(engine, merged, prompts, adapters, **more):
     settle(engine)
 
 
-def test_esft_pairs_and_adapters_of_experts(tmp_path):
-    rng, tensors = np.random.default_rng(0), {}
+def write_dense(folder: Path, seed: int) -> str:
+    """Write an adapter on the queries of the shipped model; return its folder."""
+    rng, tensors = np.random.default_rng(seed), {}
     for layer in range(4):
         path = f"model.layers.{layer}.self_attn.q_proj"
         tensors[f"{path}.lora_A.weight"] = rng.normal(0, 0.1, (4, 128)).astype(np.float32)
         tensors[f"{path}.lora_B.weight"] = rng.normal(0, 0.05, (128, 4)).astype(np.float32)
-    write_adapter(
-        tmp_path / "dense", tensors, {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    )
+    write_adapter(folder, tensors, {"r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]})
+    return str(folder)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_answers_are_those_of_the_adapter_that_was_merged_last(tmp_path):
+    """The shadow is written behind jax's back; a step must read what the last switch wrote."""
+    adapters = {name: write_dense(tmp_path / name, seed) for seed, name in enumerate("ab")}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64, "max_loras": 2}
+    sizes |= {"max_esft_adapters": 0, "structured_outputs": False, "max_lora_rank": 8}
+    prompts = ["a word", "another one", "the third"]
+
+    def asked(engine, name):
+        merge(engine, name, "merged")
+        return [(ids, p.tolist()) for ids, p in ask(engine, prompts, [name] * len(prompts))]
+
+    with Engine(str(SHIPPED), adapters, lora_merge="exact", **sizes) as engine:
+        assert engine._loop._parts.runner.merged._shadow._written is not None
+        first = {name: asked(engine, name) for name in (None, "a", "b")}
+        assert first["a"] != first["b"] != first[None] != first["a"]
+        for name in random.Random(0).choices(list(first), k=40):
+            assert asked(engine, name) == first[name]
+    with Engine(str(SHIPPED), adapters, merge_adapter="b", **sizes) as engine:
+        alone = ask(engine, prompts, ["b"] * len(prompts))
+        assert [(ids, p.tolist()) for ids, p in alone] == first["b"]
+
+
+def test_esft_pairs_and_adapters_of_experts(tmp_path):
     esft = sorted((SHIPPED / "esft").iterdir())[0]
     adapters = {
-        "dense": tmp_path / "dense",
+        "dense": write_dense(tmp_path / "dense", 0),
         "law": SHIPPED / "adapters" / "law",
         "esft": esft,
     }

@@ -33,6 +33,7 @@ from lora_jax.ops.place_heads import PlaceHeadsArgs
 
 MOE = MoeConfig(num_experts=128, top_k=8, intermediate_size=8, layers=(0,), topk_norm=1.0)
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "i32": jnp.int32, "u32": jnp.uint32}
+DTYPES["ui8"] = jnp.uint8
 
 
 def shape(written: str) -> jax.ShapeDtypeStruct:
@@ -151,13 +152,31 @@ CASES = {
         ("2x64x128xbf16",),
         {"max_rank": 16},
     ),
-    "merge of maps apart": Case(
-        lambda w, v, *arrays: merge.merge_apart((w, v), *arrays, 16),
-        ("64x128xbf16", "64x128xbf16", "9x128xbf16", "9x64xbf16", "2x3xi32", "2xf32"),
-        "merge_apart",
-        ("9x128xbf16", "9x64xbf16", "2x3xi32", "2xf32", "64x128xbf16", "64x128xbf16"),
-        ("64x128xbf16", "64x128xbf16"),
-        {"max_rank": 16},
+    "places of two maps and their results": Case(
+        lambda: merge.places((1024, 2048, 3072, 4096), ((64, 128), (32, 64)), 16),
+        (),
+        "merge_places",
+        (),
+        ("512xui8",),
+        {"addresses": [1024, 2048, 3072, 4096], "shapes": [64, 128, 32, 64], "max_rank": 16},
+    ),
+    "merge of maps whose places are known": Case(
+        lambda table, a, b, c, d, *rest: merge.write(
+            table, ((2, 64, 128), (1, 32, 64)), 16, ((a, b), (c, d)), *rest
+        ),
+        (
+            "768xui8",
+            *("9x128xbf16", "9x64xbf16", "9x64xbf16", "9x32xbf16"),
+            *("3x3xi32", "3xf32", "i32"),
+        ),
+        "merge_placed",
+        (
+            *("768xui8", "3x3xi32", "3xf32", "i32"),
+            *("9x128xbf16", "9x64xbf16", "9x64xbf16", "9x32xbf16"),
+        ),
+        ("i32",),
+        {"groups": [2, 64, 128, 1, 32, 64], "max_rank": 16},
+        {3: 0},
     ),
     "adapters row by row": Case(
         lambda y, x, a, b, entries, scaling, slots, experts: lora_rows.lora_rows(
@@ -301,6 +320,18 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 def test_declines_what_no_kernel_serves(check, why):
     with pytest.raises(NotImplementedError, match=why):
         check()
+
+
+def test_a_writer_tells_where_arrays_lie_and_declines_more_shapes(on_hopper, monkeypatch):
+    told = []
+    monkeypatch.setattr(merge, "places", lambda *given: (told.append(given), jnp.zeros(1))[1])
+    maps = tuple(jnp.zeros((8 * (n + 1), 64), BF16) for n in range(9))
+    results = tuple(jnp.copy(w) for w in maps)
+    merge.merge_writer(maps[:2], results[:2], 16)
+    pairs = [each.unsafe_buffer_pointer() for n in range(2) for each in (results[n], maps[n])]
+    assert told == [(tuple(pairs), ((8, 64), (16, 64)), 16)]
+    with pytest.raises(NotImplementedError, match="8 shapes of maps, not 9"):
+        merge.merge_writer(maps, results, 16)
 
 
 def test_declines_an_addend_of_another_dtype(on_hopper):

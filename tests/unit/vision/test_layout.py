@@ -57,7 +57,8 @@ def test_windows_are_those_of_transformers_filled_up(grid):
     index, _ = vision_utils.get_vision_window_index(thw, 2, 112, 14)
     count = layout.tower_patches(WINDOWS, grid)
     arrays = layout.arrange(WINDOWS, image(grid), count)
-    numbers = arrays.patches[:, 0].astype(int) * 256 + arrays.patches[:, 1]
+    (patches,) = arrays.patches
+    numbers = patches[:, 0].astype(int) * 256 + patches[:, 1]
     cells = numbers[arrays.valid].reshape(-1, 4)[:, 0] // 4
     np.testing.assert_array_equal(cells, index.numpy())
     # The n-th row of the image is the cell that `cells` says, wherever its window stands.
@@ -76,10 +77,20 @@ def test_buckets_hold_every_image_and_padding_is_marked():
     assert layout.buckets(clip, layout.most_patches(clip, 4096)) == (576,)
     arrays = layout.arrange(QWEN3, image((4, 6)), 64)
     assert arrays.valid.sum() == arrays.num_patches == 24
-    assert not arrays.patches[24:].any()
+    assert not arrays.patches[0][24:].any()
     np.testing.assert_array_equal(arrays.cells[:6], np.arange(6))
     with pytest.raises(ValueError, match="24 patches does not fit into 16"):
         layout.arrange(QWEN3, image((4, 6)), 16)
+
+
+def test_patches_of_a_large_image_come_in_pieces_and_whole_ones_are_no_copies():
+    one = image((44, 52))
+    arrays = layout.arrange(QWEN3, one, 4096)
+    assert [piece.shape for piece in arrays.patches] == [(1024, one.pixels.shape[1])] * 4
+    assert [np.shares_memory(piece, one.pixels) for piece in arrays.patches] == [1, 1, 0, 0]
+    whole = np.concatenate(arrays.patches)
+    np.testing.assert_array_equal(whole[:2288], one.pixels)
+    assert not whole[2288:].any()
 
 
 def test_no_image_is_possible():

@@ -1,5 +1,9 @@
 """Adds adapters to weights, or takes them out again: all matrices of a module in one call."""
 
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,9 +12,10 @@ from lora_jax.ops.dispatch import ANY, GPU, TPU, Implementation, Op, backend_ker
 from lora_jax.ops.merge import reference, xla
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["merge", "merge_apart", "mixture_slots"]
+__all__ = ["merge", "merge_apart", "merge_writer", "mixture_slots"]
 
 Maps = tuple[Float[Array, "d_out d_in"], ...]
+MixedMaps = tuple[Array, ...]  # [d_out, d_in] of several shapes
 
 MERGE = Op(
     "merge",
@@ -53,38 +58,6 @@ def merge(
     return MERGE.call(implementation, *args, in_place=in_place)
 
 
-def _one_by_one(
-    maps: Maps,
-    a_pool: Float[Array, "a_rows d_in"],
-    b_pool: Float[Array, "b_rows d_out"],
-    sites: Int[Array, "matrices 3"],
-    scaling: Float[Array, "matrices"],
-    max_rank: int,
-) -> Maps:
-    """Return `merge` of each map, in a call of its own."""
-    return tuple(
-        merge(
-            w[None],
-            a_pool,
-            b_pool,
-            sites[n : n + 1],
-            scaling[n : n + 1],
-            max_rank=max_rank,
-            in_place=False,
-        )[0]
-        for n, w in enumerate(maps)
-    )
-
-
-MERGE_APART = Op(
-    "merge_apart",
-    (
-        Implementation("cuda", GPU, backend_kernel("cuda", "merge_apart")),
-        Implementation("xla", ANY, _one_by_one, stands_in=True),
-    ),
-)
-
-
 def merge_apart(
     maps: Maps,
     a_pool: Float[Array, "a_rows d_in"],
@@ -93,23 +66,70 @@ def merge_apart(
     scaling: Float[Array, "matrices"],
     *,
     max_rank: int,
-    implementation: str | None = None,
 ) -> Maps:
-    """Return maps[m] + scaling[m] * B^T A: what `merge` does, of matrices in arrays of their own.
+    """Return maps[m] + scaling[m] * B^T A: `merge` of matrices in arrays of their own.
 
-    All have one shape; they are kept, and the results are new arrays. A kernel takes many of them
-    in one launch, where calls of `merge` take one each.
+    All have one shape; they are kept, and the results are new arrays.
 
     Raises:
         ValueError: shapes or dtypes do not fit each other.
     """
-    if len({(w.shape, w.dtype) for w in maps}) != 1 or maps[0].ndim != 2:
-        listed = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
-        raise ValueError(f"merge_apart: maps must be matrices of one shape and dtype, not {listed}")
+    _check_maps("merge_apart", maps)
     stacked = jax.ShapeDtypeStruct((len(maps), *maps[0].shape), maps[0].dtype)
     _check(stacked, a_pool, b_pool, sites, scaling, max_rank)
-    args = (maps, a_pool, b_pool, sites, scaling, max_rank)
-    return MERGE_APART.call(implementation, *args)
+    each = ((w[None], sites[n : n + 1], scaling[n : n + 1]) for n, w in enumerate(maps))
+    fixed: dict[str, Any] = {"max_rank": max_rank, "in_place": False}
+    return tuple(merge(w, a_pool, b_pool, *site, **fixed)[0] for w, *site in each)
+
+
+MERGE_WRITER = Op(
+    "merge_writer",
+    (Implementation("cuda", GPU, backend_kernel("cuda", "merge_writer")),),
+)
+
+
+def merge_writer(
+    maps: MixedMaps, results: MixedMaps, *, max_rank: int, implementation: str | None = None
+) -> Callable[..., Int[Array, ""]]:
+    """Return a function that writes maps[m] + scaling[m] * B^T A over results[m], for all m.
+
+    Maps of one shape follow each other. The function is called while a program is traced:
+
+        token = write(pools, sites, scaling, token)
+
+    `pools` are (a_pool, b_pool) of each shape of maps, in their order; `sites` and `scaling` are
+    those of `merge`. A program does so in one launch, and takes neither the maps nor the results,
+    each of which would cost its caller time. So jax does not know that `results` change: whoever
+    holds them reads them on the device only, by programs that are sent after this one and take the
+    token that it returns.
+
+    Raises:
+        Declined: no kernel does so on this device, or with these shapes; `merge_apart` does.
+        ValueError: shapes or dtypes do not fit each other.
+    """
+    _check_writer(maps, results, max_rank)
+    return MERGE_WRITER.call(implementation, maps, results, max_rank)
+
+
+def _check_writer(maps: MixedMaps, results: MixedMaps, max_rank: int) -> None:
+    """Raise ValueError for results unlike their maps, or shapes that come in no order."""
+    shapes = [w.shape for w in maps]
+    for w, made in zip(maps, results, strict=True):
+        if (w.shape, w.dtype) != (made.shape, made.dtype):
+            pair = f"{w.dtype}{list(w.shape)} and {made.dtype}{list(made.shape)}"
+            raise ValueError(f"merge_writer: a map and its result must be alike, not {pair}")
+    runs = [shape for shape, _ in itertools.groupby(shapes)]
+    if not runs or len(runs) != len(set(runs)):
+        raise ValueError(f"merge_writer: maps of one shape must follow each other, not {shapes}")
+    if max_rank < 1:
+        raise ValueError(f"merge_writer: max_rank {max_rank} must be at least 1")
+
+
+def _check_maps(op: str, maps: Maps) -> None:
+    """Raise ValueError where maps are not matrices of one shape and dtype."""
+    if len({(w.shape, w.dtype) for w in maps}) != 1 or maps[0].ndim != 2:
+        listed = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
+        raise ValueError(f"{op}: maps must be matrices of one shape and dtype, not {listed}")
 
 
 def _check(

@@ -19,17 +19,17 @@ int merge(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, cons
   return launch_merge(args, nullptr);
 }
 
-// Of matrices that stand apart, here in two arrays of pointers.
-int merge_apart(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites, const float* scaling,
-                int matrices, int d_out, int d_in, int max_rank, int b_rows) {
-  std::vector<const void*> from(matrices);
-  std::vector<void*> to(matrices);
-  for (int i = 0; i < matrices; ++i) {
-    const int64_t place = static_cast<int64_t>(matrices - 1 - i) * d_out * d_in;  // results stand the other way round
-    from[i] = w + static_cast<int64_t>(i) * d_out * d_in, to[i] = out + place;
-  }
-  const MergeArgs args{nullptr, nullptr, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, b_rows};
-  return launch_merge_apart(args, from.data(), to.data(), nullptr);
+// Of matrices that lie apart, in two groups, the first of `first`; results stand the other way round.
+int merge_placed(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_pool, const int* sites,
+                 const float* scaling, const int* sizes) {
+  const int matrices = sizes[0], d_out = sizes[1], d_in = sizes[2], max_rank = sizes[3], first = sizes[5];
+  std::vector<CUtensorMap> maps(2 * matrices);
+  for (int64_t i = 0, one = static_cast<int64_t>(d_out) * d_in; i < matrices; ++i)
+    if (auto e = merge_places(&maps[2 * i], out + (matrices - 1 - i) * one, w + i * one, d_out, d_in, max_rank)) return e;
+  const MergeArgs all{nullptr, nullptr, a_pool, b_pool, sites, scaling, matrices, d_out, d_in, max_rank, sizes[4]};
+  MergeArgs groups[] = {all, all};
+  groups[0].matrices = first, groups[1].matrices = matrices - first;
+  return launch_merge_placed(maps.data(), groups, 2, nullptr);
 }
 
 int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,

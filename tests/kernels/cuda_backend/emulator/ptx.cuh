@@ -85,6 +85,7 @@ inline void fence_barriers() {}
 inline void fence_copies() {}
 inline void fence_shared_copies() {}
 inline void prefetch_map(const CUtensorMap*) {}
+inline void acquire_map(const CUtensorMap*) {}
 inline void prefetch_l1(const void*) {}
 inline void prefetch_l2(const void*) {}
 template <class T> inline T load_now(const T* p) {

@@ -19,9 +19,9 @@ from support.processes.server_process import ROOT
 
 from lora_jax.memory.wire import send_header
 from serving import Engine, Sampling
-from serving.functions import Agent, FunctionDied
+from serving.functions import Agent, FunctionDied, jail
 from serving.functions import agent as agent_module
-from serving.functions.agent import GPU_JAIL, _keep
+from serving.functions.agent import _keep
 from serving.functions.processes import Ends
 from serving.functions.room import Room
 from serving.functions.running import Running
@@ -301,6 +301,21 @@ def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_star
         assert len(looks) == function.starts
 
 
+def test_a_function_whose_programs_cannot_be_kept_has_no_jail_on_a_gpu(caplog):
+    launches = []
+
+    def launch(order, programs, jailed=True):
+        launches.append((programs.get("demands", False), jailed))
+        return "socket", 1, {"ready": not programs.get("demands")}
+
+    gpu = SimpleNamespace(device="gpu")
+    agent = bare(_launch=launch, _end=lambda connection: None, _published=gpu, _filled=True)
+    agent._filling = threading.Lock()
+    assert agent._launch_function({"name": "law"})[2]["ready"]
+    assert launches == [(True, True), (True, True), (False, False)]
+    assert "Function 'law' runs without a jail" in caplog.text
+
+
 def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
     """So both are within the room of one."""
     events = []
@@ -310,7 +325,8 @@ def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
         return order["name"], 1, {"ready": not programs.get("demands")}
 
     ended = lambda connection: events.append(("end", connection))  # noqa: E731
-    agent = bare(_launch=launch, _end=ended, _filling=threading.Lock(), _filled=False)
+    parts = {"_filling": threading.Lock(), "_published": SimpleNamespace(device="cpu")}
+    agent = bare(_launch=launch, _end=ended, _filled=False, **parts)
     for _ in range(2):
         agent._launch_function({"name": "law"})
     made = [("start", "programs", True), ("end", "programs")]
@@ -349,20 +365,29 @@ def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_o
         end.close()
 
 
+GPU_LIMITS = {"memory_bytes": None, "gpus": True}
+
+
 @pytest.mark.parametrize(
-    ("device", "asked", "isolation", "writes", "jail"),
+    ("device", "asked", "isolation", "order", "limits"),
     [
-        ("cpu", "", "process", True, {"memory_bytes": 7, "gpus": False}),
-        ("cpu", "", "none", False, None),
-        ("gpu", "", "process", False, None),
-        ("gpu", "1", "process", False, {"memory_bytes": None, "gpus": True}),
-        ("gpu", "1", "process", True, None),  # it starts XLA's assembler
+        ("cpu", "", "process", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "none", {"programs": None}, None),
+        ("gpu", "0", "process", {"programs": {"writes": False}}, None),
+        (
+            "gpu",
+            "",
+            "process",
+            {"programs": {"writes": False}},
+            {"memory_bytes": None, "gpus": True},
+        ),
+        ("gpu", "", "process", {"programs": {"writes": True}}, None),  # XLA's assembler starts
+        ("gpu", "", "process", {"programs": {"writes": False}, "guard": {"every_s": 1}}, None),
     ],
 )
-def test_which_processes_are_in_a_jail(device, asked, isolation, writes, jail, monkeypatch):
-    monkeypatch.setenv(GPU_JAIL, asked)
-    parts = {"_published": SimpleNamespace(device=device), "_isolation": isolation}
-    assert bare(_room=Room(7), **parts)._jail({"writes": writes}) == jail
+def test_which_processes_are_in_a_jail(device, asked, isolation, order, limits, monkeypatch):
+    monkeypatch.setenv(jail.GPU_JAIL, asked)
+    assert jail.limits(order, isolation, device, 7) == limits
 
 
 class Watched:

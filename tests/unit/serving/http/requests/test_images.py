@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ from support.cases.tiny_vision import picture, png
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
+from serving.engine.images.decode import decode
 from serving.engine.images.front import ImageFront
 from serving.engine.images.sources import FetchFailed, MediaPolicy
 from serving.http.errors import ApiError
+from serving.http.lanes import Lane
 from serving.http.requests import images as module
 from serving.http.requests.images import image_url, parts_of, read_images, urls_of
 from serving.http.requests.protocol import ChatMessage, ContentPart
@@ -149,6 +152,33 @@ def test_pixels_of_all_images_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_ALL_PIXELS", 300)
     with pytest.raises(ApiError, match="more than 300 pixels in all"):
         read(user(image(GOOD), image(GOOD)))
+
+
+def test_images_are_decoded_by_few_threads_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch):
+    """Six requests at once; each image is held until the loop has run on meanwhile."""
+    lock, held, busy, most = threading.Lock(), threading.Event(), 0, 0
+
+    def slow(data: bytes):
+        nonlocal busy, most
+        with lock:
+            busy, most = busy + 1, max(most, busy + 1)
+        assert held.wait(10), "the event loop stood still"
+        with lock:
+            busy -= 1
+        return decode(data)
+
+    async def run() -> list[list[Any]]:
+        messages = [user(image(GOOD))]
+        reads = [read_images(ENGINE, messages, MediaPolicy()) for _ in range(6)]
+        tasks = [asyncio.create_task(each) for each in reads]
+        while busy < Lane.IMAGES.value[1]:
+            await asyncio.sleep(0.001)
+        held.set()
+        return await asyncio.gather(*tasks)
+
+    monkeypatch.setattr(module, "decode", slow)
+    assert [len(images) for images in asyncio.run(run())] == [1] * 6
+    assert most == Lane.IMAGES.value[1] == 2
 
 
 def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
