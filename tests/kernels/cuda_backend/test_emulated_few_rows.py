@@ -122,14 +122,18 @@ def test_gated_product_matches_float32(library, name):
 
 @pytest.mark.parametrize("name", CODINGS)
 def test_one_group_matches_float32(library, name):
-    """A dense map, and the one expert of a device: gate and up in one launch, too."""
-    library.emulate(2, 3)
+    """A dense map, and the one expert of a device: gate and up in one launch, too.
+
+    On three SMs every tile of 64 columns has one, on two SMs every tile of 96.
+    """
     d_out, d_in, sizes = 136, 512 if name == "int4" else 384, (11,)
     x = np.random.default_rng(0).standard_normal((13, d_in)).astype(BF16)
     weights = [drawn(name, d_out, d_in, seed, groups=1) for seed in (1, 2)]
     gate, up = (products(x, w[2], sizes).astype(BF16).astype(np.float32) for w in weights)
-    got = run(library, name, x, weights[:1], d_out, group_sizes=sizes)
-    np.testing.assert_allclose(got.astype(np.float32), gate, **TOLERANCE["bfloat16"])
+    for sms in (1, 2, 3):
+        library.emulate(sms, 3)
+        got = run(library, name, x, weights[:1], d_out, group_sizes=sizes)
+        np.testing.assert_allclose(got.astype(np.float32), gate, **TOLERANCE["bfloat16"])
     got = run(library, name, x, weights, d_out, group_sizes=sizes)
     want = np.asarray(jax.nn.silu(jnp.asarray(gate))) * up
     np.testing.assert_allclose(got.astype(np.float32), want, **TOLERANCE["bfloat16"])

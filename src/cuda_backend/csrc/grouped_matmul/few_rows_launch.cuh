@@ -68,15 +68,30 @@ cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   return launch_early(kernel, ctas, W * 32 + 32, shared, stream, p);
 }
 
-// Columns of a dense map are few for the SMs, so its tiles are narrower. Groups of up to 4 rows in the mean hardly
-// ever have more than 8, whose tiles leave room for a third CTA an SM.
+// Matrices of one group. Where each tile has an SM of its own, its stages have all the room, and most of d_in is on its
+// way at once: so tiles are as wide as that takes.
+template <Coding C, int G>
+cudaError_t launch_dense(const FewRowsCall& call, cudaStream_t stream) {
+  int sms = 0;
+  if (const cudaError_t e = count_sms(&sms); e != cudaSuccess) return e;
+  const auto have_sms = [&](int columns) {
+    int tiles = 0;
+    for (int m = 0; m < call.count; ++m) tiles += (call.args.matrices[m].d_out + columns - 1) / columns;
+    return tiles * ((call.args.rows + 31) / 32) <= sms;
+  };
+  if (have_sms(64)) return launch_few_rows<C, G, 32, 4, 1, false, 1>(call, stream);
+  if (have_sms(96)) return launch_few_rows<C, G, 32, 6, 1, false, 1>(call, stream);
+  return launch_few_rows<C, G, 32, 4, 1, false, 2>(call, stream);
+}
+
+// Groups of up to 4 rows in the mean hardly ever have more than 8, whose tiles leave room for a third CTA an SM.
 template <Coding C, int G>
 cudaError_t launch_few_rows(const FewRowsCall& call, cudaStream_t stream) {
   const FewRowsArgs& p = call.args;
   const bool fewest = p.rows <= 4 * p.groups;
   if (call.gated)
     return fewest ? launch_few_rows<C, G, 8, 4, 2, true, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, true, 2>(call, stream);
-  if (p.groups == 1) return launch_few_rows<C, G, 32, 4, 1, false, 2>(call, stream);
+  if (p.groups == 1) return launch_dense<C, G>(call, stream);
   return fewest ? launch_few_rows<C, G, 8, 4, 2, false, 3>(call, stream) : launch_few_rows<C, G, 16, 4, 2, false, 2>(call, stream);
 }
 
