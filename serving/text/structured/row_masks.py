@@ -26,6 +26,7 @@ _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
 _THREADS = 16  # at most: a row takes 0.1 ms, and threads without work look for some all the time
 _BITS = 32
+_BYTES_WORDS = 32  # of a mask, in which most vocabularies have the tokens of single bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -120,16 +121,18 @@ class RowMasks:
     def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         self._hold_back(filling)
         words, failed = filling.words, []
-        fits = words[: filling.places[-1]].any(axis=1).tolist()
+        fits = _any_bit(words[: filling.places[-1]]).tolist()
         for row, place in zip(filling.rows, filling.places, strict=False):
             matcher = row.sequence.grammar_state.matcher
             if id(row.sequence) in filling.lost:
                 failed.append((row.sequence, _why(matcher, "a token")))
             elif matcher.is_error() or not fits[place]:
                 failed.append((row.sequence, _why(matcher, "no token fits.")))
-            else:
+            elif row.drafts:
                 for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
                     row_to_mask[row.first + ahead] = place + ahead
+            else:
+                row_to_mask[row.first] = place
         return failed
 
     def close(self) -> None:
@@ -197,11 +200,17 @@ class RowMasks:
                     by_ends.setdefault(ends, []).append(place + ahead)
         bits = filling.words.view(np.uint32)
         for ends, rows in by_ends.items():
-            columns = sorted({token // _BITS for token in ends})
-            before = bits[np.ix_(rows, columns)]
+            kept = dict.fromkeys((token // _BITS for token in ends), (1 << _BITS) - 1)
             for token in ends:
-                bits[rows, token // _BITS] &= ~np.uint32(1 << token % _BITS)
-            empty = np.flatnonzero(~bits[rows].any(axis=1))
+                kept[token // _BITS] &= ~(1 << token % _BITS)
+            columns, held = list(kept), np.array(list(kept.values()), np.uint32)
+            before = bits[np.ix_(rows, columns)]
+            changed = np.flatnonzero((before & ~held).any(axis=1))
+            if not len(changed):  # as in the middle of most answers
+                continue
+            before, rows = before[changed], [rows[place] for place in changed]
+            bits[np.ix_(rows, columns)] = before & held
+            empty = np.flatnonzero(~_any_bit(bits[rows]))
             bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
 
     def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
@@ -238,6 +247,14 @@ def _unseen(sequence: Sequence) -> list[int]:
     new = sequence.token_ids[sequence.num_prompt + state.num_seen :]
     state.num_seen += len(new)
     return new
+
+
+def _any_bit(words: np.ndarray) -> np.ndarray:
+    """Return whether each row of words has a bit; nearly all have one among single bytes."""
+    found = words[:, :_BYTES_WORDS].any(axis=1)
+    rest = np.flatnonzero(~found)
+    found[rest] = words[rest].any(axis=1)
+    return found
 
 
 def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
