@@ -15,6 +15,7 @@ from support.oracles.tolerance import TOLERANCE
 
 from cuda_backend import paged_attention as cuda
 from lora_jax.ops.cases import MODELS, AttentionCase, ModelShape, attention_case
+from lora_jax.ops.kv_rows import coded, decoded
 from lora_jax.ops.paged_attention import reference
 
 SERVED = ("llama-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "dbrx", "llama-100m")
@@ -78,6 +79,22 @@ def tokens_of(case: AttentionCase, some: np.ndarray) -> AttentionCase:
 def test_matches_the_reference(model, chunks):
     case = some_case(model, chunks)
     np.testing.assert_allclose(run(case), oracle(case), **TOLERANCE["bfloat16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("model", SERVED)
+def test_pages_in_8_bits_have_the_bits_of_pages_of_their_values(model, chunks):
+    case = some_case(model, chunks)
+    rows = {
+        name: None if pages is None else coded(pages)
+        for name, pages in (("k_pages", case.k_pages), ("v_pages", case.v_pages))
+    }
+    values = {
+        name: None if of is None else decoded(of).astype(jnp.bfloat16) for name, of in rows.items()
+    }
+    got, want = (run(dataclasses.replace(case, **pages)) for pages in (rows, values))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu
