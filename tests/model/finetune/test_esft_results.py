@@ -3,20 +3,44 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
-from support.cases.finetune_cases import RECORDS, make_esft, make_folder
+from support.cases.finetune_cases import RECORDS, make_esft, make_folder, num_learned
 
 from lora_jax.finetune import esft_results, make_assets
 from lora_jax.finetune.esft_text import PARTS, part_of, with_parts
+from lora_jax.finetune.perplexity import Measured
 from lora_jax.finetune.records import write_jsonl
-from lora_jax.finetune.served import ServedEvaluator
+from lora_jax.finetune.served import ServedEvaluator, TextAndAnswer
 from lora_jax.models import load
 
 DECIDING = {"gate-intent", "token-intent", "token-media"}
 ASSET = pathlib.Path(__file__).parents[3] / "assets" / "tiny-moe"
 
 
-def test_the_command_adds_a_row_per_adapter_and_keeps_other_entries(tmp_path):
+class WeightsJudge(ServedEvaluator):
+    """Stands for the evaluator: nats a token are a sum over the experts that a text would use."""
+
+    def __init__(self, model, length):
+        self.model, self.length = model, length
+
+    def with_weights_of(self, model):
+        return WeightsJudge(model, self.length)
+
+    def measure(self, documents, esft_slot=-1, reroute_tables=None):
+        nats = 0.0
+        for place, layer in enumerate(self.model.layers):
+            gates = np.abs(np.asarray(layer.mlp.experts.gate_proj[...]))
+            table = range(4) if reroute_tables is None else reroute_tables[place, esft_slot]
+            nats += sum((n + 1) * float(gates[expert].mean()) for n, expert in enumerate(table))
+        tokens, answers = (num_learned(documents, only) for only in (False, True))
+        found = Measured(nats * tokens, tokens), Measured(nats * answers, answers)
+        return TextAndAnswer(*found, int(nats * 100) % answers, len(documents), 0)
+
+
+def test_the_command_adds_a_row_per_adapter_and_keeps_other_entries(tmp_path, monkeypatch):
+    """Models are measured in the tests of shipped adapters below; here their weights are."""
+    monkeypatch.setattr(esft_results, "ServedEvaluator", WeightsJudge)
     folder = make_folder(tmp_path / "tiny", scale=5.0)
     make_esft(folder, "token-x", {0: (3, 1)}, 0)
     make_esft(folder, "gate-y", {0: (0,), 1: (1,)}, 1)

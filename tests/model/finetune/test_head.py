@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support.cases.finetune_cases import RECORDS, make_folder, trace_training
+from support.cases.finetune_cases import RECORDS, fit_nothing, make_folder, trace_training
 from support.processes.server_process import ROOT
 
 from lora_jax.adapters.task_head import HeadKind
@@ -99,7 +99,7 @@ def test_a_head_above_lora_is_stored_with_it_and_a_head_for_an_adapter_beside_it
     stored = load_file(tmp_path / "above" / "adapter_model.safetensors")
     assert {str(tensor.dtype) for tensor in stored.values()} == {"bfloat16"}
 
-    trace_training(monkeypatch, lora)
+    fit_nothing(monkeypatch, lora)
     write_jsonl(tmp_path / "plain.jsonl", RECORDS)
     plain = ["--model", str(read_only_folder), "--data", str(tmp_path / "plain.jsonl")]
     lora.main([*plain, "--out", str(tmp_path / "plain"), "--rank", "2", "--modules", "q_proj"])

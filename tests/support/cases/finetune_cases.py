@@ -137,14 +137,18 @@ def train_nothing(monkeypatch, module) -> list[Fit]:
 def trace_training(monkeypatch, *modules) -> list[Fit]:
     """Let modules' training trace its loss on a batch, compile nothing, and return its start.
 
-    Returns the list that the trainings are put into.
+    A loss is traced once for each set of shapes. Returns the list that the trainings are put into.
     """
-    fits = []
+    fits, traced = [], set()
 
     def fit(start, frozen, loss, rows, schedule, *, folder=None, label="train", **_):
         batch = rows.take(training.batch_rows(rows.num_rows, 0, schedule))
-        value = jax.eval_shape(loss, start, frozen, batch)
-        assert (value.shape, value.dtype) == ((), jnp.float32)
+        arrays, tree = jax.tree.flatten((start, frozen, batch))
+        shapes = loss.__qualname__, tree, *((a.shape, str(a.dtype)) for a in arrays)
+        if shapes not in traced:
+            value = jax.eval_shape(loss, start, frozen, batch)
+            assert (value.shape, value.dtype) == ((), jnp.float32)
+            traced.add(shapes)
         fits.append(Fit(label, rows, schedule, folder))
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)

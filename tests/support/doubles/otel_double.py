@@ -1,6 +1,6 @@
 """OpenTelemetry's SDK and OTLP exporters, as far as the engine calls them: spans go into a list.
 
-The API, which propagates the caller's context, is the real one.
+The API, which propagates the caller's context, is the real one; fastapi brings it.
 """
 
 import dataclasses

@@ -32,8 +32,7 @@ from lora_jax.config import MoeConfig
 from lora_jax.ops.place_heads import PlaceHeadsArgs
 
 MOE = MoeConfig(num_experts=128, top_k=8, intermediate_size=8, layers=(0,), topk_norm=1.0)
-DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "i32": jnp.int32, "u32": jnp.uint32}
-DTYPES["ui8"] = jnp.uint8
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "i32": jnp.int32, "ui8": jnp.uint8}
 
 
 def shape(written: str) -> jax.ShapeDtypeStruct:
@@ -52,7 +51,7 @@ def only_call(function, *written: str | None) -> CustomCall:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A function of arrays, and what its call has; operands that are not `arrays` are added."""
+    """A function of arrays, and its call's operands, results, attributes and aliases."""
 
     function: object
     arrays: tuple[str | None, ...]

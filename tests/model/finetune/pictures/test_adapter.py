@@ -86,7 +86,13 @@ def test_the_command_trains_a_head_above_the_tower_s_lora_and_one_alone(
     picture_folder, picture_data, tmp_path, monkeypatch
 ):
     """Its training is traced only: the scores are of heads that always say the first label."""
-    fits, out = trace_training(monkeypatch, adapter), tmp_path / "a"
+    fits, measured, out = trace_training(monkeypatch, adapter), [], tmp_path / "a"
+
+    def right_answers(model, rows, settings, lora, batch):
+        measured.append((rows.num_rows, rows.cells is None, lora))
+        return np.arange(rows.num_rows) % 4 == 0
+
+    monkeypatch.setattr(adapter, "right_answers", right_answers)
     flags = ["--model", str(picture_folder), "--data", str(picture_data), "--task", "count"]
     flags += ["--head", "count", "--tower", "--rank", "2", "--examples", "20", "--heldout"]
     adapter.main([*flags, "20", "--steps", "30", "--batch-rows", "3", "--out", str(out)])
@@ -98,7 +104,8 @@ def test_the_command_trains_a_head_above_the_tower_s_lora_and_one_alone(
     told = json.loads((out / "heldout.json").read_text())
     nothing = np.mean([example.labels == ("0",) for example in drawn(picture_data, "count", 20)])
     assert 0 < nothing < 1
-    want = {"task": "count", "heldout": 20, "base": 0.0}
+    assert measured == [(20, False, None)]  # the base has no adapter
+    want = {"task": "count", "heldout": 20, "base": 0.25}
     assert told == want | dict.fromkeys(("adapter", "head_alone"), nothing)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (2, 4.0)

@@ -1,6 +1,7 @@
 """Sources of pictures: what is held out, and files that are read back."""
 
 import gzip
+import json
 import sys
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ def test_emoji_of_skin_flags_and_keycaps_are_left_out(tmp_path):
     given = [dict(zip(keys, row, strict=True)) | {"image": f"{row[0]}.png"} for row in rows]
     for row in rows[:3]:
         Image.new("RGBA", (64, 32), (9, 8, 7, 255)).save(folder / f"{row[0]}.png")
-    (tmp_path / "emoji.json").write_text(collect.json.dumps(given))
+    (tmp_path / "emoji.json").write_text(json.dumps(given))
     got = collect.read_emoji(tmp_path)
     assert (list(got.names), list(got.kinds)) == (["red car"], ["vehicle"])
     picture = got.images[0]
@@ -68,9 +69,9 @@ def test_the_command_reads_four_packages(tmp_path, capsys, monkeypatch):
     for name in ("png100px/fr.png", "png100px/gb-sct.png", "img/twitter/64/cat.png"):
         Image.new("RGB", (100, 60), (200, 0, 0)).save(tmp_path / name)
     countries = {"FR": "France", "GB-SCT": "Scotland", "ZZ": "Nowhere"}
-    (tmp_path / "countries.json").write_text(collect.json.dumps(countries))
+    (tmp_path / "countries.json").write_text(json.dumps(countries))
     emoji = {"image": "cat.png", "short_name": "cat", "category": "A", "subcategory": "animal-x"}
-    (tmp_path / "emoji.json").write_text(collect.json.dumps([emoji]))
+    (tmp_path / "emoji.json").write_text(json.dumps([emoji]))
     out = tmp_path / "made" / "out"
     given = [f"--{name}={tmp_path}" for name in ("clothes", "emoji", "flags")]
     collect.main([*given, f"--out={out}"])

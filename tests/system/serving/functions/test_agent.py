@@ -228,7 +228,7 @@ def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
     assert ended_before == [True]
 
 
-def test_with_a_changed_backbone_the_shared_engine_and_every_function_end(monkeypatch):
+def test_with_a_changed_backbone_the_shared_engine_and_every_function_end():
     closed = []
     engine = SimpleNamespace(close=lambda: closed.append("engine"))
     running = SimpleNamespace(close=lambda: closed.append("law"))

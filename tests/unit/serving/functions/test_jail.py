@@ -196,7 +196,6 @@ def test_limits_and_steps_that_fail_are_named_and_the_process_runs_without_them(
     monkeypatch.setattr(jail.ctypes, "CDLL", lambda *given, **more: kernel)
     monkeypatch.setattr(jail.resource, "setrlimit", refuse)
     monkeypatch.setattr(jail.Path, "write_text", lambda path, text: len(text))
-    kernel.syscall = types.SimpleNamespace(restype=None)
     kernel.syscall = type("Call", (), {"__call__": lambda self, *given: 0})()
     monkeypatch.setattr(jail.platform, "machine", lambda: "riscv64")
     failed = jail.enter([], [], memory_bytes=1 << 40)
