@@ -74,7 +74,10 @@ class RankJudge:
 
 @pytest.mark.parametrize(
     ("flags", "tried", "chosen"),
-    [(["--bar", "0.9"], [8, 4, 2], 4), (["--perplexity", "2.1"], [8, 16, 32], None)],
+    [
+        pytest.param(["--bar", "0.9"], [8, 4, 2], 4, id="share of the gain"),
+        pytest.param(["--perplexity", "1.5"], [8, 16, 32], None, id="perplexity that none meets"),
+    ],
 )
 def test_the_command_trains_on_one_part_and_measures_on_the_other(
     read_only_folder, tmp_path, monkeypatch, capsys, flags, tried, chosen

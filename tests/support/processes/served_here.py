@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ def served_here(
 ) -> Any:
     """Run `serve(options, sock, announce=...)`; return what `ask` returns of the ready server.
 
-    SIGTERM ends the server behind that. Raises what either raises.
+    SIGTERM ends the server behind that. Raises what either raises. What the server sets of
+    the process, its signal handler and how often threads switch, is set back.
     """
     told: list[Any] = []
 
@@ -30,15 +32,18 @@ def served_here(
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    before = signal.getsignal(signal.SIGTERM)
+    before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
+    thread: threading.Thread | None = None
     try:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             thread = threading.Thread(target=client, args=(url,))
             serve(options, sock, announce=lambda started: thread.start())
-            thread.join(60)
     finally:
+        if thread is not None and thread.ident is not None:
+            thread.join(60)  # its SIGTERM comes while the server's handler is there
         signal.signal(signal.SIGTERM, before)
+        sys.setswitchinterval(interval)
     (answer,) = told
     if isinstance(answer, BaseException):
         raise answer

@@ -10,6 +10,7 @@ from cuda_backend import ffi
 def on_hopper(monkeypatch):
     """Let the calls be made as if the kernels were there, of shapes that stand for arrays."""
     monkeypatch.setattr(ffi, "require", lambda: None)
+    before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
-    jaxtyping.config.update("jaxtyping_disable", False)
+    jaxtyping.config.update("jaxtyping_disable", before)

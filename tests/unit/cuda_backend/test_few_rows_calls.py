@@ -61,25 +61,27 @@ def only_call(op, *args, widths=(D_OUT,)) -> Given:
 
 
 X, SIZES = array(20, D_IN), array(GROUPS, dtype=jnp.int32)
+CODES = "8x96x128xui8"  # two of 4 bits in a byte
+# A weight; its values and its scales as they are stored; its coding, columns of a scale, first
+# value.
 FORMS = {
-    "float8": (scaled(), few_rows.FLOAT8, 128, 0),
-    "float8 of whole rows": (scaled(1, D_IN), few_rows.FLOAT8, D_IN, 0),
-    "integers": (coded(SIGNED, 128), few_rows.INTEGER, 128, -8),
-    "e2m1": (coded(E2M1, 32), few_rows.E2M1, 32, 0),
-    "table": (coded(UNEVEN, 64, F32), few_rows.TABLE, 64, 0),
+    "float8": (scaled(), "8x96x256xf8E4M3FN", "8x96x2xf32", few_rows.FLOAT8, 128, 0),
+    "float8 of whole rows": (
+        *(scaled(1, D_IN), "8x96x256xf8E4M3FN", "8x96x1xf32"),
+        *(few_rows.FLOAT8, D_IN, 0),
+    ),
+    "integers": (coded(SIGNED, 128), CODES, "8x96x2xbf16", few_rows.INTEGER, 128, -8),
+    "e2m1": (coded(E2M1, 32), CODES, "8x96x8xbf16", few_rows.E2M1, 32, 0),
+    "table": (coded(UNEVEN, 64, F32), CODES, "8x96x4xf32", few_rows.TABLE, 64, 0),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_weight_is_streamed_as_it_is_stored(on_hopper, name):
-    w, coding, columns, first = FORMS[name]
+    w, stored, scales, coding, columns, first = FORMS[name]
     given = only_call(lambda *args: grouped_matmul.grouped_matmul(*args, None), X, w, SIZES)
-    stored, scales = few_rows.parts(w)
-    width = f"{GROUPS}x{D_OUT}x"
-    kinds = {"uint8": "ui8", "float8_e4m3fn": "f8E4M3FN", "float32": "f32", "bfloat16": "bf16"}
-    written = [f"{width}{a.shape[-1]}x{kinds[a.dtype.name]}" for a in (stored, scales)]
-    assert given.stored == (written[0], NONE, NONE)
-    assert given.scales == (written[1], NONE, NONE)
+    assert given.stored == (stored, NONE, NONE)
+    assert given.scales == (scales, NONE, NONE)
     assert (given.biases, given.addends) == ((NONE,) * 3, (NONE,) * 2)
     table = given.call.attributes.pop("table")
     said = {"coding": coding, "scale_columns": columns, "first": first, "gated": False}

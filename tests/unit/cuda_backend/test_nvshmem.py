@@ -70,7 +70,8 @@ def test_more_sites_than_the_kernels_take_are_refused(peer_device):
 
 def test_settings_of_the_user_stay(monkeypatch):
     for name in {*nvshmem.ONE_HOST, *nvshmem.SEVERAL_HOSTS}:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that what `configure` sets is undone
+        monkeypatch.delenv(name)
     first = next(iter(nvshmem.SEVERAL_HOSTS))
     monkeypatch.setenv(first, "the user's")
     nvshmem.configure(one_host=False)

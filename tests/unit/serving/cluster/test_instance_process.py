@@ -147,4 +147,5 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
     assert killed.wait(60)
     ended.set()
     thread.join(60)
+    assert not thread.is_alive()
     assert seen == [(1, 1), path, (True, signal.SIGTERM)]
