@@ -14,6 +14,7 @@ from lora_jax.adapters.vocabulary import MOST_TOKENS, needs, with_vocabulary
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.output_norms import OutputNorms
 from serving.api.config import EngineConfig
+from serving.engine.head_parts import head_labels
 from serving.engine.storage import INT8
 
 _FLAG = "enable_dora_and_bias"
@@ -59,6 +60,21 @@ def vocabulary_room(
             )
         saved = 0  # the load of the adapter says that there is no room
     return min(tokens, MOST_TOKENS), saved
+
+
+def needed_sizes(
+    config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]]
+) -> dict[str, int]:
+    """Return fields with which an engine without these adapters has programs of the same shapes.
+
+    They are those that the config leaves open and the adapters need; {} for plain LoRA.
+    """
+    sizes = {
+        "max_lora_cls_labels": head_labels(config, adapters, False),
+        _FLAG: takes_gains(config, adapters, False),
+        **dict(zip(_ROOM_FLAGS, vocabulary_room(config, adapters, False), strict=True)),
+    }
+    return {f: size for f, size in sizes.items() if size and getattr(config, f) is None}
 
 
 def _why_not(config: EngineConfig, has_server: bool) -> str:

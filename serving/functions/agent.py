@@ -23,6 +23,7 @@ from serving.functions.guard import Guard
 from serving.functions.handle import Function
 from serving.functions.policies.predict import stays
 from serving.functions.processes import Ends, Zygote, expect
+from serving.functions.program_maker import ProgramMaker
 from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
@@ -123,7 +124,7 @@ class Agent:
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._naming = threading.Lock()
         self._ends = Ends()
-        self._filling, self._filled = threading.Lock(), False  # kept programs of functions
+        self._maker = ProgramMaker(self._launch, self._end)
         self._steps: list[str] = []  # that the last process asked for, for the next one to read
         self._zygote = Zygote()
         self._closing = threading.Event()
@@ -262,33 +263,11 @@ class Agent:
         if self._tenants is not None:
             running = self._tenants.start(name, folder)
         else:
-            running = Running(*self._launch_function({"name": name, "adapter": folder}))
+            compiles = not jail.stops_compiling(self._backbone.device)
+            order = {"name": name, "adapter": folder}
+            running = Running(*self._maker.start(order, self._fields, compiles=compiles))
         self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
         return running
-
-    def _launch_function(self, order: dict[str, Any]) -> tuple[socket.socket, int, dict[str, Any]]:
-        """Launch a function, which reads its programs; where they are not kept, a process without
-        an adapter makes them first, so that nothing of a tenant can change what others load.
-
-        In the jail of a GPU nothing compiles: where programs cannot be kept there is none.
-        """
-        on_gpu = self._backbone.device != "cpu"
-        demands = on_gpu or not self._filled
-        launched = self._launch(order, programs={"writes": False, "demands": demands})
-        if launched[2]["ready"]:
-            return launched
-        self._end(launched[0])
-        with self._filling:
-            if not self._filled:  # in the room of the function, which has no process meanwhile
-                filler = {"name": "programs", "adapter": None, "http": None}
-                self._end(self._launch(filler, programs={"writes": True})[0])
-                self._filled = True
-        launched = self._launch(order, programs={"writes": False, "demands": on_gpu})
-        if launched[2]["ready"]:
-            return launched
-        self._end(launched[0])
-        logger.warning("Function %r runs without a jail: its programs are not kept.", order["name"])
-        return self._launch(order, programs={"writes": False}, jailed=False)
 
     def _end(self, connection: socket.socket) -> None:
         """Close a process' connection; return when its memory is free."""
@@ -301,7 +280,6 @@ class Agent:
         *,
         backbone: bool = True,
         programs: dict[str, bool] | None = None,
-        jailed: bool = True,
     ) -> tuple[socket.socket, int, dict[str, Any]]:
         """Fork a process for an order; return its socket, its pid and what it says when ready.
 
@@ -319,8 +297,8 @@ class Agent:
             http = self._http if makes else None
             order = {"model": self.model, "fields": self._fields, "http": http} | order
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
-            sort = self._isolation, self._backbone.device
-            order["jail"] = jail.limits(order, *sort, self._room.limit) if jailed else None
+            isolation, device = self._isolation, self._backbone.device
+            order["jail"] = jail.limits(order, isolation, device, self._room.limit)
             order["steps"] = self._steps
             takes_turns = self._turns is not None and makes
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None

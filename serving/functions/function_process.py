@@ -24,6 +24,7 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
+from serving.engine.brought_parts import needed_sizes
 from serving.engine.engine import Engine
 from serving.functions import guard_process, jail, tenant_process
 from serving.functions.http_side import HttpSide
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
+_NO_MEMORY = "resource_exhausted", "out of memory", "out_of_memory"  # in an error of XLA
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
 
@@ -59,7 +61,7 @@ def main(connection) -> None:
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
     turns = _turns_of(connection, order)
-    start = time.monotonic()
+    start, sizes = time.monotonic(), {}
     gc.disable()  # a start makes little garbage
     try:
         memory = for_platform(jax.default_backend())
@@ -71,16 +73,17 @@ def main(connection) -> None:
         adapters = {} if folder is None else {name: folder}
         tenants = order.get("tenants") and TenantAccess(**order["tenants"])
         shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
-        engine = Engine(order["model"], adapters, **shared, **order["fields"])
+        # Programs are kept by these sizes: a process without the adapter can make them.
+        sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
+        engine = Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
-    except NotKept:
-        send_header(connection, {"ready": False})
+    except NotKept as error:
+        send_header(connection, _lacks(order, sizes, str(error)))
         return
     except jax.errors.JaxRuntimeError as error:
-        if _may_lack_programs(order):
-            logger.info("Function %r has not all of its programs: %s", order["name"], error)
-            send_header(connection, {"ready": False})
+        if _may_lack_programs(order, str(error)):
+            send_header(connection, _lacks(order, sizes, f"{type(error).__name__}: {error}"))
             return
         text = f"Function {order['name']!r} cannot start: {type(error).__name__}: {error}"
         send_header(connection, {"error": text, "retryable": True})
@@ -132,13 +135,21 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         logger.warning("Function %r runs without %s", order["name"], what)
 
 
-def _may_lack_programs(order: dict[str, Any]) -> bool:
+def _may_lack_programs(order: dict[str, Any], text: str) -> bool:
     """Return whether an error of XLA may come from the jail, in which its assembler cannot start.
 
-    Elsewhere it is the device's, such as no memory.
+    Elsewhere it is the device's, and so is one of memory everywhere.
     """
+    if any(words in text.lower() for words in _NO_MEMORY):
+        return False
     demands = bool(order.get("programs") and order["programs"].get("demands"))
     return demands and bool(order.get("jail") and order["jail"]["gpus"])
+
+
+def _lacks(order: dict[str, Any], sizes: dict[str, int], missing: str) -> dict[str, Any]:
+    """Return what the agent is told of a program that is not kept, with sizes for its maker."""
+    logger.info("Function %r has not all of its programs: %s", order["name"], missing)
+    return {"ready": False, "missing": missing, "sizes": sizes}
 
 
 def _turns_of(connection, order: dict[str, Any]) -> TurnSide | None:

@@ -53,9 +53,14 @@ def limits(
     if device == "cpu":
         return {"memory_bytes": memory_bytes, "gpus": False}
     compiles = order.get("guard") or (order.get("programs") or {}).get("writes")
-    if compiles or os.environ.get(GPU_JAIL) == "0":
+    if compiles or not stops_compiling(device):
         return None
     return {"memory_bytes": None, "gpus": True}
+
+
+def stops_compiling(device: str) -> bool:
+    """Return whether functions on the device compile nothing: they do not in a GPU's jail."""
+    return device != "cpu" and os.environ.get(GPU_JAIL) != "0"
 
 
 def enter(

@@ -88,7 +88,8 @@ class PooledSlotAllocator(SlotAllocator):
             self._reserved[weights.digest] = self._exchange.num_steps
         if self._exchange.is_spent:  # dozens may ask in each step
             return False
-        is_full = self._last_placed == (self._exchange.num_steps, _MOST_PLACED)
+        step, count = self._last_placed  # those that nobody waits for count too
+        is_full = step == self._exchange.num_steps and count >= _MOST_PLACED
         if is_full and self.is_needed(weights.digest):  # the request asks again in the next step
             return False
         if self.can_place(weights):

@@ -152,8 +152,9 @@ class AdapterGate:
         return sequence in self._since
 
     def late(self, now: float) -> frozenset[Sequence]:
-        """Return the sequences that have missed their adapter just now: those whose adapter was
-        there come before them, who would else wait for a step of others' prompts.
+        """Return sequences whose adapter was first missed less than _LATE_S ago.
+
+        A step takes them last: `prompts_by_tenant`.
         """
         misses = reversed(self._since.items())  # the last ones first
         return frozenset(s for s, _ in itertools.takewhile(lambda m: now - m[1] < _LATE_S, misses))

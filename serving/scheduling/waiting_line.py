@@ -73,12 +73,15 @@ def prompts_by_tenant(
 ) -> dict[str, Iterator[Sequence]]:
     """Return each tenant's sequences that a step may compute prompts of, in their order.
 
-    Of those that wait the `late` ones come last.
+    Of those that wait the `late` ones come last; where the shortest job comes first, only behind
+    jobs of their size.
     """
     begun: dict[str, list[Sequence]] = {}
     for sequence in running:
         if sequence.num_remaining > 1:
             begun.setdefault(sequence.tenant, []).append(sequence)
     tenants = dict.fromkeys([*begun, *waiting.tenants])
-    lines = {t: sorted(waiting.of(t), key=late.__contains__) for t in tenants}
+    lines = {t: waiting.of(t) for t in tenants}
+    if late:
+        lines = {t: sorted(of, key=lambda s: (s.job_tokens, s in late)) for t, of in lines.items()}
     return {t: iter([*begun.get(t, ()), *line]) for t, line in lines.items()}

@@ -29,9 +29,6 @@ def choices(monkeypatch):
     monkeypatch.setattr(dispatch, "_CHOICES", Choices())
 
 
-GPU_ONLY = ("merge_writer",)  # its caller has merge_apart elsewhere
-
-
 def declared_ops() -> dict[str, Op]:
     """Return the ops that the packages of lora_jax.ops declare, by name."""
     packages = [m.name for m in pkgutil.iter_modules(ops.__path__, "lora_jax.ops.") if m.ispkg]
@@ -47,7 +44,7 @@ def test_every_op_declares_its_implementations_once_and_one_for_every_platform()
         assert len(names) == len(set(names)), name
         known = (*dispatch.IMPLEMENTATIONS, dispatch.COMPOSED)
         assert set(names) <= set(known), name
-        assert op.implementations[-1].platforms == ANY or name in GPU_ONLY, name
+        assert op.implementations[-1].platforms == ANY, name
         order = [known.index(n) for n in names]
         assert order == sorted(order), f"{name}: {names}"
 

@@ -1,5 +1,6 @@
 """Memory that GPUs share, over a double of the driver: refusals leave nothing behind."""
 
+import ctypes
 import os
 import shutil
 from types import SimpleNamespace
@@ -79,10 +80,12 @@ def test_a_gpu_that_exports_nothing_is_refused(double, monkeypatch):
 
 def test_memory_that_stays_is_zeros_and_plain(device):
     address, host = device.allocate(100), device.allocate_host(100)
-    assert device.read(address, 100) == bytes(100)
+    assert device.read(address, 100) == bytes(100) == ctypes.string_at(host, 100)
     assert device.is_plain(address)
+    ctypes.memmove(host, bytes(range(100)), 100)
     device.copy_in(address, host, 100)
     device.settle()
+    assert device.read(address, 100) == bytes(range(100))
     landing, fd = create_landing(device, 0, 100, [0])
     os.close(fd)
     assert not device.is_plain(landing.address)
@@ -125,6 +128,14 @@ def test_a_board_is_memory_of_the_host_that_the_device_reads(on_hopper, double, 
     words = board._newest.ctypes.data
     assert low | high << 32 == words
     assert (board.values.ctypes.data - words, int(board._newest[0])) == (64, 5)
+    assert not board.was_late(5)
+    board._late[5 % 7] = 5  # as the device does
+    assert [board.was_late(number) for number in (5, 12)] == [True, False]
+    board.end()
+    assert int(board._newest[0]) == 2**64 - 1
+    monkeypatch.setattr(host_board.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NotImplementedError, match=r"aarch64 .*only x86_64 and AMD64"):
+        HostBoard(3)
 
 
 class GatherCalls:
@@ -146,7 +157,7 @@ class GatherCalls:
         return 16
 
     def new(self, devices, addresses):
-        self.addresses = addresses
+        self.addresses = list((ctypes.c_uint64 * devices).from_address(addresses))
         return 3
 
 
@@ -162,7 +173,9 @@ def gpus(double, monkeypatch):
 
 def test_a_group_has_memory_on_each_gpu_and_names_the_one_that_is_lost(gpus):
     group = all_gather.gather_group(3)
-    assert (group.number, group.size, gpus.addresses is not None) == (3, 3, True)
+    assert (group.number, group.size) == (3, 3)
+    addresses = [memory.address for memory in group._memories]
+    assert (gpus.addresses, len(set(addresses))) == (addresses, 3)
     assert all_gather.gather_group(3) is group  # it stays as long as the process
     group._devices[1].write(group._memories[1].address + 16, (3).to_bytes(4, "little"))
     with pytest.raises(PeerLost, match="GPU 1 got no answer from GPU 2"):

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import checks
-from lora_jax.ops.dispatch import ANY, GPU, TPU, Implementation, Op, backend_kernel, lazy_kernel
+from lora_jax.ops.dispatch import (
+    ANY,
+    GPU,
+    TPU,
+    Declined,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.merge import reference, xla
 from lora_jax.typing import Array, Float, Int
 
@@ -84,9 +93,17 @@ def merge_apart(
     return tuple(merge(w, a_pool, b_pool, *site, **fixed)[0] for w, *site in each)
 
 
+def _no_writer(maps: MixedMaps, results: MixedMaps, max_rank: int) -> Callable:
+    """Decline: jax's own arrays never change."""
+    raise Declined("writes over arrays by a kernel of a GPU only; merge_apart gives new ones")
+
+
 MERGE_WRITER = Op(
     "merge_writer",
-    (Implementation("cuda", GPU, backend_kernel("cuda", "merge_writer")),),
+    (
+        Implementation("cuda", GPU, backend_kernel("cuda", "merge_writer")),
+        Implementation("xla", ANY, _no_writer),
+    ),
 )
 
 

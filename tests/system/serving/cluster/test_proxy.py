@@ -477,26 +477,46 @@ def test_metrics_that_an_instance_refuses_are_its_answer(client, instances):
     assert (answer.status_code, answer.headers["x-number"]) == (403, "1")
 
 
-class Disagreeing(AdapterChanges):
-    """Changes that not all instances can follow; another one is under way at first."""
+class HeldLock:
+    """A lock that another change holds when it is first asked for; notes who was asked by then."""
 
-    def __init__(self):
+    def __init__(self, instances):
+        self.instances, self.asked, self.releases = instances, [], 0
+
+    def acquire(self, blocking):
+        assert not blocking  # the front serves others meanwhile
+        self.asked.append([len(instance.asked) for instance in self.instances])
+        return len(self.asked) > 1
+
+    def release(self):
+        self.releases += 1
+
+
+class Disagreeing(AdapterChanges):
+    """Changes that not all instances can follow."""
+
+    def __init__(self, lock):
         super().__init__(None, lambda: ())
-        self.lock.acquire()
-        threading.Timer(0.1, self.lock.release).start()
+        self.lock = lock
 
     def agree(self, before):
+        assert self.lock.releases == 0  # no other change begins before all agree
         return False
 
 
-def test_a_change_that_not_all_can_follow_is_refused(instances, router, tmp_path):
+def test_a_change_waits_for_another_and_is_refused_if_not_all_can_follow(
+    instances, router, tmp_path
+):
+    lock = HeldLock(instances)
+    changes = Disagreeing(lock)
     paths = [tmp_path / f"i{n}" for n in range(2)]
     with contextlib.ExitStack() as stack:
         for app, path in zip(instances, paths, strict=True):
             stack.enter_context(listening(app, path))
-        front = Proxy([str(p) for p in paths], router, ["base"], changes=Disagreeing())
+        front = Proxy([str(p) for p in paths], router, ["base"], changes=changes)
         client = stack.enter_context(client_of(front))
         answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x"})
     assert answer.status_code == 503
     assert "it was undone on all instances" in answer.json()["error"]["message"]
+    assert (lock.asked, lock.releases) == ([[0, 0]] * 2, 1)
     assert all(instance.asked for instance in instances)

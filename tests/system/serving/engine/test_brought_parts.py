@@ -1,10 +1,17 @@
 """Room for what adapters bring: as the config says, else as the adapters need."""
 
+import numpy as np
 import pytest
 from support.cases.brought_cases import FIXTURES
+from support.cases.head_cases import write_head
 
 from serving.api.config import EngineConfig
-from serving.engine.brought_parts import take_brought, takes_gains, vocabulary_room
+from serving.engine.brought_parts import (
+    needed_sizes,
+    take_brought,
+    takes_gains,
+    vocabulary_room,
+)
 
 ADAPTERS = {name: FIXTURES / "qwen2" / name for name in ("plain", "dora", "bias_all")}
 PLAIN = {"plain": ADAPTERS["plain"], "gone": FIXTURES / "gone"}
@@ -64,3 +71,16 @@ def test_without_room_the_catalogue_stays():
     kept = object()
     config = EngineConfig("m")
     assert take_brought(None, kept, config, PLAIN, has_server=False) == (kept, None)
+
+
+def test_sizes_with_which_an_engine_without_the_adapters_has_the_same_programs(tmp_path):
+    default = EngineConfig("m")
+    assert needed_sizes(default, PLAIN) == {}
+    write_head(tmp_path / "head", ["a", "b"], np.zeros((2, 16)))
+    brings = {"head": tmp_path / "head", "dora": ADAPTERS["dora"]}
+    brings["tokens"] = FIXTURES / "qwen2" / "tokens"
+    needed = needed_sizes(default, brings)
+    assert needed["max_lora_cls_labels"] == 2
+    assert needed["enable_dora_and_bias"] is True
+    assert needed["max_lora_trainable_tokens"] > 0
+    assert needed_sizes(EngineConfig("m", **needed), brings).keys().isdisjoint(needed)

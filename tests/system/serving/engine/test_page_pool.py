@@ -149,7 +149,9 @@ def test_without_kernels_that_write_in_place_a_cpu_has_no_pool(monkeypatch):
 
 def test_pages_grow_with_the_granularity_and_stay_many():
     small = dataclasses.replace(config(), page_pool_bytes=1 << 20)
-    assert page_pool.page_size(small, 4096) >= 4096
+    assert page_pool.page_size(small, 4096) == 4096
+    medium = dataclasses.replace(config(), page_pool_bytes=16 << 20)
+    assert page_pool.page_size(medium, 4096) == 16 << 10  # 1024 pages
     large = dataclasses.replace(config(), page_pool_bytes=1 << 40)
     assert page_pool.page_size(large, 4096) == page_pool.LARGEST_PAGE
     assert page_pool.page_size(small, 1 << 21) == 1 << 21  # never below the memory's own

@@ -301,37 +301,15 @@ def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_star
         assert len(looks) == function.starts
 
 
-def test_a_function_whose_programs_cannot_be_kept_has_no_jail_on_a_gpu(caplog):
-    launches = []
-
-    def launch(order, programs, jailed=True):
-        launches.append((programs.get("demands", False), jailed))
-        return "socket", 1, {"ready": not programs.get("demands")}
-
-    gpu = SimpleNamespace(device="gpu")
-    agent = bare(_launch=launch, _end=lambda connection: None, _published=gpu, _filled=True)
-    agent._filling = threading.Lock()
-    assert agent._launch_function({"name": "law"})[2]["ready"]
-    assert launches == [(True, True), (True, True), (False, False)]
-    assert "Function 'law' runs without a jail" in caplog.text
-
-
-def test_programs_are_made_while_the_function_that_needs_them_has_no_process():
-    """So both are within the room of one."""
-    events = []
-
-    def launch(order, programs):
-        events.append(("start", order["name"], programs["writes"]))
-        return order["name"], 1, {"ready": not programs.get("demands")}
-
-    ended = lambda connection: events.append(("end", connection))  # noqa: E731
-    parts = {"_filling": threading.Lock(), "_published": SimpleNamespace(device="cpu")}
-    agent = bare(_launch=launch, _end=ended, _filled=False, **parts)
-    for _ in range(2):
-        agent._launch_function({"name": "law"})
-    made = [("start", "programs", True), ("end", "programs")]
-    first = ("start", "law", False)
-    assert events == [first, ("end", "law"), *made, first, first]
+@pytest.mark.long
+def test_a_function_with_a_task_head_reads_programs_that_a_process_without_it_made(
+    agent, monkeypatch
+):
+    """As in the jail of a GPU, where nothing compiles."""
+    monkeypatch.setattr(jail, "stops_compiling", lambda device: True)
+    with agent.function(next((MODEL / "heads").iterdir()), name="headed") as function:
+        assert answers(function.generate(PROMPTS[0], SAMPLING))
+    del vars(agent)["_functions"]["headed"]
 
 
 def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_one():

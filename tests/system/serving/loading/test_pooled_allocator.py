@@ -17,9 +17,9 @@ from serving.scheduling.page_exchange import PageExchange
 
 FLOAT = np.dtype(np.float32)
 CATALOGUE = adapter_cases.llama(**WIDE)
-ONE, TWO, BIG = (
+ONE, TWO, THREE, BIG = (
     adapter_cases.weights(CATALOGUE, rank, seed=rank, digest=name)
-    for name, rank in (("one", 4), ("two", 5), ("big", 16))
+    for name, rank in (("one", 4), ("two", 5), ("three", 3), ("big", 16))
 )
 
 
@@ -110,12 +110,14 @@ def test_an_adapter_without_a_slot_has_the_least_valuable_leave():
 
 
 def test_two_adapters_in_a_step_are_placed_for_requests():
-    _, allocator, _ = make(60)
+    _, allocator, _ = make(60, slots=4)
     for weights in (ONE, TWO):
         assert allocator.make_room(weights)
         allocator.place(weights)
     assert allocator.make_room(BIG), "nobody waits for it"
     allocator.is_needed = lambda digest: True
+    assert not allocator.make_room(BIG)
+    allocator.place(THREE)  # one that nobody waits for
     assert not allocator.make_room(BIG)
     allocator._exchange.start_step()
     assert allocator.make_room(BIG)

@@ -67,17 +67,26 @@ def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, mo
     assert "Function 'f' cannot start" in answer["error"]
 
 
+NO_MEMORY = "RESOURCE_EXHAUSTED: out of memory"
+NO_ASSEMBLER = "INTERNAL: ptxas cannot start"
+
+
 @pytest.mark.parametrize(
-    ("gpus", "demands", "answer"),
-    [(True, True, "not ready"), (True, False, "error"), (False, True, "error")],
+    ("gpus", "demands", "text", "is_told"),
+    [
+        (True, True, NO_ASSEMBLER, False),
+        (True, False, NO_ASSEMBLER, True),
+        (False, True, NO_ASSEMBLER, True),
+        (True, True, NO_MEMORY, True),
+    ],
 )
 def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
-    gpus, demands, answer, monkeypatch
+    gpus, demands, text, is_told, monkeypatch
 ):
-    """But in a GPU's jail, where XLA's assembler cannot start, which looks the same."""
+    """Another error in a GPU's jail may be XLA's assembler, which cannot start there."""
 
-    def no_memory(*arguments, **fields):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    def fail(*arguments, **fields):
+        raise jax.errors.JaxRuntimeError(text)
 
     arena = SimpleNamespace(close=lambda: None)
     for name, stand_in in (
@@ -88,7 +97,7 @@ def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
         ("receive_fds", lambda connection, count: []),
         ("ImportedArena", lambda *parts: arena),
         ("step_files", lambda: None),
-        ("Engine", no_memory),
+        ("Engine", fail),
     ):
         monkeypatch.setattr(function_process, name, stand_in)
     order = {"name": "f", "adapter": None, "model": MODEL, "fields": {}, "manifest": {}}
@@ -98,9 +107,9 @@ def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
         send_header(ours, order)
         function_process.main(theirs)
         said = receive_header(ours)
-    text = "Function 'f' cannot start: JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
-    error = {"error": text, "retryable": True}
-    assert said == (error if answer == "error" else {"ready": False})
+    error = {"error": f"Function 'f' cannot start: JaxRuntimeError: {text}", "retryable": True}
+    lacks = {"ready": False, "missing": f"JaxRuntimeError: {text}", "sizes": {}}
+    assert said == (error if is_told else lacks)
 
 
 PLANT = """

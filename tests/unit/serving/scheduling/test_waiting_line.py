@@ -57,3 +57,13 @@ def test_prompts_that_run_come_before_those_that_wait():
     late = frozenset({waiting[0]})
     line.add(last := sequence("a", 1.0, 9))
     assert list(prompts_by_tenant(running, line, late)["a"]) == [running[1], last, waiting[0]]
+
+
+def test_a_late_sequence_does_not_stand_behind_longer_jobs():
+    line = WaitingLine()
+    jobs = [sequence("a", 0.0, number) for number in range(4)]
+    for one, tokens in zip(jobs, (8, 8, 8, 9), strict=True):
+        one.job_tokens = tokens
+        line.add(one)
+    late = frozenset(jobs[:1])
+    assert list(prompts_by_tenant([], line, late)["a"]) == [*jobs[1:3], jobs[0], jobs[3]]

@@ -122,16 +122,19 @@ def test_a_closed_checker_says_so():
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Return a checker whose process is this script."""
+    """Return a checker whose process is this script, and the list of its processes."""
     made, popen = [], subprocess.Popen
 
     def make(script, limit_s=LIMIT_S):
-        command = [sys.executable, "-S", "-c", script]
-        monkeypatch.setattr(
-            module.subprocess, "Popen", lambda given, **more: popen(command, **more)
-        )
+        command, started = [sys.executable, "-S", "-c", script], []
+
+        def start(given, **more):
+            started.append(popen(command, **more))
+            return started[-1]
+
+        monkeypatch.setattr(module.subprocess, "Popen", start)
         made.append(Checker(vocabulary(), limit_s))
-        return made[-1]
+        return made[-1], started
 
     yield make
     for one in made:
@@ -142,16 +145,19 @@ READY = "print('{}', flush=True); input(); "
 
 
 def test_a_process_that_ends_or_is_silent_refuses_the_structure_and_another_one_starts(scripted):
-    checker = scripted(READY + "input()")  # it ends with the first question
-    with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
-        checker.check(GOOD)
-    with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
-        checker.check(GOOD)
-    slow = scripted(READY + "input(); input()", limit_s=0.2)
+    checker, started = scripted(READY + "input()")  # it ends with the first question
+    for number in (1, 2):
+        with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
+            checker.check(GOOD)
+        assert len(started) == number
+    slow, started = scripted(READY + "input(); input()", limit_s=0.2)
     with pytest.raises(GrammarRefused, match=r"longer than 0.2 s to compile"):
         slow.check(GOOD)
+    (process,) = started
+    assert process.poll() is not None  # it compiles no longer
 
 
 def test_a_process_that_does_not_start_is_an_error_of_the_server(scripted):
+    checker, _ = scripted("raise SystemExit")
     with pytest.raises(RuntimeError, match="that checks grammars does not start"):
-        scripted("raise SystemExit").check(GOOD)
+        checker.check(GOOD)
