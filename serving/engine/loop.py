@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lora_jax.adapters.registry import AdapterEntry
-from serving.api.request import EngineDead, FinishReason, Request, Sequence, StepPlan
+from serving.api.request import (
+    EngineDead,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+    StepPlan,
+)
+from serving.engine import failures
+from serving.engine.failures import Failure
 from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
 from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.pacing import Pacer
 from serving.scheduling.scheduler import Progress, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep
-from serving.steps.sampler import INVALID_TOKEN
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +38,6 @@ _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of our
 _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
-_SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
-_NOT_FINITE = "The model's logits are not finite numbers."
-_NONE_LEFT = (
-    "No token may come next, or the model's logits are not finite numbers: allowed_token_ids and "
-    "bad_words bar all tokens that min_tokens and structured_outputs leave."
-)
 
 
 class _Planned(NamedTuple):
@@ -62,6 +64,7 @@ class EngineLoop:
         self._flying: InFlightStep | None = None
         self._planned: _Planned | None = None  # made while the step before waits for its masks
         self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
+        self._untold: list[Failure] = []  # whose callers do not know yet
         self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
@@ -168,14 +171,14 @@ class EngineLoop:
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
         is_bound = step is not None and step.plan.is_bound
-        self._tell(planned)
         finished, self._flying = self._flying, None
         is_idle = finished is None and early is None and step is None
         progress = early if finished is None else self._read_results(finished)
+        if step is not None and is_bound and not isinstance(step, HeldStep):
+            self._post_masks(step)  # before anything for which the driver may wait for the device
+        self._tell(planned)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
             step, progress = self._sample(step, progress or []), None
-        elif step is not None and is_bound:
-            self._post_masks(step)
         if progress is not None:
             self._hand_out(progress)
         # Behind what callers and masks wait for, beside the step that has been sent.
@@ -224,20 +227,19 @@ class EngineLoop:
         return plan.is_bound and self._parts.runner.board is None
 
     def _tell(self, planned: "_Planned") -> None:
-        """Tell callers what was known before the step that has been sent."""
+        """Tell callers what was known before the step; memory of their adapters may be freed."""
         for sequence in planned.ended:
             self._live.end(sequence, FinishReason.ABORT)
         for sequence in planned.expired:
             message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
 
-    def _fail(self, failed: list[tuple[Sequence, str]]) -> None:
-        """End sequences whose grammar cannot go on."""
-        with self._lock:
-            for sequence, _ in failed:
-                self._parts.scheduler.finish(sequence, FinishReason.ERROR)
-        for sequence, why in failed:
-            self._live.end(sequence, FinishReason.ERROR, why)
+    def _fail(self, failed: Iterable[Failure]) -> None:
+        """End sequences, of which callers are told with the next tokens; under the lock."""
+        for one in failed:
+            if one.sequence.state is not SequenceState.FINISHED:
+                self._parts.scheduler.finish(one.sequence, FinishReason.ERROR)
+                self._untold.append(one)
 
     def _take_turn(self, turns: AbstractTurns) -> None:
         """Give the device to another process where that is due, and have it for the next step."""
@@ -259,6 +261,7 @@ class EngineLoop:
         """Have the masks of a step made that waits for them on the device."""
         row_masks, board = self._parts.grammars.masks, self._parts.runner.board
         assert board is not None, "a step that waits without a board"
+        row_masks.settle()
         masks = board.new_masks()
         rows = row_masks.rows(step.plan, step.first_samples)
         told = functools.partial(board.post, step.number)  # the next step may be out by then
@@ -350,30 +353,25 @@ class EngineLoop:
         if self._parts.turns is not None and self._alone[0] is step:
             prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
             self._parts.turns.ran(prompts, time.monotonic() - self._alone[1])
-        failed, self._failed = self._failed, []
-        self._fail(failed)  # before a token counts as the sequence's next
-        bad = [result for result in results if result.token_id == INVALID_TOKEN]
-        now = time.monotonic()
+        failed, self._failed = [Failure(*one) for one in self._failed], []
+        if step.plan.is_bound and self._parts.runner.was_late(step):
+            failed = failures.of_late_masks(step.plan)
         lost = self._parts.residencies.affected_by(step.remote_status)
-        with self._lock:
+        with self._lock:  # before a token counts as the sequence's next
+            self._fail(failed)
             affected = self._handle_server_loss(lost) if lost else []
-            bad = [result for result in bad if not result.chunk.sequence.num_discarded]
-            for result in bad:  # before its token counts as the sequence's next
-                self._parts.scheduler.finish(result.chunk.sequence, FinishReason.ERROR)
-            progress = self._parts.scheduler.complete(step.plan, results, now)
+            self._untold += failures.of_lost_server(affected)
+            self._fail(failures.of_bad_logits(results))
+            progress = self._parts.scheduler.complete(step.plan, results, time.monotonic())
         self.num_steps += 1
         self._parts.metrics.step_done(step.plan.num_tokens)
-        for sequence in affected:
-            message = _SERVER_FAILED.format(name=sequence.request.adapter)
-            self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
-        for result in bad:
-            sequence = result.chunk.sequence
-            barred = sequence.request.sampling.bars_tokens
-            self._live.end(sequence, FinishReason.ERROR, _NONE_LEFT if barred else _NOT_FINITE)
         return progress
 
     def _hand_out(self, progress: list[Progress]) -> None:
-        """Give callers their tokens."""
+        """Tell callers what failed, and give the others their tokens."""
+        untold, self._untold = self._untold, []
+        for one in untold:
+            self._live.end(one.sequence, FinishReason.ERROR, one.why, retryable=one.retryable)
         num_generated, now = 0, time.monotonic()
         for one in progress:
             num_generated += one.result.token_id is not None

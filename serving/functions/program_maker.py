@@ -1,8 +1,10 @@
 """Starts of functions that only read programs, which a process without an adapter makes. No jax."""
 
 import json
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +27,7 @@ class ProgramMaker:
         """`launch` is an agent's for an order; `end` closes a connection when its process ended."""
         self._launch, self._end = launch, end
         self._making = threading.Lock()
-        self._made: set[str] = set()  # sizes whose programs were made
+        self._made: dict[str, float] = {}  # sizes: when their programs were made last
         self._settled: set[str | None] = set()  # folders of adapters whose programs were asked for
 
     def start(self, order: dict[str, Any], fields: dict[str, Any], *, compiles: bool) -> Launched:
@@ -36,19 +38,17 @@ class ProgramMaker:
         programs are not kept then, unless functions compile: in the jail of a GPU they do not.
         """
         demands = not compiles or order["adapter"] not in self._settled
+        asked_at = time.monotonic()
         launched = self._launch(order, programs=_reads(demands))
         self._settled.add(order["adapter"])
         if launched[2]["ready"]:
             return launched
         self._end(launched[0])
-        sizes = _sizes_of(launched[2])
-        self._make(fields, sizes)
+        self._make(fields, _sizes_of(launched[2]), asked_at)
         launched = self._launch(order, programs=_reads(not compiles))
         if launched[2]["ready"]:
             return launched
         self._end(launched[0])
-        with self._making:
-            self._made.discard(_kind(sizes))  # the next start tries once more
         raise ValueError(
             f"Function {order['name']!r} cannot start: it lacks a program, and in the jail of a "
             f"GPU nothing compiles ({launched[2].get('missing', 'no reason given')}). A process "
@@ -57,22 +57,22 @@ class ProgramMaker:
             "which functions compile and have no jail."
         )
 
-    def _make(self, fields: dict[str, Any], sizes: dict[str, int]) -> None:
-        """Have the programs of these sizes made, in the room of a function without a process."""
+    def _make(self, fields: dict[str, Any], sizes: dict[str, int], asked_at: float) -> None:
+        """Have programs of these sizes made, in the room of a function that has no process.
+
+        Those made since the function asked are there. Older ones may have made room for others.
+        """
+        kind = json.dumps(sizes, sort_keys=True)
         with self._making:
-            if _kind(sizes) in self._made:
+            if self._made.get(kind, -math.inf) > asked_at:
                 return
             order = {"name": "programs", "adapter": None, "http": None, "fields": fields | sizes}
             self._end(self._launch(order, programs={"writes": True})[0])
-            self._made.add(_kind(sizes))
+            self._made[kind] = time.monotonic()
 
 
 def _reads(demands: bool) -> dict[str, bool]:
     return {"writes": False, "demands": demands}
-
-
-def _kind(sizes: dict[str, int]) -> str:
-    return json.dumps(sizes, sort_keys=True)
 
 
 def _sizes_of(answer: dict[str, Any]) -> dict[str, int]:

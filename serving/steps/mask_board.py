@@ -6,6 +6,7 @@ device idle while masks are made, nor has the host a second program to send.
 """
 
 import logging
+import threading
 from typing import Protocol
 
 import jax
@@ -31,19 +32,33 @@ class AbstractBoard(Protocol):
         """Tell the device that the values of this number are written."""
         ...
 
+    def end(self) -> None:
+        """Let every step go on; nothing is posted any more."""
+        ...
+
+    def was_late(self, number: int) -> bool:
+        """Return whether a step that has ended did not get the values of this number."""
+        ...
+
     def read(
         self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
     ) -> Int[Array, "values"]:
-        """Return the values when they are posted and `after` is computed; 0: zeros, at once."""
+        """Return the values when they are posted and `after` is computed; else -1s: at once for
+        number 0, after a while for values that do not come.
+        """
         ...
 
 
 class MaskBoard:
-    """Masks of the one step that waits for some; the runner's thread uses all but `post`."""
+    """Masks of the one step that waits for some; the runner's thread uses all but `post`.
+
+    A step whose masks do not come in time masks no row, and `was_late` says so.
+    """
 
     def __init__(self, board: AbstractBoard, sizes: StepSizes, vocab_size: int):
         self._board, self._sizes, self._vocab_size = board, sizes, vocab_size
         self._number = 0  # of the newest step that waits
+        self._posting, self._has_ended = threading.Lock(), False
         self.address = board.address
 
     def take_number(self) -> int:
@@ -59,11 +74,19 @@ class MaskBoard:
 
     def post(self, number: int) -> None:
         """Let the step of this number go on; any thread may, while newer ones take theirs."""
-        self._board.post(number)
+        with self._posting:
+            if not self._has_ended:
+                self._board.post(number)
 
     def give_up(self) -> None:
-        """Let the newest step go on whatever its masks are: nobody will read what comes of it."""
-        self._board.post(self._number)
+        """Let every step go on whatever its masks are: nobody will read what comes of it."""
+        with self._posting:
+            self._has_ended = True
+            self._board.end()
+
+    def was_late(self, number: int) -> bool:
+        """Return whether a step that has ended, of this number, ran without its masks; 0: none."""
+        return number > 0 and self._board.was_late(number)
 
     def read(
         self,

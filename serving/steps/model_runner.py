@@ -39,11 +39,11 @@ from serving.steps.step import StepSizes
 from serving.steps.step_input import SampleInput, StepInput, StepInputs, is_scored
 from serving.steps.step_programs import (
     Program,
+    StepPrograms,
     bucket_for,
     lora_slot,
     lora_slots,
     names_of,
-    programs_of,
     token_buckets,
 )
 from serving.steps.step_results import (
@@ -99,12 +99,20 @@ class ModelRunner:
         for masks.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
-        self._compile_base_only_steps = compile_base_only_steps and slots is not None
-        self._structured = structured_outputs
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
         self.board = board if structured_outputs else None
+        self._programs = StepPrograms(
+            self.buckets,
+            sizes.max_seqs,
+            merged=merged is not None,
+            mixture=mixture,
+            brings=slots is not None and slots.token_ids is not None,
+            base_only=compile_base_only_steps and slots is not None,
+            bound=structured_outputs,
+            waits=board is not None,
+        )
         self._cold: list[tuple[Program, KeptProgram]] = []  # that never ran
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
@@ -129,7 +137,7 @@ class ModelRunner:
             self._copies = PageCopies(kv_shape, sizes, dtype, *where)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place, self.encoder, self.merged = place, encoder, merged
-        self._mixture, self._bringing = mixture, bringing
+        self._bringing = bringing
         if encoder is not None:
             encoder.start(sizes.max_seqs, sizes.max_len, self._step.sharding)
         self._check = (lambda: None) if split is None else split.check
@@ -198,54 +206,22 @@ class ModelRunner:
     @property
     def programs(self) -> tuple[Program, ...]:
         """Every step that is one program."""
-        merged = () if self.merged is None else [(False, True), (True, True)][: 1 + self._mixture]
-        kinds = [(True, False), *merged]
-        programs = programs_of(kinds, self._variants, self.buckets)
-        programs += [Program(b, lora=False) for b in self.buckets if self._can_specialize(b)]
-        if self.board is not None:
-            buckets = filter(self._can_specialize, self.bound_buckets)
-            programs += [*self._bound_programs, *(Program(b, False, bound=True) for b in buckets)]
-        return tuple(programs)
+        return self._programs.whole
 
     @property
     def bound_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps with masks: that of decode steps, and one for others.
-
-        With a board also the smallest, for few rows; more would take long to compile.
-        """
-        few = () if self.board is None else self.buckets[:1]
-        if not self._structured:
-            return ()
-        return tuple(dict.fromkeys((*few, self._decode_bucket, self.buckets[-1])))
+        """The token buckets of steps with masks."""
+        return self._programs.bound_buckets
 
     @property
     def two_part_programs(self) -> tuple[Program, ...]:
         """Every step in two programs, forward and sample."""
-        return self._bound_programs if self.board is None else ()
-
-    @property
-    def _bound_programs(self) -> tuple[Program, ...]:
-        kinds = [(True, False), (True, True)][: 1 + (self.merged is not None)]
-        return tuple(programs_of(kinds, self._variants, self.bound_buckets, bound=True))
-
-    @property
-    def _variants(self) -> tuple[bool, ...]:
-        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
-        return (False, True) if self.slots and self.slots.token_ids is not None else (False,)
+        return self._programs.in_two_parts
 
     @property
     def num_programs(self) -> int:
         """Programs that are compiled at the start."""
         return len(self.programs) + 2 * len(self.two_part_programs)
-
-    @property
-    def _decode_bucket(self) -> int:
-        """The smallest bucket for a token of every sequence."""
-        return next((b for b in self.buckets if b >= self.sizes.max_seqs), self.buckets[-1])
-
-    def _can_specialize(self, bucket: int) -> bool:
-        """Return whether a bucket has a program without LoRA: those that decode steps use."""
-        return self._compile_base_only_steps and bucket <= self._decode_bucket
 
     def dispatch(self, plan: StepPlan) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
@@ -253,13 +229,14 @@ class ModelRunner:
         Tokens that the host has not seen are those the steps in flight sample. With a board a bound
         step's masks must be posted next; until then nothing may wait for it.
         """
-        bound = (board := self.board if plan.is_bound else None) is not None
-        bucket = self._bucket(plan, self.bound_buckets if bound else self.buckets)
-        lora = (bound and plan.merged is not None) or self._needs_lora(plan, bucket)
+        board = self.board if plan.is_bound else None
+        buckets = self.buckets if board is None else self.bound_buckets
+        bucket = self._bucket(plan, buckets)
+        lora = (board is not None and plan.merged is not None) or self._needs_lora(plan, bucket)
         brings = lora and self._brings(plan)
-        program = Program(bucket, lora, plan.merged is not None, brings, bound)
+        program = Program(bucket, lora, plan.merged is not None, brings, board is not None)
         table = self._prepared(plan, program)
-        number = board.take_number() if board else 0
+        number = 0 if board is None else board.take_number()
         sampled, status = self._run(table, program, number)
         return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status, number)
 
@@ -329,6 +306,10 @@ class ModelRunner:
         self._check()
         return [arrays.result(chunk, first) for chunk, first in chunks]
 
+    def was_late(self, step: InFlightStep) -> bool:
+        """Return whether a step that has been read masked no row, as its masks came too late."""
+        return self.board is not None and self.board.was_late(step.number)
+
     def wait(self) -> None:
         """Wait until every dispatched step has run; raises what a step raised on the device."""
         if self.board is not None:  # a loop that has failed has not posted masks
@@ -346,7 +327,7 @@ class ModelRunner:
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if plan.merged is not None:
             return plan.is_mixture
-        if not self._can_specialize(bucket) or self.slots is None:
+        if not self._programs.can_specialize(bucket) or self.slots is None:
             return True
         return any(True for _ in lora_slots(plan, *self._num_slots))
 

@@ -1,5 +1,7 @@
 """Programs that a step may be, and what of its rows chooses among them. No jax."""
 
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -59,6 +61,71 @@ def programs_of(
         if lora or not brings
         for bucket in buckets
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrograms:
+    """Programs that the steps of an engine may be: all are compiled at the start."""
+
+    buckets: tuple[int, ...]
+    max_seqs: int
+    merged: bool = False  # some take weights with an adapter merged into them,
+    mixture: bool = False  # some of these with rows of other adapters too
+    brings: bool = False  # some have adapters with more than LoRA
+    base_only: bool = False  # decode steps have a program without LoRA
+    bound: bool = False  # rows may be masked,
+    waits: bool = False  # on the device: else such a step is two programs
+
+    @functools.cached_property
+    def whole(self) -> tuple[Program, ...]:
+        """Every step that is one program."""
+        kinds = [(True, False)]
+        if self.merged:
+            kinds.append((False, True))
+        if self.merged and self.mixture:
+            kinds.append((True, True))
+        programs = programs_of(kinds, self._variants, self.buckets)
+        programs += [Program(b, lora=False) for b in self.buckets if self.can_specialize(b)]
+        if self.waits:
+            buckets = filter(self.can_specialize, self.bound_buckets)
+            programs += [*self._masked, *(Program(b, False, bound=True) for b in buckets)]
+        return tuple(programs)
+
+    @functools.cached_property
+    def in_two_parts(self) -> tuple[Program, ...]:
+        """Every step in two programs, forward and sample."""
+        return () if self.waits else self._masked
+
+    @functools.cached_property
+    def bound_buckets(self) -> tuple[int, ...]:
+        """The token buckets of steps with masks: that of decode steps, and one for others.
+
+        Where they wait on the device also the smallest, for few rows; more would take long to
+        compile.
+        """
+        few = self.buckets[:1] if self.waits else ()
+        if not self.bound:
+            return ()
+        return tuple(dict.fromkeys((*few, self._decode_bucket, self.buckets[-1])))
+
+    def can_specialize(self, bucket: int) -> bool:
+        """Return whether a bucket has a program without LoRA: those that decode steps use."""
+        return self.base_only and bucket <= self._decode_bucket
+
+    @property
+    def _masked(self) -> tuple[Program, ...]:
+        kinds = [(True, False), (True, True)] if self.merged else [(True, False)]
+        return tuple(programs_of(kinds, self._variants, self.bound_buckets, bound=True))
+
+    @property
+    def _variants(self) -> tuple[bool, ...]:
+        """Variants of steps: with and without what adapters bring beside LoRA, where they may."""
+        return (False, True) if self.brings else (False,)
+
+    @property
+    def _decode_bucket(self) -> int:
+        """The smallest bucket for a token of every sequence."""
+        return next((b for b in self.buckets if b >= self.max_seqs), self.buckets[-1])
 
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:

@@ -23,6 +23,7 @@ from lora_jax.ops.grouped_matmul.weights import (
 from lora_jax.typing import Array, Float, Int
 
 FLOAT8, INTEGER, E2M1, TABLE = range(4)  # Coding of csrc/grouped_matmul/codings.cuh
+CODINGS = ("float8", "integers", "E2M1", "a table")  # their names in errors
 # Of d_in, that share a scale; in 8 bits also multiples, and all.
 SCALE_COLUMNS = {FLOAT8: (128,), INTEGER: (128, 64), E2M1: (32,), TABLE: (64,)}
 FIRST_INTEGERS = (0, -1, -2, -4, -8, -16)  # exact in bfloat16 times any scale
@@ -137,7 +138,10 @@ def form_of(weights: tuple[Weight, ...]) -> Form:
     """Return the one form of some weights, or raise Declined for one that is not served."""
     forms = {_form_of(w) for w in weights}
     if len(forms) > 1:
-        raise Declined("cuda gated_matmul takes two weights of one form")
+        listed = ", ".join(
+            sorted(f"{CODINGS[f.coding]} by {f.scale_columns} weights" for f in forms)
+        )
+        raise Declined(f"cuda few rows takes weights of one form, not {listed}")
     return forms.pop()
 
 
@@ -197,7 +201,7 @@ def _check_dense(rows: int, widths: list[int]) -> None:
     tiles = -(-rows // DENSE_ROWS) * sum(-(-width // DENSE_COLUMNS) for width in widths)
     if not 1 <= tiles <= SLOTS:
         raise Declined(
-            f"cuda grouped_matmul takes tiles of one matrix that are on the SMs at a time, not "
+            f"cuda few rows takes tiles of one group's matrices, up to {SLOTS} at a time, not "
             f"{tiles} of {rows} rows by {', '.join(map(str, widths))}"
         )
 

@@ -4,6 +4,7 @@ So a step can be sent to the device before the host knows what it needs late in 
 """
 
 import ctypes
+import platform
 
 import jax
 import numpy as np
@@ -12,7 +13,10 @@ from cuda_backend import ffi
 from cuda_backend.peer_memory import Device
 from lora_jax.typing import Array, Int, UInt32
 
-_HEADER_BYTES = 64  # kBoardHeader: the number of the newest values
+_HEADER_BYTES = 64  # kBoardHeader: the number of the newest values, then those of late ones
+_LATE_PLACES = 7  # kBoardLatePlaces
+_ANY = 2**64 - 1  # kBoardAny
+_MACHINES = "x86_64", "AMD64"  # whose stores other devices see in their order
 
 
 class HostBoard:
@@ -23,8 +27,14 @@ class HostBoard:
 
         Raises:
             Declined: the kernels are not there.
-            NotImplementedError: the driver has no memory that host and device share.
+            NotImplementedError: the driver has no memory that host and device share, or the host's
+                processor is none of x86-64, which alone keeps the order of its stores.
         """
+        if platform.machine() not in _MACHINES:
+            raise NotImplementedError(
+                f"{platform.machine()} may show a number before the values it stands for; "
+                f"only {' and '.join(_MACHINES)} keep the order"
+            )
         ffi.require()
         self._share(Device(device).allocate_host(_HEADER_BYTES + 4 * count), count)
 
@@ -33,6 +43,7 @@ class HostBoard:
         num_bytes = _HEADER_BYTES + 4 * count
         memory = (ctypes.c_ubyte * num_bytes).from_address(address)
         self._newest = np.frombuffer(memory, np.uint64, 1)
+        self._late = np.frombuffer(memory, np.uint64, _LATE_PLACES, 8)
         self.values = np.frombuffer(memory, np.int32, count, _HEADER_BYTES)
         self.address = np.array([address & 0xFFFFFFFF, address >> 32], np.uint32)
 
@@ -43,12 +54,20 @@ class HostBoard:
         """
         self._newest[0] = number
 
+    def end(self) -> None:
+        """Let every step go on that waits, or will: nobody may post any more."""
+        self._newest[0] = _ANY
+
+    def was_late(self, number: int) -> bool:
+        """Return whether a step that has ended went on without the values of this number."""
+        return bool(self._late[number % _LATE_PLACES] == number)
+
     def read(
         self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
     ) -> Int[Array, "values"]:
         """Return the values of a number when they are posted and `after` is computed.
 
-        Number 0 waits for nothing and gives zeros; so do values that are 20 seconds late.
+        Number 0 waits for nothing and gives -1s; so do values that are 20 seconds late.
         `address` is an array of the device with this board's address: a program that is kept in a
         file serves other boards too.
         """

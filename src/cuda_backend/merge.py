@@ -53,7 +53,7 @@ def merge(
 def merge_writer(
     maps: tuple[Array, ...], results: tuple[Array, ...], max_rank: int
 ) -> Callable[..., Int[Array, ""]]:
-    """Return what lora_jax.ops.merge says; the device is told once where the arrays lie."""
+    """Return what lora_jax.ops.merge says. One table on the device holds the addresses."""
     shapes = [w.shape for w in maps]
     groups = [(shapes.count(shape), *shape) for shape in dict.fromkeys(shapes)]
     if len(groups) > MAX_SHAPES:

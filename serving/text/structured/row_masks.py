@@ -55,6 +55,7 @@ class RowMasks:
         self._num_threads = min(_THREADS, len(os.sched_getaffinity(0)) * 4 // 5)
         self._few = _FEW if self._num_threads > 1 else 1 << 30  # fewer rows are the caller's work
         self._worker: ThreadPoolExecutor | None = None
+        self._posted: Future[None] | None = None  # what `post` gave to the worker last
 
     @staticmethod
     def rows(plan: StepPlan, first_rows: SequenceOf[int]) -> list[BoundRow]:
@@ -115,8 +116,17 @@ class RowMasks:
         if len(rows) < self._few:
             work()
         else:
-            self._in_thread(work)
+            self._posted = self._in_thread(work)
         return failed
+
+    def settle(self) -> None:
+        """Return when nobody writes to the memory that was given to `post`.
+
+        A step that went on without its masks has ended before they are made.
+        """
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            posted.result()
 
     def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         self._hold_back(filling)

@@ -15,6 +15,7 @@ training that ended, so that the same command goes on where a run was cut.
 import argparse
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -181,17 +182,36 @@ def taken_up(file: pathlib.Path, hidden: int, train: Callable[[], HeadParams]) -
     return params
 
 
-def kept_trainings(args: argparse.Namespace) -> pathlib.Path:
-    """Return the folder of trainings of these arguments; ValueError where others began there."""
+def kept_trainings(args: argparse.Namespace, counts: tuple[int, int]) -> pathlib.Path:
+    """Return the folder of trainings of these arguments, on these files of --model and --data.
+
+    Raises:
+        ValueError: trainings of other arguments, files or `counts` of examples began there.
+    """
     folder = args.out / "trainings"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "arguments.json"
     given = {k: str(v) for k, v in vars(args).items() if k not in ("out", "require")}
-    text = json.dumps(given, indent=1) + "\n"
-    if file.exists() and file.read_text(encoding="utf-8") != text:
-        raise ValueError(f"{folder} has trainings with other arguments; choose another --out.")
-    file.write_text(text, encoding="utf-8")
+    digests = {f"{name} files": _digest(getattr(args, name)) for name in ("model", "data")}
+    text = json.dumps(given | digests | {"counts": counts}, indent=1) + "\n"
+    if not file.exists():
+        part = file.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    elif file.read_text(encoding="utf-8") != text:
+        raise ValueError(
+            f"{folder} has trainings with other arguments, or of other files; choose another --out."
+        )
     return folder
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """Return a digest of the names and contents of a folder's files."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        with path.open("rb") as file:
+            found.update(f"{path.name}\0".encode() + hashlib.file_digest(file, "sha256").digest())
+    return found.hexdigest()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -233,7 +253,7 @@ def main(argv: list[str] | None = None) -> None:
     warmup = min(20, args.steps // 10)
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
     counts = TRAIN_EXAMPLES, HELDOUT
-    folder = kept_trainings(args)
+    folder = kept_trainings(args, counts)
     how = args.rehearsal, folder
     fusion = fuse_pictures(base, parts, order, required, spec, schedule, counts, *how)
     catalogue = base.model.catalogue(base.model.config)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -22,7 +23,7 @@ def check_dtypes(op: str, **arrays: Any) -> None:
         raise ValueError(f"{op}: dtypes must be equal and float32 or bfloat16, got {listed}")
 
 
-def check_dtype(op: str, dtype: DTypeLike, **arrays: Array) -> None:
+def check_dtype(op: str, dtype: DTypeLike, **arrays: Array | jax.ShapeDtypeStruct) -> None:
     """Raise ValueError naming each array that is of another dtype: ids, sizes and factors."""
     for name, a in arrays.items():
         if a.dtype != dtype:

@@ -7,7 +7,8 @@ which implementation serves each op and why those before it declined.
 
 "cuda" is the backend of that name, found by its entry point; "cudnn" is NVIDIA's library;
 "pallas_gpu" (Mosaic) and "pallas_tpu" are kernels written in JAX; "ffi" is C++ on a CPU, built at
-first use; "xla" is portable JAX whose cost follows the rows; "reference" states the meaning.
+first use; "xla" is portable JAX whose cost follows the rows; "reference" states the meaning;
+"composed" is made of another op, whose own entries in the table tell what computes.
 `LORA_JAX_OPS` names one of them for the whole process; `LORA_JAX_CACHE` is the folder of compiled
 kernels; `LORA_JAX_MARCH` is the CPU that C++ kernels are compiled for, as `g++ -march` takes it. No
 other module of ops reads the environment.
@@ -37,6 +38,7 @@ CACHE_ENV = "LORA_JAX_CACHE"
 MARCH_ENV = "LORA_JAX_MARCH"
 BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
 IMPLEMENTATIONS = ("cuda", "cudnn", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
+COMPOSED = "composed"  # not to be named by a caller: the other op knows no such name
 # Platforms of jax on which an implementation is tried unasked.
 GPU, TPU, CPU, ANY = ("gpu",), ("tpu",), ("cpu",), ("any",)
 

@@ -13,6 +13,8 @@ import jax
 from jax import export
 from jax.sharding import get_abstract_mesh
 
+from lora_jax.ops import dispatch
+
 _CUSTOM_CALL = "mosaic_gpu_v2"  # jax vouches for no kernel's name in a file; ours stay here
 _PLATFORM = "cuda"
 
@@ -20,13 +22,28 @@ _PLATFORM = "cuda"
 def in_layers[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     """Return a function of arrays that equal layers of a GPU's program trace and lower once.
 
-    XLA inlines it there. On a CPU it would keep the calls, and fuse nothing over their borders.
+    XLA inlines it there. On a CPU it would keep the calls, and fuse nothing over their borders. It
+    may call no op: of a trace that jax has kept from another program, a file of a compiled step
+    would not have the op's kernel.
+
+    Raises:
+        TypeError: on a call, the function calls an op.
     """
-    jitted = jax.jit(function)
+
+    @functools.wraps(function)
+    def without_ops(*args: P.args, **kwargs: P.kwargs) -> T:
+        with dispatch.noted() as choices:
+            result = function(*args, **kwargs)
+        if ops := ", ".join(choices.table()):
+            name = getattr(function, "__name__", function)
+            raise TypeError(f"in_layers: {name} calls {ops}; give it the op's results")
+        return result
+
+    jitted = jax.jit(without_ops)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        chosen = jitted if jax.default_backend() == "gpu" else function
+        chosen = jitted if jax.default_backend() == "gpu" else without_ops
         return chosen(*args, **kwargs)
 
     return call

@@ -78,9 +78,9 @@ def arrange(config: VisionConfig, image: Patches, bucket: int) -> TowerArrays:
     """
     places, rows = _places(config, image.grid, bucket)
     pixels = image.pixels if rows is None else image.pixels[rows]
-    size = bucket if bucket < _LEAST_CUT else bucket // _PIECES
-    parts = (pixels[start : start + size] for start in range(0, bucket, size))
-    pieces = tuple(part if len(part) == size else _padded(part, size) for part in parts)
+    size = bucket if bucket < _LEAST_CUT else -(-bucket // _PIECES)
+    parts = ((pixels[n : n + size], min(size, bucket - n)) for n in range(0, bucket, size))
+    pieces = tuple(part if len(part) == rows else _padded(part, rows) for part, rows in parts)
     return dataclasses.replace(places, patches=pieces)
 
 

@@ -150,7 +150,11 @@ def test_few_rows_are_served(name):
     [
         ("fp8", (8192, 128, [768], 2048, 128), "up to 8 rows for each of 128 groups, not 8192"),
         ("fp8", (512, 128, [768], 2048, 16), "up to 8 rows for each of 16 groups, not 512"),
-        ("int4", (64, 1, [14336], 4096, None), "tiles of one matrix that are on the SMs at a time"),
+        (
+            "int4",
+            (64, 1, [14336], 4096, None),
+            "tiles of one group's matrices, up to 264 at a time",
+        ),
         ("int4", (4, 8, [768], 2000, None), "d_in in steps of 64"),
         ("int4", (4, 8, [768], 384, None), "copies scales in pairs, not 3"),
         ("nf4", (9000, 9000, [768], 2048, None), "takes up to"),
@@ -165,7 +169,7 @@ def test_declines_forms_that_it_cannot_decode():
     with pytest.raises(NotImplementedError, match="takes quantised weights"):
         form("bfloat16")
     one, other = shaped("fp8"), shaped("int4")
-    with pytest.raises(NotImplementedError, match="two weights of one form"):
+    with pytest.raises(NotImplementedError, match="weights of one form"):
         few_rows.form_of((one, other))
     zeros = jax.ShapeDtypeStruct(other.scales.shape, jnp.uint8)
     with pytest.raises(NotImplementedError, match="no zero points"):

@@ -36,18 +36,16 @@ def declared_ops() -> dict[str, Op]:
     return {op.name: op for m in modules for op in vars(m).values() if isinstance(op, Op)}
 
 
-BESIDE_OTHERS = {"merge_writer"}  # an op that serves every platform, merge, stands in
-
-
 def test_every_op_declares_its_implementations_once_and_one_for_every_platform():
     declared = declared_ops()
     assert {"lora_gemm", "grouped_matmul", "paged_attention", "reroute", "merge"} <= set(declared)
     for name, op in declared.items():
         names = [i.name for i in op.implementations]
         assert len(names) == len(set(names)), name
-        assert set(names) <= set(dispatch.IMPLEMENTATIONS), name
-        assert op.implementations[-1].platforms == ANY or name in BESIDE_OTHERS, name
-        order = [dispatch.IMPLEMENTATIONS.index(n) for n in names]
+        known = (*dispatch.IMPLEMENTATIONS, dispatch.COMPOSED)
+        assert set(names) <= set(known), name
+        assert op.implementations[-1].platforms == ANY, name
+        order = [known.index(n) for n in names]
         assert order == sorted(order), f"{name}: {names}"
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.oracles.tolerance import TOLERANCE
 
+from lora_jax.ops import dispatch
 from lora_jax.ops.cases import GroupedCase, grouped_case
 from lora_jax.ops.cpu import build
 from lora_jax.ops.grouped_matmul import (
@@ -136,6 +137,27 @@ def test_several_maps_of_one_x_are_products_of_their_own():
         np.testing.assert_array_equal(y, matmul(x, w, count, bias))
     with pytest.raises(ValueError, match="2 weights, 1 biases"):
         joined_matmul(x, weights, count, biases[:1])
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_joined_map_names_a_bias_that_does_not_fit():
+    x, w, count = jnp.zeros((5, 16)), jnp.zeros((8, 16)), jnp.int32(4)
+    with pytest.raises(
+        ValueError, match=r"joined_matmul: bias 1 has shape \(4,\), expected \(8,\)"
+    ):
+        joined_matmul(x, [w, w], count, [None, jnp.zeros(4)])
+    with pytest.raises(ValueError, match=r"joined_matmul: dtypes .* bias 0 bfloat16"):
+        joined_matmul(x, [w, w], count, [jnp.zeros(8, jnp.bfloat16), None])
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla", "reference", None])
+def test_joined_maps_run_as_the_named_implementation(implementation):
+    x, w, count = jnp.ones((5, 16)), jnp.ones((8, 16)), jnp.int32(4)
+    with dispatch.noted() as choices:
+        joined_matmul(x, [w, w], count, [None, None], implementation=implementation)
+    found = {op: [one["implementation"] for one in ones] for op, ones in choices.table().items()}
+    want = implementation or "ffi"
+    assert found == {"joined_matmul": ["composed"], "grouped_matmul": [want]}
 
 
 def addend_of(case: GroupedCase, dtype, seed: int) -> jax.Array:

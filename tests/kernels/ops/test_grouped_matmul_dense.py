@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cuda_backend.dense_matmul import check_support
+from lora_jax.ops import dispatch
 from lora_jax.ops.grouped_matmul import dense_matmul
 
 
@@ -43,6 +44,16 @@ def test_bad_input_names_the_sizes():
         dense_matmul(x, w, jnp.int32(7), bias, addend[:4])
     with pytest.raises(ValueError, match="must be rank 2"):
         dense_matmul(x, w[None], jnp.int32(7), bias)
+    with pytest.raises(ValueError, match=r"dense_matmul: bias has shape \(5,\), expected \(6,\)"):
+        dense_matmul(x, w, jnp.int32(7), bias[:5])
+
+
+def test_a_named_implementation_computes_the_map():
+    x, w, bias, addend = draw(9, 6, 4, "float32")
+    with dispatch.noted() as choices:
+        dense_matmul(x, w, jnp.int32(7), bias, addend, implementation="reference")
+    found = {op: [one["implementation"] for one in ones] for op, ones in choices.table().items()}
+    assert found == {"dense_matmul": ["composed"], "grouped_matmul": ["reference"]}
 
 
 def test_the_kernel_says_what_it_does_not_serve():

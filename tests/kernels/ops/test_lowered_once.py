@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lora_jax.ops import lowered_once
+from lora_jax.ops import dispatch, lowered_once
 from lora_jax.ops.lowered_once import call_lowered, in_layers
 
 
@@ -103,3 +103,17 @@ def test_equal_layers_of_a_gpu_s_program_are_traced_once(monkeypatch, platform, 
     text = jax.jit(program).lower(X).as_text()
     assert (len(traced), text.count("call @layer")) == (traces, 3 if traces == 1 else 0)
     assert layer.__doc__ == "Return x times weights."
+
+
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_a_function_of_layers_calls_no_op(monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    double = dispatch.Implementation("xla", dispatch.ANY, lambda x: 2 * x)
+    op = dispatch.Op("double", (double,))
+
+    @in_layers
+    def layer(x):
+        return op.call(None, x) + 1
+
+    with pytest.raises(TypeError, match="layer calls double; give it the op's results"):
+        layer(X)

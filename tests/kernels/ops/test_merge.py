@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import numpy as np
 import pytest
 from support.oracles.tolerance import TOLERANCE
 
+from lora_jax.ops import merge as module
 from lora_jax.ops.cases import MergeCase, lora_case, merge_case
-from lora_jax.ops.dispatch import Declined
+from lora_jax.ops.dispatch import ANY, Declined, Implementation, Op
 from lora_jax.ops.lora_gemm import lora_gemm
 from lora_jax.ops.merge import merge, merge_apart, merge_writer, mixture_slots
 
@@ -148,11 +151,69 @@ def test_bad_places_are_named():
         ValueError, match=r"must be alike, not float32\[16, 8\] and float32\[8, 8\]"
     ):
         merge_writer((w,), (other,), max_rank=8)
-    for maps in ((), (w, other, w)):
-        with pytest.raises(ValueError, match="maps of one shape must follow each other"):
+    with pytest.raises(ValueError, match="maps of one shape must follow each other"):
+        merge_writer((w, other, w), (w, other, w), max_rank=8)
+    for maps, found in (
+        ((), "none"),
+        ((w, w.astype(jnp.bfloat16)), r"bfloat16\[16, 8\], float32\[16, 8\]"),
+        ((w[None],), r"float32\[1, 16, 8\]"),
+    ):
+        with pytest.raises(ValueError, match=f"maps must be matrices of one dtype, not {found}"):
             merge_writer(maps, maps, max_rank=8)
     with pytest.raises(ValueError, match="max_rank 0 must be at least 1"):
         merge_writer((w,), (w,), max_rank=0)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Let a stand-in write on any platform; return a list that grows by each call."""
+    calls = []
+
+    def writer(maps, results, max_rank):
+        return lambda *given: (calls.append(len(given)), given[-1])[1]
+
+    op = Op("merge_writer", (Implementation("cuda", ANY, writer),))
+    monkeypatch.setattr(module, "MERGE_WRITER", op)
+    return calls
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_what_a_writer_gets_must_fit_its_maps(written):
+    cases = merge_case(2, 16, 8), merge_case(1, 8, 16)
+    maps = tuple(w for case in cases for w in case.w)
+    write = jax.jit(merge_writer(maps, maps, max_rank=8))
+    pools = tuple((case.a_pool, case.b_pool) for case in cases)
+    sites = jnp.concatenate([case.sites for case in cases])
+    scaling, token = jnp.concatenate([case.scaling for case in cases]), jnp.int32(7)
+    assert int(write(pools, sites, scaling, token)) == 7
+    narrow = ((pools[0][0][:, :4], pools[0][1]), pools[1])
+    for given, why in (
+        ((pools[:1], sites, scaling), "2 shapes of maps, but 1 pairs of pools"),
+        (((*pools, pools[0]), sites, scaling), "2 shapes of maps, but 3 pairs of pools"),
+        ((narrow, sites, scaling), r"a_pool has shape \(\d+, 4\), expected \(\d+, 8\)"),
+        ((pools, sites[:2], scaling), r"sites has shape \(2, 3\), expected \(3, 3\)"),
+        ((pools, sites, scaling[:2]), r"scaling has shape \(2,\), expected \(3,\)"),
+        ((pools, sites.astype(jnp.float32), scaling), "is float32, expected int32"),
+    ):
+        with pytest.raises(ValueError, match=f"merge_writer: .*{why}"):
+            write(*given, token)
+    for _ in range(3):
+        write(pools, sites, scaling, token)
+    assert len(written) == 1, "arguments are checked while a program is traced, and not again"
+
+
+@pytest.mark.usefixtures("written")
+def test_a_writer_keeps_its_arrays_until_it_is_gone():
+    case = merge_case(1, 16, 8)
+    maps, results = (jnp.copy(case.w[0]),), (jnp.copy(case.w[0]),)
+    kept = [weakref.ref(*maps), weakref.ref(*results)]
+    write = jax.jit(merge_writer(maps, results, max_rank=8))
+    del maps, results
+    write(((case.a_pool, case.b_pool),), case.sites, case.scaling, jnp.int32(0))
+    assert all(ref() is not None for ref in kept)
+    del write
+    gc.collect()
+    assert all(ref() is None for ref in kept)
 
 
 @pytest.mark.gpu

@@ -87,14 +87,39 @@ def test_the_order_follows_from_the_seed():
 
 
 def test_trainings_are_taken_up_by_the_same_arguments_only(tmp_path):
-    def args(**changed):
-        given = {"out": tmp_path, "require": [0.5], "datasets": ["count"], "rehearsal": 0.5}
-        return argparse.Namespace(**(given | changed))
+    inputs = {name: tmp_path / name for name in ("model", "data")}
+    for path in inputs.values():
+        path.mkdir()
+        (path / "file").write_bytes(b"before")
 
-    folder = fusion.kept_trainings(args())
-    assert fusion.kept_trainings(args(require=[0.6])) == folder == tmp_path / "trainings"
-    with pytest.raises(ValueError, match="other arguments; choose another --out"):
-        fusion.kept_trainings(args(rehearsal=0.0))
+    def kept(counts=(8, 4), **changed):
+        given = {"out": tmp_path / "out", "require": [0.5], "datasets": ["count"], "rehearsal": 0.5}
+        return fusion.kept_trainings(argparse.Namespace(**(inputs | given | changed)), counts)
+
+    def is_refused(**changed):
+        with pytest.raises(ValueError, match="other arguments, or of other files; choose another"):
+            kept(**changed)
+
+    assert kept() == kept(require=[0.6]) == tmp_path / "out" / "trainings"
+    assert [file.name for file in kept().iterdir()] == ["arguments.json"]
+    is_refused(rehearsal=0.0)
+    is_refused(counts=(9, 4))
+    for path in inputs.values():
+        (path / "file").write_bytes(b"behind")
+        is_refused()
+        (path / "file").write_bytes(b"before")
+    kept()
+
+
+def test_a_start_that_was_killed_leaves_no_half_written_arguments(tmp_path, monkeypatch):
+    given = {"out": tmp_path / "out", "model": tmp_path, "data": tmp_path}
+    (tmp_path / "out" / "trainings").mkdir(parents=True)
+    (tmp_path / "out" / "trainings" / "arguments.part").write_text("{")
+    folder = fusion.kept_trainings(argparse.Namespace(**given), (8, 4))
+    written = (folder / "arguments.json").read_text()
+    monkeypatch.setattr(fusion.pathlib.Path, "write_text", lambda *_, **__: pytest.fail("written"))
+    fusion.kept_trainings(argparse.Namespace(**given), (8, 4))
+    assert (folder / "arguments.json").read_text() == written
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ REWRITES = (
     (r"(\w+(?:<\w+(?:, \w+)*>)?)<<<(.*?), stream>>>\((.*?)\);", r"emu::launch(\1, \2, \3);"),
     # A fiber a thread: grids that fill a GPU's SMs with copies would take seconds.
     (r"kBoardThreads = 256, kBoardCtas = 1024;", "kBoardThreads = 32, kBoardCtas = 2;"),
+    (r"constexpr uint64_t kBoardPatience", "inline uint64_t kBoardPatience"),  # a test is short
     (r"kPeerThreads = 512,", "kPeerThreads = 64,"),
     (r"kReceiveThreads = 256;", "kReceiveThreads = 64;"),
     (r"kPeerCtas = 64;", "kPeerCtas = 2;"),
@@ -122,12 +123,13 @@ def _transport() -> tuple[ctypes.CDLL, bytes]:
 
 
 @functools.cache
-def compile_board() -> None:
+def compile_board() -> ctypes.CDLL:
     """Give XLA's CPU platform the emulated wait for the host."""
     with tempfile.TemporaryDirectory() as folder:
         library = compile_library(Path(folder), "board.cc")
     name = "lora_jax_cuda_read_board"
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+    return library
 
 
 @functools.cache

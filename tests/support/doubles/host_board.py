@@ -1,5 +1,9 @@
 """cuda_backend.host_board on a CPU: its kernels are emulated, its memory is numpy's."""
 
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
 import numpy as np
 from support.doubles.cuda_emulator import compile_board
 
@@ -13,3 +17,14 @@ class CpuBoard(HostBoard):
         compile_board()
         self._memory = np.zeros(64 // 4 + count + 16, np.int32)
         self._share(-(-self._memory.ctypes.data // 64) * 64, count)
+
+
+@contextlib.contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Have emulated programs wait so long for the host, in place of 20 seconds."""
+    set_patience = compile_board().set_board_patience
+    set_patience(ctypes.c_double(seconds))
+    try:
+        yield
+    finally:
+        set_patience(ctypes.c_double(20.0))

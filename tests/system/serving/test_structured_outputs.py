@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import jsonschema
@@ -17,7 +18,7 @@ from support.cases.grammar_cases import (
     crossed_patterns,
     drawn_schema,
 )
-from support.doubles.host_board import CpuBoard
+from support.doubles.host_board import CpuBoard, patience
 from support.processes.http_server import client_of
 
 from serving import Engine, QueueFull, RequestFailed, Sampling
@@ -105,9 +106,30 @@ def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine,
             answers.append([answer(output) for output in outputs])
             endless = Sampling(max_tokens=8, structured_outputs={"regex": "a*"}, ignore_eos=True)
             answers[-1].append(answer(each.generate("x", sampling=endless)[0]))
+        assert lose_masks(waiting, monkeypatch) == answers[0][5:8]
+        monkeypatch.setattr(RowMasks, "_work", work)
+        assert answer(waiting.generate("x", sampling=endless)[0]) == answers[0][-1]
         assert waiting.stats().compilations_after_warmup == 0
         settle(waiting)
     assert answers[0] == answers[1]
+
+
+def lose_masks(engine, monkeypatch):
+    """Have masks come too late; return the answers of free rows, which lose nothing by that."""
+    work = RowMasks._work
+
+    def late(masks, *given):
+        time.sleep(0.5)
+        work(masks, *given)
+
+    monkeypatch.setattr(RowMasks, "_work", late)
+    with patience(0.1), ThreadPoolExecutor(1) as pool:
+        free = pool.submit(engine.generate, ["x"] * 3, NAMES[1:], FREE)
+        outputs = {"json": drawn_schema(0)}
+        with pytest.raises(RequestFailed, match="masks came more than 20 s late") as lost:
+            engine.generate(["x"] * 2, sampling=bound(0, structured_outputs=outputs))
+        assert lost.value.retryable
+        return [answer(output) for output in free.result()]
 
 
 def run_schemas(engine, seeds):

@@ -126,7 +126,10 @@ def test_maps_side_by_side_are_one_call_of_one_group(on_hopper):
 @pytest.mark.parametrize(
     ("weights", "why"),
     [
-        ((scaled(), coded(SIGNED, 128)), "two weights of one form"),
+        (
+            (scaled(), coded(SIGNED, 128)),
+            "weights of one form, not float8 by 128 weights, integers by 128",
+        ),
         ((scaled(2),), r"scales of one row, not of \(2, 128\)"),
         ((array(GROUPS, D_OUT, D_IN),), "Mosaic's streams plain ones"),
         ((coded(SIGNED, 128, zeros=True),), "no zero points"),
@@ -145,7 +148,7 @@ def test_declines_weights_of_another_form(weights, why):
     [
         ((65, 8, 96, 256), {}, "up to 8 rows for each of 8 groups, not 65"),
         ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups, not 20"),
-        ((6400, 1, 96, 256), {}, "tiles of one matrix that are on the SMs"),
+        ((6400, 1, 96, 256), {}, "tiles of one group's matrices, up to 264 at a time, not"),
         ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 8 rows, not 9000 rows in 2000 groups"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
         ((20, 8, 96, 256), {"columns": 96}, "groups of 128 weights, not 96"),

@@ -128,6 +128,14 @@ def test_a_board_is_memory_of_the_host_that_the_device_reads(on_hopper, double, 
     words = board._newest.ctypes.data
     assert low | high << 32 == words
     assert (board.values.ctypes.data - words, int(board._newest[0])) == (64, 5)
+    assert not board.was_late(5)
+    board._late[5 % 7] = 5  # as the device does
+    assert [board.was_late(number) for number in (5, 12)] == [True, False]
+    board.end()
+    assert int(board._newest[0]) == 2**64 - 1
+    monkeypatch.setattr(host_board.platform, "machine", lambda: "aarch64")
+    with pytest.raises(NotImplementedError, match=r"aarch64 .*only x86_64 and AMD64"):
+        HostBoard(3)
 
 
 class GatherCalls:

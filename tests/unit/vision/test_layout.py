@@ -93,6 +93,16 @@ def test_patches_of_a_large_image_come_in_pieces_and_whole_ones_are_no_copies():
     assert not whole[2288:].any()
 
 
+def test_pieces_of_a_bucket_that_is_no_multiple_of_their_number_hold_it_exactly():
+    fixed = dataclasses.replace(QWEN3, image_size=910, patch_size=14, merge_size=1)
+    (bucket,) = layout.buckets(fixed, 0)
+    one = image((65, 65))
+    arrays = layout.arrange(fixed, one, bucket)
+    assert [len(piece) for piece in arrays.patches] == [1057, 1057, 1057, 1054]
+    assert len(arrays.positions) == bucket
+    np.testing.assert_array_equal(np.concatenate(arrays.patches), one.pixels)
+
+
 def test_no_image_is_possible():
     """A warm-up runs on it."""
     for config in (QWEN3, WINDOWS):

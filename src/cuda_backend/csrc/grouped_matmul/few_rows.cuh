@@ -233,6 +233,7 @@ struct FewRowsKernel {
       if (i < 3) {
         ahead.load(stage, places, i + 1);
       } else {
+        __syncwarp();  // all lanes have read the stage before one lets it go
         mbar_arrive_if(&empty[ring.at], (threadIdx.x & 31) == 0);
         ring.next(p.stages);
         if (!last) {

@@ -7,6 +7,7 @@
 // A's part, the 16-row operand of mma (two columns a lane, as in expand_block), stays in registers
 // while a CTA walks down its columns; B's is the 8-column operand, one row of w per n.
 #pragma once
+#include "device/launch_early.cuh"
 #include "device/ptx.cuh"
 #include "device/swizzled_map.cuh"
 
@@ -282,16 +283,10 @@ cudaError_t launch_merge_plan(S, const Plan& p, int ctas, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-inline cudaError_t merge_sms(int* sms) {
-  int device = 0;
-  const cudaError_t e = cudaGetDevice(&device);
-  return e == cudaSuccess ? cudaDeviceGetAttribute(sms, cudaDevAttrMultiProcessorCount, device) : e;
-}
-
 // Of one array of matrices.
 inline cudaError_t launch_merge(const MergeArgs& args, cudaStream_t stream) {
   int sms = 0;
-  const cudaError_t found = merge_sms(&sms);
+  const cudaError_t found = count_sms(&sms);
   if (found != cudaSuccess) return found;
   return with_merge_shape(args.max_rank, [&](auto shape) {
     MergePlan p{args, {}, {}, {}, merge_unit_rows(args, sms)};

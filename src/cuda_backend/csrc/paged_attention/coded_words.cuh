@@ -1,7 +1,7 @@
 // Latents in 8 bits: each warp loads its own rows by words, a slot ahead of turning them.
 //
 // Long rows of one head keep enough loads in flight. Brought by the copy engine, as those of heads are (coded.cuh), they
-// took 1.55 times bfloat16's time in a decode step and 2.84 in a prompt, in place of 1.44 and 2.05, on an H200.
+// take longer: see docs/notes/2026-11-28-eight-bits.md.
 #pragma once
 #include "paged_attention/stages.cuh"
 

@@ -5,6 +5,7 @@
 #include "paged_attention/coded.cuh"
 #include "paged_attention/heads.cuh"
 #include "paged_attention/latents.cuh"
+#include "device/launch_early.cuh"
 #include "device/swizzled_map.cuh"
 
 namespace lora_jax {
@@ -46,9 +47,8 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int scratch, cu
   if (room < least || (raw_pages && args.raw_boxes < 2) || consumers > kMostConsumers) return cudaErrorInvalidValue;
   const int shared = kAttentionHeader + args.slots * slot + scratch + args.raw_boxes * raw;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  int device = 0, sms = 0;
-  if (e == cudaSuccess) e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  int sms = 0;
+  if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   kernel<<<sms, threads, shared, stream>>>(args, consumers);
   return cudaGetLastError();

@@ -336,9 +336,8 @@ cudaError_t launch_plain_rows(PlainArgs& a, cudaStream_t stream) {
   const int shared = Places(a.p.k_dim, a.p.v_dim, latent, a.stages).total;
   if (shared > kSharedBytes) return cudaErrorInvalidValue;
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-  int device = 0, sms = 0;
-  if (e == cudaSuccess) e = cudaGetDevice(&device);
-  if (e == cudaSuccess) e = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  int sms = 0;
+  if (e == cudaSuccess) e = count_sms(&sms);
   if (e != cudaSuccess) return e;
   const int room = kPlainSharedSm / (shared + 1024), most = plain_ctas(ROWS, C);
   const int ctas = sms * (room < most ? room : most);

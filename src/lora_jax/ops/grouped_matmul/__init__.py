@@ -170,7 +170,11 @@ def joined_matmul(
         if w.ndim != 2:
             raise ValueError(f"joined_matmul: weight {number} {w.shape} must be rank 2")
         _check("joined_matmul", x, num_rows.reshape(1), **{f"weight {number}": w[None]})
-    return JOINED_MATMUL.call(implementation, x, tuple(weights), num_rows, tuple(biases))
+        name, bias = f"bias {number}", biases[number]
+        checks.check_dtypes("joined_matmul", x=x, **{name: bias})
+        checks.check_shapes("joined_matmul", **{name: (checks.shape_of(bias), w.shape[:1])})
+    given = x, tuple(weights), num_rows, tuple(biases)
+    return JOINED_MATMUL.call(implementation, *given, named=implementation)
 
 
 def dense_matmul(
@@ -191,8 +195,11 @@ def dense_matmul(
     if w.ndim != 2 or num_rows.ndim != 0:
         raise ValueError(f"dense_matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
     _check("dense_matmul", x, num_rows.reshape(1), w=w[None])
+    checks.check_dtypes("dense_matmul", x=x, bias=bias)
+    checks.check_shapes("dense_matmul", bias=(checks.shape_of(bias), w.shape[:1]))
     _check_addends("dense_matmul", x, w[None], addend=addend)
-    return DENSE_MATMUL.call(implementation, x, w, num_rows, bias, addend, gelu)
+    given = x, w, num_rows, bias, addend, gelu
+    return DENSE_MATMUL.call(implementation, *given, named=implementation)
 
 
 def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.dispatch import ANY, COMPOSED, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.grouped_matmul.composed import plus
 from lora_jax.ops.grouped_matmul.weights import QUANTISED, Matrix
 from lora_jax.typing import Array, Float, Int
@@ -23,8 +23,10 @@ def dense_op(matmul: Matmul) -> Op:
         bias: Float[Array, "d_out"] | None,
         addend: Float[Array, "rows d_out"] | None,
         gelu: bool,
+        *,
+        named: str | None = None,
     ) -> Float[Array, "rows d_out"]:
-        y = matmul(x, w, num_rows, bias)
+        y = matmul(x, w, num_rows, bias, implementation=named)
         y = gelu_tanh(y) if gelu else y
         if addend is None:
             return y
@@ -36,7 +38,7 @@ def dense_op(matmul: Matmul) -> Op:
         "dense_matmul",
         (
             Implementation("cuda", GPU, kernel, (_plain_weight,)),
-            Implementation("xla", ANY, composed, stands_in=True),
+            Implementation(COMPOSED, ANY, composed, hints=("named",), stands_in=True),
         ),
     )
 

@@ -2,7 +2,15 @@
 
 from collections.abc import Callable, Sequence
 
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel, lazy_kernel
+from lora_jax.ops.dispatch import (
+    ANY,
+    COMPOSED,
+    GPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
 from lora_jax.ops.grouped_matmul.weights import Matrices
 from lora_jax.typing import Array, Float, Int
 
@@ -17,9 +25,11 @@ def joined_op(matmul: Matmul) -> Op:
         weights: Matrices,
         num_rows: Int[Array, ""],
         biases: Sequence[Float[Array, "_"] | None],
+        *,
+        named: str | None = None,
     ) -> tuple[Float[Array, "rows _"], ...]:
         pairs = zip(weights, biases, strict=True)
-        return tuple(matmul(x, w, num_rows, bias) for w, bias in pairs)
+        return tuple(matmul(x, w, num_rows, bias, implementation=named) for w, bias in pairs)
 
     kernel = lazy_kernel("lora_jax.ops.grouped_matmul.pallas_gpu", "joined_matmul")
     return Op(
@@ -27,6 +37,6 @@ def joined_op(matmul: Matmul) -> Op:
         (
             Implementation("cuda", GPU, backend_kernel("cuda", "joined_matmul")),
             Implementation("pallas_gpu", GPU, kernel),
-            Implementation("xla", ANY, each, stands_in=True),
+            Implementation(COMPOSED, ANY, each, hints=("named",), stands_in=True),
         ),
     )

@@ -1,5 +1,6 @@
 """Adds adapters to weights, or takes them out again: all matrices of a module in one call."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = ["merge", "merge_apart", "merge_writer", "mixture_slots"]
 
 Maps = tuple[Float[Array, "d_out d_in"], ...]
 MixedMaps = tuple[Array, ...]  # [d_out, d_in] of several shapes
+Pools = tuple[tuple[Array, Array], ...]  # a_pool and b_pool of each shape of maps
 
 MERGE = Op(
     "merge",
@@ -62,7 +64,7 @@ def merge(
     Raises:
         ValueError: shapes or dtypes do not fit each other.
     """
-    _check(w, a_pool, b_pool, sites, scaling, max_rank)
+    _check("merge", w, a_pool, b_pool, sites, scaling, max_rank)
     args = (w, a_pool, b_pool, sites, scaling, max_rank)
     return MERGE.call(implementation, *args, in_place=in_place)
 
@@ -85,7 +87,7 @@ def merge_apart(
     """
     _check_maps("merge_apart", maps)
     stacked = jax.ShapeDtypeStruct((len(maps), *maps[0].shape), maps[0].dtype)
-    _check(stacked, a_pool, b_pool, sites, scaling, max_rank)
+    _check("merge_apart", stacked, a_pool, b_pool, sites, scaling, max_rank)
     each = ((w[None], sites[n : n + 1], scaling[n : n + 1]) for n, w in enumerate(maps))
     fixed: dict[str, Any] = {"max_rank": max_rank, "in_place": False}
     return tuple(merge(w, a_pool, b_pool, *site, **fixed)[0] for w, *site in each)
@@ -116,27 +118,55 @@ def merge_writer(
 
     `pools` are (a_pool, b_pool) of each shape of maps, in their order; `sites` and `scaling` are
     those of `merge`. A program does so in one launch, and takes neither the maps nor the results,
-    each of which would cost its caller time. So jax does not know that `results` change: whoever
-    holds them reads them on the device only, by programs that are sent after this one and take the
-    token that it returns.
+    each of which would cost its caller time: the function keeps both alive. So jax does not know
+    that `results` change. The caller keeps the arrays and reads them on the device only, by later
+    programs that take the token. A program has to be traced anew for other maps.
 
     Raises:
         Declined: no kernel does so on this device, or with these shapes; `merge_apart` does.
-        ValueError: shapes or dtypes do not fit each other.
+        ValueError: shapes or dtypes do not fit each other; also from the function, as it is traced.
     """
     _check_writer(maps, results, max_rank)
-    return MERGE_WRITER.call(implementation, maps, results, max_rank)
+    write = MERGE_WRITER.call(implementation, maps, results, max_rank)
+    return functools.partial(_write, write, maps, results, max_rank)
+
+
+def _write(
+    write: Callable[..., Int[Array, ""]],
+    maps: MixedMaps,
+    results: MixedMaps,
+    max_rank: int,
+    pools: Pools,
+    sites: Int[Array, "maps 3"],
+    scaling: Float[Array, "maps"],
+    token: Int[Array, ""],
+) -> Int[Array, ""]:
+    """Check the arguments while a program is traced, and write; `results` are only kept alive."""
+    del results
+    op, groups = "merge_writer", [[*run] for _, run in itertools.groupby(maps, lambda w: w.shape)]
+    if len(pools) != len(groups):
+        raise ValueError(f"{op}: {len(groups)} shapes of maps, but {len(pools)} pairs of pools")
+    count = len(maps)
+    checks.check_shapes(op, sites=(sites.shape, (count, 3)), scaling=(scaling.shape, (count,)))
+    for group, pair in zip(groups, pools, strict=True):
+        w = jax.ShapeDtypeStruct((len(group), *group[0].shape), group[0].dtype)
+        own = jax.ShapeDtypeStruct((len(group), 3), sites.dtype)
+        _check(op, w, *pair, own, jax.ShapeDtypeStruct((len(group),), scaling.dtype), max_rank)
+    return write(pools, sites, scaling, token)
 
 
 def _check_writer(maps: MixedMaps, results: MixedMaps, max_rank: int) -> None:
     """Raise ValueError for results unlike their maps, or shapes that come in no order."""
     shapes = [w.shape for w in maps]
+    if len({w.dtype for w in maps}) != 1 or any(w.ndim != 2 for w in maps):
+        listed = _listed(maps)
+        raise ValueError(f"merge_writer: maps must be matrices of one dtype, not {listed}")
     for w, made in zip(maps, results, strict=True):
         if (w.shape, w.dtype) != (made.shape, made.dtype):
             pair = f"{w.dtype}{list(w.shape)} and {made.dtype}{list(made.shape)}"
             raise ValueError(f"merge_writer: a map and its result must be alike, not {pair}")
     runs = [shape for shape, _ in itertools.groupby(shapes)]
-    if not runs or len(runs) != len(set(runs)):
+    if len(runs) != len(set(runs)):
         raise ValueError(f"merge_writer: maps of one shape must follow each other, not {shapes}")
     if max_rank < 1:
         raise ValueError(f"merge_writer: max_rank {max_rank} must be at least 1")
@@ -145,35 +175,40 @@ def _check_writer(maps: MixedMaps, results: MixedMaps, max_rank: int) -> None:
 def _check_maps(op: str, maps: Maps) -> None:
     """Raise ValueError where maps are not matrices of one shape and dtype."""
     if len({(w.shape, w.dtype) for w in maps}) != 1 or maps[0].ndim != 2:
-        listed = ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
-        raise ValueError(f"{op}: maps must be matrices of one shape and dtype, not {listed}")
+        raise ValueError(f"{op}: maps must be matrices of one shape and dtype, not {_listed(maps)}")
+
+
+def _listed(maps: MixedMaps) -> str:
+    """Return the dtypes and shapes of maps, each once."""
+    return ", ".join(sorted({f"{w.dtype}{list(w.shape)}" for w in maps})) or "none"
 
 
 def _check(
+    op: str,
     w: Array | jax.ShapeDtypeStruct,
     a_pool: Array,
     b_pool: Array,
-    sites: Array,
-    scaling: Array,
+    sites: Array | jax.ShapeDtypeStruct,
+    scaling: Array | jax.ShapeDtypeStruct,
     max_rank: int,
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit each other."""
     if w.ndim != 3 or a_pool.ndim != 2 or b_pool.ndim != 2:
         pools = f"a_pool {a_pool.shape} and b_pool {b_pool.shape} rank 2"
-        raise ValueError(f"merge: w {w.shape} must be rank 3, {pools}")
+        raise ValueError(f"{op}: w {w.shape} must be rank 3, {pools}")
     if max_rank < 1:
-        raise ValueError(f"merge: max_rank {max_rank} must be at least 1")
+        raise ValueError(f"{op}: max_rank {max_rank} must be at least 1")
     matrices, d_out, d_in = w.shape
-    checks.check_dtypes("merge", w=w, a_pool=a_pool, b_pool=b_pool)
+    checks.check_dtypes(op, w=w, a_pool=a_pool, b_pool=b_pool)
     checks.check_shapes(
-        "merge",
+        op,
         a_pool=(tuple(a_pool.shape), (a_pool.shape[0], d_in)),
         b_pool=(tuple(b_pool.shape), (b_pool.shape[0], d_out)),
         sites=(tuple(sites.shape), (matrices, 3)),
         scaling=(tuple(scaling.shape), (matrices,)),
     )
-    checks.check_dtype("merge", jnp.int32, sites=sites)
-    checks.check_dtype("merge", jnp.float32, scaling=scaling)
+    checks.check_dtype(op, jnp.int32, sites=sites)
+    checks.check_dtype(op, jnp.float32, scaling=scaling)
 
 
 def mixture_slots(

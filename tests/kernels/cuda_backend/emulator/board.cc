@@ -12,6 +12,8 @@ inline ffi::Error on_cpu_read_board(ffi::Buffer<ffi::U32> where, S32 number, ffi
   return status(launch_board(args, nullptr));
 }
 
+extern "C" void set_board_patience(double seconds) { kBoardPatience = static_cast<uint64_t>(seconds * 1e9); }
+
 }  // namespace lora_jax
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_read_board, lora_jax::on_cpu_read_board,

@@ -15,6 +15,7 @@ from serving.api.request import (
     QueueFull,
     Request,
     SequenceResult,
+    SequenceState,
     Share,
 )
 from serving.api.sampling import Sampling
@@ -278,6 +279,31 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     wait_for(lambda: posted)
     assert (posted, next_number) == ([1], 2)
     masks.close()
+
+
+def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_for(case):
+    """What a caller's end frees may have the driver wait for the device, which waits for masks."""
+    loop, order = EngineLoop.__new__(EngineLoop), []
+    last = case.loop
+    sequence = SimpleNamespace(state=SequenceState.RUNNING, num_discarded=0)
+    sequence.request = SimpleNamespace(sampling=Sampling())
+    result = SimpleNamespace(token_id=INVALID_TOKEN, chunk=SimpleNamespace(sequence=sequence))
+    plan = SimpleNamespace(is_bound=False, num_tokens=1, chunks=(), has_drafts=False)
+    loop._flying = SimpleNamespace(plan=plan, remote_status=None)
+    bound = SimpleNamespace(plan=SimpleNamespace(is_bound=True, is_short=False))
+    runner = SimpleNamespace(read=lambda step: [result])
+    books = SimpleNamespace(
+        finish=lambda one, reason: order.append("finish"), complete=lambda *_: []
+    )
+    parts = dataclasses.replace(last._parts, runner=runner, scheduler=books)
+    loop._parts, loop._lock, loop._pacer = parts, threading.Lock(), last._pacer
+    loop._planned = engine_loop._Planned(bound.plan, [sequence], [])
+    loop._failed, loop._untold, loop.num_steps = [], [], 0
+    loop._send = lambda plan, now: bound
+    loop._post_masks = lambda step: order.append("masks")
+    loop._live = SimpleNamespace(end=lambda one, reason, *_, **__: order.append(reason))
+    loop._iterate()
+    assert order == ["finish", "masks", FinishReason.ABORT, FinishReason.ERROR]
 
 
 def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.doubles.host_board import CpuBoard
+from support.doubles.host_board import CpuBoard, patience
 
 from serving.steps import mask_board
 from serving.steps.mask_board import MaskBoard, make_board
@@ -45,6 +45,45 @@ def test_a_program_takes_the_masks_that_are_posted_after_its_dispatch(board):
         got = np.asarray(sent)
         assert np.flatnonzero(np.isfinite(got[1])).tolist() == [allowed]
         assert np.isfinite(got[[0, 2, 3]]).all()
+
+
+@pytest.fixture
+def step(board):
+    """Return a function that sends a step of a number, whose rows may take every token."""
+
+    @jax.jit
+    def masked(address, number, x):
+        masks = board.read(address, number, x)
+        return mask_rows(x, masks, jnp.ones(4, bool))
+
+    address = jax.device_put(board.address)
+    return lambda number: masked(address, np.array([number], np.int32), jnp.ones((4, VOCAB)))
+
+
+def test_a_step_whose_masks_come_too_late_masks_no_row_and_says_so(board, step):
+    numbers = [board.take_number() for _ in range(2)]
+    board.new_masks().row_to_mask[:] = 0
+    with patience(0.05):
+        assert np.isfinite(np.asarray(step(numbers[0]))).all()
+    assert [board.was_late(number) for number in (0, *numbers)] == [False, True, False]
+    board.post(numbers[0])  # nobody waits for it any more
+    masks = board.new_masks()
+    masks.words[0] = 0
+    masks.words[0, 0], masks.row_to_mask[1] = 1, 0
+    sent = step(numbers[1])
+    board.post(numbers[1])
+    assert np.isfinite(np.asarray(sent)).sum(axis=1).tolist() == [VOCAB, 1, VOCAB, VOCAB]
+    assert not board.was_late(numbers[1])
+
+
+def test_who_gives_up_lets_every_step_go_on(board, step):
+    numbers = [board.take_number() for _ in range(2)]
+    sent = [step(number) for number in numbers]
+    board.give_up()
+    board.post(numbers[0])  # by a thread that made masks meanwhile
+    for each in sent:
+        each.block_until_ready()
+    assert not any(map(board.was_late, numbers))  # none has waited to the end
 
 
 def test_numbers_are_never_that_of_no_masks(board, monkeypatch):

@@ -22,7 +22,7 @@ from serving.steps import model_runner as module
 from serving.steps.compiled_step import CompiledStep
 from serving.steps.model_runner import ModelRunner, token_buckets
 from serving.steps.step import StepSizes
-from serving.steps.step_programs import Program
+from serving.steps.step_programs import Program, StepPrograms
 from serving.steps.step_results import InFlightStep
 
 SHAPE = TinyShape()
@@ -300,10 +300,11 @@ def test_a_runner_that_follows_does_the_same_on_its_device(runner, monkeypatch):
 def test_rows_that_wait_for_masks_take_a_program_without_lora_if_no_row_has_an_adapter(monkeypatch):
     runner = ModelRunner.__new__(ModelRunner)
     runner.buckets, runner.sizes = (8, 32, 128), SimpleNamespace(max_seqs=32, max_logit_rows=32)
-    runner._structured = runner._compile_base_only_steps = True
     runner.slots, runner._num_esft, runner._bringing = SimpleNamespace(num_slots=2), 0, set()
     runner.slots.token_ids, runner.board = None, SimpleNamespace(take_number=lambda: 7)
-    runner.merged, runner._mixture, ran = object(), False, []
+    runner.merged, ran = object(), []
+    kinds = {"merged": True, "base_only": True, "bound": True, "waits": True}
+    runner._programs = StepPrograms(runner.buckets, runner.sizes.max_seqs, **kinds)
     monkeypatch.setattr(ModelRunner, "_prepared", lambda self, plan, program: None)
     monkeypatch.setattr(ModelRunner, "_run", lambda self, *given: (ran.append(given), None))
     made = object.__new__(InFlightStep)

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from serving.steps.step import _split
-from serving.steps.step_programs import Program, bucket_for, lora_slot, lora_slots
+from serving.steps.step_programs import (
+    Program,
+    StepPrograms,
+    bucket_for,
+    lora_slot,
+    lora_slots,
+)
 
 
 def test_slots_of_pairs_are_lora_slots_too():
@@ -35,3 +41,28 @@ def test_a_step_takes_the_smallest_bucket_that_holds_it():
     for tokens, rows in ((33, 1), (8, 5)):
         with pytest.raises(ValueError, match=f"{tokens} tokens and {rows} .* at most 32 and 4"):
             bucket_for(tokens, rows, (8, 32), 4)
+
+
+def test_an_engine_has_the_programs_that_its_parts_ask_for():
+    plain = StepPrograms((8, 32, 128), 20)
+    assert plain.whole == (Program(8), Program(32), Program(128))
+    assert plain.in_two_parts == plain.bound_buckets == ()
+    masked = StepPrograms((8, 32, 128), 20, base_only=True, brings=True, bound=True)
+    assert masked.bound_buckets == (32, 128)
+    assert [p for p in masked.whole if not p.lora] == [Program(8, False), Program(32, False)]
+    assert [p[:4] for p in masked.in_two_parts if p.brings] == [
+        (32, True, False, True),
+        (128, True, False, True),
+    ]
+    assert all(program.bound for program in masked.in_two_parts)
+
+
+def test_steps_on_merged_weights_have_lora_where_rows_are_mixed_or_wait_for_masks():
+    made = {"merged": True, "bound": True, "waits": True}
+    for mixture in (False, True):
+        programs = StepPrograms((8,), 8, mixture=mixture, **made)
+        kinds = [(p.lora, p.merged, p.bound) for p in programs.whole]
+        mixed = [(True, True, False)] if mixture else []
+        waiting = [(True, False, True), (True, True, True)]
+        assert kinds == [(True, False, False), (False, True, False), *mixed, *waiting]
+        assert programs.in_two_parts == ()

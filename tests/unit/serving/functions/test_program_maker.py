@@ -71,3 +71,13 @@ def test_a_function_names_no_fields_but_sizes(said):
     launches._sizes = said
     launches.start(compiles=True)
     assert ("makes", FIELDS) in launches.events
+
+
+def test_programs_that_have_gone_are_made_again_and_those_of_others_are_not():
+    launches = Launches()
+    launches.start(compiles=False)
+    launches._kept.clear()
+    assert launches.start(compiles=False)[2]["ready"]
+    assert sum(e[0] == "makes" for e in launches.events) == 2
+    launches.maker._make(FIELDS, {}, asked_at=0.0)  # another one asked before they were made
+    assert sum(e[0] == "makes" for e in launches.events) == 2

@@ -1,5 +1,7 @@
 """Masks of a step: who gets one, what it allows, and what a sequence may go through meanwhile."""
 
+import threading
+
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
@@ -160,3 +162,18 @@ def test_ends_are_held_back_by_the_length_with_drafts(sequence):
     one = sequence("Q*", min_tokens=2, max_tokens=9)
     allowed, _ = fill(drafted(one, "Q", "Q"))
     assert [bool(row & set(ENDS)) for row in allowed[:3]] == [False, False, True]
+
+
+def test_masks_of_a_step_that_did_not_wait_are_made_before_the_next_ones(sequence):
+    masks, may, told = RowMasks(ENDS), threading.Event(), []
+    masks._few, work = 1, masks._work  # another thread's work
+    masks._work = lambda *given: may.wait(60) and work(*given)
+    words, row_to_mask = np.zeros((1, WORDS), np.int32), np.full(1, -1, np.int32)
+    rows = masks.rows(plan_of(sequence()), [0])
+    masks.post(rows, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
+    threading.Timer(0.05, may.set).start()
+    assert told == []
+    masks.settle()
+    assert told == [[0]]
+    masks.settle()  # nothing is left to wait for
+    masks.close()
