@@ -20,7 +20,7 @@ from support.contracts.memory_contract import (
     bytes_of,
     small_tensor,
 )
-from support.doubles.driver_double import Double, compile_double
+from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
 
 from cuda_backend import driver
 from cuda_backend.vmm import CudaDriver
@@ -29,7 +29,6 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.share import export_tensor, import_tensor
 from lora_jax.memory.virtual import MappingError
 
-OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
 needs_gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
 
 
@@ -41,7 +40,7 @@ def library(tmp_path_factory) -> str:
 
 @pytest.fixture
 def double(library):
-    control = Double(library, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+    control = Double(library, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
     yield control
     assert control.live() == (0, 0, 0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.doubles.driver_double import Double, compile_double
+from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
 
 from cuda_backend import driver
 from cuda_backend.upload import BUFFER_BYTES, BUFFERS, Uploader
@@ -14,14 +14,13 @@ from cuda_backend.vmm import CudaDriver
 from lora_jax.memory.virtual import MappingError
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
-OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
 
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory):
     source = Path(__file__).parents[2] / "support" / "doubles" / "cuda_double.c"
     library = compile_double(source, tmp_path_factory.mktemp("cuda"))
-    return Double(library, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+    return Double(library, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
 
 
 @pytest.fixture

@@ -4,6 +4,11 @@ import ctypes
 import subprocess
 from pathlib import Path
 
+# Of cuda_double.c, in the order of its enum.
+CUDA_OPERATIONS = (
+    *("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export"),
+)
+
 
 def compile_double(source: Path, folder: Path) -> str:
     """Compile a double and return the library's path."""

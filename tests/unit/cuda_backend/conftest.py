@@ -2,8 +2,18 @@
 
 import jaxtyping
 import pytest
+from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
+from support.processes.server_process import ROOT
 
-from cuda_backend import ffi
+from cuda_backend import driver, ffi
+
+
+@pytest.fixture(scope="session")
+def double(tmp_path_factory) -> Double:
+    """A double of the driver's library, compiled once."""
+    source = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
+    path = compile_double(source, tmp_path_factory.mktemp("double"))
+    return Double(path, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from support.doubles.driver_double import Double, compile_double
-from support.processes.server_process import ROOT
 
 from cuda_backend import all_gather, driver, host_board
 from cuda_backend.all_gather import GatherGroup, PeerLost
@@ -17,15 +15,7 @@ from cuda_backend.peer_memory import Device, create_landing, import_landing
 from lora_jax.memory.virtual import OutOfPages
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
 PAGE = 2 << 20
-
-
-@pytest.fixture(scope="module")
-def double(tmp_path_factory) -> Double:
-    source = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
-    path = compile_double(source, tmp_path_factory.mktemp("double"))
-    return Double(path, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
 
 
 @pytest.fixture

@@ -4,22 +4,11 @@ import shutil
 
 import numpy as np
 import pytest
-from support.doubles.driver_double import Double, compile_double
-from support.processes.server_process import ROOT
 
-from cuda_backend import driver
 from cuda_backend.vmm import CudaDriver
 from lora_jax.memory.virtual import Access, MappingError
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
-OPERATIONS = ("reserve", "release", "create", "destroy", "map", "unmap", "grant", "copy", "export")
-
-
-@pytest.fixture(scope="module")
-def double(tmp_path_factory) -> Double:
-    source = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
-    path = compile_double(source, tmp_path_factory.mktemp("double"))
-    return Double(path, OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
 
 
 def test_bytes_are_copied_in_within_and_out(double):

@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
+from support.doubles.held_host import HeldProcess
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
@@ -18,7 +19,7 @@ from serving.cli.serve import StartError
 from serving.cluster import node as module
 from serving.cluster.node import Node, NodeProcess, serve_node
 from serving.http.settings import HttpSettings
-from serving.runtime.child_process import AbstractFarProcess, Pulse
+from serving.runtime.child_process import Pulse
 from serving.runtime.gang import EXIT_LOST
 from serving.runtime.gang_stream import GangPlace
 from serving.runtime.role_host import ThisHost
@@ -26,41 +27,23 @@ from serving.runtime.role_host import ThisHost
 PLACE = GangPlace(3, 4, ("127.0.0.1", 1), b"s" * 32)
 
 
-class ThreadProcess(AbstractFarProcess):
+class ThreadProcess(HeldProcess):
     """A process whose function runs in a thread; os._exit there ends it."""
 
-    def __init__(self, target, args):
-        self._target, self._args = target, args
-        self._ended = threading.Event()
-        self._read, self._write = os.pipe()
-
-    @property
-    def sentinel(self):
-        return self._read
+    def __init__(self, name, target, args):
+        super().__init__(name, args)
+        self._target, self._ended = target, threading.Event()
 
     def start(self):
-        threading.Thread(target=self._target, args=self._args, daemon=True).start()
+        super().start()
+        threading.Thread(target=self._target, args=self.args, daemon=True).start()
 
     def finish(self, status):
-        if not self._ended.is_set():
-            self.exitcode = status
-            self._ended.set()
-            os.close(self._write)
+        super().finish(status)
+        self._ended.set()
 
     def join(self, timeout=None):
         self._ended.wait(timeout)
-
-    def is_alive(self):
-        return not self._ended.is_set()
-
-    def kill(self):
-        self.finish(-signal.SIGKILL)
-
-    def is_at_work(self):
-        return False
-
-    def close(self):
-        os.close(self._read)
 
 
 class Host(ThisHost):
@@ -74,8 +57,8 @@ class Host(ThisHost):
 
     def process(self, target, args, name):
         life = Connection(os.dup(args[0].fileno()))  # as a process has its own
-        made = ThreadProcess(lambda *given: self.run(made, target, given), (life, *args[1:]))
-        made.name, made.life = name, life
+        made = ThreadProcess(name, lambda *given: self.run(made, target, given), (life, *args[1:]))
+        made.life = life
         self.started.append(made)
         return made
 
