@@ -1,11 +1,13 @@
 """A server on the test's own thread, from its start to SIGTERM, and a client on another one."""
 
+import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -19,7 +21,7 @@ def served_here(
     """Run `serve(options, sock, announce=...)`; return what `ask` returns of the ready server.
 
     SIGTERM ends the server behind that. Raises what either raises. What the server sets of
-    the process, its signal handler and how often threads switch, is set back.
+    the process (its signal handler, how often threads switch, logging) is set back.
     """
     told: list[Any] = []
 
@@ -35,7 +37,7 @@ def served_here(
     before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
     thread: threading.Thread | None = None
     try:
-        with socket.create_server(("127.0.0.1", 0)) as sock:
+        with socket.create_server(("127.0.0.1", 0)) as sock, _logging_kept():
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             thread = threading.Thread(target=client, args=(url,))
             serve(options, sock, announce=lambda started: thread.start())
@@ -48,3 +50,21 @@ def served_here(
     if isinstance(answer, BaseException):
         raise answer
     return answer
+
+
+@contextlib.contextmanager
+def _logging_kept() -> Iterator[None]:
+    """Set back the handlers, levels and filters that `serving.engine.logs.configure` sets."""
+    root, access = logging.getLogger(), logging.getLogger("serving.access")
+    loggers = (root, *(logging.getLogger(name) for name in ("serving", "lora_jax", "uvicorn")))
+    levels, handlers, filters = (
+        [each.level for each in loggers],
+        root.handlers[:],
+        access.filters[:],
+    )
+    try:
+        yield
+    finally:
+        root.handlers[:], access.filters[:] = handlers, filters
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -50,6 +50,10 @@ class Processes:
                 if call["call"] == "sit":
                     for fd in receive_fds(connection, 3):
                         os.close(fd)
+                if call["call"] == "http":  # under way until the other side closes it
+                    (fd,) = receive_fds(connection, 1)
+                    with socket.socket(fileno=fd) as http:
+                        http.recv(1)
                 answer = {"id": call["id"], "value": call.get("adapter")}
                 if call["call"] == "sit" and self.refuses:
                     answer = {"id": call["id"], "error": "ValueError", "text": "no seat"}
@@ -193,6 +197,10 @@ def test_a_connection_to_a_tenant_is_one_to_the_engine_under_its_name(processes,
     with law.connect() as http:
         assert not law.is_idle
         assert http.fileno() > 0
+    until = time.monotonic() + 20
+    while not law.is_idle and time.monotonic() < until:
+        time.sleep(0.01)
+    assert law.is_idle
     law.close()
     read(law).join(20)
 

@@ -101,6 +101,6 @@ def test_files_that_another_process_removes_meanwhile_do_not_count(tmp_path, mon
     monkeypatch.setattr(program_files.os, "scandir", lambda path: [Gone(), *scandir(path)])
     files.put("b", bytes(10))
     assert [path.name for path in tmp_path.iterdir()] == ["b.program"]
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", program_files.__name__)
     program_files._touch(tmp_path / "gone")
     assert "gone" in caplog.text
