@@ -1,4 +1,4 @@
-"""What layers and programs of a process have in common is traced and lowered once.
+"""Functions that the layers and the programs of a process share are traced and lowered once.
 
 jax traces and lowers an inner jitted function once in a program: `in_layers` makes one. A Mosaic
 kernel, which takes a second of Python, it lowers anew in the next program, although a server's

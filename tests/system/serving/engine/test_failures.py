@@ -1,4 +1,4 @@
-"""Which sequences end for what a step gave, and what their callers read."""
+"""Sequences that end for what a step gave, and the errors that their callers read."""
 
 import dataclasses
 
