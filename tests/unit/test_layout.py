@@ -56,6 +56,7 @@ PARTS = {
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",
     "serving/scheduling/test_scheduler_walks.py",
+    "serving/test_launch_flags.py",
 }
 LONGEST_FILE = 400
 

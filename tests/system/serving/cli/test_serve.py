@@ -1,4 +1,4 @@
-"""An engine behind HTTP on a socket that is bound already; test_launch.py has the rest."""
+"""An engine behind HTTP on a socket that is bound already; test_launch.py has the command."""
 
 import json
 import logging

@@ -1,0 +1,232 @@
+"""An agent of its parts alone: starts, names, failover, shared backbones, idle functions."""
+
+import os
+import socket
+import subprocess
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from lora_jax.memory.wire import send_header
+from serving.functions import Agent, jail
+from serving.functions import agent as agent_module
+from serving.functions.agent import _keep
+from serving.functions.processes import Ends
+from serving.functions.room import Room
+from serving.functions.running import Running
+
+
+def bare(**parts) -> Agent:
+    """Return an agent of these parts alone."""
+    agent = Agent.__new__(Agent)
+    empty = {"_functions": {}, "_folders": {}, "_naming": threading.Lock(), "_ends": Ends()}
+    vars(agent).update(empty | {"_tenants": None} | parts)
+    return agent
+
+
+def test_a_start_holds_up_no_other_and_one_that_fails_leaves_no_name():
+    reached, go = threading.Event(), threading.Event()
+
+    def start(name, folder):
+        if name == "bad":
+            raise ValueError("rank 99 is above the limit")
+        if name == "slow":
+            reached.set()
+            assert go.wait(60)
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return Running(ours, 1, {})
+
+    agent, ends = bare(_start=start), []
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(agent.function, name="slow")
+        assert reached.wait(60)
+        same = pool.submit(agent.function, name="slow")
+        assert agent.function(name="slow", lazy=True).state == "starting"
+        assert agent.function(name="quick").state == "running"
+        with pytest.raises(ValueError, match="rank 99"):
+            agent.function(name="bad")
+        go.set()
+        assert same.result(60) is slow.result(60)
+    assert {*agent.functions} == {"slow", "quick"}
+    for one in (*agent.functions.values(), *ends):
+        one.close()
+
+
+def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["cat"], stdin=theirs)  # until its connection ends
+    ended_before = []
+    renew = lambda: ended_before.append(process.poll() is not None)  # noqa: E731
+    agent = bare(_published=SimpleNamespace(condemn=lambda why: [ours], renew=renew))
+    with ours:
+        agent._ends.note(ours, process.pid)
+        agent._fail_over(["embedding"])
+    assert ended_before == [True]
+
+
+def test_with_a_changed_backbone_the_shared_engine_and_every_function_end():
+    closed = []
+    engine = SimpleNamespace(close=lambda: closed.append("engine"))
+    running = SimpleNamespace(close=lambda: closed.append("law"))
+    functions = {"law": SimpleNamespace(running=running), "off": SimpleNamespace(running=None)}
+    published = SimpleNamespace(condemn=lambda why: [], renew=lambda: closed.append("renewed"))
+    parts = {"_published": published, "_functions": functions}
+    agent = bare(**parts)
+    agent._tenants = SimpleNamespace(engine=engine)
+    agent._fail_over(["embedding"])
+    assert closed == ["engine", "law", "renewed"]
+
+
+def test_a_base_that_does_not_load_ends_the_zygote(tmp_path, monkeypatch):
+    """Whatever was made until then goes with it."""
+    ended = []
+    zygote = SimpleNamespace(kill=lambda: ended.append("kill"), close=lambda: ended.append("close"))
+    monkeypatch.setattr(agent_module, "Zygote", lambda: zygote)
+
+    def refuse(model, dtype):
+        raise ValueError("its weights are no safetensors")
+
+    monkeypatch.setattr(agent_module, "Published", refuse)
+    with pytest.raises(ValueError, match=r"Cannot share .*: there is no config.json"):
+        Agent(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no safetensors"):
+        Agent(tmp_path)
+    assert ended == ["kill", "close"]
+    assert not [one for one in agent_module._agents if one.model == str(tmp_path)]
+
+
+def test_functions_of_one_model_and_sizes_share_a_backbone(tmp_path, monkeypatch):
+    made = []
+
+    class Fake:
+        def __init__(self, model, **fields):
+            made.append(fields)
+
+        def function(self, adapter, *, name):
+            return made[-1], adapter, name
+
+    monkeypatch.setattr(agent_module, "Agent", Fake)
+    monkeypatch.setattr(agent_module, "_connected", {})
+    connect = agent_module.connect
+    assert connect(tmp_path, "law", name="a", max_num_seqs=2) == ({"max_num_seqs": 2}, "law", "a")
+    connect(tmp_path / "." / "", "summary", max_num_seqs=2)
+    assert len(made) == 1
+    connect(tmp_path, max_num_seqs=3)
+    assert len(made) == 2
+
+
+def test_the_keeper_of_functions_ends_with_its_agent():
+    agent = bare(_room=Room(None))
+    thread = threading.Thread(target=_keep, args=(weakref.ref(agent), threading.Event(), 0.01))
+    thread.start()
+    del agent
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_start():
+    looks = []
+    running = SimpleNamespace(about={"private_bytes": 1, "start_s": 1.0})
+    parts = {"_guard": SimpleNamespace(look=lambda: looks.append(1)), "_room": Room(None)}
+    agent = bare(**parts, _tenants=SimpleNamespace(start=lambda name, folder: running))
+    function = SimpleNamespace(starts=0)
+    vars(agent)["_functions"] = {"law": function}
+    for function.starts in (0, 1):
+        agent._start("law", None)
+        assert len(looks) == function.starts
+
+
+def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_one():
+    """The next one unpickles the files of these names."""
+    said, ends, orders = [], [], []
+
+    def fork(facts):
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        send_header(theirs, {"ready": True, "steps": said[-1]})
+        return ours, os.getpid()
+
+    send = lambda connection, order: orders.append(order["steps"])  # noqa: E731
+    parts = {"_published": SimpleNamespace(device="cpu", send=send), "_room": Room(None)}
+    parts |= {"_zygote": SimpleNamespace(fork=fork), "_turns": None, "_tenant_sizes": None}
+    parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
+    agent, (first, guards, tenants, last) = bare(**parts, _steps=[]), (c * 64 for c in "abcd")
+    for steps, kind, backbone in (
+        ([first, "../budgets/planted", "/tmp/planted", 5, [[]]], {}, True),
+        (5, {}, True),
+        ([[]], {}, True),
+        ([guards], {"guard": True}, True),
+        ([tenants], {"tenant": True}, False),
+        ([last], {}, True),
+    ):
+        said.append(steps)
+        agent._launch({"name": "f", "adapter": None, **kind}, backbone=backbone)[0].close()
+    assert orders == [[], [first], [first], [first], [first]]
+    assert agent._steps == [last]
+    for end in ends:
+        end.close()
+
+
+GPU_LIMITS = {"memory_bytes": None, "gpus": True}
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "isolation", "order", "limits"),
+    [
+        ("cpu", "", "process", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "none", {"programs": None}, None),
+        ("gpu", "0", "process", {"programs": {"writes": False}}, None),
+        (
+            "gpu",
+            "",
+            "process",
+            {"programs": {"writes": False}},
+            {"memory_bytes": None, "gpus": True},
+        ),
+        ("gpu", "", "process", {"programs": {"writes": True}}, None),  # XLA's assembler starts
+        ("gpu", "", "process", {"programs": {"writes": False}, "guard": {"every_s": 1}}, None),
+    ],
+)
+def test_which_processes_are_in_a_jail(device, asked, isolation, order, limits, monkeypatch):
+    monkeypatch.setenv(jail.GPU_JAIL, asked)
+    assert jail.limits(order, isolation, device, 7) == limits
+
+
+class Watched:
+    """A function as the keep-alive thread sees it."""
+
+    def __init__(self, arrivals: tuple[float, ...], is_offloaded: bool):
+        self.arrivals, self.is_offloaded = arrivals, is_offloaded
+        self.told: dict[str, threading.Event] = {n: threading.Event() for n in ("offload", "warm")}
+
+    def offload(self) -> None:
+        self.told["offload"].set()
+
+    def warm(self) -> None:
+        self.told["warm"].set()
+
+
+def test_functions_that_nobody_calls_lose_their_process_and_expected_ones_get_theirs():
+    """Called long ago: offloaded. Called each 1000 s, last 500 s ago: started ahead."""
+    now = time.monotonic()
+    idle = Watched((now - 1e6, now - 1e6 + 1), False)
+    expected = Watched((now - 1500, now - 500), True)
+    closing = threading.Event()
+    agent = bare(_functions={"idle": idle, "expected": expected}, _room=Room(None))
+    args = weakref.ref(agent), closing, 0.01
+    thread = threading.Thread(target=_keep, args=args)
+    thread.start()
+    assert idle.told["offload"].wait(60)
+    assert expected.told["warm"].wait(60)
+    closing.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not idle.told["warm"].is_set()
+    assert not expected.told["offload"].is_set()
