@@ -124,8 +124,10 @@ class CompiledStep:
 
     @property
     def num_warm_runs(self) -> int:
-        """How often a program is to run before its first step: on a GPU the second call makes its
-        CUDA graph, for which CUDA may wait for an idle device. One that waits for masks is not.
+        """How often a program runs before its first step.
+
+        On a GPU the second call makes the program's CUDA graph, for which CUDA may wait until the
+        device is idle: never while a step there waits for masks.
         """
         return 2 if self._in_place else 1
 
