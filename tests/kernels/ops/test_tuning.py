@@ -34,11 +34,11 @@ def clock(monkeypatch):
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr(tuning, "_occupy", lambda: jnp.zeros(()))
     monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: now.s))
-    monkeypatch.setattr(Fake, "clock", now, raising=False)
+    monkeypatch.setattr(TimedKernel, "clock", now, raising=False)
     return now
 
 
-class Fake:
+class TimedKernel:
     """A kernel, and its compiler, whose time is known: tile 3 does not compile."""
 
     clock: SimpleNamespace
@@ -47,7 +47,7 @@ class Fake:
         self.ran: list[tuple[int, int]] = []
         self.waited = False
         self.tunable = Tunable(
-            op="fake",
+            op="timed",
             shapes=tuple({"rows": rows} for rows in shapes),
             candidates=lambda shape: [Config(tile) for tile in tiles],
             program=lambda shape, config: lambda rows: rows,
@@ -68,7 +68,7 @@ class Fake:
                 raise ValueError("too many registers")
             return program
 
-        assert op == "fake"
+        assert op == "timed"
         assert not self.ran  # all are made before one is timed
         return load
 
@@ -77,20 +77,20 @@ class Fake:
 
 
 def test_the_fastest_that_runs_wins_and_the_hopeless_get_three_samples(capsys):
-    fake = Fake([2, 4])
-    entries = list(search(fake.tunable, [], fake, progress=False))
+    timed = TimedKernel([2, 4])
+    entries = list(search(timed.tunable, [], timed, progress=False))
     assert [e["config"]["tile"] for e in entries] == [2, 4]
     assert [e["us"] for e in entries] == [pytest.approx(1), pytest.approx(1)]
     assert [len(e["times"]) for e in entries] == [3, 3]
     # And once before, to warm up.
-    assert fake.ran.count((2, 2)) == 1 + tuning.SAMPLES * tuning.CALLS
-    assert fake.ran.count((2, 4)) == 1 + 3 * tuning.CALLS
+    assert timed.ran.count((2, 2)) == 1 + tuning.SAMPLES * tuning.CALLS
+    assert timed.ran.count((2, 4)) == 1 + 3 * tuning.CALLS
     assert "too many registers" in capsys.readouterr().err
 
 
 def test_a_moment_in_which_all_is_slow_costs_no_tiling_its_place(monkeypatch):
     """While the first tiling's first two samples are taken, the host does something else."""
-    fake, samples = Fake([2], tiles=(2, 1)), []
+    timed, samples = TimedKernel([2], tiles=(2, 1)), []
 
     def elapsed(call):
         samples.append(call)
@@ -98,11 +98,11 @@ def test_a_moment_in_which_all_is_slow_costs_no_tiling_its_place(monkeypatch):
 
     taken = tuning._elapsed
     monkeypatch.setattr(tuning, "_elapsed", elapsed)
-    (entry,) = search(fake.tunable, [], fake, progress=False)
+    (entry,) = search(timed.tunable, [], timed, progress=False)
     assert entry["config"]["tile"] == 2
     assert entry["us"] == pytest.approx(1)
     turn = [2] * tuning.CALLS + [1] * tuning.CALLS
-    assert [tile for _, tile in fake.ran[2:]][: 2 * len(turn)] == turn * 2
+    assert [tile for _, tile in timed.ran[2:]][: 2 * len(turn)] == turn * 2
 
 
 @pytest.mark.parametrize("busy_s", [1.0, 1e-3], ids=["enqueued in time", "late"])
@@ -131,13 +131,13 @@ def test_the_host_counts_only_while_the_device_waits(clock, monkeypatch, busy_s)
 
 
 def test_goes_on_where_it_stopped(tmp_path):
-    table = tmp_path / "chip" / "fake.json"
-    one = Fake([2])
+    table = tmp_path / "chip" / "timed.json"
+    one = TimedKernel([2])
     first = tune(one.tunable, table, "chip", one, progress=False)
-    fake = Fake([2, 4])
-    both = tune(fake.tunable, table, "chip", fake, progress=False)
+    timed = TimedKernel([2, 4])
+    both = tune(timed.tunable, table, "chip", timed, progress=False)
     assert both[0] == first[0]
-    assert {rows for rows, _ in fake.ran} == {4}
+    assert {rows for rows, _ in timed.ran} == {4}
     written = json.loads(table.read_text())
     assert written["entries"] == both
     assert written["device"] == "chip"
@@ -145,21 +145,21 @@ def test_goes_on_where_it_stopped(tmp_path):
 
 
 def test_a_shape_at_which_nothing_runs_is_an_error():
-    fake = Fake([2], tiles=(3,))
-    with pytest.raises(RuntimeError, match=r"fake: no configuration runs at \{'rows': 2\}"):
-        list(search(fake.tunable, [], fake, progress=False))
+    timed = TimedKernel([2], tiles=(3,))
+    with pytest.raises(RuntimeError, match=r"timed: no configuration runs at \{'rows': 2\}"):
+        list(search(timed.tunable, [], timed, progress=False))
 
 
 def test_the_command_writes_a_table_for_each_op(tmp_path, monkeypatch, capsys):
-    fake = Fake([2, 4])
-    monkeypatch.setattr(tuning, "find_tunable", lambda op: fake.tunable)
-    monkeypatch.setattr(fake, "wait", lambda progress: setattr(fake, "waited", True))
+    timed = TimedKernel([2, 4])
+    monkeypatch.setattr(tuning, "find_tunable", lambda op: timed.tunable)
+    monkeypatch.setattr(timed, "wait", lambda progress: setattr(timed, "waited", True))
     kept = []
 
     @contextlib.contextmanager
     def programs(folder, processes):
         kept.append((folder, processes))
-        yield fake
+        yield timed
 
     monkeypatch.setattr(tuning, "Programs", programs)
     options = ["--out", str(tmp_path), "--programs", str(tmp_path / "kept"), "--processes", "3"]
@@ -180,7 +180,7 @@ def test_arguments_without_values_are_random_numbers(monkeypatch):
     monkeypatch.setattr(tuning, "_random_numbers", tuning._random_numbers.__wrapped__)
     given = np.arange(3, dtype=np.int32)
     shapes = [jax.ShapeDtypeStruct((2, n), jnp.bfloat16) for n in (3, 5)]
-    tunable = dataclasses.replace(Fake([]).tunable, arguments=lambda shape: (given, shapes))
+    tunable = dataclasses.replace(TimedKernel([]).tunable, arguments=lambda shape: (given, shapes))
     kept, (narrow, wide) = tuning.random_arrays(tunable, {})
     np.testing.assert_array_equal(kept, given)
     assert (narrow.shape, wide.shape, wide.dtype) == ((2, 3), (2, 5), jnp.bfloat16)

@@ -66,6 +66,10 @@ def eps(function):
     return lambda *arrays: function(*arrays, 0.5)
 
 
+ROW_BY_ROW = (
+    *("9x40xf32", "9x72xbf16", "8x72xbf16", "8x40xbf16"),
+    *("6x2x5xi32", "6x2xf32", "9xi32", "9xi32"),
+)
 CASES = {
     "rms norm of a sum": Case(
         eps(rms_norm.rms_norm),
@@ -181,27 +185,9 @@ CASES = {
         lambda y, x, a, b, entries, scaling, slots, experts: lora_rows.lora_rows(
             [y], [(entries, scaling)], [3], x, a, b, slots, experts, 200
         ),
-        (
-            "9x40xf32",
-            "9x72xbf16",
-            "8x72xbf16",
-            "8x40xbf16",
-            "6x2x5xi32",
-            "6x2xf32",
-            "9xi32",
-            "9xi32",
-        ),
+        ROW_BY_ROW,
         "lora_rows",
-        (
-            "9x40xf32",
-            "9x72xbf16",
-            "8x72xbf16",
-            "8x40xbf16",
-            "6x2x5xi32",
-            "6x2xf32",
-            "9xi32",
-            "9xi32",
-        ),
+        ROW_BY_ROW,
         ("9x40xf32",),
         {"site": 3, "max_rank": 200},
         {0: 0},
