@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import io
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from lora_jax.finetune.pictures import adapter as picture_adapter
 from lora_jax.finetune.pictures import tasks
 from lora_jax.finetune.pictures.rows import first_rows, joined
 from lora_jax.finetune.training import Schedule
+from lora_jax.own_files import write_whole
 
 TRAIN_EXAMPLES, HELDOUT = 1500, 200
 
@@ -175,10 +177,9 @@ def taken_up(file: pathlib.Path, hidden: int, train: Callable[[], HeadParams]) -
         return picture_adapter.new_head(None, hidden, lora, 0)
     params = train()
     flat = {f"{n}.{side}": getattr(pair, side) for n, pair in params.lora.items() for side in "ab"}
-    part = file.with_suffix(".part.npz")
+    np.savez(whole := io.BytesIO(), **flat)
     file.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(part, **flat)
-    part.replace(file)
+    write_whole(file, whole.getvalue())
     return params
 
 
@@ -195,9 +196,7 @@ def kept_trainings(args: argparse.Namespace, counts: tuple[int, int]) -> pathlib
     digests = {f"{name} files": _digest(getattr(args, name)) for name in ("model", "data")}
     text = json.dumps(given | digests | {"counts": counts}, indent=1) + "\n"
     if not file.exists():
-        part = file.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
+        write_whole(file, text.encode())
     elif file.read_text(encoding="utf-8") != text:
         raise ValueError(
             f"{folder} has trainings with other arguments, or of other files; choose another --out."
@@ -253,14 +252,14 @@ def main(argv: list[str] | None = None) -> None:
     warmup = min(20, args.steps // 10)
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
     counts = TRAIN_EXAMPLES, HELDOUT
-    folder = kept_trainings(args, counts)
-    how = args.rehearsal, folder
-    fusion = fuse_pictures(base, parts, order, required, spec, schedule, counts, *how)
+    kept = kept_trainings(args, counts)
+    given = base, parts, order, required, spec, schedule, counts
+    fusion = fuse_pictures(*given, rehearsal=args.rehearsal, folder=kept)
     catalogue = base.model.catalogue(base.model.config)
     for fused in fusion.adapters:
         folder = args.out / "-".join(fused.sets)
-        given = {"base_name": base.name, "dtype": DTYPES["bfloat16"]}
-        save_adapter(folder, fused.weights.lora, spec, catalogue, **given)
+        named = {"base_name": base.name, "dtype": DTYPES["bfloat16"]}
+        save_adapter(folder, fused.weights.lora, spec, catalogue, **named)
     summary = {
         "order": order,
         "required": required,

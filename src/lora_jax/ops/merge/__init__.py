@@ -161,6 +161,8 @@ def _check_writer(maps: MixedMaps, results: MixedMaps, max_rank: int) -> None:
     if len({w.dtype for w in maps}) != 1 or any(w.ndim != 2 for w in maps):
         listed = _listed(maps)
         raise ValueError(f"merge_writer: maps must be matrices of one dtype, not {listed}")
+    if len(maps) != len(results):
+        raise ValueError(f"merge_writer: {len(maps)} maps, but {len(results)} results")
     for w, made in zip(maps, results, strict=True):
         if (w.shape, w.dtype) != (made.shape, made.dtype):
             pair = f"{w.dtype}{list(w.shape)} and {made.dtype}{list(made.shape)}"
