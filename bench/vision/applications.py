@@ -176,7 +176,7 @@ def slow_switches(merged: Any, factor: float) -> None:
         before, start = merged.num_switches, time.perf_counter()
         plain(*given)
         if merged.num_switches > before:
-            merged._shadow.wait(merged.slot)
+            merged.wait()
             time.sleep((factor - 1) * (time.perf_counter() - start))
 
     merged._follow = follow

@@ -148,9 +148,13 @@ class MergedWeights:
         """Compile the switch; the slots hold no adapter yet."""
         assert slots.entries.shape[0] == self._num_modules, "the slots have other modules"
         self._follow(Merged("", 0, "none"), slots)
-        assert self.slot is not None
-        self._shadow.wait(self.slot)
+        self.wait()
         self.merged, self.num_switches = None, 0
+
+    def wait(self) -> None:
+        """Wait until the newest switch has written the shadow."""
+        assert self.slot is not None, "warm_up comes first"
+        self._shadow.wait(self.slot)
 
     def _of_maps(self, leaves: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(leaves[m.leaf] for m in self._maps)
