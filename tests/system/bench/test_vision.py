@@ -93,17 +93,20 @@ def test_only_a_switch_is_slowed(monkeypatch):
     monkeypatch.setattr(applications.time, "sleep", slept.append)
 
     class Merged:
-        num_switches, slot, _shadow = 0, None, types.SimpleNamespace(wait=lambda done: None)
+        num_switches = num_waits = 0
 
         def _follow(self, switches):
             self.num_switches += switches
 
+        def wait(self):
+            self.num_waits += 1
+
     merged = Merged()
     applications.slow_switches(merged, 10.0)
     merged._follow(0)
-    assert slept == []
+    assert (slept, merged.num_waits) == ([], 0)
     merged._follow(1)
-    assert len(slept) == 1
+    assert (len(slept), merged.num_waits) == (1, 1)  # what is slowed is the whole switch
 
 
 def test_frames_tell_the_tower_s_share_of_the_first_token(tmp_path, monkeypatch):
