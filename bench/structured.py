@@ -269,7 +269,7 @@ def main() -> None:
     device = jax.devices()[0]
     on_cpu = device.platform == "cpu"
     result = {
-        "command": f"python -m bench.structured {' '.join(sys.argv[1:])}",
+        "command": " ".join(("python -m bench.structured", *map(os.path.basename, sys.argv[1:]))),
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores"
         if on_cpu
