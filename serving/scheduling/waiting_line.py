@@ -82,6 +82,19 @@ def prompts_by_tenant(
             begun.setdefault(sequence.tenant, []).append(sequence)
     tenants = dict.fromkeys([*begun, *waiting.tenants])
     lines = {t: waiting.of(t) for t in tenants}
-    if late:
-        lines = {t: sorted(of, key=lambda s: (s.job_tokens, s in late)) for t, of in lines.items()}
-    return {t: iter([*begun.get(t, ()), *line]) for t, line in lines.items()}
+    return {
+        t: itertools.chain(begun.get(t, ()), late_last(line, late) if late else line)
+        for t, line in lines.items()
+    }
+
+
+def late_last(line: list[Sequence], late: Container[Sequence]) -> Iterator[Sequence]:
+    """Yield a line with the late ones behind others of their size; no more than is asked for."""
+    for _, jobs in itertools.groupby(line, key=lambda sequence: sequence.job_tokens):
+        behind = []
+        for sequence in jobs:
+            if sequence in late:
+                behind.append(sequence)
+            else:
+                yield sequence
+        yield from behind
