@@ -1,10 +1,11 @@
 """A model over several devices of one host: `python -m bench.parallel PART --out DIR` writes JSON.
 
 Parts: `exchange` (all-gather, ours beside NCCL's), `bits` (answers against those of one device),
-`steps` (decode, prompts), `graphs` (CUDA graphs of a step), `served` (a whole engine), `cluster`
-(instances behind the router, and one alone), `remote` (an instance beside a LoRA Server). Parts
-that run side by side share `--lock FILE`, so that each measures alone. `--exchange lax` takes
-`jax.lax.all_gather` in place of the own kernel. `--tiny` is for a CPU.
+`steps` (decode, prompts), `host` (processor time of the thread that sends steps), `graphs` (CUDA
+graphs of a step), `served` (a whole engine), `cluster` (instances behind the router, and one
+alone), `remote` (an instance beside a LoRA Server). Parts that run side by side share
+`--lock FILE`, so that each measures alone. `--exchange lax` takes `jax.lax.all_gather` in place of
+the own kernel. `--tiny` is for a CPU.
 """
 
 import argparse
@@ -19,14 +20,15 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 import jax
 
-from bench.parallel import bits, cluster, graphs, remote, served, steps
+from bench.parallel import bits, cluster, graphs, host, remote, served, steps
 from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
 from lora_jax.models import split as model_split
 from serving.engine.devices import make_cpu_devices
 
-PARTS = ("exchange", "bits", "steps", "graphs", "served", "cluster", "remote")
+PARTS = ("exchange", "bits", "steps", "host", "graphs", "served", "cluster", "remote")
+HOST_SIZES = steps.Sizes(position=20)
 TINY_SIZES = steps.Sizes(rows=8, position=20, prompts=2, prompt=12)
 
 
@@ -68,6 +70,9 @@ def measure(args: argparse.Namespace, folder: Path, quiet: Quiet) -> dict[str, A
     if args.part == "steps":
         how = {"profiled": args.profile}
         return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
+    if args.part == "host":
+        with quiet.alone():
+            return host.measure(raw, args.devices, HOST_SIZES)
     if args.part == "graphs":
         return graphs.measure(raw, devices, args.expert_parallel, sizes)
     if args.part == "cluster":

@@ -29,7 +29,7 @@ from lora_jax.typing import Array, Float, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
-from serving.steps.device_state import RowState, zeros
+from serving.steps.device_state import RowState, history_and_rest, zeros
 from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
@@ -59,7 +59,10 @@ class MergedOperands(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Inputs of a step beside the model; state is donated to it, and the cache if it is its own."""
+    """Inputs of a step beside the model.
+
+    The state's history is donated to it, and the cache if it is its own.
+    """
 
     cache: PagedKVCache
     state: RowState
@@ -101,7 +104,7 @@ class CompiledStep:
         bound by masks, in place and on one device.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
-        self._pooled = sizes.pooled
+        self._pooled, self._is_split = sizes.pooled, split is not None
         sample = batch_sampler.sample if in_place else sampler.sample
         jitted = _jit_steps(model, sizes, link, sample, compiler_options, split, board)
         steps, self._leaves = jitted
@@ -147,25 +150,26 @@ class CompiledStep:
         bound: bool = False,
         number: int = 0,
     ) -> tuple[PagedKVCache, RowState, Sampled, jax.Array | None]:
-        """Return cache and state (both donated) after the step, its samples and servers' status.
+        """Return cache and state after the step, its samples and servers' status.
 
-        Pages of a pool are not donated, but written where they lie. A bound step waits for the
+        The cache and the state's history are donated; pages of a pool are not, but written where
+        they lie. In place, samples of several devices are on the first. A bound step waits for the
         masks of this number; 0: there are none.
         """
         source, options = self.inputs.set_table(table, number), {"lora": lora, "bound": bound}
         arguments = self._arguments(operands, source, bucket, **options)
-        cache, state, sampled, status = self._step(*arguments, bucket=bucket, **options)
+        cache, history, sampled, status = self._step(*arguments, bucket=bucket, **options)
         cache = operands.cache if self._pooled else cache
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
             self._status = self._status if status is None else status
-            sampled, status = _copied((sampled, status))
-        return cache, state, sampled, status
+            sampled, status = self._copied((sampled, status))
+        return cache, operands.state.with_history(history), sampled, status
 
     def warm_up(self, buckets: Iterable[int]) -> None:
         """Compile what steps of these buckets need beside their programs."""
         for bucket in buckets if self._in_place else ():
-            jax.block_until_ready(_copied((self._results_of(bucket), self._status)))
+            jax.block_until_ready(self._copied((self._results_of(bucket), self._status)))
 
     def lower_parts(
         self, operands: Operands, table: np.ndarray, bucket: int
@@ -195,21 +199,24 @@ class CompiledStep:
         if self._in_place:
             self._forwarded[bucket] = forwarded
             self._status = self._status if status is None else status
-            status = _copied(status)
+            status = self._copied(status)
         return cache, forwarded, status
 
     def sample(
         self, state: RowState, forwarded: Forwarded, packed: np.ndarray, bucket: int
     ) -> tuple[RowState, Sampled]:
-        """Return the state (donated) after the step, and its samples; `packed` is HostMasks'."""
+        """Return the state after the step, whose history is donated, and its samples.
+
+        `packed` is HostMasks'.
+        """
         masks = self.inputs.set_masks(packed)
         assert self._sent is not None, "a sample part before its forward part"
         arguments = self._sample_arguments(state, forwarded, masks, self._sent, bucket)
-        state, sampled = self._sample(*arguments)
+        history, sampled = self._sample(*arguments)
         if self._in_place:
             self._results[self._sizes.logit_rows(bucket)] = sampled
-            sampled = _copied(sampled)
-        return state, sampled
+            sampled = self._copied(sampled)
+        return state.with_history(history), sampled
 
     def _forward_arguments(
         self, operands: Operands, table: np.ndarray | jax.Array, bucket: int
@@ -239,9 +246,10 @@ class CompiledStep:
     ) -> tuple[Any, ...]:
         """Return the arguments of a sample part: leaves of what is donated, of the rest."""
         results = self._results_of(bucket) if self._in_place else None
-        donated, donated_tree = jax.tree.flatten((state, results))
+        history, fixed = history_and_rest(state)
+        donated, donated_tree = jax.tree.flatten((history, results))
         drafted = table if self._sizes.max_drafts else None
-        rest, rest_tree = jax.tree.flatten((forwarded, masks, drafted))
+        rest, rest_tree = jax.tree.flatten((forwarded, masks, drafted, fixed))
         return donated, rest, (donated_tree, rest_tree)
 
     def _arguments(
@@ -257,11 +265,12 @@ class CompiledStep:
         results = self._results_of(bucket) if self._in_place else None
         status = self._status if lora else None
         cache, pooled = self._caches(operands)
-        donated, donated_tree = jax.tree.flatten((cache, operands.state, results, status))
+        history, fixed = history_and_rest(operands.state)
+        donated, donated_tree = jax.tree.flatten((cache, history, results, status))
         adapters = (operands.slots, operands.reroute_tables, operands.remote_table)
         leaves, slot = self._weights(operands)
         waits = (self._board, self.inputs.number) if bound else None
-        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled, waits)
+        rest = (adapters, table, self.inputs.pages, operands.images, slot, pooled, fixed, waits)
         rest, rest_tree = jax.tree.flatten(rest)
         return leaves, donated, rest, (donated_tree, rest_tree)
 
@@ -284,6 +293,12 @@ class CompiledStep:
 
     def _place(self, value: Any) -> jax.Array:
         return put(value, self.sharding)
+
+    def _copied[T](self, results: T) -> T:
+        """Return copies of a step's results; of several devices, which have the same, on one."""
+        if self._is_split:
+            results = jax.tree.map(lambda result: result.addressable_data(0), results)
+        return _copied(results)
 
 
 def _no_logits(sizes: StepSizes, bucket: int, vocab: int) -> Forwarded:
@@ -344,8 +359,9 @@ def _jit_steps(
         return local(leaves, donated, rest)
 
     def local_step(leaves, donated, rest, *, trees, bucket, lora, bound):
-        cache, state, *_ = jax.tree.unflatten(trees[0], donated)
-        *rest, waits = jax.tree.unflatten(trees[1], rest)
+        cache, history, *_ = jax.tree.unflatten(trees[0], donated)
+        *rest, fixed, waits = jax.tree.unflatten(trees[1], rest)
+        state = RowState(history, *fixed)
         if sizes.max_drafts:
             state = with_drafts(state, rest[1])
         done = run_forward(leaves, cache, state.history, rest, bucket, lora)
@@ -353,7 +369,8 @@ def _jit_steps(
         masks = None
         if bound and board is not None:
             masks = board.read(waits[0], waits[1], logits)
-        return cache, *sample_step(logits, rows, state, sample, masks, heads), status
+        state, sampled = sample_step(logits, rows, state, sample, masks, heads)
+        return cache, state.history, sampled, status
 
     @functools.partial(
         jax.jit,
@@ -383,12 +400,14 @@ def _jit_steps(
         return local(donated, rest)
 
     def local_sample(donated, rest, *, trees):
-        state, *_ = jax.tree.unflatten(trees[0], donated)
-        (logits, rows, heads), packed, table = jax.tree.unflatten(trees[1], rest)
+        history, *_ = jax.tree.unflatten(trees[0], donated)
+        (logits, rows, heads), packed, table, fixed = jax.tree.unflatten(trees[1], rest)
+        state = RowState(history, *fixed)
         masks = unpack_masks(packed, sizes.num_masks, logits.shape[1])
         if table is not None:
             state = with_drafts(state, table)
-        return sample_step(logits, rows, state, sample, masks, heads)
+        state, sampled = sample_step(logits, rows, state, sample, masks, heads)
+        return state.history, sampled
 
     return (step, forward, sample_part), tuple(leaves)
 

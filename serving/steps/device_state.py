@@ -46,6 +46,7 @@ _FLOAT_SCALARS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_NUM_FLOATS = len(_FLOAT_SCALARS) + MAX_LOGIT_BIAS  # of a packed row
 
 
 @jax.tree_util.register_dataclass
@@ -81,6 +82,10 @@ class RowState:
     allowed_ids: Int[Array, "*seqs allowed"]
     bad_words: Int[Array, "*seqs words length"]
 
+    def with_history(self, history: Int[Array, "*seqs max_len"]) -> "RowState":
+        """Return the rows with another history: all that a step changes."""
+        return dataclasses.replace(self, history=history)
+
 
 def zeros(shape: int | tuple[int, ...], dtype: Any) -> jax.Array:
     """Return zeros in memory of their own, which later programs may take over.
@@ -108,6 +113,16 @@ def init_row_state(max_seqs: int, max_len: int) -> RowState:
     )
 
 
+def history_and_rest(state: RowState) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the history and all other fields, such that `RowState(history, *rest)` is the state.
+
+    A step changes the history alone. What it does not give back costs the host nothing: jax makes
+    an array of each result, with a buffer on every device.
+    """
+    history, *rest = jax.tree.leaves(state)
+    return history, tuple(rest)
+
+
 def row_of(state: RowState, seq: Int[Array, ""]) -> RowState:
     """Return the slice of one row: leaves without the leading axis."""
     return jax.tree.map(lambda leaf: leaf[seq], state)
@@ -120,10 +135,11 @@ def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> RowState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRow:
-    """One row on its way to the device, as two arrays: one transfer each, no compilation."""
+    """One row on its way to the devices, as one array: each array goes to each of them."""
 
-    ints: np.ndarray  # int32 [scalars + suppressed + biased + allowed + bad words + max_len]
-    floats: np.ndarray  # float32 [scalars + biased]
+    # int32: bits of floats [scalars + biased], then
+    # [scalars + suppressed + biased + allowed + bad words + max_len].
+    values: np.ndarray
 
 
 def pack_row(
@@ -157,20 +173,23 @@ def pack_row(
             _padded(token_ids, max_len, 0),
         ]
     )
-    floats = np.zeros(len(_FLOAT_SCALARS) + MAX_LOGIT_BIAS, np.float32)
+    floats = np.zeros(_NUM_FLOATS, np.float32)
     floats[: len(_FLOAT_SCALARS)] = [scalars[n] for n in _FLOAT_SCALARS]
     floats[len(_FLOAT_SCALARS) : len(_FLOAT_SCALARS) + len(bias)] = tuple(bias.values())
-    return PackedRow(ints, floats)
+    return PackedRow(np.concatenate([floats.view(np.int32), ints]))
+
+
+def admit(state: RowState, row: int, packed: PackedRow) -> RowState:
+    """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
+    return _admit(state, np.concatenate([np.array([row], np.int32), packed.values]))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def admit(
-    state: RowState,
-    row: Int[Array, ""],
-    ints: Int[Array, "packed_ints"],
-    floats: Float[Array, "packed_floats"],
-) -> RowState:
-    """Return `state` (donated) with row `row` taken over by a packed sequence; see pack_row."""
+def _admit(state: RowState, packed: Int[Array, "numbers"]) -> RowState:
+    """Return `state` with the row that comes first in `packed`, followed by PackedRow.values."""
+    row, ints_start = packed[0], 1 + _NUM_FLOATS
+    floats = jax.lax.bitcast_convert_type(packed[1:ints_start], jnp.float32)
+    ints = packed[ints_start:]
     values: dict[str, jax.Array] = {}
     for index, name in enumerate(_INT_SCALARS):
         values[name] = ints[index]

@@ -84,6 +84,7 @@ class ModelRunner:
         kept: KeptSteps | None = None,
         pooled: PagedKVCache | None = None,
         board: MaskBoard | None = None,
+        in_place: bool | None = None,
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
@@ -96,7 +97,7 @@ class ModelRunner:
         the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
         for the runners of other processes to `follow`. `kept` are compiled steps of earlier
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
-        for masks.
+        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._tell = vocab_size, tell
@@ -120,7 +121,7 @@ class ModelRunner:
             sizes,
             link,
             vocab_size,
-            in_place=jax.default_backend() != "cpu",
+            in_place=jax.default_backend() != "cpu" if in_place is None else in_place,
             compiler_options=NO_REMAT if reroute_tables is not None or pooled is not None else None,
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
@@ -165,7 +166,7 @@ class ModelRunner:
             if self.remote_table is not None:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)
-        self._state = admit(self._state, np.int32(0), packed.ints, packed.floats)
+        self._state = admit(self._state, 0, packed)
         if self.encoder is not None:
             self.encoder.warm_up(self._plain_slots)
         if self.merged is not None and self.slots is not None:
@@ -196,6 +197,11 @@ class ModelRunner:
         yield from self.lowered(self.programs)
         for p in self.two_part_programs:
             yield from self._step.lower_parts(self._operands(p), table, p.bucket)
+
+    @property
+    def num_warm_runs(self) -> int:
+        """How often a program runs before its first step."""
+        return self._step.num_warm_runs
 
     def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
         """Return steps of one program, ready to compile."""
@@ -292,7 +298,7 @@ class ModelRunner:
         if self._copies is not None:
             self._cache = self._copies.run(self._cache, step_input.moves)
         for row, packed in step_input.admitted:
-            self._state = admit(self._state, np.int32(row), packed.ints, packed.floats)
+            self._state = admit(self._state, row, packed)
         for new in step_input.pages:
             self._step.inputs.add_pages(new.row, new.first, new.pages)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from serving.api.request import PageMove, Sequence, StepPlan
+from serving.api.request import PageMove, ScheduledChunk, Sequence, StepPlan
 from serving.steps.device_state import PackedRow, pack_row
 from serving.steps.step import (
     BY_HEAD,
@@ -75,15 +75,16 @@ class StepInputs:
         return np.zeros((self._sizes.table_rows, self._sizes.max_seqs), np.int32)
 
     def _table(self, plan: StepPlan) -> np.ndarray:
+        """Return the table, written at once: numpy takes as long for a number as for a column."""
         table = self.empty_table()
+        if not plan.chunks:
+            return table
+        columns = np.array([_column(chunk) for chunk in plan.chunks], np.int32)
+        table[_FIELDS, columns[:, 0]] = columns[:, 1:].T
         for chunk in plan.chunks:
-            row = chunk.sequence.row
-            table[START, row] = chunk.start
-            table[NUM_TOKENS, row] = chunk.num_tokens
-            table[SLOT, row] = chunk.sequence.slot
-            table[NUM_TARGETS, row] = num_targets(chunk)
-            table[SAMPLES, row] = BY_HEAD if chunk.by_head else chunk.num_samples
-            table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
+            if chunk.drafts:
+                row = chunk.sequence.row
+                table[TABLE_ROWS : TABLE_ROWS + len(chunk.drafts), row] = chunk.drafts
         return table
 
     def _packed(self, sequence: Sequence) -> PackedRow:
@@ -107,6 +108,16 @@ class StepInputs:
                 self._num_pages[row] = len(pages)
                 new = np.array(pages[first:], np.int32) * np.int32(self._sizes.page_stride)
                 yield NewPages(row, first, new)
+
+
+_FIELDS = np.array([START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES])[:, None]  # of _column
+
+
+def _column(chunk: ScheduledChunk) -> tuple[int, ...]:
+    """Return a chunk's sequence row and its numbers in the table, in the order of _FIELDS."""
+    sequence, samples = chunk.sequence, BY_HEAD if chunk.by_head else chunk.num_samples
+    targets = num_targets(chunk) if chunk.prompt_logprobs else 0
+    return sequence.row, chunk.start, chunk.num_tokens, sequence.slot, targets, samples
 
 
 def is_scored(plan: StepPlan) -> bool:

@@ -98,6 +98,7 @@ class HostArrays:
 
     def __init__(self, step: InFlightStep):
         self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        self._scored = step.scored
         self._heads: np.ndarray | None = None
         if any(chunk.by_head for chunk in step.plan.chunks):
             self._heads = np.asarray(step.sampled.heads)
@@ -111,6 +112,8 @@ class HostArrays:
         """Return the result of a chunk whose place in `first_rows` is `first`."""
         if chunk.by_head:
             return self._of_head(chunk, first)
+        if chunk.samples and not (self._scored or chunk.prompt_logprobs or chunk.drafts):
+            return SequenceResult(chunk, self.token_ids[first])  # as nearly all of them are
         sampling = chunk.sequence.request.sampling
         targets = num_targets(chunk)
         scored: tuple[TokenLogprobs, ...] = ()

@@ -31,7 +31,7 @@ def make_state(samplings, tokens=(4, 5, 6), num_prompt=2, end_ids=(0,), seeds=No
     for row, sampling in enumerate(samplings):
         seed = 100 + row if seeds is None else seeds[row]
         packed = pack_row(sampling, tokens, num_prompt, seed, end_ids, MAX_LEN, VOCAB, bad_words)
-        state = admit(state, jnp.int32(row), packed.ints, packed.floats)
+        state = admit(state, row, packed)
     return state
 
 

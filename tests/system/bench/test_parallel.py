@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from support.drivers.scheduler_driver import Driver, limits
 
-from bench.parallel import bits, exchange, graphs, served, shapes, steps
+from bench.parallel import bits, exchange, graphs, host, served, shapes, steps
 from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
@@ -123,6 +123,19 @@ def test_steps_of_a_tiny_model_draw_the_same_tokens_on_two_devices():
     for tokens in ("base_tokens", "prompt_tokens"):
         assert len({row[tokens] for row in found}) == 1
     assert all(ms > 0 for row in found for ms in row["ms"].values())
+
+
+@pytest.mark.long
+def test_the_hosts_part_is_of_as_many_arrays_on_any_number_of_devices():
+    make_cpu_devices(2)
+    raw = shapes.tiny(shapes.QWEN3_30B)
+    one, two = host.measure(raw, [1, 2], steps.Sizes(rows=4, position=10))
+    for row in (one, two):
+        assert 0 < row["thread_us"] <= row["median_us"][0]
+        assert 0 <= row["launch_us"] <= row["median_us"][1]
+    # K and V pages of two layers, the history, samples.
+    assert one["results"] == two["results"] == 2 * 2 + 1 + 5
+    assert one["arguments"] <= two["arguments"]
 
 
 def _gpus() -> list[int]:

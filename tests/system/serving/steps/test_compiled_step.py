@@ -57,7 +57,7 @@ def decode(loaded, sampling, *, in_place, in_parts=False):
     cache, state = new_memory(model, config, step.sharding)
     for row in (0, 1):
         packed = pack_row(sampling, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
-        state = admit(state, np.int32(row), packed.ints, packed.floats)
+        state = admit(state, row, packed)
     tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1) % SIZES.num_pages
     step.inputs.set_pages(tables)
     tables[:] = 0  # the step has its own copy

@@ -17,7 +17,7 @@ def pack(sampling, tokens=(1, 2, 3), num_prompt=3, seed=7, end_ids=(0,)):
 
 def admit_one(sampling, row=1, **kwargs):
     packed = pack(sampling, **kwargs)
-    return admit(init_row_state(3, MAX_LEN), jnp.int32(row), packed.ints, packed.floats)
+    return admit(init_row_state(3, MAX_LEN), row, packed)
 
 
 def test_a_row_arrives_as_it_was_packed_and_no_other_row_changes():

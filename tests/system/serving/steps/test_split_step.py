@@ -57,7 +57,7 @@ def decode(step, operands, *, in_parts=False):
     state = operands.state
     for row in (0, 1):
         packed = pack_row(SAMPLING, (5 + row, 6, 7), 3, row, (), SIZES.max_len, SHAPE.vocab)
-        state = admit(state, np.int32(row), packed.ints, packed.floats)
+        state = admit(state, row, packed)
     tables = np.arange(4 * SIZES.max_pages, dtype=np.int32).reshape(4, -1)
     step.inputs.set_pages(tables % SIZES.num_pages)
     operands, samples, seen = operands._replace(state=state), [], set()
@@ -97,10 +97,29 @@ def test_forward_and_sample_apart_give_those_of_one_device(folder):
             np.testing.assert_array_equal(one, other)
 
 
-def test_every_step_runs_one_program(folder):
-    step, operands = make_step(folder, 2)
-    decode(step, operands)
+def test_every_step_in_place_runs_one_program_and_copies_results_of_one_device(folder):
+    step, operands = make_step(folder, 2, in_place=True)
+    _, addresses = decode(step, operands)
     assert step._step._cache_size() == 1
+    assert len(addresses) == 1
+    rows = SIZES.logit_rows(8)
+    held = step._results[rows]
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(held)]
+    copies = jax.tree.leaves(step._copied(held))
+    assert {leaf.devices() == {jax.devices()[0]} for leaf in copies} == {True}
+    assert len(jax.tree.leaves(held)[0].devices()) == 2
+    for copy, want in zip(copies, before, strict=True):
+        np.testing.assert_array_equal(copy, want)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_of_the_state_a_step_gives_back_the_history_alone(folder, devices):
+    """Every result is an array that the host makes, with a buffer on each device."""
+    step, operands = make_step(folder, devices)
+    results = step.lower(operands, table_of(0, 1), 8, lora=True).out_tree
+    cache, history, sampled, status = results.children()
+    assert cache.num_leaves == len(jax.tree.leaves(operands.cache))
+    assert (history.num_leaves, sampled.num_leaves, status.num_leaves) == (1, 5, 0)
 
 
 def test_one_device_has_no_trace_of_a_split(folder):

@@ -1,10 +1,13 @@
 """A step's input has every chunk's numbers, and of pages those that the device has not."""
 
+import dataclasses
 import pickle
 
 from support.drivers.scheduler_driver import Driver, limits
 
-from serving.steps.step import NUM_TOKENS, START, StepSizes
+from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
+from serving.api.sampling import Sampling
+from serving.steps.step import BY_HEAD, NUM_TOKENS, START, StepSizes
 from serving.steps.step_input import StepInputs, is_scored
 from serving.steps.step_programs import Program
 
@@ -26,7 +29,7 @@ def test_pages_go_out_once_and_rows_when_they_are_admitted():
     driver.add(range(1, 11), ignore_eos=True)
     (first_plan, first), *rest = inputs_of(driver)
     ((row, packed),) = first.admitted
-    assert packed.ints[-48:-38].tolist() == list(range(1, 11))
+    assert packed.values[-48:-38].tolist() == list(range(1, 11))
     assert first.table[[START, NUM_TOKENS], row].tolist() == [0, 6]
     pages = first.pages[0].pages.tolist()
     for _, one in rest:
@@ -53,3 +56,31 @@ def test_an_empty_table_has_no_rows():
     table = StepInputs(SIZES, 20, ()).empty_table()
     assert table.shape == (SIZES.table_rows, 4)
     assert not table.any()
+
+
+def test_each_chunk_has_its_numbers_in_the_column_of_its_row():
+    """Of a chunk that scores its prompt, one with drafts, one of a task head; row 2 is free."""
+
+    def chunk(row, slot, start, count, samples, **more):
+        request = Request(str(row), (5,) * 9, Sampling(), None, "", print, 0.0, 0.0)
+        sequence = Sequence(request, 0, 0, [5] * 9, row=row)
+        sequence.slot = slot
+        return ScheduledChunk(sequence, start, count, samples, **more)
+
+    plan = StepPlan(
+        (
+            chunk(3, -1, 2, 5, False, prompt_logprobs=True),
+            chunk(0, 1, 9, 3, True, drafts=(7, 8)),
+            chunk(1, 0, 0, 9, False, by_head=True),
+        )
+    )
+    sizes = dataclasses.replace(SIZES, max_drafts=3)
+    made = StepInputs(sizes, 20, ()).make(plan, Program(32), in_parts=False)
+    # start, tokens, slot, targets, samples, then drafts
+    want = [
+        [9, 3, 1, 0, 3, 7, 8, 0],
+        [0, 9, 0, 0, BY_HEAD, 0, 0, 0],
+        [0] * 8,
+        [2, 5, -1, 5, 0, 0, 0, 0],
+    ]
+    assert made.table.T.tolist() == want
