@@ -270,23 +270,20 @@ class EngineLoop:
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
         """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
 
-        While the masks are made, the next step is planned.
+        While the masks are made, the next step is planned: after the callers have their tokens,
+        as a stop string ends a sequence and takes its row away, and no plan may hold it then.
         """
         row_masks, masks = self._parts.grammars.masks, self._parts.runner.new_masks()
         rows = row_masks.rows(held.plan, held.first_samples)
         filling = row_masks.start(rows, masks.words)
+        self._hand_out(progress)
         # The device is idle from the end of this step to the next one's dispatch.
         settled = not (held.plan.is_short or held.plan.has_drafts)
         if self._parts.turns is None and settled and not self._pacer.waits:
             made = self._plan(time.monotonic())
             self._planned = made if made.plan or made.ended or made.expired else None
-        if filling.job is not None:
-            self._hand_out(progress)
         self._failed = row_masks.finish(filling, masks.row_to_mask)
-        step = self._parts.runner.sample(held, masks)
-        if filling.job is None:
-            self._hand_out(progress)
-        return step
+        return self._parts.runner.sample(held, masks)
 
     def _follow_registry(self) -> None:
         """Let the device follow what was loaded and unloaded since the last look."""

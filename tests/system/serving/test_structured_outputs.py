@@ -199,6 +199,18 @@ def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine)
     assert all(entry.logprob <= 0 for entry in logprobs)
 
 
+def test_rows_keep_their_masks_when_a_stop_string_ends_a_neighbour(engine):
+    """The next step is planned ahead, and must not hold a sequence that has no row any more."""
+    letters = bound(1, structured_outputs={"regex": "[a-h]{60}"}, stop=["a"], max_tokens=40)
+    digits = bound(1, structured_outputs={"regex": "[0-9]{60}"}, max_tokens=40)
+    samplings = [dataclasses.replace(letters, seed=seed) for seed in range(4)]
+    samplings += [dataclasses.replace(digits, seed=seed) for seed in range(2)]
+    samplings += [FREE[0]]
+    alone = [answer(engine.generate(["x"], None, one)[0]) for one in samplings]
+    assert len({len(ids) for ((ids, *_),) in alone[:4]}) > 2  # they end in different steps
+    assert [answer(one) for one in engine.generate(["x"] * 7, None, samplings)] == alone
+
+
 @pytest.mark.parametrize(
     ("outputs", "pattern"),
     [
