@@ -47,7 +47,8 @@ class LoraResidency(AbstractLoaderResidency):
         return self.keep_composed(weights if form is None else form(weights))
 
     def keep_composed(self, weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights, self._copier)
+        kept = pin_matrices(weights, self._copier)
+        return kept.prepared() if isinstance(kept, AdapterWeights) else kept
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
