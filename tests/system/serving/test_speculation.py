@@ -36,6 +36,9 @@ class Paying(DraftTimes):
     def pays(self, rows, num_drafts, expected):
         return True
 
+    def rest(self):
+        return False
+
 
 def speculating(*args, paying=True, **fields):
     engine = Engine(*args, speculative_config=NGRAM, **fields)
