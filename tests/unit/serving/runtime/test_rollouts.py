@@ -29,7 +29,6 @@ def registry(tmp_path):
 @pytest.fixture
 def made(registry, tmp_path):
     made = Rollouts(registry)
-    (tmp_path / "state").mkdir()
     made.keep_in(tmp_path / "state")
     return made
 
