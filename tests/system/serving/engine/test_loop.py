@@ -30,6 +30,7 @@ from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.mask_board import MaskBoard
 from serving.steps.sampler import INVALID_TOKEN
 from serving.steps.step import StepSizes
+from serving.steps.step_results import InFlightStep
 from serving.text.structured.grammars import Grammars
 from serving.text.structured.row_masks import RowMasks
 from serving.text.tokenizer import Tokenizer
@@ -55,7 +56,7 @@ class Runner:
         self.asked_cold += 1
         return False
 
-    def dispatch(self, plan):
+    def dispatch(self, plan, masks_first):
         self.trouble(plan)
         self.order.append("short" if plan.is_short else "dispatch")
         return SimpleNamespace(plan=plan, remote_status=self.status)
@@ -265,7 +266,7 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     loop._parts = SimpleNamespace(
         runner=SimpleNamespace(board=board), grammars=SimpleNamespace(masks=masks)
     )
-    loop._post_masks(SimpleNamespace(plan=plan, first_samples=(), number=board.take_number()))
+    loop._post_masks(plan, [], board.take_number())
     next_number = board.take_number()  # the next step goes out meanwhile
     assert posted == []
     may.set()
@@ -283,7 +284,8 @@ def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_fo
     result = SimpleNamespace(token_id=INVALID_TOKEN, chunk=SimpleNamespace(sequence=sequence))
     plan = SimpleNamespace(is_bound=False, num_tokens=1, chunks=(), has_drafts=False)
     loop._flying = SimpleNamespace(plan=plan, remote_status=None)
-    bound = SimpleNamespace(plan=SimpleNamespace(is_bound=True, is_short=False))
+    plan = SimpleNamespace(is_bound=True, is_short=False, chunks=())
+    bound = InFlightStep(plan, (), None, scored=False, number=1, waits=True)
     runner = SimpleNamespace(read=lambda step: [result])
     books = SimpleNamespace(
         finish=lambda one, reason: order.append("finish"), complete=lambda *_: []
@@ -291,9 +293,9 @@ def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_fo
     parts = dataclasses.replace(last._parts, runner=runner, scheduler=books)
     loop._parts, loop._lock, loop._pacer = parts, threading.Lock(), last._pacer
     loop._planned = engine_loop._Planned(bound.plan, [sequence], [])
-    loop._failed, loop._untold, loop.num_steps = [], [], 0
+    loop._failed, loop._untold, loop._early, loop.num_steps = [], [], None, 0
     loop._send = lambda plan, now: bound
-    loop._post_masks = lambda step: order.append("masks")
+    loop._post_masks = lambda *_: order.append("masks")
     loop._live = SimpleNamespace(end=lambda one, reason, *_, **__: order.append(reason))
     loop._iterate()
     assert order == ["finish", "masks", FinishReason.ABORT, FinishReason.ERROR]
