@@ -5,6 +5,7 @@ are written only where nothing lies, the table names them when all are there, an
 its memory until every step that was dispatched before has been read back.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -193,6 +194,10 @@ class PooledLoadJob:
                 return slots  # nobody waits for the bytes: the next call looks again
             self._rows.finish_writes()
         except _TROUBLE as error:
+            with contextlib.suppress(
+                *_TROUBLE
+            ):  # no byte may be on its way to what loses its memory
+                self._rows.finish_writes()
             raise LoadFailed(str(error), may_pass=False) from error
         self._published = True
         return publish(clear_slots(slots, self._placement.cleared_slots), self._placement)

@@ -4,6 +4,7 @@ Every array spans all that could ever be; memory is only where something lies. A
 writes the part that has memory, and owns none of it: arrays over virtual memory are not donated.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -152,7 +153,12 @@ class PooledRows:
         self.pool.memory.finish_writes()
 
     def close(self) -> None:
-        """Give memory and addresses back; nothing may run any more."""
+        """Give memory and addresses back, when writes under way have ended; nothing else may run.
+
+        What a write fails with has no reader any more.
+        """
+        with contextlib.suppress(MemoryError, ValueError, OSError, RuntimeError):
+            self.finish_writes()
         _close(self._tensors.values(), list(self.arrays.values()))
         self.arrays = {}
 

@@ -1,5 +1,6 @@
 """LoRA adapters in an engine's own slots."""
 
+import jax.numpy as jnp
 import numpy as np
 from support.cases import adapter_cases
 from support.doubles.late_copier import LateCopier
@@ -39,3 +40,15 @@ def test_the_host_cuts_the_weights_of_files_and_pins_all():
     for packed, given in zip(kept, (cut, weights), strict=True):
         for one, other in zip(packed.matrices(), given.matrices(), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_no_copy_is_under_way_to_arrays_of_an_engine_that_has_closed():
+    copier = LateCopier(late=1_000_000)
+    lora = LoraResidency(AdapterLoader(Slots(1), OneStep), copier)
+    array = jnp.zeros(4)
+    copier.begin_write_into(array, 0, np.ones(4, np.float32))
+    lora.close()
+    assert not copier.begun
+    assert array.sum() == 4
+    copier.finish_writes = lambda: (_ for _ in ()).throw(RuntimeError("a copy has failed"))
+    lora.close()
