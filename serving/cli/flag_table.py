@@ -20,9 +20,8 @@ def table() -> str:
         "",
         "- *same*: a flag of ours with this name and meaning.",
         "- *already so*: accepted; it asks for what this server always does.",
-        "- *refused*: ends the start with the reason. A value that asks for nothing is accepted: the "
-        "other form of a",
-        "  switch, vLLM's own default.",
+        "- *refused*: ends the start with the reason. A value that asks for nothing is accepted:",
+        "  the other form of a switch, vLLM's own default.",
         "",
         "A flag may be spelled with underscores, an object key by key (`--flag.key VALUE`).",
         "",
