@@ -26,6 +26,7 @@ from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
 from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.pacing import Pacer
+from serving.engine.registry_follower import RegistryFollower
 from serving.scheduling.scheduler import Progress, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep
 
@@ -60,13 +61,14 @@ class EngineLoop:
         self._closing = False
         self._dead = False
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
+        follows = parts.registry, parts.compositions, parts.residencies, parts.metrics
+        self._follower = RegistryFollower(*follows)
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._planned: _Planned | None = None  # made while the step before waits for its masks
         self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
         self._untold: list[Failure] = []  # whose callers do not know yet
         self._early: list[Progress] | None = None  # of a step that was read before the next went
-        self._generation = -1  # of the registry, as last seen
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
         self._pacer = Pacer(time.monotonic)
@@ -206,7 +208,7 @@ class EngineLoop:
         scheduler = self._parts.scheduler
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
-            self._follow_registry()
+            self._follower.follow()
             ended = [s for request_id in aborts for s in scheduler.abort(request_id)]
             expired = scheduler.expired(now)
             return _Planned(scheduler.plan(now), ended, expired)
@@ -291,21 +293,6 @@ class EngineLoop:
             self._planned = made if made.plan or made.ended or made.expired else None
         self._failed = row_masks.finish(filling, masks.row_to_mask)
         return self._parts.runner.sample(held, masks)
-
-    def _follow_registry(self) -> None:
-        """Let the device follow what was loaded and unloaded since the last look."""
-        registry, composed = self._parts.registry, self._parts.compositions
-        # Both only grow.
-        generation = registry.generation + (0 if composed is None else composed.generation)
-        if generation == self._generation:
-            return
-        self._generation, known = generation, registry.known()
-        self._parts.metrics.set_adapters([adapter.name for adapter in known])
-        entries = registry.entries()
-        if composed is not None:
-            composed.keep_only({adapter.digest for adapter in known})
-            entries += composed.entries()
-        self._parts.residencies.reconcile(entries)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""

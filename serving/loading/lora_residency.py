@@ -48,7 +48,8 @@ class LoraResidency(AbstractLoaderResidency):
         return self.keep_composed(weights if form is None else form(weights))
 
     def keep_composed(self, weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights, self._copier)
+        kept = pin_matrices(weights, self._copier)
+        return kept.prepared() if isinstance(kept, AdapterWeights) else kept
 
     def close(self) -> None:
         if self._copier is not None:  # no byte may be on its way to arrays that go now

@@ -103,6 +103,10 @@ class PageRoom:
         assert self._allocator is not None, "no adapter could have been placed"
         return self._allocator
 
+    def finish_clears(self) -> None:
+        """Return when memory that came is zeros, where kernels need that; before each program."""
+        self.pool.memory.finish_clears()
+
     def collect(self, dispatched: int, read: int) -> int:
         """Free what no step can read any more; return how much of what left has gone by it.
 
@@ -130,6 +134,7 @@ class PageRoom:
 
     def rest(self) -> None:
         """Give the device the pages back that nothing lies on."""
+        self.finish_clears()
         if self.pool.stats().free:
             self.pool.trim()
 

@@ -40,8 +40,9 @@ class PooledPages:
     ):
         """Reserve addresses for so many pages; none has memory.
 
-        With `cleared` pages are zeros when they come: kernels of a device multiply what lies behind
-        a sequence's end by zero, and a NaN of another array would stay one.
+        With `cleared` pages that come are zeros when the memory's `finish_clears` returns: kernels
+        of a device multiply what lies behind a sequence's end by zero, and a NaN of another array
+        would stay one.
 
         Raises:
             ValueError: a layer's part of a page begins where no array of jax may.
@@ -99,7 +100,8 @@ class PooledRows:
 
         Kernels of a device read rows in groups: up to `overrun` rows behind an adapter's, which
         they multiply by zero, and the first rows for an adapter that has none. Where there is an
-        overrun these rows have memory, and memory is zeros when it comes. Else nothing has memory.
+        overrun these rows have memory, and memory that comes is zeros when the memory's
+        `finish_clears` returns. Else nothing has memory.
 
         Raises OutOfPages where the pool has no room for the first rows.
         """
@@ -111,6 +113,7 @@ class PooledRows:
             self._tensors[width] = WeightTensor(pool, shape, self.dtype, **options)
             if overrun:
                 self._tensors[width].keep(range(min(count, overrun)))
+        pool.memory.finish_clears()
         self.arrays: dict[str, jax.Array] = {
             str(width): pool.memory.array(t.address, (t.shape[0], t.shape[2]), self.dtype)
             for width, t in self._tensors.items()

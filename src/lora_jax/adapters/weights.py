@@ -195,6 +195,14 @@ class AdapterWeights:
         }
         return dataclasses.replace(self, sites=sites)
 
+    def prepared(self) -> "AdapterWeights":
+        """Return this adapter with all computed that placing it on a device asks for.
+
+        A reader's thread calls it, so that the engine's thread need not compute it between steps.
+        """
+        _ = self.site_columns, self.host_runs, self._rows_by_width
+        return self
+
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""
         return dict(self._rows_by_width)

@@ -104,8 +104,8 @@ class NeverThere:
     def drop(self, digest):
         self.kept -= 1
 
-    def reconcile(self, entries):
-        self.entries = list(entries)
+    def follow(self, changes):
+        self.changes = changes
 
     def prepare(self, device, dispatched):
         pass
@@ -134,10 +134,8 @@ class Registry:
     def __init__(self):
         self.generation, self.names = 0, []
 
-    def entries(self):
-        return [SimpleNamespace(name=name) for name in self.names]
-
-    known = entries
+    def take_changes(self):
+        return [(name, SimpleNamespace(name=name)) for name in self.names]
 
 
 @pytest.fixture(scope="module")
@@ -464,10 +462,10 @@ def test_a_full_queue_refuses_without_a_trace(case):
 
 
 def test_the_registry_is_followed(case):
-    wait_until(lambda: case.residencies.entries == [])
+    wait_until(lambda: case.residencies.changes == [])
     case.registry.names = ["law", "sql"]
     case.registry.generation += 1
     case.loop.wake()
-    wait_until(lambda: [entry.name for entry in case.residencies.entries] == ["law", "sql"])
+    wait_until(lambda: [name for name, _ in case.residencies.changes] == ["law", "sql"])
     value = case.metrics.registry.get_sample_value
     assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0

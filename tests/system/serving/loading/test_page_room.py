@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support.cases import adapter_cases
 from support.doubles.faulty_memory import LateMemory
+from support.doubles.late_clears import LateClears
 from support.drivers.pool_driver import FLOAT, PAGE, PoolDriver, shifting
 from support.drivers.scheduler_driver import check_answer, limits
 
@@ -21,10 +22,11 @@ from serving.loading.page_room import PooledLoadJob
 PHASES = ("adapters", "long", "both")
 
 
-def walk(steps: int, seed: int) -> PoolDriver:
+def walk(steps: int, seed: int, pages: int = 50, **how) -> PoolDriver:
     """Run random requests in phases; check everything after every step."""
     rng = random.Random(seed)
-    driver = PoolDriver(limits(num_pages=40, adapter_wait_s=1e9, max_num_seqs=4), pages=50)
+    bounds = limits(num_pages=40, adapter_wait_s=1e9, max_num_seqs=4)
+    driver = PoolDriver(bounds, pages=pages, **how)
     added = []
     for number in range(steps):
         phase = PHASES[number * 9 // steps % 3]
@@ -49,6 +51,13 @@ def walk(steps: int, seed: int) -> PoolDriver:
 
 def test_memory_moves_both_ways_and_every_sequence_gives_what_it_gives_alone():
     walk(400, seed=1).room.close()
+
+
+def test_no_step_is_sent_before_the_pages_that_came_are_zeros():
+    memory = LateClears()
+    driver = walk(100, seed=1, pages=64, memory=memory, overrun=2)
+    assert memory.num_cleared > 20
+    driver.room.close()
 
 
 @pytest.mark.long
