@@ -326,13 +326,24 @@ class EngineLoop:
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = turns is None and self._parts.runner.run_cold()  # nothing runs without a turn
+            cold = self._run_cold()
         with self._lock:
             if self._woken or self._closing:
                 return
             blocked = cold or self._parts.scheduler.has_work
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
+
+    def _run_cold(self) -> bool:
+        """Run a program on nothing that has not run yet; return whether any is left."""
+        runner, turns = self._parts.runner, self._parts.turns
+        if turns is None or not runner.has_cold:
+            return runner.run_cold()
+        if not turns.take_idle(lambda: self._woken or self._closing):
+            return True
+        left = runner.run_cold()
+        turns.give_back()
+        return left
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
