@@ -339,7 +339,8 @@ class EngineLoop:
         runner, turns = self._parts.runner, self._parts.turns
         if turns is None or not runner.has_cold:
             return runner.run_cold()
-        if not turns.take_idle(lambda: self._woken or self._closing):
+        until = time.monotonic() + _IDLE_WAIT_S  # then the loop says that it lives, and asks again
+        if not turns.take_idle(lambda: self._woken or self._closing or time.monotonic() > until):
             return True
         left = runner.run_cold()
         turns.give_back()

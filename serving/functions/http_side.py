@@ -16,7 +16,7 @@ from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 from serving.http.wire.uvicorn_server import uvicorn_config
 
-_ENDED_S = 10.0
+_ENDED_S = 10.0  # for an answer of a few tokens
 
 
 class HttpSide:
@@ -84,6 +84,7 @@ class HttpSide:
         head += f"Authorization: Bearer {token_of(Caller())}\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
         with ours:
+            ours.settimeout(_ENDED_S)
             ours.sendall(head.encode() + data)
             answer = b"".join(iter(lambda: ours.recv(1 << 16), b""))
         ended.wait(_ENDED_S)  # then it has been counted

@@ -2,7 +2,7 @@
 
 A forked process copies each page that it first writes; routes, templates and programs do some work
 once. A function that was started ahead of its calls has done all this when they come. The counters
-of requests are set back, and the prompt fills no page, so that no prefix of it is kept.
+of requests are set back. The prefix cache keeps the words of a chat template at most.
 """
 
 import logging
