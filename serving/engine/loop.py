@@ -21,6 +21,7 @@ from serving.api.request import (
     StepPlan,
 )
 from serving.engine import failures
+from serving.engine.cold_programs import run_cold
 from serving.engine.failures import Failure
 from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
@@ -326,25 +327,13 @@ class EngineLoop:
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = self._run_cold()
+            cold = run_cold(self._parts.runner, turns, lambda: self._woken or self._closing)
         with self._lock:
             if self._woken or self._closing:
                 return
             blocked = cold or self._parts.scheduler.has_work
             waits = _LOADING_WAIT_S if loading else _BLOCKED_WAIT_S if blocked else _IDLE_WAIT_S
             self._wake.wait(waits)
-
-    def _run_cold(self) -> bool:
-        """Run a program on nothing that has not run yet; return whether any is left."""
-        runner, turns = self._parts.runner, self._parts.turns
-        if turns is None or not runner.has_cold:
-            return runner.run_cold()
-        until = time.monotonic() + _IDLE_WAIT_S  # then the loop says that it lives, and asks again
-        if not turns.take_idle(lambda: self._woken or self._closing or time.monotonic() > until):
-            return True
-        left = runner.run_cold()
-        turns.give_back()
-        return left
 
     def _process_results(self, step: InFlightStep) -> None:
         """Read a step's results and hand out what they mean."""
