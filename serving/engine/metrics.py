@@ -4,7 +4,7 @@ Gauges are read from the engine when they are scraped; counters and histograms a
 engine's thread. Labels are only ever names that the operator or the registry chose.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -155,18 +155,23 @@ class EngineMetrics:
         self._by_source["local_compute"].inc(computed)
         self._by_source["local_cache_hit"].inc(cached)
 
-    def set_adapters(self, names: Iterable[str]) -> None:
-        """Keep series per adapter for these loaded names only."""
-        names = tuple(names)
-        self._versions.set_adapters(names)
-        wanted = {*names, self._model_name}
-        for name in self._adapters - wanted:
-            for counter in self._by_adapter.values():
-                counter.remove(name)
-        for name in wanted - self._adapters:
-            for counter in self._by_adapter.values():
-                counter.labels(name)
-        self._adapters = wanted
+    def add_adapter(self, name: str) -> None:
+        """Have series for a name; one that is known keeps its series."""
+        if name in self._adapters:
+            return
+        self._versions.add(name)
+        for counter in self._by_adapter.values():
+            counter.labels(name)
+        self._adapters.add(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Have no series for this name any more."""
+        if name not in self._adapters or name == self._model_name:
+            return
+        self._versions.remove(name)
+        for counter in self._by_adapter.values():
+            counter.remove(name)
+        self._adapters.discard(name)
 
     def request_done(self, request: FinishedRequest) -> None:
         """Record a request whose choices have all ended."""

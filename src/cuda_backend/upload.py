@@ -49,10 +49,10 @@ class Uploader:
     def begin(self, address: int, host_address: int, num_bytes: int, owner: object) -> None:
         """Copy to the device some time before `finish` returns; `owner` lives until then."""
         if self._pinned_arrays.holds(host_address, num_bytes):
-            with self._lock:
-                self._owners.append(owner)
             copy = address, host_address, num_bytes, self._direct
             self._call_in_context("cuMemcpyHtoDAsync_v2", *copy)
+            with self._lock:  # behind the copy, or a `finish` between them would let the owner go
+                self._owners.append(owner)
             return
         for start in range(0, num_bytes, BUFFER_BYTES):
             size = min(BUFFER_BYTES, num_bytes - start)

@@ -2,13 +2,12 @@
 
 import shutil
 import threading
-from pathlib import Path
+import weakref
 
 import numpy as np
 import pytest
-from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
+from support.doubles.driver_double import cuda_double
 
-from cuda_backend import driver
 from cuda_backend.upload import BUFFER_BYTES, BUFFERS, Uploader
 from cuda_backend.vmm import CudaDriver
 from lora_jax.memory.virtual import MappingError
@@ -18,9 +17,7 @@ pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on t
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory):
-    source = Path(__file__).parents[2] / "support" / "doubles" / "cuda_double.c"
-    library = compile_double(source, tmp_path_factory.mktemp("cuda"))
-    return Double(library, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+    return cuda_double(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
@@ -87,3 +84,23 @@ def test_pinned_memory_is_copied_by_the_driver_alone(uploader, monkeypatch):
     uploader.finish()
     assert uploader.is_done()
     assert np.array_equal(target, values[5:])
+
+
+def test_a_copy_keeps_pinned_memory_though_another_thread_has_just_waited(uploader, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    uploader.pin(values)
+    target, kept, call = np.zeros_like(values), weakref.ref(values), uploader._call_in_context
+
+    def finish_first(name, *arguments):
+        uploader.finish()  # another thread's, when the copy is about to begin
+        call(name, *arguments)
+
+    monkeypatch.setattr(uploader, "_call_in_context", finish_first)
+    uploader.begin(target.ctypes.data, values.ctypes.data, values.nbytes, values)
+    monkeypatch.undo()
+    want = values.copy()
+    del values
+    assert kept() is not None, "the driver may still copy out of it"
+    uploader.finish()
+    assert kept() is None
+    assert np.array_equal(target, want)

@@ -36,7 +36,7 @@ def test_every_vllm_name_is_there_from_the_start_with_its_type_and_labels():
 
 def test_a_finished_request_feeds_counters_and_histograms():
     made = make()
-    made.set_adapters(["sql"])
+    made.add_adapter("sql")
     made.request_done(DONE)
     made.prompt_scheduled(3, 4)
     made.tokens_generated(8)
@@ -93,7 +93,8 @@ def test_requests_can_be_forgotten_and_loads_stay_counted():
 def test_only_loaded_names_become_labels():
     made = make()
     for number in range(50):
-        made.set_adapters([f"adapter-{number}"])
+        made.add_adapter(f"adapter-{number}")
+        made.remove_adapter(f"adapter-{number - 1}")
         made.request_done(dataclasses.replace(DONE, adapter=f"adapter-{number}"))
         made.request_done(dataclasses.replace(DONE, adapter=f"gone-{number}"))
     made.request_done(dataclasses.replace(DONE, adapter=None))
