@@ -58,12 +58,14 @@ class EngineMetrics:
 
     def forget_requests(self) -> None:
         """Count requests and tokens from zero again; for an engine that has none."""
-        known = self._adapters
+        known = tuple(self._adapters)
+        for name in known:
+            self._versions.remove(name)
         self.registry.unregister(self._counts)
         self._begin()
-        self._versions.set_adapters(())
         self.tiers.forget_requests()
-        self.set_adapters(known)
+        for name in known:
+            self.add_adapter(name)
 
     def _begin(self) -> None:
         """Have counters of requests, all zero, in a registry of their own within `registry`."""

@@ -65,7 +65,8 @@ def test_a_finished_request_feeds_counters_and_histograms():
 
 def test_requests_can_be_forgotten_and_loads_stay_counted():
     made = make(EngineStats())
-    made.set_adapters(["sql"])
+    for name in ("sql", "law@2"):  # a version has series of its own
+        made.add_adapter(name)
     made.adapter_loaded_on_device(0.5)
     made.tiers.read(0.1)
 
@@ -75,13 +76,14 @@ def test_requests_can_be_forgotten_and_loads_stay_counted():
 
     before = lines()
     made.request_done(DONE)
+    made.request_done(dataclasses.replace(DONE, adapter="law@2"))
     made.prompt_scheduled(3, 4)
     made.tokens_generated(8)
     made.step_done(5)
     made.tiers.queued("host")
     made.rejected("invalid")
     assert lines() != before
-    assert made.requests_done == 1
+    assert made.requests_done == 2
     made.forget_requests()
     assert lines() == before
     assert (made.requests_done, made.prompt_tokens, made.generation_tokens) == (0, 0, 0)
