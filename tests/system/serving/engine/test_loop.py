@@ -50,10 +50,13 @@ class Runner:
 
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
-        self.order, self.status, self.asked_cold = [], None, 0
+        self.order, self.status, self.asked_cold, self.has_cold = [], None, 0, False
 
     def run_cold(self):
         self.asked_cold += 1
+        if self.has_cold:
+            self.order.append("cold")
+        self.has_cold = False
         return False
 
     def dispatch(self, plan, masks_first):
@@ -240,18 +243,29 @@ def test_a_short_step_is_read_before_the_next_is_dispatched(case):
 
 def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenizer):
     wait_until(lambda: case.runner.asked_cold)
-    given_back = threading.Event()
-    turns = SimpleNamespace(
-        is_due=False, take=lambda *_: None, give_back=given_back.set, ran=lambda *_: None
-    )
+    order, is_free = [], threading.Event()
+
+    def take_idle(woken):
+        order.append("asked")
+        while not (is_free.is_set() or woken()):
+            time.sleep(0.001)
+        return is_free.is_set()
+
+    turns = SimpleNamespace(is_due=False, take=lambda *_: None, take_idle=take_idle)
+    turns.give_back, turns.ran = lambda: order.append("given back"), lambda *_: None
     sharing = Case(tokenizer, turns=turns)
-    for _ in range(2):  # the second time the loop has been idle once
-        assert given_back.wait(60)
-        given_back.clear()
-        sharing.loop.wake()
+    sharing.runner.order, sharing.runner.has_cold = order, True
+    sharing.loop.wake()
+    wait_until(lambda: "asked" in order)
+    _, deltas = sharing.ask(max_tokens=1)  # a call comes while others have the device
+    wait_until(lambda: ended(deltas))
+    assert "cold" not in order
+    is_free.set()
+    sharing.loop.wake()
+    wait_until(lambda: "cold" in order and order[-1] == "given back")
+    assert order[order.index("cold") - 1 :][:3] == ["asked", "cold", "given back"]
     sharing.loop.close()
     sharing.compilations.close()
-    assert sharing.runner.asked_cold == 0
 
 
 def test_masks_that_are_made_late_are_posted_for_their_own_step():
