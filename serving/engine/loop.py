@@ -21,6 +21,7 @@ from serving.api.request import (
     StepPlan,
 )
 from serving.engine import failures
+from serving.engine.cold_programs import run_cold
 from serving.engine.failures import Failure
 from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
@@ -317,7 +318,7 @@ class EngineLoop:
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = turns is None and self._parts.runner.run_cold()  # nothing runs without a turn
+            cold = run_cold(self._parts.runner, turns, lambda: self._woken or self._closing)
         with self._lock:
             if self._woken or self._closing:
                 return

@@ -279,8 +279,8 @@ def pool_sizes(
         need = -(-max(1, -(-wanted // config.block_size)) // extent) * extent_pages + adapter
         raise ValueError(
             f"page_pool_bytes {budget} has room for {pages} pages of {page} bytes. A sequence of "
-            f"{wanted} tokens and an adapter of rank {config.max_lora_rank} take {need}: raise it "
-            "or lower max_model_len or max_lora_rank."
+            f"{wanted} tokens and an adapter of rank {config.max_lora_rank} take {need} "
+            "pages: raise it, or lower max_model_len or max_lora_rank."
         )
     least = -(-longest // config.block_size)
     useful = config.max_num_seqs * least

@@ -190,6 +190,11 @@ class ModelRunner:
             logits, _ = self._run_forward(table, program)
             _read(self._run_sample(logits, self.new_masks().packed, program.bucket))
 
+    @property
+    def has_cold(self) -> bool:
+        """True if there may be a program that has never run."""
+        return bool(self._cold)
+
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
         if (program := take_read(self._cold)) is not None:

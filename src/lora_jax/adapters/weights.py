@@ -86,7 +86,7 @@ TokenIds = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteColumns:
-    """What an adapter's table says of its sites, one row a site; rows lie elsewhere each time.
+    """An adapter's entries of the table, one row a site, without the places of its rank rows.
 
     `matrices` int [sites, 2] are the numbers of a and b in the order of `AdapterWeights.matrices`,
     `shapes` int32 [sites, 3] the rank and the rows from one expert's a and b to the next one's.

@@ -1,4 +1,4 @@
-"""What every residency does alike: it asks its loader, and needs nothing else."""
+"""Every residency asks its loader, and needs nothing else."""
 
 import pytest
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device, entry
