@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.contracts.transport_contract import wait_for
+from support.waiting import wait_until
 
 from lora_jax.ops.native import BuildError
 from serving.lora_server.transport import tenants
@@ -139,7 +139,7 @@ def test_a_sleeping_tenant_is_woken_with_and_without_the_ring(client, tenant, mo
     x = np.random.default_rng(3).standard_normal((2, 16), np.float32)
     waits = []
     for _ in range(10):
-        wait_for(lambda: all(map(sleeps, asleep)))
+        wait_until(lambda: all(map(sleeps, asleep)))
         before = client.stats().wait_seconds
         ys, status = exchange(client, x, [0, 1])
         waits.append(client.stats().wait_seconds - before)
