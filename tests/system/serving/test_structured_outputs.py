@@ -425,7 +425,8 @@ def test_drafts_of_bound_rows_change_no_bit(engine):
     want = engine.generate(TEXTS[:3] * 2, names, samplings)
     adapters = {"law": ADAPTERS["law"]}
     with Engine(str(MODEL), adapters, speculative_config=ngram, **SIZES) as drafting:
-        drafting._loop._parts.scheduler._speculation._times.pays = lambda *_: True
+        times = drafting._loop._parts.scheduler._speculation._times
+        times.pays, times.rest = lambda *_: True, lambda: False
         got = [drafting.generate(TEXTS[:3], names[:3], samplings[i : i + 3]) for i in (0, 3)]
         labels = {"model_name": drafting.model_info.name, "engine": "0"}
         name = "vllm:spec_decode_num_accepted_tokens_total"
