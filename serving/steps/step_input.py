@@ -78,6 +78,7 @@ class StepInputs:
         table = self.empty_table()
         for chunk in plan.chunks:
             row = chunk.sequence.row
+            assert row >= 0, "a step of a sequence that has ended or waits"
             table[START, row] = chunk.start
             table[NUM_TOKENS, row] = chunk.num_tokens
             table[SLOT, row] = chunk.sequence.slot
