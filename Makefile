@@ -50,7 +50,7 @@ define install  # of requirements/$(1).txt, or else of the ranges in pyproject.t
 	fi
 endef
 
-.PHONY: serve wheel test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-report notebooks clean
+.PHONY: serve wheel test test-quick test-all test-avx2 test-faults soak test-clients test-gpu test-aot test-ascend lint lock sbom docs bench-cpu bench-gpu bench-report notebooks clean
 
 serve: .venv/.serve  ## start the embedded default on this machine's CPU
 	$(BIN)/python -m serving.launch $(MODEL) $(addprefix --lora-dir ,$(wildcard $(MODEL)/adapters)) $(if $(strip $(ESFT_FOLDERS)$(HEAD_FOLDERS)),--lora-modules $(ESFT_FOLDERS) $(HEAD_FOLDERS)) --port $(PORT) $(ARGS)
@@ -117,6 +117,13 @@ docs: .venv/.docs  ## build the pages as a site in .cache/site, and check its li
 
 bench-cpu: .venv/.dev  ## this server against transformers + PEFT, in one run
 	$(BIN)/python -m bench.serve --cpu --out bench/results
+
+# Where a part's results go, and the seconds that all parts may take.
+OUT ?= .cache/bench-gpu
+BUDGET_S ?= 7200
+
+bench-gpu: .venv/.dev  ## every benchmark that needs NVIDIA GPUs, in one run with a time limit
+	$(BIN)/python -m bench.gpu_batch --out $(OUT) --budget-s $(BUDGET_S)
 
 bench-report: .venv/.dev  ## draw every plot of bench/results again
 	$(BIN)/python -m bench.report

@@ -157,7 +157,7 @@ def measure(loads: int) -> dict:
     for number in range(loads + SLOTS):  # the first fill the slots
         weights = adapter(number)
         begun = time.perf_counter()
-        kept = pin_matrices(weights, copier)
+        kept = pin_matrices(weights, copier).prepared()
         keeps.append(time.perf_counter() - begun)
         slots, one = load(kept, jax.block_until_ready(slots), allocator, copier)
         spent.append(one)

@@ -1,13 +1,13 @@
 """Rate of answers with speculation by n-grams, beside that without: edits, and free text.
 
-`python -m bench.speculation --out DIR`: engines on a CPU, with and without, take turns; a ratio is
-the median of the turns' ratios. For a machine that others use too, the processor's ratio is of
-tokens per second of processor time in all turns. Two engines are without, "plain" and "twin": the
-processor's ratio is over both, and the ratio of these two shows the noise. "edit": a Llama-shaped
-model of 110 million parameters, whose answer repeats its prompt but for one token in 20 (its layers
-are computed and add nothing). "free": the shipped model and its adapters, greedy and drawn, whose
-answers repeat themselves now and then.
-The answers of all engines are compared bit for bit.
+`python -m bench.speculation --out DIR`: one engine on a CPU takes turns of four runs of the same
+requests: without drafts, with, with, without; every second turn the other way round. Nothing else
+differs: weights, pages and programs are the same. A ratio is the median of the turns' ratios of
+seconds, by the clock and by the processor time of the process, for a machine that others use too.
+The noise is that of each turn's two runs without drafts. "edit": a Llama-shaped model of 110
+million parameters, whose answer repeats its prompt but for one token in 20 (its layers are computed
+and add nothing). "free": the shipped model and its adapters, greedy and drawn, whose answers repeat
+themselves now and then. The answers of all runs are compared bit for bit.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -40,7 +41,8 @@ EDITS = 20  # one token in so many differs from the prompt
 GREEDY = Sampling(max_tokens=160, temperature=0.0, ignore_eos=True)
 EDIT = dataclasses.replace(GREEDY, max_tokens=80)
 DRAWN = Sampling(max_tokens=160, temperature=1.0, seed=1, ignore_eos=True)
-Rates = list[tuple[float, float]]  # of turns: by the clock, by processor time
+Seconds = tuple[float, float]  # of a run: by the clock, by processor time
+Turns = list[dict[bool, list[Seconds]]]  # runs with and without drafts
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "structured_outputs": False}
 
 
@@ -86,67 +88,77 @@ def free(rows: int, sampling: Sampling) -> Work:
     return Work(f"free, {kind}, {rows} at a time", prompts, list(chosen), sampling)
 
 
+class Drafts:
+    """Turns the drafts of an engine that has nothing to do on and off."""
+
+    def __init__(self, engine: Engine):
+        self._scheduler = engine._parts.loop._parts.scheduler  # no option of a running engine
+        self._speculation = self._scheduler._speculation
+
+    def turn(self, *, on: bool) -> None:
+        self._scheduler._speculation = self._speculation if on else None
+
+
 def compare(
     model: Path, adapters: Mapping[str, Path], works: list[Work], turns: int, **fields: Any
 ) -> list[dict[str, Any]]:
-    """Return rates of the engines for each work, and what the drafts were worth."""
+    """Return rates with and without drafts for each work, and what the drafts were worth."""
     named = {name: str(path) for name, path in adapters.items()}
-    fields |= SIZES
-    with (
-        Engine(str(model), named, **fields) as plain,
-        Engine(str(model), named, speculative_config=NGRAM, **fields) as speculating,
-        Engine(str(model), named, **fields) as twin,
-    ):
-        engines = {"plain": plain, "speculating": speculating, "twin": twin}
-        return [_compare(engines, work, turns) for work in works]
+    with Engine(str(model), named, speculative_config=NGRAM, **SIZES, **fields) as engine:
+        return [_compare(engine, work, turns) for work in works]
 
 
-def _compare(engines: dict[str, Engine], work: Work, turns: int) -> dict[str, Any]:
-    rates: dict[str, Rates] = {name: [] for name in engines}
-    answers = {name: _run(engine, work)[1] for name, engine in engines.items()}
-    before = _accepted(engines["speculating"])
-    names = list(engines)
+def _compare(engine: Engine, work: Work, turns: int) -> dict[str, Any]:
+    drafts, taken = Drafts(engine), []
+    answers = [_run(engine, work, drafts, on=on)[1] for on in (False, True)]
+    before = _accepted(engine)
     for turn in range(turns):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]][:: -1 if turn // len(names) % 2 else 1]:
-            rate, ids = _run(engines[name], work)
-            rates[name].append(rate)
-            if ids != answers["plain"]:
-                raise AssertionError(f"{work.name}: other tokens than without speculation.")
-    tokens = turns * sum(len(ids) for ids in answers["plain"])
-    accepted = _accepted(engines["speculating"]) - before
+        runs: dict[bool, list[Seconds]] = {True: [], False: []}
+        for on in (False, True, True, False) if turn % 2 else (True, False, False, True):
+            seconds, ids = _run(engine, work, drafts, on=on)
+            runs[on].append(seconds)
+            answers.append(ids)
+        taken.append(runs)
+    if any(ids != answers[0] for ids in answers):
+        raise AssertionError(f"{work.name}: other tokens than without drafts.")
+    tokens = sum(len(ids) for ids in answers[0])
     return {
         "work": work.name,
-        "plain_tokens_per_s": round(statistics.median(rate for rate, _ in rates["plain"]), 1),
-        "tokens_per_s": round(statistics.median(rate for rate, _ in rates["speculating"]), 1),
-        "over_plain": _over(rates["speculating"], rates["plain"]),
-        "processor_over_plain": _by_processor(rates["speculating"], rates["plain"] + rates["twin"]),
-        "twin_over_plain": _over(rates["twin"], rates["plain"]),
-        "twin_processor_over_plain": _by_processor(rates["twin"], rates["plain"]),
-        "tokens_from_drafts": round(accepted / tokens, 2),
+        "plain_tokens_per_s": round(tokens / _median(taken, False), 1),
+        "tokens_per_s": round(tokens / _median(taken, True), 1),
+        "over_plain": _ratio(taken, 0),
+        "processor_over_plain": _ratio(taken, 1),
+        "noise": _noise(taken, 0),
+        "processor_noise": _noise(taken, 1),
+        "tokens_from_drafts": round((_accepted(engine) - before) / (2 * turns * tokens), 2),
     }
 
 
-def _over(ours: Rates, theirs: Rates) -> float:
-    """Return the median of the turns' ratios, by the clock."""
-    pairs = zip(ours, theirs, strict=True)
-    return round(statistics.median(one[0] / other[0] for one, other in pairs), 3)
+def _median(taken: Turns, on: bool) -> float:
+    return statistics.median(seconds for turn in taken for seconds, _ in turn[on])
 
 
-def _by_processor(ours: Rates, theirs: Rates) -> float:
-    """Return the ratio of tokens per second of processor time, all turns together."""
-    ours_s, theirs_s = (statistics.mean(1 / rate[1] for rate in one) for one in (ours, theirs))
-    return round(theirs_s / ours_s, 3)
+def _ratio(taken: Turns, place: int) -> float:
+    """Return the median of the turns' ratios, seconds without drafts over those with."""
+    sums = [{on: sum(run[place] for run in turn[on]) for on in turn} for turn in taken]
+    return round(statistics.median(turn[False] / turn[True] for turn in sums), 3)
 
 
-def _run(engine: Engine, work: Work) -> tuple[tuple[float, float], list[tuple[int, ...]]]:
-    """Return tokens per second, and per second of processor time, of all requests; their tokens."""
+def _noise(taken: Turns, place: int) -> float:
+    """Return how far the ratio of a turn's runs without drafts is from 1, as a median."""
+    pairs = [[run[place] for run in turn[False]] for turn in taken]
+    return round(statistics.median(max(pair) / min(pair) - 1 for pair in pairs), 3)
+
+
+def _run(
+    engine: Engine, work: Work, drafts: Drafts, *, on: bool
+) -> tuple[Seconds, list[tuple[int, ...]]]:
+    """Return seconds by the clock and of the processor that all requests took; their tokens."""
+    drafts.turn(on=on)
     began, processor = time.monotonic(), time.process_time()
     outputs = engine.generate(work.prompts, work.adapters, work.sampling)
-    seconds, processor = time.monotonic() - began, time.process_time() - processor
-    ids = [output.outputs[0].token_ids for output in outputs]
-    count = sum(map(len, ids))
-    return (count / seconds, count / processor), ids
+    seconds = time.monotonic() - began, time.process_time() - processor
+    return seconds, [output.outputs[0].token_ids for output in outputs]
 
 
 def _accepted(engine: Engine) -> float:
@@ -185,7 +197,7 @@ def main() -> None:
     chosen = MEASURED if args.work is None else {args.work: MEASURED[args.work]}
     rows = [row for measure in chosen.values() for row in measure(args.turns)]
     result = {
-        "command": "python -m bench.speculation",
+        "command": " ".join(("python -m bench.speculation", *map(os.path.basename, sys.argv[1:]))),
         "date": datetime.date.today().isoformat(),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "load_average": os.getloadavg()[0],

@@ -15,13 +15,13 @@ def table() -> str:
     lines = [
         "# vLLM's flags",
         "",
-        f"What each flag of {vllm_source()} means here: {summary}. "
-        "`python -m serving.cli.flag_table > docs/vllm_flags.md` writes this page.",
+        f"This page says what each flag of {vllm_source()} means here: {summary}.",
+        "`python -m serving.cli.flag_table > docs/vllm_flags.md` writes it.",
         "",
         "- *same*: a flag of ours with this name and meaning.",
         "- *already so*: accepted; it asks for what this server always does.",
-        "- *refused*: ends the start with the reason. What asks for nothing (the other form of a "
-        "switch, vLLM's own default) is accepted.",
+        "- *refused*: ends the start with the reason. A value that asks for nothing is accepted:",
+        "  the other form of a switch, vLLM's own default.",
         "",
         "A flag may be spelled with underscores, an object key by key (`--flag.key VALUE`).",
         "",

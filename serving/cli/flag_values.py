@@ -45,11 +45,19 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT])")
 _SCALES = {"k": 3, "m": 6, "g": 9, "t": 12, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
+def _plain(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        wanted = "must be a whole number, such as 16, 2k or 4G"
+        raise argparse.ArgumentTypeError(f"{wanted}, got {text!r}") from None
+
+
 def whole_number(text: str) -> int:
     """Return an int, also of 2k (2,000), 2K (2,048), 1.5m, 4G and so on, as vLLM reads them."""
     size = _SIZE.fullmatch(text.strip())
     if size is None:
-        return int(text)
+        return _plain(text)
     number, scale = size.groups()
     if scale.islower():
         return int(float(number) * 10 ** _SCALES[scale])
@@ -61,15 +69,9 @@ def whole_number(text: str) -> int:
     return int(number) << _SCALES[scale]
 
 
-whole_number.__name__ = "number"  # argparse: invalid number value
-
-
 def length_or_auto(text: str) -> int | None:
     """Return a number of tokens, None (the model's own) for auto and -1."""
     return None if text.strip().lower() in ("auto", "-1") else whole_number(text)
-
-
-length_or_auto.__name__ = "number"
 
 
 def port(text: str) -> int:

@@ -5,6 +5,13 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+_RENAMED = {  # flags of 0.1.0
+    "--lora-aside": "--lora-separate-stream",
+    "--lora-server-carrier": "--lora-server-transport",
+    "--no-specialize-lora": "--no-compile-base-only-steps",
+    "--specialize-lora": "--compile-base-only-steps",
+}
+
 
 def plain_words(argv: Sequence[str]) -> list[str]:
     """Return the words with dashes for a flag's underscores.
@@ -56,8 +63,14 @@ def unknown_flags(words: Iterable[str], known: Sequence[str]) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return ` (did you mean ...?)` with the nearest known words, "" where none is near."""
-    near = list(_near(word.partition("=")[0], known))
+    """Return ` (did you mean ...?)` with the nearest known words, "" where none is near.
+
+    Of a flag that has another name since 0.1.0 it is ` (now ...)`.
+    """
+    flag = word.partition("=")[0]
+    if flag in _RENAMED:
+        return f" (now {_RENAMED[flag]})"
+    near = list(_near(flag, known))
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 
 

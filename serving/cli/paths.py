@@ -40,7 +40,8 @@ def _folder(what: str, given: str, holding: tuple[str, ...] = ()) -> None:
     path = Path(given).absolute()
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        raise ValueError(f"{what}: {path} {kind}; give a folder of this machine")
+        hint = "give a folder of this machine, nothing is downloaded"
+        raise ValueError(f"{what}: {path} {kind}; {hint}")
     if holding and not any((path / name).is_file() for name in holding):
         raise ValueError(f"{what}: {path} has no {' or '.join(holding)}")
 

@@ -21,7 +21,7 @@ from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.sizing import LORA_SHARE
 
-_RANKS = (4, 16, 64, 256)  # of the guide's table
+_RANKS = (4, 16, 64, 256)
 _MONTH_H = 730
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -131,7 +131,7 @@ def plan_text(
 
 
 def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:
-    """Return the guide's first table for this model."""
+    """Return the bytes of the weights, and of one adapter by rank."""
     attention = tuple(name for name in _ATTENTION if name in catalogue.modules)
     lines = [f"model          {spell_bytes(sizes.weights)} of weights"]
     for rank in _RANKS:
@@ -146,15 +146,10 @@ def _hit_lines(request: PlanRequest, on_device: int, on_host: int) -> list[str]:
     shares = zipf(request.adapters, request.zipf)
     device, host = lru_hits(shares, on_device), lru_hits(shares, max(on_device, on_host))
     best = top_share(shares, on_device)
-    lines = [
+    return [
         f"requests       Zipf {request.zipf:g}: device {device:.1%}, host {host - device:.1%}, "
         f"disk {1 - host:.1%} (longest unused first); the {on_device} most popular get {best:.1%}"
     ]
-    if request.adapters == 1000 and request.zipf == 1.0:
-        share = top_share(shares, 30)
-        text = "  the guide says 80 to 85% for 30 of 1,000 at Zipf 1.0"
-        lines.append(f"{text}; they get {share:.0%}")
-    return lines
 
 
 def _cost_lines(request: PlanRequest, gpus: int) -> list[str]:

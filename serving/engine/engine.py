@@ -39,7 +39,6 @@ from serving.engine.generate_arguments import (
 )
 from serving.engine.image_inputs import read_prompts
 from serving.engine.images.front import ImageFront
-from serving.engine.loop import EngineLoop
 from serving.engine.loop_parts import AbstractTurns
 from serving.engine.model_info import ModelInfo
 from serving.engine.parts import EngineParts, build_parts, engine_stats
@@ -48,7 +47,6 @@ from serving.engine.stats import EngineStats
 from serving.engine.tier_metrics import tier_of
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.tenant_side import TenantAccess
-from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.gang import Gang
 
 DEFAULT_DEADLINE_S = 60.0  # requests are served in order of their deadlines
@@ -95,7 +93,7 @@ class Engine:
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
-        self._close = weakref.finalize(self, _close, self._loop, self._parts.compilations, gang)
+        self._close = weakref.finalize(self, _close, self._parts)
         self._loop.start()
         if gang is not None:
             gang.serve()
@@ -391,8 +389,9 @@ class Engine:
         self._loop.check_integrity()
 
 
-def _close(loop: EngineLoop, compilations: CompileCounter, gang: Gang | None) -> None:
-    loop.close()
-    if gang is not None:
-        gang.close()
-    compilations.close()
+def _close(parts: EngineParts) -> None:
+    parts.loop.close()
+    parts.leave()
+    if parts.gang is not None:
+        parts.gang.close()
+    parts.compilations.close()

@@ -21,11 +21,13 @@ from serving.api.request import (
     StepPlan,
 )
 from serving.engine import failures
+from serving.engine.cold_programs import run_cold
 from serving.engine.failures import Failure
 from serving.engine.live_request import LiveRequest
 from serving.engine.live_requests import LiveRequests
 from serving.engine.loop_parts import AbstractTurns, LoopParts
 from serving.engine.pacing import Pacer
+from serving.engine.registry_follower import RegistryFollower
 from serving.scheduling.scheduler import Progress, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep
 
@@ -60,12 +62,14 @@ class EngineLoop:
         self._closing = False
         self._dead = False
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
+        follows = parts.registry, parts.compositions, parts.residencies, parts.metrics
+        self._follower = RegistryFollower(*follows)
         self._live = LiveRequests(self._lock, *books, parts.traces)
         self._flying: InFlightStep | None = None
         self._planned: _Planned | None = None  # made while the step before waits for its masks
         self._failed: list[tuple[Sequence, str]] = []  # by the masks of the step that flies
         self._untold: list[Failure] = []  # whose callers do not know yet
-        self._generation = -1  # of the registry, as last seen
+        self._early: list[Progress] | None = None  # of a step that was read before the next went
         self._heartbeat_s = time.monotonic()
         self._num_dispatched = 0
         self._pacer = Pacer(time.monotonic)
@@ -163,19 +167,20 @@ class EngineLoop:
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, take in the step before, and advance loads."""
-        early = self._read_draft_results()
+        self._read_draft_results()
         if self._planned is None:
             self._wait_to_plan()
         now = time.monotonic()
         self._heartbeat_s = now
         planned, self._planned = self._planned or self._plan(now), None
         step = self._send(planned.plan, now)
-        is_bound = step is not None and step.plan.is_bound
+        early, self._early = self._early, None
         finished, self._flying = self._flying, None
         is_idle = finished is None and early is None and step is None
         progress = early if finished is None else self._read_results(finished)
-        if step is not None and is_bound and not isinstance(step, HeldStep):
-            self._post_masks(step)  # before anything for which the driver may wait for the device
+        if isinstance(step, InFlightStep) and step.waits:
+            # Before anything for which the driver may wait for the device.
+            self._post_masks(step.plan, step.first_samples, step.number)
         self._tell(planned)
         if isinstance(step, HeldStep):  # the device waits for it, callers wait for their tokens
             step, progress = self._sample(step, progress or []), None
@@ -204,7 +209,7 @@ class EngineLoop:
         scheduler = self._parts.scheduler
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
-            self._follow_registry()
+            self._follower.follow()
             ended = [s for request_id in aborts for s in scheduler.abort(request_id)]
             expired = scheduler.expired(now)
             return _Planned(scheduler.plan(now), ended, expired)
@@ -215,16 +220,13 @@ class EngineLoop:
             return None
         runner = self._parts.runner
         self._parts.residencies.prepare(runner, self._num_dispatched)
-        step = runner.forward(plan) if self._is_two(plan) else runner.dispatch(plan)
+        is_two = plan.is_bound and runner.board is None  # programs
+        step = runner.forward(plan) if is_two else runner.dispatch(plan, self._post_masks_first)
         self._num_dispatched += 1
         if self._flying is None:
             self._alone = step, now
         self._pacer.dispatched(now, follows=self._flying is not None)
         return step
-
-    def _is_two(self, plan: StepPlan) -> bool:
-        """Return whether a step is two programs."""
-        return plan.is_bound and self._parts.runner.board is None
 
     def _tell(self, planned: "_Planned") -> None:
         """Tell callers what was known before the step; memory of their adapters may be freed."""
@@ -257,51 +259,41 @@ class EngineLoop:
         with self._lock:
             return self._parts.scheduler.waiting_since()
 
-    def _post_masks(self, step: InFlightStep) -> None:
+    def _post_masks(self, plan: StepPlan, first_samples: list[int], number: int) -> None:
         """Have the masks of a step made that waits for them on the device."""
         row_masks, board = self._parts.grammars.masks, self._parts.runner.board
         assert board is not None, "a step that waits without a board"
         row_masks.settle()
         masks = board.new_masks()
-        rows = row_masks.rows(step.plan, step.first_samples)
-        told = functools.partial(board.post, step.number)  # the next step may be out by then
+        rows = row_masks.rows(plan, first_samples)
+        told = functools.partial(board.post, number)  # the next step may be out by then
         self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, told)
+
+    def _post_masks_first(self, plan: StepPlan, first_samples: list[int], number: int) -> None:
+        """Read the step before and make the masks of a step that may not wait on the device."""
+        finished, self._flying = self._flying, None
+        if finished is not None:
+            self._early = self._read_results(finished)
+        self._post_masks(plan, first_samples, number)
+        self._parts.grammars.masks.settle()
 
     def _sample(self, held: HeldStep, progress: list[Progress]) -> InFlightStep:
         """Send the rest of a step, masked by the tokens taken in, which callers get meanwhile.
 
-        While the masks are made, the next step is planned.
+        While the masks are made, the next step is planned: after the callers have their tokens,
+        as a stop string ends a sequence and takes its row away, and no plan may hold it then.
         """
         row_masks, masks = self._parts.grammars.masks, self._parts.runner.new_masks()
         rows = row_masks.rows(held.plan, held.first_samples)
         filling = row_masks.start(rows, masks.words)
+        self._hand_out(progress)
         # The device is idle from the end of this step to the next one's dispatch.
         settled = not (held.plan.is_short or held.plan.has_drafts)
         if self._parts.turns is None and settled and not self._pacer.waits:
             made = self._plan(time.monotonic())
             self._planned = made if made.plan or made.ended or made.expired else None
-        if filling.job is not None:
-            self._hand_out(progress)
         self._failed = row_masks.finish(filling, masks.row_to_mask)
-        step = self._parts.runner.sample(held, masks)
-        if filling.job is None:
-            self._hand_out(progress)
-        return step
-
-    def _follow_registry(self) -> None:
-        """Let the device follow what was loaded and unloaded since the last look."""
-        registry, composed = self._parts.registry, self._parts.compositions
-        # Both only grow.
-        generation = registry.generation + (0 if composed is None else composed.generation)
-        if generation == self._generation:
-            return
-        self._generation, known = generation, registry.known()
-        self._parts.metrics.set_adapters([adapter.name for adapter in known])
-        entries = registry.entries()
-        if composed is not None:
-            composed.keep_only({adapter.digest for adapter in known})
-            entries += composed.entries()
-        self._parts.residencies.reconcile(entries)
+        return self._parts.runner.sample(held, masks)
 
     def _advance_loads(self) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
@@ -326,7 +318,7 @@ class EngineLoop:
         loading, cold = self._parts.residencies.is_busy, False
         if not loading and not self._parts.scheduler.has_work:
             self._parts.residencies.rest()
-            cold = turns is None and self._parts.runner.run_cold()  # nothing runs without a turn
+            cold = run_cold(self._parts.runner, turns, lambda: self._woken or self._closing)
         with self._lock:
             if self._woken or self._closing:
                 return
@@ -338,12 +330,11 @@ class EngineLoop:
         """Read a step's results and hand out what they mean."""
         self._hand_out(self._read_results(step))
 
-    def _read_draft_results(self) -> list[Progress] | None:
+    def _read_draft_results(self) -> None:
         """Read the step that runs if the next one's positions follow from its results."""
-        if self._flying is None or not self._flying.plan.has_drafts:
-            return None
-        step, self._flying = self._flying, None
-        return self._read_results(step)
+        if self._flying is not None and self._flying.plan.has_drafts:
+            step, self._flying = self._flying, None
+            self._early = self._read_results(step)
 
     def _read_results(self, step: InFlightStep) -> list[Progress]:
         """Read a step's results; return what it gave, not handed out yet."""

@@ -29,6 +29,11 @@ class AbstractTurns(Protocol):
         """Return when the device is this process's, or the loop is closing."""
         ...
 
+    def take_idle(self, woken: Callable[[], bool]) -> bool:
+        """Return True when the device is this process's because nobody wants it, False if `woken`
+        says so first."""
+        ...
+
     def give_back(self) -> None:
         """Let others have the device."""
         ...

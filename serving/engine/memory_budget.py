@@ -22,6 +22,8 @@ from serving.engine.sizing import (
     free_bytes,
     host_pages,
     kv_bytes,
+    shortage_line,
+    whole_adapters,
 )
 from serving.engine.storage import kv_dtype, lora_dtype
 
@@ -112,6 +114,7 @@ def make_allocator(
     )
     itemsize = lora_dtype(config, dtype).itemsize
     spec = size_slots(local_catalogue, config.max_loras, config.max_lora_rank, itemsize, budget)
+    _warn_if_short(config, local_catalogue, spec, itemsize, budget)
     if num_full_adapters:
         more = rows_per_adapter(catalogue, config.max_lora_rank)
         rows = {
@@ -122,3 +125,16 @@ def make_allocator(
         budget = rows_nbytes(rows, itemsize)
     logger.info("LoRA slots: %d, rank rows of up to %.1f MB.", spec.num_slots, budget / 1e6)
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, itemsize), spec
+
+
+def _warn_if_short(
+    config: EngineConfig, catalogue: LoraCatalogue, spec: SlotsSpec, itemsize: int, budget: int
+) -> None:
+    """Log where LoRA memory holds fewer whole adapters than max_loras."""
+    one = rows_per_adapter(catalogue, config.max_lora_rank)
+    one_bytes, held = rows_nbytes(one, itemsize), whole_adapters(one, spec.rows)
+    needed = config.max_loras * one_bytes
+    if not one_bytes:  # all modules are elsewhere
+        return
+    if line := shortage_line(config, held, one_bytes, "--lora-memory-bytes", budget, needed):
+        logger.warning(line)

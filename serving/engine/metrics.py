@@ -4,7 +4,7 @@ Gauges are read from the engine when they are scraped; counters and histograms a
 engine's thread. Labels are only ever names that the operator or the registry chose.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -37,23 +37,48 @@ class EngineMetrics:
         stats: Callable[[], EngineStats] = EngineStats,
     ):
         """`stats` tells where the engine stands; see also `set_source`."""
-        self.prompt_tokens = self.generation_tokens = 0  # totals, for the periodic log line
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self.labels = {"model_name": model_name, "engine": "0"}
         self._gauges = Gauges(self.labels, cache_config, max_loras, stats)
         self.registry.register(self._gauges)
-        self._make_counters()
-        self._make_histograms(length_buckets(max_model_len))
-        self._adapters: set[str] = {model_name}
+        self._lengths = length_buckets(max_model_len)
+        self._load_seconds = Histogram(
+            "lora_jax:adapter_load_seconds",
+            "Seconds from the first row that is written to the adapter being resident.",
+            buckets=LOAD,
+            registry=self.registry,
+        )
+        self._begin()
         self._versions, self.tiers = VersionMetrics(self.registry), TierMetrics(self.registry)
 
     def set_source(self, stats: Callable[[], EngineStats]) -> None:
         """Read gauges from `stats` from now on; a scrape calls it in its own thread."""
         self._gauges.stats = stats
 
+    def forget_requests(self) -> None:
+        """Count requests and tokens from zero again; for an engine that has none."""
+        known = tuple(self._adapters)
+        for name in known:
+            self._versions.remove(name)
+        self.registry.unregister(self._counts)
+        self._begin()
+        self.tiers.forget_requests()
+        for name in known:
+            self.add_adapter(name)
+
+    def _begin(self) -> None:
+        """Have counters of requests, all zero, in a registry of their own within `registry`."""
+        self.prompt_tokens = self.generation_tokens = 0  # totals, for the periodic log line
+        self.requests_done = 0
+        self._counts = CollectorRegistry()
+        self.registry.register(self._counts)
+        self._make_counters()
+        self._make_histograms(self._lengths)
+        self._adapters: set[str] = {self._model_name}
+
     def _counter(self, name: str, text: str, *extra: str) -> Counter:
-        counter = Counter(name, text, (*self.labels, *extra), registry=self.registry)
+        counter = Counter(name, text, (*self.labels, *extra), registry=self._counts)
         return counter if extra else counter.labels(**self.labels)
 
     def _make_counters(self) -> None:
@@ -78,12 +103,12 @@ class EngineMetrics:
             "vllm:admission_rejections",
             "Requests rejected before they entered the engine, by reason.",
             ("model_name", "reason"),
-            registry=self.registry,
+            registry=self._counts,
         )
         for reason in REJECTIONS:
             self._rejections.labels(self._model_name, reason)
         self._by_adapter = {
-            name: Counter(f"lora_jax:adapter_{name}", text, ("adapter",), registry=self.registry)
+            name: Counter(f"lora_jax:adapter_{name}", text, ("adapter",), registry=self._counts)
             for name, text in (
                 ("requests", "Requests by adapter."),
                 ("prompt_tokens", "Prompt tokens by adapter."),
@@ -94,16 +119,10 @@ class EngineMetrics:
     def _make_histograms(self, lengths: tuple[int, ...]) -> None:
         self._histograms = {
             name: Histogram(
-                f"vllm:{name}", text, tuple(self.labels), buckets=buckets, registry=self.registry
+                f"vllm:{name}", text, tuple(self.labels), buckets=buckets, registry=self._counts
             ).labels(**self.labels)
             for name, text, buckets in (*TIME_HISTOGRAMS, *count_histograms(lengths))
         }
-        self._load_seconds = Histogram(
-            "lora_jax:adapter_load_seconds",
-            "Seconds from the first row that is written to the adapter being resident.",
-            buckets=LOAD,
-            registry=self.registry,
-        )
 
     def step_done(self, num_tokens: int) -> None:
         """Record a finished step."""
@@ -138,18 +157,23 @@ class EngineMetrics:
         self._by_source["local_compute"].inc(computed)
         self._by_source["local_cache_hit"].inc(cached)
 
-    def set_adapters(self, names: Iterable[str]) -> None:
-        """Keep series per adapter for these loaded names only."""
-        names = tuple(names)
-        self._versions.set_adapters(names)
-        wanted = {*names, self._model_name}
-        for name in self._adapters - wanted:
-            for counter in self._by_adapter.values():
-                counter.remove(name)
-        for name in wanted - self._adapters:
-            for counter in self._by_adapter.values():
-                counter.labels(name)
-        self._adapters = wanted
+    def add_adapter(self, name: str) -> None:
+        """Have series for a name; one that is known keeps its series."""
+        if name in self._adapters:
+            return
+        self._versions.add(name)
+        for counter in self._by_adapter.values():
+            counter.labels(name)
+        self._adapters.add(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Have no series for this name any more."""
+        if name not in self._adapters or name == self._model_name:
+            return
+        self._versions.remove(name)
+        for counter in self._by_adapter.values():
+            counter.remove(name)
+        self._adapters.discard(name)
 
     def request_done(self, request: FinishedRequest) -> None:
         """Record a request whose choices have all ended."""
@@ -169,3 +193,4 @@ class EngineMetrics:
         self._versions.ended(name, request.reasons, ttft_s, *sums)
         for histogram, value in observations(request):
             self._histograms[histogram].observe(value)
+        self.requests_done += 1

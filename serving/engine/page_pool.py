@@ -21,7 +21,7 @@ from lora_jax.ops.cpu import build
 from lora_jax.pooled import PooledPages, PooledRows
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.sizing import CacheSize, longest_wanted
+from serving.engine.sizing import CacheSize, longest_wanted, shortage_line
 from serving.engine.storage import kv_dtype, lora_dtype
 from serving.loading.esft_parts import EsftParts
 from serving.loading.page_room import PageRoom
@@ -162,8 +162,7 @@ def make_page_pool(
     tensors = None if esft is None else esft.room.tensors
     assert tensors is None or isinstance(tensors, ExpertTensors), "a page pool has one device"
     shape, of_rows = model.kv_shape(model_config), lora_dtype(config, dtype)
-    one = rows_per_adapter(catalogue, config.max_lora_rank)
-    one = {width: one.get(width, 0) + n for width, n in (one | saved_rows(catalogue)).items()}
+    one = largest_adapter(catalogue, config.max_lora_rank)
     sides = kv_sides(shape, config.block_size, kv_dtype(config, dtype))
     page = page_size(config, memory.granularity) if tensors is None else tensors.pool.page_bytes
     row = {width: rows_nbytes({width: 1}, of_rows.itemsize) for width in one}
@@ -178,6 +177,7 @@ def make_page_pool(
     else:
         pool, kept = tensors.pool, tensors.base_pages + of_kernels
     most = sizes.pages - -(-sizes.least_kv // sizes.extent) * sizes.extent_pages
+    _warn_if_short(config, adapter, most, page)
     rows = {w: min(config.max_loras * count, most * page // row[w]) for w, count in one.items()}
     kv = shape, sizes.kv_pages, config.block_size, kv_dtype(config, dtype)
     pages = PooledPages(pool, *kv, cleared=on_gpu)
@@ -200,6 +200,30 @@ def make_page_pool(
     )
     size = CacheSize(sizes.kv_pages, config.block_size, sizes.max_model_len)
     return PagePoolParts(sizes, room, exchange, allocator, SlotsSpec(config.max_loras, rows), size)
+
+
+def largest_adapter(catalogue: LoraCatalogue, rank: int) -> dict[int, int]:
+    """Return the most rank rows of each width that one adapter takes, with whole embeddings."""
+    rows, saved = rows_per_adapter(catalogue, rank), saved_rows(catalogue)
+    return {width: count + saved.get(width, 0) for width, count in rows.items()}
+
+
+def _warn_if_short(
+    config: EngineConfig, adapter_sides: tuple[int, ...], most_pages: int, page: int
+) -> None:
+    """Log where all pages that may be adapters' hold fewer whole adapters than max_loras."""
+    assert config.page_pool_bytes is not None
+    of_one = max(1, most_adapter_pages(adapter_sides, page))
+    held = most_pages // of_one
+    needed = config.page_pool_bytes + (config.max_loras - held) * of_one * page
+    sizes = of_one * page, "--page-pool-bytes", most_pages * page, needed
+    if line := shortage_line(config, held, *sizes):
+        logger.warning(line)
+
+
+def most_adapter_pages(adapter_sides: tuple[int, ...], page: int) -> int:
+    """Return the most pages that rows of so many bytes by width take, wherever they lie."""
+    return sum(-(-side // page) + 1 for side in adapter_sides)
 
 
 def page_size(config: EngineConfig, granularity: int) -> int:
@@ -247,7 +271,7 @@ def pool_sizes(
     extent = math.lcm(*(page // math.gcd(page, side) for side in kv_sides))
     extent *= max(1, min(LARGEST_EXTENT, budget // _EXTENTS) // (extent * sum(kv_sides)))
     extent_pages = sum(extent * side for side in kv_sides) // page
-    adapter = sum(-(-side // page) + 1 for side in adapter_sides)
+    adapter = most_adapter_pages(adapter_sides, page)
     wanted = longest_wanted(config, model_positions)
     most = max(0, pages - adapter) // extent_pages * extent  # KV pages
     longest = min(wanted, (most if config.max_model_len else most // 2) * config.block_size)
@@ -255,8 +279,8 @@ def pool_sizes(
         need = -(-max(1, -(-wanted // config.block_size)) // extent) * extent_pages + adapter
         raise ValueError(
             f"page_pool_bytes {budget} has room for {pages} pages of {page} bytes. A sequence of "
-            f"{wanted} tokens and an adapter of rank {config.max_lora_rank} take {need}: raise it "
-            "or lower max_model_len or max_lora_rank."
+            f"{wanted} tokens and an adapter of rank {config.max_lora_rank} take {need} "
+            "pages: raise it, or lower max_model_len or max_lora_rank."
         )
     least = -(-longest // config.block_size)
     useful = config.max_num_seqs * least

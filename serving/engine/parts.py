@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -53,6 +53,7 @@ from serving.runtime.device_copier import device_copier
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
+from serving.steps.device_users import USERS
 from serving.text.adapter_tokenizers import AdapterTokenizers
 from serving.text.structured.grammars import Grammars
 from serving.text.structured.vocabulary import vocabulary_of
@@ -79,6 +80,7 @@ class EngineParts:
     grammars: Grammars
     gang: Gang | None = None
     primary: str | None = None  # digest of the adapter that is served alone
+    leave: Callable[[], None] = lambda: None  # when the engine uses its devices no more
 
 
 def build_parts(
@@ -116,14 +118,16 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    source = source_of(config, backbone, None if access is None else access.read_adapter)
-    model, model_config, dtype, weights = load_model(config, source, split)
-    made_up = model_config.vocab_size if source.made_up else None
-    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
-    images = take_tower(config, model, model_config, dtype)
-    check_pairs(model_config, access is not None)
-    check_merging(config, model_config, has_server=access is not None)
     with ExitStack() as undo:
+        use = undo.enter_context(ExitStack())
+        use.enter_context(USERS.use())
+        source = source_of(config, backbone, None if access is None else access.read_adapter)
+        model, model_config, dtype, weights = load_model(config, source, split)
+        made_up = model_config.vocab_size if source.made_up else None
+        tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+        images = take_tower(config, model, model_config, dtype)
+        check_pairs(model_config, access is not None)
+        check_merging(config, model_config, has_server=access is not None)
         if traces is not None:
             undo.callback(traces.close)
         remote = None if access is None else access.open(config, dtype.name)
@@ -167,6 +171,7 @@ def build_parts(
             pool,
         )
         parts = _build(config, adapters, base, tokenizer, info, traces, turns, gang)
+        parts = dataclasses.replace(parts, leave=use.pop_all().close)
         undo.pop_all()
         return parts
 

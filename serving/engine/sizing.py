@@ -120,3 +120,27 @@ def adapter_bytes(config: EngineConfig, one_adapter: int, free: int | None = Non
         return config.lora_memory_bytes
     most = DEFAULT_LORA_BYTES if free is None else int(LORA_SHARE * free)
     return max(one_adapter, min(config.max_loras * one_adapter, most))
+
+
+def whole_adapters(one: dict[int, int], rows: dict[int, int]) -> int:
+    """Return how many adapters that take `one` rows of each width find room in `rows` at a time."""
+    return min((rows.get(width, 0) // count for width, count in one.items() if count), default=0)
+
+
+def shortage_line(
+    config: EngineConfig, held: int, one_adapter: int, flag: str, num_bytes: int, needed: int
+) -> str | None:
+    """Return the log line that fewer adapters fit than max_loras allows; None: all fit.
+
+    `num_bytes` hold `held` adapters of max_lora_rank on every module, each of `one_adapter` bytes;
+    `needed` is the value of the flag that has room for max_loras of them.
+    """
+    if held >= config.max_loras:
+        return None
+    adapters = "1 adapter" if held == 1 else f"{held} adapters"
+    return (
+        f"LoRA memory of {num_bytes / 1e6:.1f} MB holds {adapters} of rank "
+        f"{config.max_lora_rank} on every module ({one_adapter / 1e6:.1f} MB each), --max-loras is "
+        f"{config.max_loras}: requests for more than {held} at a time wait for exchanges. "
+        f"{flag} {needed} has room for all {config.max_loras}."
+    )

@@ -45,9 +45,14 @@ class TierMetrics:
             buckets=_READ,
             registry=registry,
         )
-        for tier in TIERS:
-            self._hits.labels(tier)
-            self._first.labels(tier)
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Count requests from zero again; reads of files stay counted."""
+        for metric in (self._hits, self._first):
+            metric.clear()
+            for tier in TIERS:
+                metric.labels(tier)
 
     def queued(self, tier: str) -> None:
         """Record a request for an adapter that is in this tier."""

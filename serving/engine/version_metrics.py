@@ -42,22 +42,27 @@ class VersionMetrics:
         )
         self._known: set[str] = set()
 
-    def set_adapters(self, names: Iterable[str]) -> None:
-        """Keep series for these full names only; those without a version have none."""
-        wanted = {name for name in names if split(name)[1] is not None}
-        for name in self._known - wanted:
-            adapter, version = split(name)
-            for reason in REASONS:
-                self._ended.remove(adapter, version, reason)
-            for metric in (self._first, self._scored, self._surprise):
-                metric.remove(adapter, version)
-        for name in wanted - self._known:
-            adapter, version = split(name)
-            for reason in REASONS:
-                self._ended.labels(adapter, version, reason)
-            for metric in (self._first, self._scored, self._surprise):
-                metric.labels(adapter, version)
-        self._known = wanted
+    def add(self, name: str) -> None:
+        """Have series for a full name; one without a version has none."""
+        adapter, version = split(name)
+        if version is None or name in self._known:
+            return
+        for reason in REASONS:
+            self._ended.labels(adapter, version, reason)
+        for metric in (self._first, self._scored, self._surprise):
+            metric.labels(adapter, version)
+        self._known.add(name)
+
+    def remove(self, name: str) -> None:
+        """Have no series for this full name any more."""
+        if name not in self._known:
+            return
+        adapter, version = split(name)
+        for reason in REASONS:
+            self._ended.remove(adapter, version, reason)
+        for metric in (self._first, self._scored, self._surprise):
+            metric.remove(adapter, version)
+        self._known.discard(name)
 
     def ended(
         self,

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -26,7 +27,7 @@ from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.engine.brought_parts import needed_sizes
 from serving.engine.engine import Engine
-from serving.functions import guard_process, jail, tenant_process
+from serving.functions import guard_process, jail, rehearsal, tenant_process
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
@@ -39,6 +40,7 @@ from serving.steps.kept_steps import NotKept
 logger = logging.getLogger(__name__)
 
 _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
+_OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _NO_MEMORY = "resource_exhausted", "out of memory", "out_of_memory"  # in an error of XLA
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
@@ -181,9 +183,14 @@ class _Calls:
         """Return when the other side has gone."""
         pools: dict[str | None, ThreadPoolExecutor] = {}
         seating = ThreadPoolExecutor(1, thread_name_prefix="seat")
+        is_new = True
         try:
             while True:
+                if is_new and not self._is_asked_within(rehearsal.QUIET_S):
+                    is_new = False
+                    rehearsal.rehearse(self._engine, self._adapter, self._http)
                 call = receive_header(self._connection)
+                is_new &= call["call"] not in _OF_CALLERS
                 if call["call"] == "http":
                     self._adopt(call["id"])
                 elif call["call"] in _SEATING:
@@ -200,6 +207,9 @@ class _Calls:
         except ShareError:
             for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
+
+    def _is_asked_within(self, seconds: float) -> bool:
+        return bool(select.select([self._connection], [], [], seconds)[0])
 
     def _adopt(self, number: int) -> None:
         """Give the connection that comes with this call to HTTP; its end is the answer."""

@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 
 from serving.functions.policies.batching import PrefillTime, fit, largest_batch, leaves_at
 from serving.functions.turn_keeper import ASK, ASK_FIELDS, BACK, GRANT
-from serving.functions.turn_table import TURN_S
+from serving.functions.turn_table import NEVER_S, TURN_S
 
 _MEASURED = 64  # prefills that the fit takes
 _LOOK_S = 0.01  # between two looks for more requests while another has the device
 _SLO = 5  # times the prefill of one request, where no SLO is given (ServerlessLoRA, 5.10)
 _FIRST_S = 0.01  # of a prefill before any was measured
+_IDLE = ASK_FIELDS.pack(ASK, NEVER_S, 0.0, 0.0, NEVER_S)
 
 
 class TurnSide:
@@ -46,6 +47,17 @@ class TurnSide:
                 request = len(waiting)
                 self._send(self._ask(waiting))
             self._hear(_LOOK_S)
+
+    def take_idle(self, woken: Callable[[], bool]) -> bool:
+        """Return True when nobody wants the device and it is this function's, False when `woken`.
+
+        What is asked for then replaces this.
+        """
+        if not (self._holds or self._alone):
+            self._send(_IDLE)
+        while not (self._holds or self._alone or woken()):
+            self._hear(_LOOK_S)
+        return self._holds or self._alone
 
     @property
     def is_due(self) -> bool:

@@ -2,7 +2,9 @@
 
 A turn is granted by margin (`policies.turns`) and has no end while nobody else asks. When somebody
 does, it is asked back at the end of its time, or when a batch expires that waits for the device
-(`policies.batching`); one that is not given back by then is taken away. Times are arguments.
+(`policies.batching`) and can still be in time; one that is not given back by then is taken away.
+Where all batches are late, shorter turns would cost more hand-overs and save no deadline. Times are
+arguments.
 """
 
 import dataclasses
@@ -13,6 +15,7 @@ from serving.functions.policies.turns import Contender, in_turn
 TURN_S = 0.1  # of steps, while others ask
 LEAST_S = 0.02  # for a turn that others' expired batches interrupt
 OVERDUE_S = 1.0  # from the asking back to the taking away; a step may be that long
+NEVER_S = 1e6  # of work that nobody waits for: it has the device when nobody else wants it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Ask:
         slo_s: from its oldest request's arrival to the deadline.
         waited_s: of these, gone when it asks.
         run_s: that the work takes alone.
-        leaves_s: from the asking until its batch is full or expires.
+        leaves_s: from the asking until its batch is full or expires; `slo_s` for answers that go
+            on, which interrupt nobody; NEVER_S: it takes no turn from others.
     """
 
     slo_s: float
@@ -99,10 +103,15 @@ class TurnTable:
         return self._recall_at(turn)
 
     def _recall_at(self, turn: _Turn) -> float:
-        if not self._asking:
+        asking = [(ask, at) for ask, at in self._asking.values() if ask.leaves_s < NEVER_S]
+        if not asking:
             return math.inf
-        expires = min(at + ask.leaves_s for ask, at in self._asking.values())
-        return max(turn.since + self._least_s, min(turn.since + self._turn_s, expires))
+        ends = [turn.since + self._turn_s]
+        for ask, at in asking:
+            leaves = max(turn.since + self._least_s, at + ask.leaves_s)
+            if leaves < at + ask.slo_s - ask.waited_s:
+                ends.append(leaves)
+        return min(ends)
 
     def _contender(self, name: str, now: float) -> Contender:
         ask, at = self._asking[name]

@@ -6,21 +6,21 @@ those that live requests still need after a reload or an unload.
 
 import dataclasses
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from lora_jax.adapters.allocator import AbstractAllocator
 from lora_jax.adapters.entries import AdapterEntry, PairWeights
 from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
+from serving.loading.known_adapter import KnownAdapter
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # after a load that found no memory
-RATE_S = 600.0  # after so long a request counts a third of a new one
+Changes = Sequence[tuple[str, AdapterEntry | None]]  # a name, and what it stands for in memory now
 
 
 class LoadFailed(RuntimeError):
@@ -74,33 +74,6 @@ class ResidencySnapshot:
 
 
 @dataclasses.dataclass(eq=False)
-class _Known:
-    """Weights of one digest, how many live requests need them, and whether a name stands for it."""
-
-    weights: AnyWeights
-    requests: int = 0
-    named: bool = False
-    pinned: bool = False
-    retry_s: float = 0.0  # no load before this time
-    lacked_memory: bool = False  # the last load
-    arrivals: float = 0.0  # requests that named it, older ones counting less
-    arrived_s: float = 0.0  # the last of them
-
-    def arrive(self, now: float) -> None:
-        """Count a request."""
-        self.arrivals, self.arrived_s = self.rate(now) + 1, now
-
-    def rate(self, now: float) -> float:
-        """Return the requests of about the last RATE_S seconds."""
-        return self.arrivals * math.exp((self.arrived_s - now) / RATE_S)
-
-    @property
-    def wanted(self) -> bool:
-        """True if others may have to go for its sake."""
-        return self.requests > 0 or self.pinned
-
-
-@dataclasses.dataclass(eq=False)
 class _Load[P: AnyPlacement, S]:
     """A placed adapter on its way; the job is made when its first chunk is due."""
 
@@ -128,8 +101,10 @@ class AdapterLoader[P: AnyPlacement, S]:
         """
         self._allocator, self._make_job, self._at_once = allocator, make_job, at_once
         self._on_loaded, self._clock = on_loaded, clock
-        self._known: dict[str, _Known] = {}
-        self._pinned: list[_Known] = []
+        self._known: dict[str, KnownAdapter] = {}
+        self._needed: set[str] = set()  # those that live requests need
+        self._digests: dict[str, str] = {}  # by name
+        self._pinned: list[KnownAdapter] = []
         allocator.is_needed = self._is_needed
         self._loads: deque[_Load[P, S]] = deque()
         self._failures: list[tuple[str, str]] = []
@@ -201,35 +176,47 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def in_use(self) -> frozenset[str]:
         """Return the weights that live requests need; any thread may ask."""
-        adapters = tuple(self._known.items())  # a copy, made in one go: others may `retain`
-        return frozenset(digest for digest, one in adapters if one.requests > 0)
+        return frozenset(self._needed)  # a copy, made in one go: others may `retain`
 
     def retain(self, entry: AdapterEntry) -> None:
         """Keep the entry's weights until a request that needs them ends (`drop`)."""
         adapter = self._know(entry)
         adapter.requests += 1
+        self._needed.add(entry.digest)
         adapter.arrive(self._clock())
 
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
-        self._known[digest].requests -= 1
+        adapter = self._known[digest]
+        adapter.requests -= 1
+        if not adapter.requests:
+            self._needed.discard(digest)
         self._forget_if_unneeded(digest)
 
-    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
-        """Follow the registry: `entries` are all loaded adapters, pinned ones come first.
+    def follow(self, changes: Changes) -> None:
+        """Follow the registry: `changes` are what names stand for from now on.
 
         Weights without a name and without requests leave the device; named ones enter it while
-        there are free slots.
+        there are free slots, pinned ones first.
         """
-        for adapter in self._known.values():
-            adapter.named = adapter.pinned = False
-        for entry in entries:
-            adapter = self._know(entry)
-            adapter.named, adapter.pinned = True, adapter.pinned or entry.pinned
-        for digest in tuple(self._known):
+        before: list[str] = []  # digests
+        pins = False
+        for name, entry in changes:
+            if (digest := self._digests.pop(name, None)) is not None:
+                pins |= self._known[digest].names.pop(name)
+                before.append(digest)
+            if entry is not None:
+                self._digests[name], pins = entry.digest, pins or entry.pinned
+                self._know(entry).names[name] = entry.pinned
+        now = {entry.digest for _, entry in changes if entry is not None}
+        for digest in {*before, *now} & self._known.keys():
             self._forget_if_unneeded(digest)
-        self._pinned = [adapter for adapter in self._known.values() if adapter.pinned]
-        self.look_again()
+            self._keep(digest)
+        if pins:
+            self._pinned = [adapter for adapter in self._known.values() if adapter.pinned]
+        is_missing = any(not self.is_placed(adapter.weights.digest) for adapter in self._pinned)
+        if self._has_free_slot or is_missing:
+            self.look_again()
 
     def look_again(self) -> None:
         """Bring named adapters onto the device while there are free slots: pinned ones first, then
@@ -297,6 +284,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         """Raise AssertionError when the books contradict each other while nothing runs."""
         self._allocator.check_integrity()
         assert not self._loads, f"{len(self._loads)} loads are left"
+        needed = {digest for digest, adapter in self._known.items() if adapter.requests}
+        assert needed == self._needed, "who is needed"
         for digest, adapter in self._known.items():
             assert adapter.named or adapter.requests, f"{digest[:12]} is kept for nobody"
             assert not self._allocator.users(digest), f"{digest[:12]} is in use"
@@ -304,13 +293,12 @@ class AdapterLoader[P: AnyPlacement, S]:
 
     def _is_needed(self, digest: str) -> bool:
         """Return whether a live request names the adapter."""
-        adapter = self._known.get(digest)
-        return adapter is not None and adapter.requests > 0
+        return digest in self._needed
 
-    def _know(self, entry: AdapterEntry) -> _Known:
+    def _know(self, entry: AdapterEntry) -> KnownAdapter:
         if entry.digest not in self._known:
             assert not isinstance(entry.weights, PairWeights), "a pair has no slot of its own"
-            self._known[entry.digest] = _Known(entry.weights)
+            self._known[entry.digest] = KnownAdapter(entry.weights)
         return self._known[entry.digest]
 
     def _forget_if_unneeded(self, digest: str) -> None:
@@ -321,17 +309,25 @@ class AdapterLoader[P: AnyPlacement, S]:
         self._allocator.retire(digest)
         self._publish()
 
-    def _prefetch(self, adapter: _Known) -> None:
-        digest = adapter.weights.digest
-        self._allocator.restore(digest)
-        if self.is_placed(digest):
+    def _keep(self, digest: str) -> None:
+        """Have weights that a name stands for stay where they are on the device."""
+        adapter = self._known.get(digest)
+        if adapter is not None and adapter.named and self.is_placed(digest):
+            self._allocator.restore(digest)
             self._allocator.pin(digest, adapter.pinned)
+
+    @property
+    def _has_free_slot(self) -> bool:
+        return self.snapshot.slots_used < self.snapshot.slots_total
+
+    def _prefetch(self, adapter: KnownAdapter) -> None:
+        if self.is_placed(adapter.weights.digest):
             return
-        free = self.snapshot.slots_used < self.snapshot.slots_total
-        if adapter.pinned or (free and self._allocator.can_place(adapter.weights)):
+        fits = self._has_free_slot and self._allocator.can_place(adapter.weights)
+        if adapter.pinned or fits:
             self._place(adapter)
 
-    def _place(self, adapter: _Known) -> None:
+    def _place(self, adapter: KnownAdapter) -> None:
         """Give the adapter a slot and room if there is any, and queue its load."""
         too_early = adapter.lacked_memory and self._allocator.num_leaving
         if too_early or self._clock() < adapter.retry_s:

@@ -1,5 +1,6 @@
 """LoRA adapters that lie in this engine's own slots, all modules of them."""
 
+import contextlib
 from collections.abc import Callable
 
 from lora_jax.adapters.kinds import AdapterKind
@@ -47,7 +48,13 @@ class LoraResidency(AbstractLoaderResidency):
         return self.keep_composed(weights if form is None else form(weights))
 
     def keep_composed(self, weights: AnyWeights) -> AnyWeights:
-        return pin_matrices(weights, self._copier)
+        kept = pin_matrices(weights, self._copier)
+        return kept.prepared() if isinstance(kept, AdapterWeights) else kept
+
+    def close(self) -> None:
+        if self._copier is not None:  # no byte may be on its way to arrays that go now
+            with contextlib.suppress(MemoryError, ValueError, OSError, RuntimeError):
+                self._copier.finish_writes()
 
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int

@@ -5,6 +5,7 @@ are written only where nothing lies, the table names them when all are there, an
 its memory until every step that was dispatched before has been read back.
 """
 
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -102,6 +103,10 @@ class PageRoom:
         assert self._allocator is not None, "no adapter could have been placed"
         return self._allocator
 
+    def finish_clears(self) -> None:
+        """Return when memory that came is zeros, where kernels need that; before each program."""
+        self.pool.memory.finish_clears()
+
     def collect(self, dispatched: int, read: int) -> int:
         """Free what no step can read any more; return how much of what left has gone by it.
 
@@ -129,6 +134,7 @@ class PageRoom:
 
     def rest(self) -> None:
         """Give the device the pages back that nothing lies on."""
+        self.finish_clears()
         if self.pool.stats().free:
             self.pool.trim()
 
@@ -193,6 +199,10 @@ class PooledLoadJob:
                 return slots  # nobody waits for the bytes: the next call looks again
             self._rows.finish_writes()
         except _TROUBLE as error:
+            with contextlib.suppress(
+                *_TROUBLE
+            ):  # no byte may be on its way to what loses its memory
+                self._rows.finish_writes()
             raise LoadFailed(str(error), may_pass=False) from error
         self._published = True
         return publish(clear_slots(slots, self._placement.cleared_slots), self._placement)

@@ -27,6 +27,10 @@ class PooledLoraResidency(LoraResidency):
         super().__init__(loader, copier, host_form)
         self._room, self._num_looks = room, 0
 
+    def prepare(self, device: DeviceTables, dispatched: int) -> None:
+        super().prepare(device, dispatched)
+        self._room.finish_clears()
+
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:

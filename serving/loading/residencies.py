@@ -17,7 +17,7 @@ from lora_jax.adapters.lora_load_job import LoraLoadJob, RowChunk, SlotEntry
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading import page_room
-from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
+from serving.loading.adapter_loader import AdapterLoader, Changes, ResidencySnapshot
 from serving.loading.esft_parts import EsftParts
 from serving.loading.esft_residency import EsftResidency
 from serving.loading.local_experts import LocalExperts
@@ -109,11 +109,12 @@ class Residencies:
         """One request that needed these weights has ended."""
         self._knowing(digest).drop(digest)
 
-    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
-        """Follow the registry: `entries` are all loaded adapters."""
-        entries = list(entries)
+    def follow(self, changes: Changes) -> None:
+        """Follow the registry: each name with the adapter that it stands for in memory now."""
         for kind, residency in self._by_kind.items():
-            residency.reconcile(entry for entry in entries if entry.kind == kind)
+            residency.follow(
+                [(n, e if e is not None and e.kind == kind else None) for n, e in changes]
+            )
 
     def prepare(self, device: DeviceTables, dispatched: int) -> None:
         """Tell the device what the next step, number `dispatched`, must know."""

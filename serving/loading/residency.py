@@ -14,7 +14,7 @@ from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.adapters.weights import AnyWeights
-from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
+from serving.loading.adapter_loader import AdapterLoader, Changes, ResidencySnapshot
 
 Failures = list[tuple[str, str]]  # (digest, why) of loads that have failed for good
 
@@ -96,9 +96,9 @@ class AbstractResidency(abc.ABC):
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
 
-    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
-        """Follow the registry: `entries` are all loaded adapters of this kind."""
-        del entries
+    def follow(self, changes: Changes) -> None:
+        """Follow the registry, as far as it has changed."""
+        del changes
 
     def prepare(self, device: DeviceTables, dispatched: int) -> None:
         """Tell the device what the next step, number `dispatched`, must know."""
@@ -195,8 +195,8 @@ class AbstractLoaderResidency(AbstractResidency):
     def drop(self, digest: str) -> None:
         self._loader.drop(digest)
 
-    def reconcile(self, entries: Iterable[AdapterEntry]) -> None:
-        self._loader.reconcile(entries)
+    def follow(self, changes: Changes) -> None:
+        self._loader.follow(changes)
 
     @property
     def is_busy(self) -> bool:

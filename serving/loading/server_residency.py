@@ -86,6 +86,7 @@ class ServerResidency(LoraResidency):
 
     def close(self) -> None:
         self.server.close()
+        super().close()
 
     def check_integrity(self) -> None:
         super().check_integrity()

@@ -7,6 +7,7 @@ faster than requests could ask for one layer after the other, later layers come 
 
 import collections
 import dataclasses
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -111,12 +112,28 @@ def _writes_by_layer(
     for (_, layer), site in part.sites.items():
         for matrix in (site.a, site.b):
             first[id(matrix)] = min(layer, first.get(id(matrix), layer))
-    left = {width: iter(writes) for width, writes in placement.writes.items()}
+    counts: dict[int, list[int]] = {}
+    for width, count in part.demand:
+        counts.setdefault(width, []).append(count)
+    single = {width: _single(placement.writes[width], of) for width, of in counts.items()}
     by_layer: dict[int, dict[int, list[RowWrite]]] = {}
-    for matrix in part.matrices():  # the order in which the placement has them
-        width = matrix.shape[2]
-        by_layer.setdefault(first[id(matrix)], {}).setdefault(width, []).append(next(left[width]))
+    for matrix, (width, _) in zip(part.matrices(), part.demand, strict=True):
+        by_layer.setdefault(first[id(matrix)], {}).setdefault(width, []).append(next(single[width]))
     return by_layer
+
+
+def _single(writes: Iterable[RowWrite], counts: Iterable[int]) -> Iterator[RowWrite]:
+    """Yield the write of each matrix of one width, whose rows are `counts`, in their order.
+
+    A placement has one write for matrices that follow each other on the host and on the device.
+    """
+    left, done = iter(writes), 0
+    write = next(left)
+    for count in counts:
+        if done == len(write.rows):
+            write, done = next(left), 0
+        yield RowWrite(write.offset + done, write.rows[done : done + count])
+        done += count
 
 
 def _up_to(

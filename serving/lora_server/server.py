@@ -113,14 +113,15 @@ class RankServer:
             )
             self._parts.put(part)
 
+        done: Future[None] = Future()
+
         def start() -> bool:
             self._version = max(self._version, version)
             self._rank.start_load(number, part)
             self._loading[number] = done
             return False
 
-        done = self._submit(start)
-        done.result()
+        self._submit(start, done).result()
 
     def unload(self, number: int, version: int) -> None:
         """Hold nothing under `number` from now on. Raises ConnectionError as `load` does."""
@@ -272,17 +273,24 @@ class RankServer:
                 done.set_exception(error)
 
     def _fail_commands(self) -> None:
-        while self._loading:
-            self._loading.popitem()[1].set_exception(ConnectionError(_GONE))
+        with contextlib.suppress(KeyError):  # none is left; any thread may have taken the last one
+            while True:
+                self._loading.popitem()[1].set_exception(ConnectionError(_GONE))
         while True:
             try:
                 self._commands.get_nowait()[1].set_exception(ConnectionError(_GONE))
             except queue.Empty:
                 return
 
-    def _submit(self, command: Callable[[], bool]) -> Future[None]:
-        """Queue a command for the loop; it returns whether that was all there was to do."""
-        done: Future[None] = Future()
+    def _submit(
+        self, command: Callable[[], bool], done: Future[None] | None = None
+    ) -> Future[None]:
+        """Queue a command for the loop; it returns whether that was all there was to do.
+
+        The loop may run it before this returns. Return `done`, by default a new future, which the
+        loop completes when the command is all, and else whatever the command began.
+        """
+        done = Future() if done is None else done
         self._commands.put((command, done))
         if self._programs is not None:
             self._programs.interrupt()

@@ -66,10 +66,11 @@ class Rollouts:
     def keep_in(self, folder: str | os.PathLike[str]) -> None:
         """Take what a folder's file says, and keep every change there from now on.
 
-        Raises ValueError for a file that holds no rollouts.
+        The folder is made if it is not there. Raises ValueError for a file that holds no rollouts.
         """
         with self._lock:
             self._folder = Path(folder)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._file_lock():
                 for part in self._folder.glob(f".{FILE}.*.part"):  # of a writer that was killed
                     part.unlink(missing_ok=True)

@@ -21,6 +21,7 @@ class Repetitions:
         self._last: dict[tuple[int, ...], int] = {}  # run: place of its last token, latest one
         self._before: list[int] = []  # of each known place: that of the same run before, or -1
         self._found = -1  # place before which the last known tokens stand once more
+        self._num_equal = 0  # tokens before it that are the last known ones, `high` at most
 
     @property
     def num_known(self) -> int:
@@ -32,18 +33,35 @@ class Repetitions:
         """The token that is expected after the known ones; None without a repetition."""
         return self._tokens[self._found] if self._found >= 0 else None
 
-    def add(self) -> None:
-        """Index one more token of the sequence, which has it already."""
-        tokens, end, low = self._tokens, self.num_known, self._low
-        start = end + 1 - low
-        if start < self._first:
-            self._before.append(-1)
-            return
-        run = tuple(tokens[start : end + 1])
-        index = self._last.get(run, -1)
-        self._last[run] = end
-        self._before.append(index)
-        self._found = self._longest(index, end) + 1 if index >= 0 else -1
+    def extend(self, end: int) -> list[bool]:
+        """Index the tokens up to place `end`; return of each that was expected if it came.
+
+        Where nothing was expected, a token has no entry. A repetition of fewer than `high` tokens
+        that goes on stays the longest, so that nothing is looked for.
+        """
+        tokens, low, high, first = self._tokens, self._low, self._high, self._first
+        last, before, came = self._last, self._before, []
+        found, num_equal = self._found, self._num_equal
+        for place in range(self.num_known, end):
+            goes_on = found >= 0 and tokens[found] == tokens[place]
+            if found >= 0:
+                came.append(goes_on)
+            start = place + 1 - low
+            if start < first:
+                before.append(-1)
+                continue
+            run = tuple(tokens[start : place + 1])
+            index = last.get(run, -1)
+            last[run] = place
+            before.append(index)
+            if goes_on and num_equal < high:
+                found, num_equal = found + 1, num_equal + 1
+            elif index >= 0:
+                found, num_equal = self._longest(index, place)
+            else:
+                found = -1
+        self._found, self._num_equal = found, num_equal
+        return came
 
     def following(self, count: int) -> list[int]:
         """Return up to `count` tokens that followed the repetition; a period goes on and on."""
@@ -52,8 +70,10 @@ class Repetitions:
         draft = self._tokens[self._found : min(self._found + count, self.num_known)]
         return [draft[i % len(draft)] for i in range(count)]
 
-    def _longest(self, index: int, end: int) -> int:
-        """Return the latest place with the longest repetition of the tokens up to `end`."""
+    def _longest(self, index: int, end: int) -> tuple[int, int]:
+        """Return the latest place after the longest repetition of the tokens up to `end`, and its
+        length.
+        """
         best, best_length = index, 0
         for _ in range(_MOST_PLACES):
             if index < 0:
@@ -64,7 +84,7 @@ class Repetitions:
             if length == self._high:
                 break
             index = self._before[index - self._first]
-        return best
+        return best + 1, best_length
 
     def _length(self, index: int, end: int) -> int:
         """Return how many tokens up to `index` are those up to `end`, `high` at most."""

@@ -4,11 +4,11 @@ A draft is what followed the longest repetition of a sequence's last tokens. The
 after each guess as it would without, by the same seed and position; a guess counts when it is what
 was drawn before it. So drafts change how many steps an answer takes, and nothing else.
 
-Guesses are made all the time and compared with the tokens that come, which costs no step. Drafts
-are sent where these guesses were right lately, and where steps with drafts have given more tokens a
-second than steps without, as measured: by the usual times of both, and by the sum of what drafts
-won and cost. The step after one with drafts is planned when its results are known, so it starts
-later; this is part of what is measured.
+Guesses are compared with the tokens that come, which costs no step. Drafts are sent where these
+guesses were right lately, and where steps with drafts have given more tokens a second than steps
+without, as measured: by the usual times of both, and by the sum of what drafts won and cost. While
+these cost more, nothing is guessed. The step after one with drafts is planned when its results are
+known, so it starts later; this is part of what is measured.
 """
 
 import collections
@@ -25,6 +25,7 @@ from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.step_budget import StepBudget
 
 _CATCH_UP = 2048  # tokens that are indexed in one plan
+_TOGETHER = 4  # tokens of an idle sequence that are indexed in one go, for 0.6 of the time
 _FIRST_TRUST = 0.4  # share of right guesses of a sequence that has made none
 _NEWEST = 0.25  # weight of the newest guess in that share
 _LEAST_CHANCE = 0.35  # of a guess and all before it to be right
@@ -41,21 +42,29 @@ _MEASURE_PLAIN = 192  # decisions for drafts after which steps without are measu
 
 @dataclasses.dataclass(eq=False)
 class DraftState:
-    """Repetitions of one sequence, and the share of its guesses that were right lately."""
+    """Repetitions of one sequence, and the share of its guesses that were right lately.
+
+    An idle one has no guess worth sending; then several tokens are indexed in one go.
+    """
 
     repetitions: Repetitions
     trust: float = _FIRST_TRUST
+    is_idle: bool = False
+    due: int = 0  # tokens of the sequence from which on new ones are to be indexed
 
     def follow(self, token_ids: SequenceOf[int], most: int) -> int:
-        """Index up to `most` new tokens, each compared with its guess; return how many."""
+        """Index up to `most` new tokens, each compared with its guess; return how many.
+
+        Where guesses were right lately, the next token is due at once.
+        """
         repetitions = self.repetitions
         start = repetitions.num_known
         end = min(len(token_ids), start + most)
-        for position in range(start, end):
-            guess = repetitions.next_token
-            if guess is not None:
-                self.trust += _NEWEST * ((guess == token_ids[position]) - self.trust)
-            repetitions.add()
+        for is_right in repetitions.extend(end):
+            self.trust += _NEWEST * (is_right - self.trust)
+        guesses = self.trust > _FIRST_TRUST or repetitions.next_token is not None
+        self.is_idle = self.trust < _LEAST_CHANCE or not guesses
+        self.due = end + (_TOGETHER if self.is_idle and end == len(token_ids) else 1)
         return end - start
 
     def length(self, most: int) -> int:
@@ -123,12 +132,28 @@ class DraftTimes:
         ratio = statistics.median(drafted) / statistics.median(plain) if is_measured else 1.0
         # Guesses are sent where they were right lately: on average fewer will be than that says.
         share = min(1.0, (self._right + 1.0) / (self._expected + 1.0))
-        loses = self._tried >= _TRIED and self._won < _MARGIN * self._cost
-        paid = not loses and (rows + share * expected) / rows >= _MARGIN * ratio
+        paid = not self._lose and (rows + share * expected) / rows >= _MARGIN * ratio
+        self._decide(paid)
+        return paid
+
+    def rest(self) -> bool:
+        """Return whether drafts are not to be looked for, as those of late cost more than they won.
+
+        This is a decision against drafts.
+        """
+        loses = self._lose
+        if loses:
+            self._decide(False)
+        return loses
+
+    @property
+    def _lose(self) -> bool:
+        return self._tried >= _TRIED and self._won < _MARGIN * self._cost
+
+    def _decide(self, paid: bool) -> None:
         self._decided[paid] += 1
         if self._decided[paid] >= (_MEASURE_PLAIN if paid else self._measure_drafted):
             self._forget(paid)
-        return paid
 
     def judge(self, expected: float, right: int) -> None:
         """Remember how many guesses of a step were right, beside how many were expected to be."""
@@ -164,6 +189,7 @@ class Speculation:
         self._accepted = [0] * config.num_speculative_tokens  # by place in the draft
         self._completed_s: float | None = None  # when the last step's results came
         self._expected = 0.0  # right guesses of the step with drafts that runs
+        self._catch_up = _CATCH_UP  # tokens that the plan may still index
 
     @property
     def stats(self) -> DraftStats:
@@ -179,26 +205,28 @@ class Speculation:
         chunks = step.chunks
         if not chunks:
             self._completed_s = None
-        if step.is_short or not all(_decodes(chunk) for chunk in chunks):
+        if step.is_short or not _all_decode(chunks):
             return
         room = min(step.tokens, step.logit_rows)
-        if not room:
+        if not room or self._times.rest():
             return
-        self._follow([chunk.sequence for chunk in chunks])
         drafts, expected = [], {}
-        masks = self._config.num_speculative_tokens
+        masks, self._catch_up = self._config.num_speculative_tokens, _CATCH_UP
         for index, chunk in enumerate(chunks):
-            unknown = chunk.start + 1 - len(chunk.sequence.token_ids)
-            is_bound = chunk.sequence.request.grammar is not None
-            draft = self._draft(chunk.sequence, unknown, min(room, masks) if is_bound else room)
+            sequence = chunk.sequence
+            unknown = chunk.start + 1 - len(sequence.token_ids)
+            is_bound = sequence.request.grammar is not None
+            draft = self._draft(sequence, unknown, min(room, masks) if is_bound else room)
             if draft:
                 drafts.append((index, draft))
-                expected[index] = chunk.sequence.draft_state.expected(unknown, len(draft))
+                expected[index] = self._state_of(sequence).expected(unknown, len(draft))
                 room -= len(draft)
                 masks -= len(draft) if is_bound else 0
+        if not drafts:
+            return
         num_drafts = sum(len(draft) for _, draft in drafts)
         total = sum(expected.values())
-        if not drafts or not self._times.pays(len(chunks), num_drafts, total):
+        if not self._times.pays(len(chunks), num_drafts, total):
             return
         self._expected = 0.0
         for index, draft in drafts:
@@ -213,18 +241,18 @@ class Speculation:
 
         Tenants are charged for tokens of drafts as for others.
         """
-        right = 0
-        for result in results:
-            if result.chunk.drafts:
-                self._take_back(result)
-                right += len(result.more)
-                fair.charge(result.chunk.sequence.tenant, len(result.more))
-        if plan.has_drafts:
+        right, has_drafts = 0, plan.has_drafts
+        if has_drafts:
+            for result in results:
+                if result.chunk.drafts:
+                    self._take_back(result)
+                    right += len(result.more)
+                    fair.charge(result.chunk.sequence.tenant, len(result.more))
             self._times.judge(self._expected, right)
         before, self._completed_s = self._completed_s, now
-        if before is not None and all(_decodes(chunk) for chunk in plan.chunks):
+        if before is not None and _all_decode(plan.chunks):
             size = {"num_tokens": plan.num_tokens, "rows": len(plan.chunks)}
-            self._times.add(drafts=plan.has_drafts, **size, right=right, seconds=now - before)
+            self._times.add(drafts=has_drafts, **size, right=right, seconds=now - before)
 
     def _take_back(self, result: SequenceResult) -> None:
         chunk, right = result.chunk, len(result.more)
@@ -236,20 +264,19 @@ class Speculation:
         for position in range(right):
             self._accepted[position] += 1
 
-    def _follow(self, sequences: Iterable[Sequence]) -> None:
-        """Let the states of sequences know their new tokens, a bounded number in all."""
-        left = _CATCH_UP
-        for sequence in sequences:
-            if sequence.draft_state is None:
-                config = self._config
-                lookup = config.prompt_lookup_min, config.prompt_lookup_max
-                sequence.draft_state = DraftState(Repetitions(sequence.token_ids, *lookup))
-            left -= sequence.draft_state.follow(sequence.token_ids, left)
+    def _state_of(self, sequence: Sequence) -> DraftState:
+        if sequence.draft_state is None:
+            config = self._config
+            lookup = config.prompt_lookup_min, config.prompt_lookup_max
+            sequence.draft_state = DraftState(Repetitions(sequence.token_ids, *lookup))
+        return sequence.draft_state
 
     def _draft(self, sequence: Sequence, unknown: int, room: int) -> tuple[int, ...]:
         """Return a sequence's draft, after `unknown` tokens on their way from the device."""
-        state = sequence.draft_state
-        if state.trust < _LEAST_CHANCE or state.repetitions.num_known < len(sequence.token_ids):
+        state, token_ids = self._state_of(sequence), sequence.token_ids
+        if len(token_ids) >= state.due:
+            self._catch_up -= state.follow(token_ids, self._catch_up)
+        if state.is_idle or state.repetitions.num_known < len(token_ids):
             return ()
         left = sequence.max_outputs - sequence.num_scheduled_outputs
         count = state.length(min(self._config.num_speculative_tokens + unknown, left, room))
@@ -262,7 +289,9 @@ class Speculation:
         return is_room and pages.grow(sequence, count)
 
 
-def _decodes(chunk: ScheduledChunk) -> bool:
-    """Return whether a chunk is one token and its drafts, of which one or more are drawn."""
-    alone = chunk.num_tokens - len(chunk.drafts) == 1 and chunk.samples
-    return alone and not chunk.prompt_logprobs
+def _all_decode(chunks: Iterable[ScheduledChunk]) -> bool:
+    """Return whether each chunk is one token and its drafts, of which one or more are drawn."""
+    for chunk in chunks:  # no generator: it is asked twice a step
+        if chunk.num_tokens != 1 + len(chunk.drafts) or not chunk.samples or chunk.prompt_logprobs:
+            return False
+    return True

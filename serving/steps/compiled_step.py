@@ -127,8 +127,9 @@ class CompiledStep:
 
     @property
     def num_warm_runs(self) -> int:
-        """How often a program runs before its first step. On a GPU the second call makes its CUDA
-        graph, and CUDA may wait for an idle device, as it is not while a step waits for masks.
+        """Return the runs of a program before its first step.
+
+        On a GPU the second call makes its CUDA graph, for which CUDA may wait for an idle device.
         """
         return 2 if self._in_place else 1
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from lora_jax.ops import dispatch
 from lora_jax.typing import Array, Float, Int, UInt32
+from serving.steps.device_users import USERS, DeviceUsers
 from serving.steps.step import StepSizes
 from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_masks
 
@@ -55,16 +56,35 @@ class MaskBoard:
     A step whose masks do not come in time masks no row, and `was_late` says so.
     """
 
-    def __init__(self, board: AbstractBoard, sizes: StepSizes, vocab_size: int):
+    def __init__(
+        self,
+        board: AbstractBoard,
+        sizes: StepSizes,
+        vocab_size: int,
+        users: DeviceUsers = USERS,
+    ):
+        """`users` are those of the devices, of which the engine is one."""
         self._board, self._sizes, self._vocab_size = board, sizes, vocab_size
+        self._users, self._waiting = users, set[int]()  # numbers of steps that wait
         self._number = 0  # of the newest step that waits
         self._posting, self._has_ended = threading.Lock(), False
         self.address = board.address
 
     def take_number(self) -> int:
-        """Return the number of a step that is about to go out and to wait."""
+        """Return the number of a step that is about to go out."""
         self._number = self._number % _MOST + 1
         return self._number
+
+    def begin_wait(self, number: int) -> bool:
+        """Return whether the step of this number may go out before its masks are posted.
+
+        Then they must be posted next.
+        """
+        may = self._users.begin_wait()
+        if may:
+            with self._posting:
+                self._waiting.add(number)
+        return may
 
     def new_masks(self) -> HostMasks:
         """Return the newest step's masks to write, when the step before has ended."""
@@ -77,12 +97,20 @@ class MaskBoard:
         with self._posting:
             if not self._has_ended:
                 self._board.post(number)
+            self._end_waits({number})
 
     def give_up(self) -> None:
         """Let every step go on whatever its masks are: nobody will read what comes of it."""
         with self._posting:
             self._has_ended = True
             self._board.end()
+            self._end_waits(set(self._waiting))
+
+    def _end_waits(self, numbers: set[int]) -> None:
+        ended = self._waiting & numbers
+        self._waiting -= ended
+        for _ in ended:
+            self._users.end_wait()
 
     def was_late(self, number: int) -> bool:
         """Return whether a step that has ended, of this number, ran without its masks; 0: none."""

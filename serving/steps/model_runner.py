@@ -51,10 +51,14 @@ from serving.steps.step_results import (
     HostArrays,
     InFlightStep,
     first_rows,
+    first_samples,
     in_flight,
     num_targets,
 )
 from serving.steps.token_masks import HostMasks
+
+# Posts the masks of a plan, whose chunks' first samples have these logit rows, under a number.
+MasksFirst = Callable[[StepPlan, list[int], int], None]
 
 
 class ModelRunner:
@@ -187,6 +191,11 @@ class ModelRunner:
             logits, _ = self._run_forward(table, program)
             _read(self._run_sample(logits, self.new_masks().packed, program.bucket))
 
+    @property
+    def has_cold(self) -> bool:
+        """True if there may be a program that has never run."""
+        return bool(self._cold)
+
     def run_cold(self) -> bool:
         """Run a program that never ran on nothing, if it was read; return whether any is left."""
         if (program := take_read(self._cold)) is not None:
@@ -229,11 +238,12 @@ class ModelRunner:
         """Programs that are compiled at the start."""
         return len(self.programs) + 2 * len(self.two_part_programs)
 
-    def dispatch(self, plan: StepPlan) -> InFlightStep:
+    def dispatch(self, plan: StepPlan, masks_first: MasksFirst | None = None) -> InFlightStep:
         """Send a step to the device and return at once; read its results with `read`.
 
-        Tokens that the host has not seen are those the steps in flight sample. With a board a bound
-        step's masks must be posted next; until then nothing may wait for it.
+        Tokens that the host has not seen are those the steps in flight sample. With a board the
+        masks of a step that `waits` must be posted next; until then nothing may wait for it. Where
+        no step may wait, `masks_first` posts those of a bound step before it goes out.
         """
         board = self.board if plan.is_bound else None
         buckets = self.buckets if board is None else self.bound_buckets
@@ -242,9 +252,15 @@ class ModelRunner:
         brings = lora and self._brings(plan)
         program = Program(bucket, lora, plan.merged is not None, brings, board is not None)
         table = self._prepared(plan, program)
-        number = 0 if board is None else board.take_number()
+        firsts, scored, number, waits = first_rows(plan), is_scored(plan), 0, False
+        if board is not None:
+            number = board.take_number()
+            waits = board.begin_wait(number)
+            if not waits:
+                assert masks_first is not None, "a bound step may not wait for its masks"
+                masks_first(plan, first_samples(plan, firsts), number)
         sampled, status = self._run(table, program, number)
-        return in_flight(plan, first_rows(plan), sampled, is_scored(plan), status, number)
+        return in_flight(plan, firsts, sampled, scored, status, number, waits)
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send a step's forward part to the device; `sample` must follow before other steps."""

@@ -80,6 +80,7 @@ class StepInputs:
         if not plan.chunks:
             return table
         columns = np.array([_column(chunk) for chunk in plan.chunks], np.int32)
+        assert columns[:, 0].min() >= 0, "a step of a sequence that has ended or waits"
         table[_FIELDS, columns[:, 0]] = columns[:, 1:].T
         for chunk in plan.chunks:
             if chunk.drafts:

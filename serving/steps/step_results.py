@@ -19,12 +19,13 @@ class InFlightStep:
     sampled: Sampled
     scored: bool  # whether any row's log-probabilities are wanted
     remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
-    number: int = 0  # of the masks that the step waits for on the device; 0: for none
+    number: int = 0  # of the masks that the step reads from the board; 0: of none
+    waits: bool = False  # for them, on the device
 
     @property
     def first_samples(self) -> list[int]:
         """The logit row of each chunk's first sample."""
-        return _first_samples(self.plan, self.first_rows)
+        return first_samples(self.plan, self.first_rows)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +42,7 @@ class HeldStep:
     @property
     def first_samples(self) -> list[int]:
         """The logit row of each chunk's first sample."""
-        return _first_samples(self.plan, self.first_rows)
+        return first_samples(self.plan, self.first_rows)
 
 
 def in_flight(
@@ -51,6 +52,7 @@ def in_flight(
     scored: bool,
     status: jax.Array | None,
     number: int = 0,
+    waits: bool = False,
 ) -> InFlightStep:
     """Return the step, its results on their way to the host."""
     wanted = [sampled.token_ids]
@@ -62,7 +64,7 @@ def in_flight(
         leaf.copy_to_host_async()
     if status is not None:
         status.copy_to_host_async()
-    return InFlightStep(plan, first_rows, sampled, scored, status, number)
+    return InFlightStep(plan, first_rows, sampled, scored, status, number, waits)
 
 
 def first_rows(plan: StepPlan) -> tuple[int, ...]:
@@ -81,7 +83,8 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     return tuple(firsts)
 
 
-def _first_samples(plan: StepPlan, firsts: tuple[int, ...]) -> list[int]:
+def first_samples(plan: StepPlan, firsts: tuple[int, ...]) -> list[int]:
+    """Return the logit row of each chunk's first sample; `firsts` are the plan's first rows."""
     return [first + num_targets(chunk) for chunk, first in zip(plan.chunks, firsts, strict=True)]
 
 

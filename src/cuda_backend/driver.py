@@ -19,6 +19,7 @@ POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 FOR_ALL_DEVICES = 3  # CU_MEMHOSTALLOC_PORTABLE and CU_MEMHOSTALLOC_DEVICEMAP
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream
+HIGHEST_PRIORITY = -(1 << 16)  # of a stream: the driver takes the nearest that the device has
 UUID_BYTES = 16
 IS_LEGACY_IPC_CAPABLE = 13  # CU_POINTER_ATTRIBUTE_...: cuMemAlloc has given it
 # CU_DEVICE_ATTRIBUTE_...
@@ -74,6 +75,7 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuCtxSynchronize": (),
     "cuStreamCreate": (POINTER(c_void_p), ctypes.c_uint),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), ctypes.c_uint, c_int),
     "cuStreamQuery": (c_void_p,),
     "cuStreamSynchronize": (c_void_p,),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),

@@ -29,7 +29,7 @@ MAX_MODULES = 4  # of one launch
 # run of one adapter and expert on. So few items leave CTAs idle, even by two modules in a launch.
 SEGMENT_RANKS, SEGMENT_ROWS, FEW_ITEMS = range(17, 33), 16, 66
 
-NO_TILES = np.zeros((0, lora_tiles.RECORD), np.int32), np.zeros(4, np.int32)  # one constant each
+NO_CUT = np.zeros(4, np.int32)  # one constant of a program: it is a kernel's argument often
 
 # One linear map of a launch: y, and the entries and scaling of its slots, or of all sites. No y of
 # a launch is None, or all are: then nothing is added to, and rows without an adapter are zeros.
@@ -55,8 +55,13 @@ class CudaWorkList:
 
     @property
     def untiled_arrays(self) -> tuple[Array | np.ndarray, ...]:
-        """Arguments of a launch that handles all rows as items."""
-        return self.order, self.items, self.num_items, *NO_TILES
+        """Arguments of a launch that handles all rows as items.
+
+        The tiles that are not there are made in the program: XLA's compiler for GPUs crashes over a
+        constant without elements that a part of a step over several devices takes (jax 0.11.2).
+        """
+        no_tiles = jnp.zeros((0, lora_tiles.RECORD), jnp.int32)
+        return self.order, self.items, self.num_items, no_tiles, NO_CUT
 
     @property
     def tiled_arrays(self) -> tuple[Array | np.ndarray, ...]:

@@ -47,6 +47,7 @@ class CudaDriver(AbstractDriver):
         self._granularity = size.value
         self._upload_lock = threading.Lock()
         self._uploader: Uploader | None = None  # whose pinned memory only loads need
+        self._clears: c_void_p | None = None  # the stream of clears that nobody waits for
 
     @property
     def granularity(self) -> int:
@@ -129,6 +130,21 @@ class CudaDriver(AbstractDriver):
         with self._current():
             self._cuda.call("cuMemsetD8Async", address, 0, num_bytes, None)
             self._cuda.call("cuStreamSynchronize", None)
+
+    def begin_clear(self, address: int, num_bytes: int) -> None:
+        """Clear beside the kernels that run, before those of them whose blocks still wait."""
+        with self._current():
+            if self._clears is None:
+                stream = c_void_p()
+                how = cuda.NON_BLOCKING, cuda.HIGHEST_PRIORITY
+                self._cuda.call("cuStreamCreateWithPriority", byref(stream), *how)
+                self._clears = stream
+            self._cuda.call("cuMemsetD8Async", address, 0, num_bytes, self._clears)
+
+    def finish_clears(self) -> None:
+        if self._clears is not None:
+            with self._current():
+                self._cuda.call("cuStreamSynchronize", self._clears)
 
     def array(self, address: int, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return dlpack.foreign_array(address, shape, dtype, (dlpack.CUDA, self._number))

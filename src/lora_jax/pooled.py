@@ -4,6 +4,7 @@ Every array spans all that could ever be; memory is only where something lies. A
 writes the part that has memory, and owns none of it: arrays over virtual memory are not donated.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -39,8 +40,9 @@ class PooledPages:
     ):
         """Reserve addresses for so many pages; none has memory.
 
-        With `cleared` pages are zeros when they come: kernels of a device multiply what lies behind
-        a sequence's end by zero, and a NaN of another array would stay one.
+        With `cleared` pages that come are zeros when the memory's `finish_clears` returns: kernels
+        of a device multiply what lies behind a sequence's end by zero, and a NaN of another array
+        would stay one.
 
         Raises:
             ValueError: a layer's part of a page begins where no array of jax may.
@@ -98,7 +100,8 @@ class PooledRows:
 
         Kernels of a device read rows in groups: up to `overrun` rows behind an adapter's, which
         they multiply by zero, and the first rows for an adapter that has none. Where there is an
-        overrun these rows have memory, and memory is zeros when it comes. Else nothing has memory.
+        overrun these rows have memory, and memory that comes is zeros when the memory's
+        `finish_clears` returns. Else nothing has memory.
 
         Raises OutOfPages where the pool has no room for the first rows.
         """
@@ -110,6 +113,7 @@ class PooledRows:
             self._tensors[width] = WeightTensor(pool, shape, self.dtype, **options)
             if overrun:
                 self._tensors[width].keep(range(min(count, overrun)))
+        pool.memory.finish_clears()
         self.arrays: dict[str, jax.Array] = {
             str(width): pool.memory.array(t.address, (t.shape[0], t.shape[2]), self.dtype)
             for width, t in self._tensors.items()
@@ -152,7 +156,12 @@ class PooledRows:
         self.pool.memory.finish_writes()
 
     def close(self) -> None:
-        """Give memory and addresses back; nothing may run any more."""
+        """Give memory and addresses back, when writes under way have ended; nothing else may run.
+
+        What a write fails with has no reader any more.
+        """
+        with contextlib.suppress(MemoryError, ValueError, OSError, RuntimeError):
+            self.finish_writes()
         _close(self._tensors.values(), list(self.arrays.values()))
         self.arrays = {}
 

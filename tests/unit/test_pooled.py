@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from support.doubles.faulty_memory import LateMemory
 
 from lora_jax.kv_cache import KVShape
 from lora_jax.memory.host import HostMemory
@@ -75,3 +76,16 @@ def test_rows_of_one_width_follow_each_other_on_shared_pages():
         rows.map(((64, 32, 40),))
     rows.check_integrity(second)
     rows.close()
+
+
+def test_rows_lose_their_memory_when_what_was_begun_has_been_written():
+    memory = LateMemory(HostMemory())
+    pool = PagePool(memory, page_bytes=PAGE, budget_bytes=2 * PAGE)
+    rows = PooledRows(pool, {64: 10}, FLOAT)
+    rows.map(((64, 0, 2),))
+    memory.fail("write", 1)  # the other one is written
+    for start in (0, 1):
+        rows.begin_write(64, start, np.ones((1, 64), FLOAT))
+    rows.close()  # the error has no reader any more
+    assert not memory.heal()
+    assert not memory.begun

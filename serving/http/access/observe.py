@@ -68,6 +68,11 @@ class HttpMetrics:
         names = [sample.name for f in self.failed_keys.collect() for sample in f.samples]
         return generate_latest(self.registry.restricted_registry(names)).decode()
 
+    def forget_requests(self) -> None:
+        """Count answers from zero again."""
+        self.requests.clear()
+        self.seconds.clear()
+
     def record(self, scope: Scope, status: int, seconds: float) -> None:
         """Count one answered request under its route's template, never its path."""
         handler = getattr(scope.get("route"), "path", "none")

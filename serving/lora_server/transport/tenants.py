@@ -14,11 +14,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from lora_jax.memory.wire import receive_fds, send_fds
 from lora_jax.ops.cpu.build import rows_address
 from lora_jax.ops.native import BuildError
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.client_base import FIRST_LIMIT, AbstractClientBase
-from serving.lora_server.transport.library import calls, check_memory, numbers
+from serving.lora_server.transport.library import calls, check_memory, numbers, shared_memory
 from serving.lora_server.transport.shapes import PAGE, Shapes
 from serving.lora_server.transport.slots import SlotClient, SlotServer
 from serving.lora_server.transport.socket_messages import wait_for_end
@@ -87,6 +88,8 @@ class TenantServer:
         client, joined = self._server.join(last_epoch)
         del client
         self._life, theirs = socket.socketpair()
+        given = self._life, joined.epoch
+        threading.Thread(target=self._take_ring, args=given, name="ring", daemon=True).start()
         return Seat(joined.channel, joined.bell, theirs.detach(), joined.epoch)
 
     def run(self) -> int:
@@ -102,7 +105,20 @@ class TenantServer:
         """Give the memory back, after `run` has returned."""
         self._server.close()
         if self._life is not None:
-            self._life.close()
+            with contextlib.suppress(OSError):
+                self._life.shutdown(socket.SHUT_RDWR)
+
+    def _take_ring(self, life: socket.socket, epoch: int) -> None:
+        """Sleep on the engine's ring from the moment on at which the engine shows it."""
+        with life:
+            with contextlib.suppress(OSError, TransportError):  # then it has a bell of its own
+                (ring,) = receive_fds(life, 1)
+                try:
+                    check_memory(ring, PAGE)
+                    calls().server_ring(self._server.number, ring, epoch)
+                finally:
+                    os.close(ring)
+            wait_for_end(life)  # this end, open, says that the tenant lives
 
 
 class TenantClient(SlotClient):
@@ -119,6 +135,10 @@ class TenantClient(SlotClient):
         prepare()
         self._calls = calls()
         self._number = self._calls.client_new(numbers(shapes), seats, 0, 1)
+        self._ring: int | None = shared_memory(PAGE)
+        if not self._calls.client_ring(self._number, self._ring):
+            os.close(self._ring)
+            raise TransportError("the memory by which tenants are woken cannot be mapped")
         self._lives: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
         self.set_limit(FIRST_LIMIT)
@@ -143,6 +163,9 @@ class TenantClient(SlotClient):
                 if not attach(self._number, number, seat.channel, seat.bell, seat.epoch):
                     raise TransportError(f"the memory of seat {number} cannot be mapped")
                 self._epochs[number], self._lives[number] = seat.epoch, life
+                if self._ring is not None:
+                    with contextlib.suppress(OSError):  # it has gone, as the thread below sees
+                        send_fds(life, [self._ring])
         except BaseException:
             life.close()
             raise
@@ -176,6 +199,9 @@ class TenantClient(SlotClient):
         super().close()
         with self._lock:
             numbers_ = list(self._lives)
+            ring, self._ring = self._ring, None
+        if ring is not None:
+            os.close(ring)
         for number in numbers_:
             self.rise(number)
 

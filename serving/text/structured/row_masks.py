@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
-_THREADS = 16  # at most: a row takes 0.1 ms, and threads without work look for some all the time
+_THREADS = 4  # at most: a row takes 0.1 ms, and threads without work look for some all the time
 _BITS = 32
 _BYTES_WORDS = 32  # of a mask, in which most vocabularies have the tokens of single bytes
 

@@ -123,7 +123,9 @@ def read_source(path: Path) -> Source:
         most = limits.max_file_bytes
         pairs = pair_up(safetensors_file.read_file(folder, WEIGHTS_FILE, most, FileLimits()))
         if config.target_parameters:
-            raise ValueError("target_parameters cannot be combined; PEFT refuses them, too.")
+            raise ValueError(
+                "target_parameters cannot be combined, nor by PEFT; a request may name both."
+            )
         if not pairs:
             raise ValueError("no LoRA matrices.")
         config.check_size(len(pairs))

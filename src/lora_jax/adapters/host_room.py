@@ -68,7 +68,7 @@ def make_room(
     copies = list(copies)
     for name, limit in (("max_total_adapter_bytes", max_total_bytes), _bytes_limit(share)):
         if limit is not None and num_bytes > limit:
-            raise AdapterRejected(f"it takes {num_bytes} bytes, the limit is {name}={limit}.")
+            raise too_large(num_bytes, name, limit)
     of_owner = [copy for copy in copies if copy.owner == share.owner] if share.owner else []
     victims = policy(of_owner, *_beyond(of_owner, num_bytes, share))
     if victims is None:
@@ -83,8 +83,18 @@ def make_room(
     count = 0 if max_count is None else len(left) + (num_bytes > 0) - max_count
     more = policy(left, beyond, count)
     if more is None:
-        raise RegistryBusy("adapters in use take all host memory for adapters now.")
+        raise no_room()
     return gone | {copy.digest for copy in more}
+
+
+def too_large(num_bytes: int, name: str, limit: int) -> AdapterRejected:
+    """Return the error of a copy that never fits the limit of this name."""
+    return AdapterRejected(f"it takes {num_bytes} bytes, the limit is {name}={limit}.")
+
+
+def no_room() -> RegistryBusy:
+    """Return the error of a copy for which not enough others can be evicted now."""
+    return RegistryBusy("adapters in use take all host memory for adapters now.")
 
 
 def _bytes_limit(share: HostShare) -> tuple[str, int | None]:

@@ -20,7 +20,8 @@ from lora_jax.adapters import reader
 from lora_jax.adapters.adapter_folders import AdapterFolders
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_room import HostShare, copies_of, make_room
+from lora_jax.adapters.host_copies import HostCopies
+from lora_jax.adapters.host_room import HostShare
 from lora_jax.adapters.load_rate import LoadRate
 from lora_jax.adapters.read_failures import ReadFailures
 from lora_jax.adapters.read_turns import ReadTurns
@@ -81,7 +82,11 @@ class AdapterRegistry:
         self._turns = ReadTurns()  # of names, held while files are read
         self._entries: dict[str, AdapterEntry] = {}
         self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
+        self._num_names: dict[str, int] = {}  # of each digest, evicted or not
+        self._num_explicit = 0  # names
         self._ledger = UseLedger()
+        self._copies = HostCopies(self._ledger)
+        self._changed: dict[str, None] = {}  # names, since somebody asked
         self._in_use: Callable[[], Collection[str]] = frozenset
         self._kept: Callable[[], Collection[str]] = frozenset
         self._generation = 0
@@ -144,11 +149,9 @@ class AdapterRegistry:
     def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
         with self._lock:
-            entry = self._entries.pop(name, None) or self._evicted.pop(name, None)
+            entry = self._forget(name)
             if entry is None:
-                raise AdapterNotFound(name, tuple(sorted(self._entries)))
-            self._generation += 1
-            self._forget_use(entry.digest)
+                raise self._not_found(name)
             return entry
 
     def refuse(self, name: str, why: str) -> None:
@@ -159,10 +162,8 @@ class AdapterRegistry:
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
         with self._lock:
-            if name not in self._entries:
-                raise AdapterNotFound(name, tuple(sorted(self._entries)))
-            entry = self._entries[name]
-            self._ledger.used(entry.digest)
+            if (entry := self._use(name)) is None:
+                raise self._not_found(name)
             return entry
 
     def take_read(self, digest: str) -> bool:
@@ -179,21 +180,21 @@ class AdapterRegistry:
         Raises AdapterNotFound; RegistryBusy when there is no room now; AdapterRejected, for some
         seconds without reading the folder again.
         """
-        try:
-            return self.get(name)
-        except AdapterNotFound:
+        with self._lock:
+            if (entry := self._use(name)) is not None:
+                return entry
             on_use = self._folders.has_root and NAME.fullmatch(name)
             if name not in self._evicted and (not on_use or name in self._base_names):
-                raise
+                raise self._not_found(name)
             if name in self.refused:
-                raise AdapterRejected(self.refused[name]) from None
+                raise AdapterRejected(self.refused[name])
         with self._turns.turn(name, deadline):
-            try:
-                return self.get(name)  # another thread may have loaded it meanwhile
-            except AdapterNotFound:
+            with self._lock:
+                if (entry := self._use(name)) is not None:
+                    return entry  # another thread has loaded it meanwhile
                 before = self._evicted.get(name)
-                if before is None and not self._folders.has(name):
-                    raise
+            if before is None and not self._folders.has(name):
+                return self.get(name)  # which raises, mostly
             self._failures.check(name)
             try:
                 return self._read_on_use(name, before, share)
@@ -211,6 +212,15 @@ class AdapterRegistry:
         with self._lock:
             entries = self._evicted | self._entries
             return tuple(entries[name] for name in sorted(entries))
+
+    def take_changes(self) -> list[tuple[str, AdapterEntry | EvictedAdapter | None]]:
+        """Return, once, the names that were published, evicted or removed since the last call.
+
+        Beside each is what the name stands for now, None: nothing. One caller follows a registry.
+        """
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            return [(n, self._entries.get(n) or self._evicted.get(n)) for n in changed]
 
     def knows(self, name: str) -> bool:
         """Return whether the name stands for an adapter, evicted or not."""
@@ -232,8 +242,7 @@ class AdapterRegistry:
             taken = name in self._entries or name in self._evicted
             if taken and not replace:
                 raise AdapterExists(f"The adapter {name!r} is loaded already.")
-            explicit = sum(e.explicit for e in (*self._entries.values(), *self._evicted.values()))
-            if not taken and explicit >= self._limits.max_adapters:
+            if not taken and self._num_explicit >= self._limits.max_adapters:
                 raise self._no_name_left()
 
     def _no_name_left(self) -> RegistryBusy:
@@ -293,38 +302,32 @@ class AdapterRegistry:
         share, in_use, kept = share or HostShare(), self._in_use(), self._kept()
         with self._lock:
             self._make_name(entry.name)
-            others = [e for e in self._entries.values() if e.name != entry.name]
-            copies = copies_of(others, entry.digest, in_use, self._ledger, kept)
-            is_stored = any(copy.digest == entry.digest for copy in copies)
-            size = 0 if is_stored else entry.report.weight_bytes
             try:
-                most = self._limits.max_total_bytes, self._limits.max_in_memory
-                gone = make_room(copies, size, share, most[0], max_count=most[1])
+                gone = self._copies.make_room(entry, share, self._limits, in_use, kept)
             except AdapterRejected as error:
                 raise error.about(entry.name) from None
-            for name in [n for n, e in self._entries.items() if e.digest in gone - {entry.digest}]:
+            for name in self._copies.names(gone - {entry.digest}):
                 self._evict(name)
-            self._generation += 1
-            self._evicted.pop(entry.name, None)
+            self._note(entry.name)
+            entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
+            self._num_names[entry.digest] = self._num_names.get(entry.digest, 0) + 1
+            self._num_explicit += entry.explicit
+            self._forget(entry.name)  # what the name stood for, whose digest may be this one
             self.refused.pop(entry.name, None)
             self._failures.forget(entry.name)
-            old = self._entries.get(entry.name)
-            entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
             self._entries[entry.name] = entry
-            if old is not None:
-                self._forget_use(old.digest)
             self._ledger.used(entry.digest)
+            self._copies.add(entry)
             return entry
 
     def _make_name(self, name: str) -> None:
         """Forget names that callers merely used when there are too many; holds the lock."""
-        entries = self._evicted | self._entries
-        if name in entries or len(entries) < self._limits.max_adapters:
+        is_known = name in self._entries or name in self._evicted
+        if is_known or len(self._entries) + len(self._evicted) < self._limits.max_adapters:
             return
         for old in self._evicted.values():
             if not old.explicit:
-                del self._evicted[old.name]
-                self._forget_use(old.digest)
+                self._forget(old.name)
                 return
         in_use = self._in_use()
         named = [e for e in self._entries.values() if not (e.explicit or e.pinned)]
@@ -332,18 +335,45 @@ class AdapterRegistry:
         if not unused:
             raise self._no_name_left()
         oldest = min(unused, key=lambda entry: self._ledger.last_use(entry.digest))
-        del self._entries[oldest.name]
+        self._forget(oldest.name)
+
+    # The caller holds the lock.
+
+    def _use(self, name: str) -> AdapterEntry | None:
+        """Return what a name stands for in memory, and count a use."""
+        entry = self._entries.get(name)
+        if entry is not None:
+            self._ledger.used(entry.digest)
+        return entry
+
+    def _not_found(self, name: str) -> AdapterNotFound:
+        return AdapterNotFound(name, tuple(self._entries))
+
+    def _note(self, name: str) -> None:
+        """Note that a name stands for something else from now on."""
         self._generation += 1
-        self._forget_use(oldest.digest)
+        self._changed[name] = None
 
     def _evict(self, name: str) -> None:
-        """Let the weights of a name go; the caller holds the lock."""
+        """Let the weights of a name go."""
         entry = self._entries.pop(name)
-        self._generation += 1
+        self._copies.remove(entry)
+        self._note(name)
         self._evicted[name] = entry.evicted(self._generation)
         self._ledger.evicted(entry.digest, entry.report.weight_bytes)
 
-    def _forget_use(self, digest: str) -> None:
-        entries = (*self._entries.values(), *self._evicted.values())
-        if not any(entry.digest == digest for entry in entries):
-            self._ledger.forget(digest)
+    def _forget(self, name: str) -> AdapterEntry | EvictedAdapter | None:
+        """Let a name stand for nothing; return what it stood for."""
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._copies.remove(entry)
+        known = entry or self._evicted.pop(name, None)
+        if known is None:
+            return None
+        self._note(name)
+        self._num_explicit -= known.explicit
+        self._num_names[known.digest] -= 1
+        if not self._num_names[known.digest]:  # no other name stands for these weights
+            del self._num_names[known.digest]
+            self._ledger.forget(known.digest)
+        return known

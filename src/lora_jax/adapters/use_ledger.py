@@ -40,6 +40,7 @@ class UseLedger:
         self._read: set[str] = set()  # since somebody asked
         self._number = 0
         self._halved = 0  # the number at which counts were halved last
+        self.num_halvings = 0  # values only grow in between
 
     def used(self, digest: str) -> None:
         """Count one use."""
@@ -47,7 +48,7 @@ class UseLedger:
         uses = self._uses.setdefault(digest, _Uses())
         uses.count, uses.level, uses.last = uses.count + 1, self.level, self._number
         if self._number - self._halved >= max(_HALVE_LEAST, _HALVE_EACH * len(self._uses)):
-            self._halved = self._number
+            self._halved, self.num_halvings = self._number, self.num_halvings + 1
             for one in self._uses.values():
                 one.count /= 2
 

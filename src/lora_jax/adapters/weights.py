@@ -86,7 +86,7 @@ TokenIds = Mapping[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiteColumns:
-    """What an adapter's table says of its sites, one row a site; rows lie elsewhere each time.
+    """An adapter's entries of the table, one row a site, without the places of its rank rows.
 
     `matrices` int [sites, 2] are the numbers of a and b in the order of `AdapterWeights.matrices`,
     `shapes` int32 [sites, 3] the rank and the rows from one expert's a and b to the next one's.
@@ -194,6 +194,14 @@ class AdapterWeights:
             for key, site in self.sites.items()
         }
         return dataclasses.replace(self, sites=sites)
+
+    def prepared(self) -> "AdapterWeights":
+        """Return this adapter with all computed that placing it on a device asks for.
+
+        A reader's thread calls it, so that the engine's thread need not compute it between steps.
+        """
+        _ = self.site_columns, self.host_runs, self._rows_by_width
+        return self
 
     def rows_by_width(self) -> dict[int, int]:
         """Return how many rank rows of each width the adapter takes on the device."""

@@ -121,6 +121,13 @@ class AbstractDriver(abc.ABC):
         """Set bytes to zeros; done on return, and no program waits for it."""
         raise NotImplementedError(f"{type(self).__name__} clears no memory")
 
+    def begin_clear(self, address: int, num_bytes: int) -> None:
+        """Set bytes to zeros some time before `finish_clears` returns."""
+        self.clear(address, num_bytes)
+
+    def finish_clears(self) -> None:  # noqa: B027  where begin_clear has done everything
+        """Return when all bytes are zeros; raise what failed."""
+
     def device_free(self) -> int | None:
         """Return the bytes of the device that nobody uses, or None where nobody knows."""
         return None
@@ -135,6 +142,7 @@ class DriverMemory(AbstractVirtualMemory):
         self._lock = threading.Lock()
         self._handles: dict[int, int] = {}  # ours -> the driver's, which may repeat
         self._numbers = itertools.count(1)
+        self._clears = self._clears_ended = 0  # how many were begun, and have surely ended
 
     @property
     def granularity(self) -> int:
@@ -184,6 +192,7 @@ class DriverMemory(AbstractVirtualMemory):
                 self._ledger.record_mapping(start, handle, access)
 
     def unmap(self, address: int, num_bytes: int) -> None:
+        self.finish_clears()  # which would write where nothing is mapped
         with self._lock:
             for mapping in self._ledger.find_mappings("unmap", address, num_bytes):
                 self._driver.unmap(mapping.address, mapping.num_bytes)
@@ -210,12 +219,14 @@ class DriverMemory(AbstractVirtualMemory):
         data = np.ascontiguousarray(data)
         with self._lock:
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self.finish_clears()
         self._driver.copy_in(address, data.ctypes.data, data.nbytes)
 
     def begin_write(self, address: int, data: np.ndarray) -> None:
         data = np.ascontiguousarray(data)
         with self._lock:
             self._ledger.check_access("write", address, data.nbytes, Access.READ_WRITE)
+        self.finish_clears()
         self._driver.begin_copy_in(address, data.ctypes.data, data.nbytes, data)
 
     def begin_write_into(self, array: Any, offset: int, data: np.ndarray) -> None:
@@ -239,6 +250,7 @@ class DriverMemory(AbstractVirtualMemory):
     def write_array(self, address: int, array: Any) -> None:
         with self._lock:
             self._ledger.check_access("write", address, array.nbytes, Access.READ_WRITE)
+        self.finish_clears()
         source = array.block_until_ready().unsafe_buffer_pointer()
         self._driver.copy_within(address, source, array.nbytes)
 
@@ -247,10 +259,22 @@ class DriverMemory(AbstractVirtualMemory):
             self._ledger.check_access("clear", address, num_bytes, Access.READ_WRITE)
         self._driver.clear(address, num_bytes)
 
+    def begin_clear(self, address: int, num_bytes: int) -> None:
+        with self._lock:
+            self._ledger.check_access("clear", address, num_bytes, Access.READ_WRITE)
+            self._driver.begin_clear(address, num_bytes)
+            self._clears += 1
+
+    def finish_clears(self) -> None:
+        if (begun := self._clears) > self._clears_ended:
+            self._driver.finish_clears()
+            self._clears_ended = max(self._clears_ended, begun)
+
     def read(self, address: int, num_bytes: int) -> bytes:
         with self._lock:
             readable = (Access.READ, Access.READ_WRITE)
             self._ledger.check_access("read", address, num_bytes, *readable)
+        self.finish_clears()
         buffer = ctypes.create_string_buffer(num_bytes)
         self._driver.copy_out(ctypes.addressof(buffer), address, num_bytes)
         return buffer.raw

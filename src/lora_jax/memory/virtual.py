@@ -121,6 +121,17 @@ class AbstractVirtualMemory(abc.ABC):
             NotImplementedError: the device has no such call.
         """
 
+    def begin_clear(self, address: int, num_bytes: int) -> None:
+        """Clear as `clear` does, but zeros may arrive as late as `finish_clears` returns.
+
+        Other calls on these addresses take effect after it. No program may be sent to the device
+        before that reads or writes them.
+        """
+        self.clear(address, num_bytes)
+
+    def finish_clears(self) -> None:  # noqa: B027  where begin_clear has written everything
+        """Return when all that was begun is zeros; raises what failed."""
+
     def begin_write(self, address: int, data: np.ndarray) -> None:
         """Copy as `write` does, but the bytes may arrive as late as `finish_writes` returns.
 

@@ -52,7 +52,8 @@ class WeightTensor:
         """Reserve the addresses; no page is taken.
 
         Programs may read up to `overrun` experts behind a mapped one: the pages of those are there
-        as long as the mapped one is. With `cleared` pages are zeros when they come.
+        as long as the mapped one is. With `cleared` pages that come are zeros when the memory's
+        `finish_clears` returns; call it before the next program is sent to the device.
 
         Raises:
             ValueError: a shape that is not three positive numbers, or a negative overrun.
@@ -287,7 +288,7 @@ class WeightTensor:
                 self._placed.update((number, placed) for placed in run for number in placed.numbers)
                 done += run
                 if self._cleared:
-                    memory.clear(self.address + run[0].start * size, num_bytes)
+                    memory.begin_clear(self.address + run[0].start * size, num_bytes)
         except BaseException:
             for block in blocks[len(done) :]:
                 self.pool.release(block)

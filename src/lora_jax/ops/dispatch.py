@@ -179,10 +179,10 @@ def _record(op: str, choice: Choice) -> None:
     if not _CHOICES.add(op, choice):
         return
     if not choice.declined:
-        log.info("%s runs as %s", op, choice.implementation)
+        log.info("Op %s: %s.", op, choice.implementation)
         return
     reasons = "; ".join(f"{name} declined: {reason}" for name, reason in choice.declined.items())
-    log.info("%s runs as %s (%s)", op, choice.implementation, reasons)
+    log.info("Op %s: %s (%s).", op, choice.implementation, reasons)
 
 
 def backend_kernel(name: str, op: str) -> Callable:

@@ -190,7 +190,7 @@ class Calls:
 
 def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     """Compile into a temporary name, then publish: a process loads a whole library or none."""
-    log.info("compiling the %s with %s, once for this machine", what.title, compiler.path)
+    log.info("Compiling the %s with %s, once for this machine.", what.title, compiler.path)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
     command = what.command(compiler, part)
@@ -202,7 +202,7 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
         own_files.publish(part, library)
     finally:
         part.unlink(missing_ok=True)
-    log.info("compiled the %s in %.1f s: %s", what.title, time.perf_counter() - start, library)
+    log.info("Compiled the %s in %.1f s: %s.", what.title, time.perf_counter() - start, library)
 
 
 @contextlib.contextmanager

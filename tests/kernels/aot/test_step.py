@@ -1,7 +1,5 @@
 """A step of the engine compiled for an H200: one CUDA graph, nothing decided by the host."""
 
-import functools
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kernels.aot.compile_gpu import H200, KIND
+from kernels.aot.compile_gpu import H200
 
 from bench import decode_step
 from cuda_backend.host_board import HostBoard
@@ -19,7 +17,6 @@ from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
-from lora_jax.ops import dispatch, hopper, tuning_table
 from serving.steps import batch_sampler
 from serving.steps.device_state import init_row_state
 from serving.steps.mask_board import MaskBoard
@@ -33,21 +30,6 @@ SIZES = StepSizes(
     max_seqs=64, max_len=4096, page_size=16, num_pages=8192, max_logit_rows=64, max_rank=32
 )
 QWEN3 = {**decode_step.QWEN3, "num_hidden_layers": LAYERS}
-
-
-@pytest.fixture
-def hopper_at_hand(monkeypatch):
-    """Let dispatch choose as it does on an H200; skip without the compilers for one."""
-    from cuda_backend import ffi
-    from cuda_backend.toolkit import find_compilers
-
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
-        pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
-    ffi.library().load(dispatch.cache_folder())
-    monkeypatch.setattr(ffi, "require", lambda: None)
-    monkeypatch.setattr(hopper, "require", lambda op, dtype, interpret: None)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(tuning_table, "find", functools.partial(tuning_table.find, device=KIND))
 
 
 @pytest.mark.parametrize(

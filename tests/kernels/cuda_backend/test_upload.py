@@ -2,25 +2,22 @@
 
 import shutil
 import threading
-from pathlib import Path
+import weakref
 
 import numpy as np
 import pytest
-from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
+from support.doubles.driver_double import cuda_double
 
-from cuda_backend import driver
 from cuda_backend.upload import BUFFER_BYTES, BUFFERS, Uploader
 from cuda_backend.vmm import CudaDriver
-from lora_jax.memory.virtual import MappingError
+from lora_jax.memory.virtual import MappingError, OutOfPages
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
 
 
 @pytest.fixture(scope="module")
 def double(tmp_path_factory):
-    source = Path(__file__).parents[2] / "support" / "doubles" / "cuda_double.c"
-    library = compile_double(source, tmp_path_factory.mktemp("cuda"))
-    return Double(library, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+    return cuda_double(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture
@@ -87,3 +84,45 @@ def test_pinned_memory_is_copied_by_the_driver_alone(uploader, monkeypatch):
     uploader.finish()
     assert uploader.is_done()
     assert np.array_equal(target, values[5:])
+
+
+def test_a_copy_keeps_pinned_memory_though_another_thread_has_just_waited(uploader, monkeypatch):
+    values = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    uploader.pin(values)
+    target, kept, call = np.zeros_like(values), weakref.ref(values), uploader._call_in_context
+
+    def finish_first(name, *arguments):
+        uploader.finish()  # another thread's, when the copy is about to begin
+        call(name, *arguments)
+
+    monkeypatch.setattr(uploader, "_call_in_context", finish_first)
+    uploader.begin(target.ctypes.data, values.ctypes.data, values.nbytes, values)
+    monkeypatch.undo()
+    want = values.copy()
+    del values
+    assert kept() is not None, "the driver may still copy out of it"
+    uploader.finish()
+    assert kept() is None
+    assert np.array_equal(target, want)
+
+
+@pytest.mark.parametrize("there_are", [0, 2])
+def test_a_host_with_little_memory_has_fewer_buffers(double, monkeypatch, there_are):
+    device, pinned, taken = CudaDriver(0, double.path), Uploader._pinned, []
+
+    def few(uploader):
+        if len(taken) == there_are:
+            raise OutOfPages("cuMemHostAlloc answers CUDA_ERROR_OUT_OF_MEMORY (2)")
+        taken.append(pinned(uploader))
+        return taken[-1]
+
+    monkeypatch.setattr(Uploader, "_pinned", few)
+    if not there_are:
+        with pytest.raises(OutOfPages, match="cuMemHostAlloc"):
+            Uploader(device._cuda, device._context)
+        return
+    uploader = Uploader(device._cuda, device._context)
+    values = arrays(6, 1000)
+    targets = [begin(uploader, v) for v in values]
+    uploader.finish()
+    assert all(np.array_equal(t, v) for t, v in zip(targets, values, strict=True))

@@ -123,8 +123,8 @@ def test_each_outcome_is_logged_once(caplog):
             op.call(None)
         op.call("xla")
     assert caplog.messages == [
-        "made_up runs as xla (ffi declined: not these sizes)",
-        "made_up runs as xla",
+        "Op made_up: xla (ffi declined: not these sizes).",
+        "Op made_up: xla.",
     ]
 
 
@@ -134,7 +134,7 @@ def test_choices_of_a_kept_program_are_logged_as_if_traced_here(caplog):
         dispatch.remember(kept)
         dispatch.remember(kept)
     assert dispatch.table() == kept
-    assert caplog.messages == ["made_up runs as xla (ffi declined: not these sizes)"]
+    assert caplog.messages == ["Op made_up: xla (ffi declined: not these sizes)."]
 
 
 def test_the_environment_names_one_for_all(monkeypatch):

@@ -45,14 +45,6 @@ def make_engine(folder, shape, dtype="float32"):
     )
 
 
-def wait_until(condition, seconds=10.0):
-    """Return whether the condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
 def settle(engine, seconds=60.0):
     """Wait until nothing runs, and check that nothing is held."""
     end = time.monotonic() + seconds

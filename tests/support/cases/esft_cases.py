@@ -7,7 +7,6 @@ import contextlib
 import mmap
 import random
 import shutil
-import time
 
 import jax
 import ml_dtypes  # noqa: F401  makes bfloat16 a name that safetensors finds
@@ -17,6 +16,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 from support.cases import tiny_esft
 from support.cases.engine_cases import Listener
+from support.waiting import wait_until
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.memory.host import HostMemory
@@ -139,9 +139,9 @@ class Case:
 
     def check_nothing_is_left(self):
         self.unload_all()
-        assert wait_until(lambda: self.pages() == self.pages_at_start), self.pages()
-        assert wait_until(lambda: self.memory.usage().created == self.pages_at_start)
-        assert wait_until(lambda: holds(self.engine.check_integrity))
+        wait_until(lambda: self.pages() == self.pages_at_start)
+        wait_until(lambda: self.memory.usage().created == self.pages_at_start)
+        wait_until(lambda: holds(self.engine.check_integrity))
 
 
 def _without_esft(options):
@@ -189,14 +189,6 @@ def holds(check) -> bool:
     except AssertionError:
         return False
     return True
-
-
-def wait_until(condition, seconds=60.0):
-    """Return whether the condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
 
 
 @contextlib.contextmanager

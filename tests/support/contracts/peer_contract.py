@@ -20,8 +20,9 @@ from support.cases.transport_cases import (
     terms_of,
     want_ys,
 )
-from support.contracts.transport_contract import TransportContract, wait_for
+from support.contracts.transport_contract import TransportContract
 from support.doubles.peer_double import OneProcess, ServerProcess, Sockets
+from support.waiting import wait_until
 
 from serving.lora_server.transport import device_memory
 from serving.lora_server.transport.base import Status
@@ -157,7 +158,7 @@ class PeerContract(TransportContract):
         got, status = step(x, ys, rows)
         assert ([bits(y) for y in got], np.asarray(status).tolist()) == (wanted, [Status.ARRIVED])
         successor.kill()
-        wait_for(lambda: client.lost() == (0,))
+        wait_until(lambda: client.lost() == (0,))
         client.close()
 
     def test_rows_of_no_server_harm_nothing(self, tmp_path):

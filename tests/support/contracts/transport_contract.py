@@ -25,18 +25,10 @@ from support.cases.transport_cases import (
     terms_of,
     want_ys,
 )
+from support.waiting import wait_until
 
 from serving.lora_server.transport.base import Status
 from serving.lora_server.transport.shapes import DOWN, GATE_UP
-
-
-def wait_for(condition):
-    """Return when a condition holds, which it must within a generous time."""
-    end = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
-
 
 # Place of the plan and number of rows: each plan once.
 SOME_PLANS = ((0, 1), (1, 17), (2, 3))
@@ -194,7 +186,7 @@ class TransportContract:
                 target=lambda: results.append(jax.block_until_ready(step(x, ys, rows)))
             )
             thread.start()
-            wait_for(lambda: client.stats().waits == 1)
+            wait_until(lambda: client.stats().waits == 1)
             client.abort()
             thread.join(LONG)
             got, status = results[0]
@@ -202,7 +194,7 @@ class TransportContract:
             assert [bits(y) for y in got] == [bits(y) for y in ys]
             client.abort(False)
             assert client.lost() == (0,)
-            wait_for(lambda: client.rejoin() == ())  # one try may be too short on a busy machine
+            wait_until(lambda: client.rejoin() == ())  # one try may be too short on a busy machine
             with serving(servers[0], lambda r: exact_deltas(r, terms.shapes)):
                 assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
             client.close()
@@ -256,7 +248,7 @@ class TransportContract:
                 thread.join(LONG)
             assert sorted(finished) == [0, 1]
             second.close()
-            wait_for(lambda: len(servers[0].clients()) == 1)
+            wait_until(lambda: len(servers[0].clients()) == 1)
         assert len(served) == 40
         assert len(set(served)) == 2
 
@@ -268,7 +260,7 @@ class TransportContract:
             assert not np.asarray(step(x, ys, rows)[1]).any()
             client.close()
             client.close()
-            wait_for(lambda: servers[0].clients() == ())
+            wait_until(lambda: servers[0].clients() == ())
             got, status = step(x, ys, rows)
             assert np.asarray(status).tolist() == [Status.ABORTED]
             assert [bits(y) for y in got] == [bits(y) for y in ys]

@@ -10,6 +10,12 @@ CUDA_OPERATIONS = (
 )
 
 
+def cuda_double(folder: Path) -> "Double":
+    """Compile the double of the CUDA driver and return its controls."""
+    path = compile_double(Path(__file__).with_name("cuda_double.c"), folder)
+    return Double(path, CUDA_OPERATIONS, refusal=1, no_memory=2)
+
+
 def compile_double(source: Path, folder: Path) -> str:
     """Compile a double and return the library's path."""
     path = folder / f"lib{source.stem}.so"

@@ -1,4 +1,4 @@
-"""Memories for tests: one that fails on demand, and one that only counts pages."""
+"""Memories for tests: that fail on demand, that write late, and that only count pages."""
 
 from collections.abc import Sequence
 
@@ -90,6 +90,25 @@ class FaultyMemory(AbstractVirtualMemory):
 
     def usage(self) -> Usage:
         return self._memory.usage()
+
+
+class LateMemory(FaultyMemory):
+    """A memory whose begun writes arrive when they are waited for; `begun` are those before."""
+
+    def __init__(self, memory: AbstractVirtualMemory):
+        super().__init__(memory)
+        self.begun: list[tuple[int, np.ndarray]] = []
+
+    def begin_write(self, address: int, data: np.ndarray) -> None:
+        self._pass("begin_write")
+        self.begun.append((address, data))
+
+    def writes_done(self) -> bool:
+        return not self.begun
+
+    def finish_writes(self) -> None:
+        while self.begun:
+            self.write(*self.begun.pop())
 
 
 def counting_memory(granularity: int) -> tuple[DriverMemory, list[tuple]]:

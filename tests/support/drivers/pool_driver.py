@@ -44,20 +44,30 @@ class Entry:
 class PoolDriver(Driver):
     """Adapters a to h of ranks 2 to 8; all weights are in host memory."""
 
-    def __init__(self, limits: SchedulerLimits, *, pages: int, num_slots: int = 6):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        *,
+        pages: int,
+        num_slots: int = 6,
+        memory: HostMemory | None = None,
+        overrun: int = 0,
+    ):
+        """With an overrun rows and KV pages are cleared when they come, as on a GPU."""
         self._longest = -(-limits.max_model_len // limits.page_size)
         self.catalogue = adapter_cases.llama(**WIDE)
         self.weights = {
             name: adapter_cases.weights(self.catalogue, 2 + n % 4 * 2, seed=n, digest=name)
             for n, name in enumerate("abcdefgh")
         }
-        memory = HostMemory("none")
+        memory = memory or HostMemory("none")
         self.pool = PagePool(memory, page_bytes=PAGE, budget_bytes=pages * PAGE)
         most = pages - -(-self._longest // EXTENT) * 2
         rows = {w: most * PAGE // (4 * w) for w in rows_per_adapter(self.catalogue, 8)}
-        kv = PooledPages(self.pool, SHAPE, limits.num_pages, limits.page_size, FLOAT)
-        self.room = PageRoom(self.pool, kv, PooledRows(self.pool, rows, FLOAT))
-        self.exchange = PageExchange(self.pool)
+        of_kv = SHAPE, limits.num_pages, limits.page_size, FLOAT
+        kv = PooledPages(self.pool, *of_kv, cleared=overrun > 0)
+        self.room = PageRoom(self.pool, kv, PooledRows(self.pool, rows, FLOAT, overrun=overrun))
+        self.exchange = PageExchange(self.pool, kept=self.pool.stats().in_use)
         how = self.catalogue, num_slots, rows, 4, self.room, self.exchange, most
         self.allocator = PooledSlotAllocator(*how)
         self.loader = AdapterLoader(self.allocator, self.room.jobs(self.allocator))
@@ -66,7 +76,7 @@ class PoolDriver(Driver):
         spec = SlotsSpec(num_slots, rows)
         row_arrays = self.room.rows.arrays
         self.arrays.slots = init_slots(self.catalogue, spec, FLOAT, rows=row_arrays)
-        self.device = FakeDevice(limits.num_pages, limits.page_size, VOCAB, Slots(self))
+        self.device = Device(self, limits.num_pages, limits.page_size, VOCAB, Slots(self))
         self.scheduler = Scheduler(
             limits, adapters=self.residency, eos_token_ids=[EOS], extents=self._extents
         )
@@ -148,6 +158,20 @@ class PoolDriver(Driver):
         self.allocator.check_integrity()
         self.room.check_integrity()
         assert self.pool.stats().created <= self.pool.stats().budget
+
+
+class Device(FakeDevice):
+    """A fake device to which steps are sent as the engine's loop does."""
+
+    def __init__(self, driver: PoolDriver, *how):
+        super().__init__(*how)
+        self._driver = driver
+
+    def capture(self, plan):
+        driver = self._driver
+        driver.residency.prepare(driver.arrays, driver.dispatched)
+        assert not getattr(driver.pool.memory, "begun", ()), "a step before its pages are zeros"
+        return super().capture(plan)
 
 
 class Slots:

@@ -6,7 +6,7 @@ import threading
 import jax
 import numpy as np
 from support.cases.transport_cases import LONG, batch, bits, exchange, terms_of, want_ys
-from support.contracts.transport_contract import wait_for
+from support.waiting import wait_until
 
 from serving.lora_server.transport.base import Status
 
@@ -51,7 +51,7 @@ def kill_servers(peers, where, connect, times):
     client = connect(where)
     client.set_limit(1000.0)  # so that nothing but the death itself ends a wait
     peers.kill(pid)
-    wait_for(lambda: client.lost() == (0,))
+    wait_until(lambda: client.lost() == (0,))
     arrays = batch(terms_of(ep=1), np.random.default_rng(0), 24, base_share=0.2)
     step = exchange(client)
     killed_in_the_middle(peers, client, where, step, arrays)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.processes.server_process import ROOT
 
+from serving.http.access.key_hash import new_key
 from serving.launch import read_options
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,7 +68,10 @@ def check_line(line: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_of_a_page_could_start(page):
+def test_commands_of_a_page_could_start(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = {"id": "team-a", "hash": new_key("team-a")[1]}  # as a command of the page makes it
+    (tmp_path / "keys").write_text(json.dumps(line))
     for line in command_lines(page):
         check_line(line)
 

@@ -26,8 +26,8 @@ from support.cases.esft_cases import (
     resident_bytes,
     running,
     shipped_case,
-    wait_until,
 )
+from support.waiting import wait_until
 
 from lora_jax.memory.virtual import OutOfPages
 from serving import FinishReason, RequestFailed
@@ -108,7 +108,7 @@ def test_a_reload_is_new_at_once_and_old_requests_finish_on_the_old(case):
     want = engine.generate([prompt], first, LONG)[0].outputs[0].token_ids
     old = Listener()
     engine.submit(prompt, "live", LONG, on_output=old)
-    assert wait_until(lambda: bool(old.deltas))
+    wait_until(lambda: bool(old.deltas))
     engine.load_adapter("live", case.dir / second, replace=True)
     renewed = engine.generate([prompt], "live", SCORED)[0]
     assert answer(renewed) == case.alone[second][0]
@@ -148,7 +148,7 @@ def test_a_load_without_memory_fails_its_requests_and_nothing_else(case, pages):
         case.engine.generate([case.prompts[0]], name, SCORED)
     assert caught.value.retryable
     case.check([None])
-    assert wait_until(lambda: case.pages() == case.pages_at_start)
+    wait_until(lambda: case.pages() == case.pages_at_start)
     case.memory.left = None
     case.check([name, None])  # as soon as there is memory
     case.check_nothing_is_left()
@@ -164,7 +164,7 @@ def test_a_driver_s_error_in_the_middle_of_a_load_leaves_the_others_serving(case
         with pytest.raises(RequestFailed, match=said):
             case.engine.generate([case.prompts[0]], other, SCORED)
         case.check([None, there])
-        assert wait_until(lambda: case.pages() == before)
+        wait_until(lambda: case.pages() == before)
     finally:
         case.memory.why = OutOfPages("the device is full")
     case.memory.left = None
@@ -183,7 +183,7 @@ def test_idle_adapters_make_room_and_those_in_use_are_waited_for(case):
     user, waiter = Listener(), Listener()
     endless = dataclasses.replace(LONG, max_tokens=55)
     user_id = engine.submit(case.prompts[0][:3], large, endless, on_output=user)
-    assert wait_until(lambda: bool(user.deltas))
+    wait_until(lambda: bool(user.deltas))
     case.memory.left = 0
     engine.submit(case.prompts[1], small, SCORED, on_output=waiter)
     engine.abort(user_id)  # or it has ended by itself: its pages are what the other waits for

@@ -36,6 +36,9 @@ class Paying(DraftTimes):
     def pays(self, rows, num_drafts, expected):
         return True
 
+    def rest(self):
+        return False
+
 
 def speculating(*args, paying=True, **fields):
     engine = Engine(*args, speculative_config=NGRAM, **fields)
@@ -140,7 +143,10 @@ def test_aborted_requests_leave_nothing(engine):
 
 
 ADAPTERS = {
-    **{name: MODEL / "adapters" / name for name in ("intent", "law", "summary", "translation")},
+    **{
+        name: MODEL / "adapters" / name
+        for name in ("intent", "law", "summary", "tools", "translation")
+    },
     **{name: MODEL / "esft" / name for name in ("token-law", "gate-law", "token-intent")},
 }
 

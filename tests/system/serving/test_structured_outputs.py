@@ -25,6 +25,7 @@ from serving import Engine, QueueFull, RequestFailed, Sampling
 from serving.engine import step_parts
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
+from serving.steps.device_users import DeviceUsers
 from serving.steps.mask_board import MaskBoard
 from serving.steps.token_masks import num_words
 from serving.text.structured.row_masks import RowMasks
@@ -81,12 +82,11 @@ def check(schema, output):
 
 
 def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine, monkeypatch):
-    boards = []
+    users = DeviceUsers()  # the other engine is none of them
 
     def make_board(sizes, vocab_size):
         count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
-        boards.append(CpuBoard(count))
-        return MaskBoard(boards[-1], sizes, vocab_size)
+        return MaskBoard(CpuBoard(count), sizes, vocab_size, users)
 
     def slow(masks, *given):
         if next(count) % 16 == 0:
@@ -106,12 +106,51 @@ def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine,
             answers.append([answer(output) for output in outputs])
             endless = Sampling(max_tokens=8, structured_outputs={"regex": "a*"}, ignore_eos=True)
             answers[-1].append(answer(each.generate("x", sampling=endless)[0]))
+        meet_a_driver_that_waits(waiting, users, monkeypatch)
         assert lose_masks(waiting, monkeypatch) == answers[0][5:8]
         monkeypatch.setattr(RowMasks, "_work", work)
         assert answer(waiting.generate("x", sampling=endless)[0]) == answers[0][-1]
         assert waiting.stats().compilations_after_warmup == 0
         settle(waiting)
     assert answers[0] == answers[1]
+
+
+def meet_a_driver_that_waits(engine, users, monkeypatch):
+    """Have another engine start that keeps what a read needs until no step runs, many times."""
+    runner, driver, sent = engine._loop._parts.runner, threading.Lock(), []
+    dispatch, read = runner.dispatch, runner.read
+
+    def noted(*given):
+        sent.append(dispatch(*given))
+        return sent[-1]
+
+    def read_by_driver(step):
+        with driver:
+            return read(step)
+
+    def idle():
+        while not sent[-1].sampled.token_ids.is_ready():
+            time.sleep(0.0005)
+
+    monkeypatch.setattr(runner, "dispatch", noted)
+    monkeypatch.setattr(runner, "read", read_by_driver)
+    outputs = {"regex": "[0-9]{200}"}
+    sampling = bound(1, structured_outputs=outputs, max_tokens=150)
+    with patience(2), ThreadPoolExecutor(1) as pool, users.use():
+        want = answer(engine.generate("x", sampling=sampling)[0])
+        assert all(step.waits for step in sent)
+        again = pool.submit(engine.generate, "x", sampling=sampling)
+        while not again.done():
+            with users.use():
+                num_sent = len(sent)
+                for _ in range(3):
+                    with driver:
+                        idle()
+                assert not any(step.waits for step in sent[num_sent + 1 :])
+            time.sleep(0.01)
+        assert answer(again.result()[0]) == want
+    monkeypatch.setattr(runner, "dispatch", dispatch)
+    monkeypatch.setattr(runner, "read", read)
 
 
 def lose_masks(engine, monkeypatch):
@@ -197,6 +236,18 @@ def test_a_bound_answer_has_the_same_bits_alone_and_preempted_in_a_crowd(engine)
     logprobs = alone.outputs[0].logprobs
     assert len(logprobs) == len(alone.outputs[0].token_ids)
     assert all(entry.logprob <= 0 for entry in logprobs)
+
+
+def test_rows_keep_their_masks_when_a_stop_string_ends_a_neighbour(engine):
+    """The next step is planned ahead, and must not hold a sequence that has no row any more."""
+    letters = bound(1, structured_outputs={"regex": "[a-h]{60}"}, stop=["a"], max_tokens=40)
+    digits = bound(1, structured_outputs={"regex": "[0-9]{60}"}, max_tokens=40)
+    samplings = [dataclasses.replace(letters, seed=seed) for seed in range(4)]
+    samplings += [dataclasses.replace(digits, seed=seed) for seed in range(2)]
+    samplings += [FREE[0]]
+    alone = [answer(engine.generate(["x"], None, one)[0]) for one in samplings]
+    assert len({len(ids) for ((ids, *_),) in alone[:4]}) > 2  # they end in different steps
+    assert [answer(one) for one in engine.generate(["x"] * 7, None, samplings)] == alone
 
 
 @pytest.mark.parametrize(
@@ -374,7 +425,8 @@ def test_drafts_of_bound_rows_change_no_bit(engine):
     want = engine.generate(TEXTS[:3] * 2, names, samplings)
     adapters = {"law": ADAPTERS["law"]}
     with Engine(str(MODEL), adapters, speculative_config=ngram, **SIZES) as drafting:
-        drafting._loop._parts.scheduler._speculation._times.pays = lambda *_: True
+        times = drafting._loop._parts.scheduler._speculation._times
+        times.pays, times.rest = lambda *_: True, lambda: False
         got = [drafting.generate(TEXTS[:3], names[:3], samplings[i : i + 3]) for i in (0, 3)]
         labels = {"model_name": drafting.model_info.name, "engine": "0"}
         name = "vllm:spec_decode_num_accepted_tokens_total"

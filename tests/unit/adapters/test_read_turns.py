@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from support.waiting import wait_until
 
 from lora_jax.adapters.read_turns import ReadTurns
 
@@ -26,17 +27,10 @@ class Reader:
         self.thread.join(20)
 
 
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 def test_names_are_read_side_by_side_and_the_same_name_once():
     turns, begun = ReadTurns(3), []
     readers = [Reader(turns, name, begun) for name in ("a", "a", "b")]
-    until(lambda: sorted(begun) == ["a", "b"])
+    wait_until(lambda: sorted(begun) == ["a", "b"])
     time.sleep(0.02)
     assert sorted(begun) == ["a", "b"]
     for reader in readers:
@@ -49,11 +43,11 @@ def test_names_are_read_side_by_side_and_the_same_name_once():
 def test_the_earliest_deadline_begins_first():
     turns, begun = ReadTurns(1), []
     first = Reader(turns, "first", begun)
-    until(lambda: begun == ["first"])
+    wait_until(lambda: begun == ["first"])
     others = []
     for name, deadline in (("late", 9.0), ("never", float("inf")), ("soon", 1.0)):
         others.append(Reader(turns, name, begun, deadline))
-        until(lambda: len(turns._waiting) == len(others))
+        wait_until(lambda: len(turns._waiting) == len(others))
     for reader in others:
         reader.may_end.set()
     first.end()

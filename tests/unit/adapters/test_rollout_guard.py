@@ -1,4 +1,4 @@
-"""When a version breaks its guard, and guards that cannot be."""
+"""A version breaks its guard's limits; guards without meaning are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is used often, small and dear to read again stays; popularity may drift."""
+"""Adapters that are used often, small and slow to read stay; popularity may drift."""
 
 import random
 

@@ -2,18 +2,15 @@
 
 import jaxtyping
 import pytest
-from support.doubles.driver_double import CUDA_OPERATIONS, Double, compile_double
-from support.processes.server_process import ROOT
+from support.doubles.driver_double import Double, cuda_double
 
-from cuda_backend import driver, ffi
+from cuda_backend import ffi
 
 
 @pytest.fixture(scope="session")
 def double(tmp_path_factory) -> Double:
     """A double of the driver's library, compiled once."""
-    source = ROOT / "tests" / "support" / "doubles" / "cuda_double.c"
-    path = compile_double(source, tmp_path_factory.mktemp("double"))
-    return Double(path, CUDA_OPERATIONS, refusal=1, no_memory=driver.OUT_OF_MEMORY)
+    return cuda_double(tmp_path_factory.mktemp("double"))
 
 
 @pytest.fixture

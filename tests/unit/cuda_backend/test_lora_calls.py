@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 from support.checks.handlers import assert_served
 from support.drivers.lowering import CustomCall, custom_calls
 
 from cuda_backend import lora_gemm, lora_tiles, reroute
 from lora_jax.ops.adapter_items import AdapterItems
 from lora_jax.ops.lora_gemm.batch import LoraBatch
+from lora_jax.sharding import AXIS
 
 SLOTS, D_IN, D_OUT, SITES = 6, 128, 192, 3
 TABLES = (f"{SLOTS}x5xi32", f"{SLOTS}xf32")
@@ -53,6 +55,23 @@ def test_few_rows_are_added_in_place_by_items_of_eight(on_hopper):
     said = {"sites": [0], "max_rank": 16, "accumulate": True}
     assert call.attributes == said | {"segments": False, "tiles_last": True}
     assert set(calls) == {"row_items", "lora_gemm"}
+
+
+def test_a_part_of_a_split_step_takes_no_constant_without_elements(on_hopper):
+    """XLA's compiler for GPUs crashes over one (tests/kernels/aot/test_split_step.py)."""
+    mesh = jax.make_mesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+
+    def step(ys, given):
+        part = jax.shard_map(
+            lora_gemm.lora_gemm, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+        )
+        return part(ys, given)
+
+    lowered = jax.jit(step).trace(added(20), batch(20)).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert text.count("custom_call @lora_jax_cuda_lora_gemm") == 1
+    assert "dense<> : tensor<" not in text
 
 
 def test_rows_of_no_y_are_not_read(on_hopper):

@@ -1,12 +1,16 @@
 """Virtual memory of one GPU over a double of the driver: bytes, and what a device cannot do."""
 
+import ctypes
 import shutil
 
 import numpy as np
 import pytest
 
 from cuda_backend.vmm import CudaDriver
+from lora_jax.memory.driver import DriverMemory
+from lora_jax.memory.pool import PagePool
 from lora_jax.memory.virtual import Access, MappingError
+from lora_jax.memory.weight_tensor import WeightTensor
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
@@ -35,6 +39,30 @@ def test_bytes_are_copied_in_within_and_out(double):
     device.destroy(handle)
     device.release(address, 2 * page)
     assert double.live() == before
+
+
+def test_pages_that_come_are_cleared_beside_the_engine(double):
+    memory = DriverMemory(CudaDriver(0, double.path))
+    page = memory.granularity
+    pool = PagePool(memory, page_bytes=page, budget_bytes=4 * page)
+    rows = WeightTensor(pool, (4, 1, page // 4), np.dtype(np.float32), cleared=True)
+
+    def bytes_now(row: int) -> set[int]:
+        return set(ctypes.string_at(rows.address + row * page, page))
+
+    rows.map(range(0, 2))
+    assert bytes_now(0) == bytes_now(1) == {0xFF}, "the thread that maps waited for the clear"
+    rows.begin_write(1, np.full((1, 1, page // 4), 7.0, np.float32))
+    memory.finish_writes()
+    assert bytes_now(0) == {0}
+    assert bytes_now(1) == set(np.float32(7.0).tobytes()), "a clear came behind the write"
+    rows.map(range(2, 3))
+    rows.unmap(range(2, 3))  # a clear that came behind it would find no page
+    rows.map(range(3, 4))
+    memory.finish_clears()
+    assert bytes_now(3) == {0}
+    rows.close()
+    assert pool.stats().in_use == 0
 
 
 def test_a_device_without_such_memory_is_refused(double, monkeypatch):

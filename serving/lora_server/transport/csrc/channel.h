@@ -80,8 +80,10 @@ struct Channel {
   };
   Counter& requests() const { return reinterpret_cast<Counters*>(memory->data())->requests; }
   Counter& responses() const { return reinterpret_cast<Counters*>(memory->data())->responses; }
-  // Rung with every request: the server sleeps on one counter for all its clients.
+  // Rung with every request: the server sleeps on one counter for all its clients. Behind it is
+  // that of a server that sleeps on its client's ring.
   Counter& bell() const { return *reinterpret_cast<Counter*>(bell_memory->data()); }
+  Counter& at_ring() const { return (&bell())[1]; }
   char* request_slot() const { return memory->data() + Shapes::kPage; }
   char* response_slot(const Shapes& s) const { return request_slot() + s.request_slot; }
 };

@@ -160,6 +160,12 @@ int32_t lora_jax_transport_client_attach(int64_t number, int64_t server, int32_t
 void lora_jax_transport_client_detach(int64_t number, int64_t server, uint64_t epoch) {
   if (auto client = clients.find(number)) client->detach(server, epoch);
 }
+int32_t lora_jax_transport_client_ring(int64_t number, int32_t ring) {
+  auto client = clients.find(number);
+  auto memory = client ? Mapping::open(ring, Shapes::kPage) : nullptr;
+  if (memory) client->set_ring(memory);
+  return memory != nullptr;
+}
 int32_t lora_jax_transport_client_lost(int64_t number, int64_t server) {
   auto client = clients.find(number);
   return !client || client->lost(server);
@@ -197,6 +203,12 @@ int64_t lora_jax_transport_server_attach(int64_t number, int32_t fd, uint64_t ep
   seat->memory = Mapping::open(fd, server->shapes.channel_bytes());
   seat->epoch = epoch;
   return seat->memory ? server->attach(seat) : 0;
+}
+int32_t lora_jax_transport_server_ring(int64_t number, int32_t ring, uint64_t epoch) {
+  auto server = servers.find(number);
+  auto memory = server ? Mapping::open(ring, Shapes::kPage) : nullptr;
+  if (memory) server->sleep_on(memory, ring_bit(epoch));
+  return memory != nullptr;
 }
 void lora_jax_transport_server_detach(int64_t number, int64_t client) {
   if (auto server = servers.find(number)) server->detach(client);

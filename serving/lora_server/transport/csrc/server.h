@@ -36,8 +36,17 @@ class Server {
   bool aborted() const { return abort_; }
   void abort() {
     abort_ = true;
-    bell().value.fetch_add(1);
-    wake(bell());
+    ring_bell();
+    if (std::shared_ptr<Mapping> mapped = ring()) wake_bits(word(*mapped), bit_);
+  }
+  // From now on sleeps on the ring of its only client, which steps that once for many servers.
+  void sleep_on(std::shared_ptr<Mapping> ring, uint32_t bit) {
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      bit_ = bit;
+      ring_ = std::move(ring);
+    }
+    ring_bell();
   }
 
   // The number of the client whose message `header` describes, or -1 when time is up or aborted.
@@ -46,7 +55,14 @@ class Server {
     auto ready = [&] { return (found = scan(header)) >= 0; };
     auto stop = [&] { return abort_.load(); };
     if (stop()) return -1;
-    wait_until(bell(), now() + limit_nanos, ready, stop, patience);
+    uint64_t deadline = now() + limit_nanos;
+    if (std::shared_ptr<Mapping> mapped = ring()) {
+      Ring place{&word(*mapped), bit_, &bell() + 1};
+      wait_until(place, deadline, ready, stop, patience);
+    } else {
+      auto woken = [&] { return stop() || ring() != nullptr; };
+      wait_until(bell(), deadline, ready, woken, patience);
+    }
     return found;
   }
 
@@ -76,6 +92,17 @@ class Server {
 
  private:
   Counter& bell() const { return *reinterpret_cast<Counter*>(bell_memory->data()); }
+  std::shared_ptr<Mapping> ring() {
+    std::lock_guard<std::mutex> hold(mutex_);
+    return ring_;
+  }
+  void ring_bell() {
+    bell().value.fetch_add(1);
+    wake(bell());
+  }
+  static std::atomic<uint64_t>& word(const Mapping& ring) {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(ring.data());
+  }
   std::shared_ptr<Seat> find(int64_t client) {
     std::lock_guard<std::mutex> hold(mutex_);
     auto at = seats_.find(client);
@@ -110,6 +137,8 @@ class Server {
 
   std::atomic<bool> abort_{false};
   std::mutex mutex_;
+  std::shared_ptr<Mapping> ring_;
+  std::atomic<uint32_t> bit_{0};
   std::map<int64_t, std::shared_ptr<Seat>> seats_;
   int64_t last_ = 0, served_ = 0;
 };

@@ -53,14 +53,38 @@ inline void sleep_while(Counter& counter, uint64_t seen, long nanos) {
   counter.sleepers.fetch_sub(1);
 }
 
+inline uint64_t look(Counter& counter) { return counter.value.load(); }
+
+// A word of memory that one process steps, and on which many sleep, each by its own bit; each says
+// in a counter of its own that it sleeps. One that steps the word too wakes others for nothing.
+// Read-only for them it would cost more: a futex looks for a page that may be written first.
+struct Ring {
+  std::atomic<uint64_t>* word;
+  uint32_t bit;
+  Counter* own;
+};
+inline uint32_t ring_bit(uint64_t epoch) { return 1u << (epoch % 32); }
+inline uint64_t look(Ring& ring) { return ring.word->load(); }
+inline void sleep_while(Ring& ring, uint64_t seen, long nanos) {
+  uint64_t until = now() + uint64_t(nanos);
+  timespec limit{time_t(until / 1'000'000'000), long(until % 1'000'000'000)};
+  ring.own->sleepers.fetch_add(1);
+  if (ring.word->load() == seen)
+    syscall(SYS_futex, ring.word, FUTEX_WAIT_BITSET, uint32_t(seen), &limit, nullptr, ring.bit);
+  ring.own->sleepers.fetch_sub(1);
+}
+inline void wake_bits(std::atomic<uint64_t>& word, uint32_t bits) {
+  syscall(SYS_futex, &word, FUTEX_WAKE_BITSET, INT32_MAX, nullptr, nullptr, bits);
+}
+
 // Calls ready() until it is true (returns true), or stop() is, or it is `deadline`. Spins, yields,
-// then sleeps on `counter`.
-template <class Ready, class Stop>
-bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const Stop& stop,
+// then sleeps on `place`, a Counter or a Ring.
+template <class Place, class Ready, class Stop>
+bool wait_until(Place& place, uint64_t deadline, const Ready& ready, const Stop& stop,
                 Patience patience = {}) {
   uint64_t start = 0;
   for (unsigned polls = 1;; ++polls) {
-    uint64_t seen = counter.value.load();
+    uint64_t seen = look(place);
     if (ready()) return true;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
@@ -70,7 +94,7 @@ bool wait_until(Counter& counter, uint64_t deadline, const Ready& ready, const S
     if (stop() || time >= deadline) return false;
     if (start == 0) start = time;
     if (time - start >= patience.yield_nanos) {
-      sleep_while(counter, seen, patience.sleep_nanos);
+      sleep_while(place, seen, patience.sleep_nanos);
     } else if (time - start >= patience.spin_nanos) {
       sched_yield();
     }

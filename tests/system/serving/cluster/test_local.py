@@ -2,10 +2,10 @@
 
 import dataclasses
 import os
-import threading
 
 import pytest
 from support.cases import lora_server_cases as cases
+from support.waiting import wait_until
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
@@ -91,14 +91,6 @@ def options(engine, monkeypatch):
     )
 
 
-def until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it did not come true")
-
-
 def test_a_dead_instance_is_started_anew(options):
     cluster = LocalCluster(options, server_spec(options.engine, options.cluster))
     first = cluster.processes
@@ -106,7 +98,7 @@ def test_a_dead_instance_is_started_anew(options):
     assert first[0].place.ranks == ("rank",)
     assert cluster.roles() == {"instances": [True, True], "ranks": [True]}
     first[1].die()
-    until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
+    wait_until(lambda: cluster.processes[1] is not first[1] and cluster.router.up == (0, 1))
     assert first[1].stopped
     assert cluster.processes[0] is first[0]
     folder = os.path.dirname(cluster.paths[0])
@@ -130,10 +122,10 @@ def test_an_instance_that_does_not_come_back_is_tried_again(options, monkeypatch
     cluster = LocalCluster(options, None)
     monkeypatch.setattr(Role, "fail_from", 2)
     cluster.processes[0].die()
-    until(lambda: len(Role.made) > 4)
+    wait_until(lambda: len(Role.made) > 4)
     assert cluster.router.up == (1,)
     monkeypatch.setattr(Role, "fail_from", 99)
-    until(lambda: cluster.router.up == (0, 1))
+    wait_until(lambda: cluster.router.up == (0, 1))
     cluster.close()
     assert all(role.stopped for role in Role.made)
 
@@ -215,11 +207,11 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
         monkeypatch.setattr(Role, "wait_ready", at_another_port)
         hosts.gone = 1
         Role.made[0].die()
-        until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
-        until(lambda: 0 in cluster.router.up)
+        wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
+        wait_until(lambda: 0 in cluster.router.up)
         assert "Instance 0 has no host: no room" in caplog.text
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
-        until(lambda: len(Role.made) == 5)
+        wait_until(lambda: len(Role.made) == 5)
     finally:
         cluster.close()

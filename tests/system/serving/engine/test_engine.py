@@ -20,8 +20,8 @@ from support.cases.engine_cases import (
     mixed_requests,
     prompts_of,
     settle,
-    wait_until,
 )
+from support.waiting import wait_until
 
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound
 from serving import FinishReason, QueueFull, RequestFailed, Sampling
@@ -367,7 +367,7 @@ def test_a_bad_version_rolls_itself_back_and_others_do_not_notice(engine, folder
             assert answer(output) == want
     assert len(failed) >= 3  # of 20 at most 2 may fail
     assert set(failed) < set(on_new)
-    assert wait_until(lambda: engine.rollouts.state("sql").now.buckets["v2"] == 0)
+    wait_until(lambda: engine.rollouts.state("sql").now.buckets["v2"] == 0)
     outputs = [engine.generate([prompt], "sql", SCORED, session=user)[0] for user in on_new]
     assert {output.adapter_version for output in outputs} == {"v1"}
     sample = engine.metrics.registry.get_sample_value
@@ -412,7 +412,7 @@ def test_a_scrape_tells_what_happened(engine, folder):
     assert sample("lora_jax:adapter_requests_total", {"adapter": "other"}) > 0
     assert sample("lora_jax:compilations_after_warmup") == 0
     # Idle adapters are still brought into free slots, so both counts may move between two looks.
-    assert wait_until(
+    wait_until(
         lambda: sample("lora_jax:adapter_load_seconds_count") == engine.stats().adapter_swaps
     )
     assert stats.adapters_loaded == len(engine.adapters())
@@ -421,7 +421,7 @@ def test_a_scrape_tells_what_happened(engine, folder):
         named = {i.name for i in engine.adapters() if i.resident}
         return set(engine.stats().resident_adapters) == named
 
-    assert wait_until(both_name_the_same)
+    wait_until(both_name_the_same)
 
 
 def test_who_gives_no_sampling_gets_the_generation_config_s(engine):

@@ -1,4 +1,4 @@
-"""What live requests hold ends with them, however their callers behave."""
+"""Live requests release all that they hold at their end, however their callers behave."""
 
 import threading
 from types import SimpleNamespace

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.cases import tiny_checkpoint
+from support.waiting import wait_until
 
 from serving.api.request import (
     EngineDead,
@@ -29,6 +30,7 @@ from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 from serving.steps.mask_board import MaskBoard
 from serving.steps.sampler import INVALID_TOKEN
 from serving.steps.step import StepSizes
+from serving.steps.step_results import InFlightStep
 from serving.text.structured.grammars import Grammars
 from serving.text.structured.row_masks import RowMasks
 from serving.text.tokenizer import Tokenizer
@@ -48,13 +50,16 @@ class Runner:
 
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
-        self.order, self.status, self.asked_cold = [], None, 0
+        self.order, self.status, self.asked_cold, self.has_cold = [], None, 0, False
 
     def run_cold(self):
         self.asked_cold += 1
+        if self.has_cold:
+            self.order.append("cold")
+        self.has_cold = False
         return False
 
-    def dispatch(self, plan):
+    def dispatch(self, plan, masks_first):
         self.trouble(plan)
         self.order.append("short" if plan.is_short else "dispatch")
         return SimpleNamespace(plan=plan, remote_status=self.status)
@@ -102,8 +107,8 @@ class NeverThere:
     def drop(self, digest):
         self.kept -= 1
 
-    def reconcile(self, entries):
-        self.entries = list(entries)
+    def follow(self, changes):
+        self.changes = changes
 
     def prepare(self, device, dispatched):
         pass
@@ -132,10 +137,8 @@ class Registry:
     def __init__(self):
         self.generation, self.names = 0, []
 
-    def entries(self):
-        return [SimpleNamespace(name=name) for name in self.names]
-
-    known = entries
+    def take_changes(self):
+        return [(name, SimpleNamespace(name=name)) for name in self.names]
 
 
 @pytest.fixture(scope="module")
@@ -198,24 +201,16 @@ def case(tokenizer):
     made.compilations.close()
 
 
-def wait_for(condition):
-    for _ in range(2000):
-        if condition():
-            return
-        time.sleep(0.005)
-    raise AssertionError("nothing happened for ten seconds")
-
-
 def ended(deltas):
     return bool(deltas) and deltas[-1].finish_reason is not None
 
 
 def test_a_step_is_dispatched_before_the_one_before_is_read(case):
     _, deltas = case.ask(max_tokens=6)
-    wait_for(lambda: ended(deltas))
+    wait_until(lambda: ended(deltas))
     assert [token for delta in deltas for token in delta.token_ids] == [70] * 6
     assert deltas[-1].finish_reason is FinishReason.LENGTH
-    wait_for(lambda: len(case.runner.order) == 12)
+    wait_until(lambda: len(case.runner.order) == 12)
     assert case.runner.order[:4] == ["dispatch", "dispatch", "read", "dispatch"]
     case.loop.check_integrity()
 
@@ -225,7 +220,7 @@ def test_callers_get_their_tokens_before_adapters_are_loaded(case):
     case.residencies.advance = lambda *_: order.append("load") or []
     case.residencies.is_busy, told = True, []
     case.ask(max_tokens=6, on_output=lambda delta: order.append("told") or told.append(delta))
-    wait_for(lambda: ended(told))
+    wait_until(lambda: ended(told))
     case.residencies.is_busy = False
     assert "dispatch read told load" in (done := " ".join(order))
     assert "dispatch load read" not in done
@@ -235,31 +230,42 @@ def test_callers_get_their_tokens_before_adapters_are_loaded(case):
 def test_a_short_step_is_read_before_the_next_is_dispatched(case):
     case.runner.trouble = lambda plan: time.sleep(0.002)
     _, flood = case.ask(tenant="flood", n=6, max_tokens=50)
-    wait_for(lambda: len(flood) > 8)
+    wait_until(lambda: len(flood) > 8)
     _, deltas = case.ask(tenant="caller", max_tokens=2)
-    wait_for(lambda: ended(deltas))
+    wait_until(lambda: ended(deltas))
     place = case.runner.order.index("short")
     assert case.runner.order[place + 1 : place + 4] == ["read", "read", "dispatch"]
     assert deltas[0].token_ids == (70,)
-    wait_for(lambda: sum(delta.finish_reason is not None for delta in flood) == 6)
+    wait_until(lambda: sum(delta.finish_reason is not None for delta in flood) == 6)
     assert sum(len(delta.token_ids) for delta in flood) == 300
     case.loop.check_integrity()
 
 
 def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenizer):
-    wait_for(lambda: case.runner.asked_cold)
-    given_back = threading.Event()
-    turns = SimpleNamespace(
-        is_due=False, take=lambda *_: None, give_back=given_back.set, ran=lambda *_: None
-    )
+    wait_until(lambda: case.runner.asked_cold)
+    order, is_free = [], threading.Event()
+
+    def take_idle(woken):
+        order.append("asked")
+        while not (is_free.is_set() or woken()):
+            time.sleep(0.001)
+        return is_free.is_set()
+
+    turns = SimpleNamespace(is_due=False, take=lambda *_: None, take_idle=take_idle)
+    turns.give_back, turns.ran = lambda: order.append("given back"), lambda *_: None
     sharing = Case(tokenizer, turns=turns)
-    for _ in range(2):  # the second time the loop has been idle once
-        assert given_back.wait(60)
-        given_back.clear()
-        sharing.loop.wake()
+    sharing.runner.order, sharing.runner.has_cold = order, True
+    sharing.loop.wake()
+    wait_until(lambda: "asked" in order)
+    _, deltas = sharing.ask(max_tokens=1)  # a call comes while others have the device
+    wait_until(lambda: ended(deltas))
+    assert "cold" not in order
+    is_free.set()
+    sharing.loop.wake()
+    wait_until(lambda: "cold" in order and order[-1] == "given back")
+    assert order[order.index("cold") - 1 :][:3] == ["asked", "cold", "given back"]
     sharing.loop.close()
     sharing.compilations.close()
-    assert sharing.runner.asked_cold == 0
 
 
 def test_masks_that_are_made_late_are_posted_for_their_own_step():
@@ -272,11 +278,11 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     loop._parts = SimpleNamespace(
         runner=SimpleNamespace(board=board), grammars=SimpleNamespace(masks=masks)
     )
-    loop._post_masks(SimpleNamespace(plan=plan, first_samples=(), number=board.take_number()))
+    loop._post_masks(plan, [], board.take_number())
     next_number = board.take_number()  # the next step goes out meanwhile
     assert posted == []
     may.set()
-    wait_for(lambda: posted)
+    wait_until(lambda: posted)
     assert (posted, next_number) == ([1], 2)
     masks.close()
 
@@ -290,7 +296,8 @@ def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_fo
     result = SimpleNamespace(token_id=INVALID_TOKEN, chunk=SimpleNamespace(sequence=sequence))
     plan = SimpleNamespace(is_bound=False, num_tokens=1, chunks=(), has_drafts=False)
     loop._flying = SimpleNamespace(plan=plan, remote_status=None)
-    bound = SimpleNamespace(plan=SimpleNamespace(is_bound=True, is_short=False))
+    plan = SimpleNamespace(is_bound=True, is_short=False, chunks=())
+    bound = InFlightStep(plan, (), None, scored=False, number=1, waits=True)
     runner = SimpleNamespace(read=lambda step: [result])
     books = SimpleNamespace(
         finish=lambda one, reason: order.append("finish"), complete=lambda *_: []
@@ -298,9 +305,9 @@ def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_fo
     parts = dataclasses.replace(last._parts, runner=runner, scheduler=books)
     loop._parts, loop._lock, loop._pacer = parts, threading.Lock(), last._pacer
     loop._planned = engine_loop._Planned(bound.plan, [sequence], [])
-    loop._failed, loop._untold, loop.num_steps = [], [], 0
+    loop._failed, loop._untold, loop._early, loop.num_steps = [], [], None, 0
     loop._send = lambda plan, now: bound
-    loop._post_masks = lambda step: order.append("masks")
+    loop._post_masks = lambda *_: order.append("masks")
     loop._live = SimpleNamespace(end=lambda one, reason, *_, **__: order.append(reason))
     loop._iterate()
     assert order == ["finish", "masks", FinishReason.ABORT, FinishReason.ERROR]
@@ -313,11 +320,11 @@ def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
 
     case.runner.trouble = trouble
     _, deltas = case.ask(max_tokens=50)
-    wait_for(lambda: ended(deltas))
+    wait_until(lambda: ended(deltas))
     assert deltas[-1].finish_reason is FinishReason.ERROR
     assert deltas[-1].retryable
     assert deltas[-1].error
-    wait_for(lambda: not case.loop.is_alive)
+    wait_until(lambda: not case.loop.is_alive)
     with pytest.raises(EngineDead):
         case.ask()
     assert "the device is gone" in caplog.text
@@ -346,9 +353,9 @@ def test_a_hanging_step_shows(case, monkeypatch):
     hold = threading.Event()
     case.runner.trouble = lambda plan: hold.wait(30)
     _, deltas = case.ask()
-    wait_for(lambda: not case.loop.is_alive)
+    wait_until(lambda: not case.loop.is_alive)
     hold.set()
-    wait_for(lambda: ended(deltas))
+    wait_until(lambda: ended(deltas))
     assert deltas[-1].finish_reason is FinishReason.LENGTH
 
 
@@ -356,12 +363,12 @@ def test_an_adapter_that_finds_no_slot_fails_its_request_in_time(tokenizer):
     case = Case(tokenizer, wait_s=0.1)
     _, waiting = case.ask(adapter="sql")
     _, base = case.ask()
-    wait_for(lambda: ended(waiting) and ended(base))
+    wait_until(lambda: ended(waiting) and ended(base))
     assert base[-1].finish_reason is FinishReason.LENGTH
     assert waiting[-1].finish_reason is FinishReason.ERROR
     assert waiting[-1].retryable
     assert "'sql'" in waiting[-1].error
-    wait_for(lambda: case.residencies.kept == 0)
+    wait_until(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
     case.loop.close()
     case.compilations.close()
@@ -371,7 +378,7 @@ def test_bad_logits_fail_one_request(case):
     case.runner.bad_prompts.add((9, 9))
     _, bad = case.ask((9, 9))
     _, good = case.ask((9, 8))
-    wait_for(lambda: ended(bad) and ended(good))
+    wait_until(lambda: ended(bad) and ended(good))
     assert (bad[-1].finish_reason, bad[-1].retryable) == (FinishReason.ERROR, False)
     assert bad[-1].token_ids == ()
     assert good[-1].finish_reason is FinishReason.LENGTH
@@ -384,18 +391,18 @@ def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
     _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
     _, other = case.ask((5, 6, 8), adapter="law", max_tokens=30)
     _, base = case.ask(max_tokens=30)
-    wait_for(lambda: len(affected) > 2 and other and base)
+    wait_until(lambda: len(affected) > 2 and other and base)
     case.runner.status = "one rank did not answer"
-    wait_for(lambda: ended(affected))
+    wait_until(lambda: ended(affected))
     case.runner.status = None
     assert (affected[-1].finish_reason, affected[-1].retryable) == (FinishReason.ERROR, True)
     assert "LoRA Server" in affected[-1].error
     assert affected[-1].token_ids == ()
-    wait_for(lambda: ended(base) and ended(other))
+    wait_until(lambda: ended(base) and ended(other))
     for deltas in (base, other):
         assert deltas[-1].finish_reason is FinishReason.LENGTH
         assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
-    wait_for(lambda: case.residencies.kept == 0)
+    wait_until(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
@@ -406,14 +413,14 @@ def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(cas
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
     _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
     _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
-    wait_for(lambda: len(affected) > 2)
+    wait_until(lambda: len(affected) > 2)
     case.runner.status = "one rank did not answer"
-    wait_for(lambda: case.residencies.asked > 2)
+    wait_until(lambda: case.residencies.asked > 2)
     case.runner.status = None
-    wait_for(lambda: ended(affected) and ended(scored))
+    wait_until(lambda: ended(affected) and ended(scored))
     assert affected[-1].finish_reason is FinishReason.LENGTH
     assert [token for delta in affected for token in delta.token_ids] == [70] * 40
-    wait_for(lambda: case.residencies.kept == 0)
+    wait_until(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
@@ -426,20 +433,20 @@ def test_a_callback_that_raises_loses_only_its_own_request(case):
 
     _, good = case.ask(max_tokens=20)
     case.ask(on_output=broken, n=2)
-    wait_for(lambda: ended(good))
+    wait_until(lambda: ended(good))
     assert good[-1].finish_reason is FinishReason.LENGTH
     assert len([delta for delta in calls if delta.finish_reason is not None]) == 2
     assert case.loop.is_alive
-    wait_for(lambda: not case.loop.scheduler_stats().num_running)
+    wait_until(lambda: not case.loop.scheduler_stats().num_running)
     case.loop.check_integrity()
 
 
 def test_a_stop_string_frees_the_row(case):
     text = case.tokenizer.decode([70])
     _, deltas = case.ask(max_tokens=50, stop=text * 2)
-    wait_for(lambda: ended(deltas))
+    wait_until(lambda: ended(deltas))
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, text * 2)
-    wait_for(lambda: not case.loop.scheduler_stats().num_running)
+    wait_until(lambda: not case.loop.scheduler_stats().num_running)
     assert sum(len(delta.token_ids) for delta in deltas) == 2
 
 
@@ -448,13 +455,13 @@ def test_aborts_reach_waiting_and_running_requests(case):
     case.runner.trouble = lambda plan: hold.wait(0.01) and None
     running_id, running = case.ask(max_tokens=60)
     waiting_id, waiting = case.ask(adapter="sql", n=2)
-    wait_for(lambda: running)
+    wait_until(lambda: running)
     for request_id in (running_id, waiting_id, waiting_id, "unknown"):
         case.loop.abort(request_id)
-    wait_for(lambda: ended(running) and len(waiting) == 2)
+    wait_until(lambda: ended(running) and len(waiting) == 2)
     ends = [*running[-1:], *waiting]
     assert {delta.finish_reason for delta in ends} == {FinishReason.ABORT}
-    wait_for(lambda: case.residencies.kept == 0)
+    wait_until(lambda: case.residencies.kept == 0)
     case.loop.check_integrity()
 
 
@@ -465,14 +472,14 @@ def test_a_full_queue_refuses_without_a_trace(case):
     assert case.residencies.kept == 3
     for request_id in ids:
         case.loop.abort(request_id)
-    wait_for(lambda: case.residencies.kept == 0)
+    wait_until(lambda: case.residencies.kept == 0)
 
 
 def test_the_registry_is_followed(case):
-    wait_for(lambda: case.residencies.entries == [])
+    wait_until(lambda: case.residencies.changes == [])
     case.registry.names = ["law", "sql"]
     case.registry.generation += 1
     case.loop.wake()
-    wait_for(lambda: [entry.name for entry in case.residencies.entries] == ["law", "sql"])
+    wait_until(lambda: [name for name, _ in case.residencies.changes] == ["law", "sql"])
     value = case.metrics.registry.get_sample_value
     assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0

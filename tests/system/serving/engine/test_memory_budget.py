@@ -10,6 +10,7 @@ from support.cases import tiny_checkpoint
 
 from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.models import load
+from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine import memory_budget
 from serving.engine.sizing import DEFAULT_KV_BYTES
@@ -87,3 +88,30 @@ def test_slots_for_whole_adapters_come_on_top_of_those_of_some_modules(loaded):
     assert (plain.num_slots, more.num_slots) == (3, 5)
     one = rows_per_adapter(catalogue, 4)
     assert spec.rows == {width: few.rows[width] + 2 * count for width, count in one.items()}
+
+
+def test_an_engine_whose_modules_are_all_elsewhere_lacks_no_memory(loaded, caplog):
+    model, config = loaded
+    catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    nothing = dataclasses.replace(catalogue, modules={})
+    with caplog.at_level("WARNING"):
+        memory_budget.make_allocator(EngineConfig("m", max_loras=3), catalogue, nothing, wide)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("held", [3, 2])
+def test_memory_for_fewer_adapters_than_slots_is_logged_once(loaded, caplog, held):
+    model, config = loaded
+    catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    one = rows_nbytes(rows_per_adapter(catalogue, 4), wide.itemsize)
+    engine = EngineConfig("m", max_loras=3, max_lora_rank=4, lora_memory_bytes=held * one)
+    with caplog.at_level("WARNING"):
+        memory_budget.make_allocator(engine, catalogue, catalogue, wide)
+    lines = [record.getMessage() for record in caplog.records]
+    if held == 3:
+        assert not lines
+        return
+    (line,) = lines
+    assert "holds 2 adapters of rank 4 on every module" in line
+    assert "--max-loras is 3" in line
+    assert f"--lora-memory-bytes {3 * one} has room for all 3." in line

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from prometheus_client import generate_latest
 from support.cases.metrics_cases import DONE, make, scrape, value
 
 from serving.engine import metrics
@@ -35,7 +36,7 @@ def test_every_vllm_name_is_there_from_the_start_with_its_type_and_labels():
 
 def test_a_finished_request_feeds_counters_and_histograms():
     made = make()
-    made.set_adapters(["sql"])
+    made.add_adapter("sql")
     made.request_done(DONE)
     made.prompt_scheduled(3, 4)
     made.tokens_generated(8)
@@ -62,10 +63,40 @@ def test_a_finished_request_feeds_counters_and_histograms():
     assert value(families, by_adapter, f"{by_adapter}_total", adapter="sql") == 8
 
 
+def test_requests_can_be_forgotten_and_loads_stay_counted():
+    made = make(EngineStats())
+    for name in ("sql", "law@2"):  # a version has series of its own
+        made.add_adapter(name)
+    made.adapter_loaded_on_device(0.5)
+    made.tiers.read(0.1)
+
+    def lines():
+        text, times = generate_latest(made.registry).decode(), ("_created", "requests_info")
+        return sorted(line for line in text.splitlines() if not any(t in line for t in times))
+
+    before = lines()
+    made.request_done(DONE)
+    made.request_done(dataclasses.replace(DONE, adapter="law@2"))
+    made.prompt_scheduled(3, 4)
+    made.tokens_generated(8)
+    made.step_done(5)
+    made.tiers.queued("host")
+    made.rejected("invalid")
+    assert lines() != before
+    assert made.requests_done == 2
+    made.forget_requests()
+    assert lines() == before
+    assert (made.requests_done, made.prompt_tokens, made.generation_tokens) == (0, 0, 0)
+    made.request_done(DONE)  # and counted from then on
+    by_adapter = "lora_jax:adapter_requests"
+    assert value(scrape(made), by_adapter, f"{by_adapter}_total", adapter="sql") == 1
+
+
 def test_only_loaded_names_become_labels():
     made = make()
     for number in range(50):
-        made.set_adapters([f"adapter-{number}"])
+        made.add_adapter(f"adapter-{number}")
+        made.remove_adapter(f"adapter-{number - 1}")
         made.request_done(dataclasses.replace(DONE, adapter=f"adapter-{number}"))
         made.request_done(dataclasses.replace(DONE, adapter=f"gone-{number}"))
     made.request_done(dataclasses.replace(DONE, adapter=None))

@@ -9,11 +9,19 @@ import pytest
 from support.cases import adapter_cases, engine_cases
 from support.cases.engine_cases import GREEDY, SHAPES, answer, prompts_of, settle
 
+from lora_jax.adapters.slots import rows_per_adapter, saved_rows
+from lora_jax.adapters.vocabulary import with_vocabulary
 from lora_jax.memory.virtual import Usage
 from serving import Engine
 from serving.api.config import EngineConfig
 from serving.engine import page_pool
-from serving.engine.page_pool import check_free, check_kernels, check_page_pool, pool_sizes
+from serving.engine.page_pool import (
+    check_free,
+    check_kernels,
+    check_page_pool,
+    largest_adapter,
+    pool_sizes,
+)
 
 KIB = 1 << 10
 
@@ -40,6 +48,14 @@ def test_a_pool_has_room_for_the_longest_sequence_and_one_adapter():
 def test_a_length_that_was_not_asked_for_is_at_most_half_of_the_pool():
     assert sizes().max_model_len == 100
     assert sizes(page_pool_bytes=128 * KIB).max_model_len == 52
+
+
+def test_an_adapter_is_counted_once_and_whole_embeddings_beside_it():
+    catalogue = adapter_cases.llama(hidden=64, inner=48, layers=2)
+    assert largest_adapter(catalogue, 8) == rows_per_adapter(catalogue, 8)
+    brings = with_vocabulary(catalogue, tied=False, most_tokens=0, most_saved=3)
+    (width,) = saved_rows(brings)
+    assert largest_adapter(brings, 8) == rows_per_adapter(catalogue, 8) | {width: 3}
 
 
 def test_a_pool_too_small_is_refused_with_what_it_needs():

@@ -1,4 +1,4 @@
-"""What an engine's registry refuses, by what the device can hold."""
+"""An engine's registry refuses adapters that the device cannot hold."""
 
 import dataclasses
 import json

@@ -13,6 +13,8 @@ from serving.engine.sizing import (
     free_bytes,
     host_pages,
     kv_bytes,
+    shortage_line,
+    whole_adapters,
 )
 
 
@@ -82,3 +84,20 @@ def test_host_memory_holds_whole_pages_and_no_more_than_there_is():
         config(kv_offloading_size=-1.0)
     with pytest.raises(ValueError, match="enable_prefix_caching on"):
         config(kv_offloading_size=1.0, enable_prefix_caching=False)
+
+
+def test_whole_adapters_are_bounded_by_the_scarcest_rows():
+    assert whole_adapters({8: 4, 16: 2}, {8: 100, 16: 5}) == 2
+    assert whole_adapters({8: 4, 16: 0}, {8: 11}) == 2
+    assert whole_adapters({8: 4}, {16: 5}) == 0
+
+
+def test_a_shortage_names_both_numbers_and_the_flag():
+    asked = config(max_loras=16, max_lora_rank=64)
+    line = shortage_line(asked, 5, 100_000_000, "--lora-memory-bytes", 536_870_912, 1_600_000_000)
+    assert line == (
+        "LoRA memory of 536.9 MB holds 5 adapters of rank 64 on every module (100.0 MB each), "
+        "--max-loras is 16: requests for more than 5 at a time wait for exchanges. "
+        "--lora-memory-bytes 1600000000 has room for all 16."
+    )
+    assert shortage_line(asked, 16, 1, "", 16, 16) is None

@@ -9,7 +9,8 @@ from serving.engine.version_metrics import ShareCollector, VersionMetrics
 def test_only_loaded_versions_have_series():
     registry = CollectorRegistry()
     made = VersionMetrics(registry)
-    made.set_adapters(["sql", "sql@v1", "sql@v2"])
+    for name in ("sql", "sql@v1", "sql@v2", "sql@v1"):
+        made.add(name)
     made.ended("sql@v1", ("stop", "length"), 0.5, -6.0, 3)
     made.ended("sql@v1", ("error",), None, 0.0, 0)
     made.ended("sql@v9", ("stop",), 0.5, 0.0, 0)
@@ -22,7 +23,8 @@ def test_only_loaded_versions_have_series():
     assert sample("lora_jax:adapter_version_ttft_seconds_count", labels) == 1
     assert sample("lora_jax:adapter_version_scored_tokens_total", labels) == 3
     assert sample("lora_jax:adapter_version_negative_logprob_total", labels) == 6
-    made.set_adapters(["sql@v2"])
+    for name in ("sql", "sql@v1", "sql@v9"):
+        made.remove(name)
     text = generate_latest(registry).decode()
     assert 'version="v2"' in text
     assert 'version="v1"' not in text

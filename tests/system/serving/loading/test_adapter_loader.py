@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
+from support.drivers.registry_changes import follow
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import init_slots, size_slots
-from serving.loading.adapter_loader import RATE_S, RETRY_S, AdapterLoader, LoadFailed
+from serving.loading.adapter_loader import RETRY_S, AdapterLoader, LoadFailed
+from serving.loading.known_adapter import RATE_S
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)
 RANK, SLOTS = 4, 2
@@ -121,7 +123,7 @@ def test_two_loads_share_one_budget_in_order():
 
 def test_a_full_device_waits_for_a_user_to_leave():
     case, one, two, three = Case(), entry("a"), entry("b"), entry("c")
-    case.loader.reconcile([one, two, three])
+    follow(case.loader, [one, two, three])
     case.advance()
     for used in (one, two):
         case.loader.retain(used)
@@ -144,11 +146,11 @@ def test_a_full_device_waits_for_a_user_to_leave():
 def test_named_adapters_enter_while_there_is_room_pinned_ones_first():
     case = Case()
     names = [entry("a"), entry("b"), entry("c", pinned=True)]
-    case.loader.reconcile(names)
+    follow(case.loader, names)
     case.advance()
     assert case.loader.snapshot.resident == {names[2].digest, names[0].digest}
     late = entry("d", pinned=True)
-    case.loader.reconcile([*names, late])  # takes the place of the idle unpinned one
+    follow(case.loader, [*names, late])  # takes the place of the idle unpinned one
     case.advance()
     assert case.loader.snapshot.resident == {names[2].digest, late.digest}
     case.loader.check_integrity()
@@ -163,30 +165,30 @@ def test_free_room_goes_to_the_adapter_that_most_requests_named_lately():
             case.loader.retain(one)
             case.loader.drop(one.digest)
 
-    case.loader.reconcile(names)
+    follow(case.loader, names)
     case.advance()
     assert case.loader.snapshot.resident == {a.digest, b.digest}
     ask(d, 3)
     ask(c, 1)
     assert case.loader.snapshot.resident == {a.digest, b.digest}  # nobody leaves for them
-    case.loader.reconcile([b, c, d, e])
+    follow(case.loader, [b, c, d, e])
     case.advance()
     assert case.loader.snapshot.resident == {b.digest, d.digest}
     ask(c, 2)
     case.now += 3 * RATE_S  # now they count less than one request
     ask(e, 1)
-    case.loader.reconcile([c, d, e])
+    follow(case.loader, [c, d, e])
     case.advance()
     assert case.loader.snapshot.resident == {d.digest, e.digest}
 
 
 def test_an_unloaded_adapter_stays_until_its_last_request_ends():
     case, one = Case(), entry("a")
-    case.loader.reconcile([one])
+    follow(case.loader, [one])
     case.advance()
     case.loader.retain(one)
     slot = case.loader.acquire(one.digest)
-    case.loader.reconcile([])
+    follow(case.loader, [])
     assert case.loader.snapshot.resident == {one.digest}
     case.loader.release(one.digest)  # preempted: the request is not over
     assert case.loader.acquire(one.digest) == slot
@@ -199,7 +201,7 @@ def test_an_unloaded_adapter_stays_until_its_last_request_ends():
 def test_old_weights_of_a_name_can_come_back_for_a_waiting_request():
     case, old, new = Case(1), entry("a", seed=1), entry("a", seed=2)
     case.loader.retain(old)
-    case.loader.reconcile([new])
+    follow(case.loader, [new])
     case.advance()
     assert case.loader.snapshot.resident == {new.digest}
     assert case.loader.acquire(old.digest) is None  # evicts the new ones, which nobody uses
@@ -212,10 +214,10 @@ def test_old_weights_of_a_name_can_come_back_for_a_waiting_request():
 
 def test_weights_unloaded_while_they_load_are_freed():
     case, one = Case(), entry("a")
-    case.loader.reconcile([one])
+    follow(case.loader, [one])
     case.advance(1)
     assert case.loader.is_busy
-    case.loader.reconcile([])
+    follow(case.loader, [])
     case.advance()
     assert case.loader.snapshot.slots_used == 0
     case.loader.check_integrity()
@@ -225,7 +227,7 @@ def test_weights_unloaded_while_they_load_are_freed():
 
 def test_integrity_notices_what_is_left():
     case, one = Case(), entry("a")
-    case.loader.reconcile([one])
+    follow(case.loader, [one])
     with pytest.raises(AssertionError, match="1 loads are left"):
         case.loader.check_integrity()
     case.advance()
@@ -281,7 +283,7 @@ def test_a_failed_load_with_nothing_to_wait_for_is_reported_and_tried_again_late
 def test_an_idle_adapter_goes_for_a_load_that_somebody_waits_for():
     case, idle, one = FaultyCase(), entry("a"), entry("b")
     case.broken = False
-    case.loader.reconcile([idle])
+    follow(case.loader, [idle])
     case.advance()
     case.broken = True
     case.loader.retain(one)
@@ -297,10 +299,10 @@ def test_an_idle_adapter_goes_for_a_load_that_somebody_waits_for():
 def test_a_prefetch_that_fails_throws_nobody_out():
     case, idle, named = FaultyCase(), entry("a"), entry("b")
     case.broken = False
-    case.loader.reconcile([idle])
+    follow(case.loader, [idle])
     case.advance()
     case.broken = True
-    case.loader.reconcile([idle, named])
+    follow(case.loader, [idle, named])
     case.advance()
     case.loader.look_again()
     assert not case.loader.is_busy
@@ -346,7 +348,7 @@ def test_who_lacked_memory_comes_first_when_it_is_back(monkeypatch):
     """The idle adapter that went for its sake has a name, but may not return before it."""
     case, idle, one = FaultyCase(), entry("a"), entry("b")
     case.broken = False
-    case.loader.reconcile([idle])
+    follow(case.loader, [idle])
     case.advance()
     case.broken = True
     case.loader.retain(one)
@@ -368,7 +370,7 @@ def test_who_lacked_memory_comes_first_when_it_is_back(monkeypatch):
 def test_an_error_that_will_not_pass_is_reported_whoever_else_is_there():
     case, used, one = FaultyCase(may_pass=False), entry("a"), entry("b")
     case.broken = False
-    case.loader.reconcile([used])
+    follow(case.loader, [used])
     case.advance()
     case.broken = True
     case.loader.retain(one)
@@ -381,8 +383,8 @@ def test_an_error_that_will_not_pass_is_reported_whoever_else_is_there():
 
 def test_a_failed_load_that_nobody_needs_any_more_is_forgotten():
     case, one = FaultyCase(), entry("a")
-    case.loader.reconcile([one])
-    case.loader.reconcile([])
+    follow(case.loader, [one])
+    follow(case.loader, [])
     case.advance()
     assert case.loader.take_failures() == []
     assert not case.loader.knows(one.digest)
@@ -394,7 +396,7 @@ def test_a_pinned_adapter_that_lacked_memory_comes_when_there_is_some():
     case.broken = False
     case.bring(used)
     case.broken = True
-    case.loader.reconcile([pinned])
+    follow(case.loader, [pinned])
     case.advance()
     assert pinned.digest not in case.loader.snapshot.resident
     case.broken = False

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from support.doubles.residency_doubles import ESFT, LAST, OneStep, Room, Slots, device
+from support.drivers.registry_changes import follow
 
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.esft_residency import EsftResidency
@@ -31,7 +32,7 @@ def test_slots_follow_and_tables_are_written():
 
 def test_named_adapters_come_in_when_a_place_has_become_free():
     case = Case()
-    case.esft.reconcile([ESFT, LAST])
+    follow(case.esft, [ESFT, LAST])
     case.advance()
     case.slots.evict_idle()
     case.slots.place(SimpleNamespace(digest="in the way"))

@@ -1,12 +1,18 @@
 """LoRA adapters in an engine's own slots."""
 
+import jax.numpy as jnp
 import numpy as np
 from support.cases import adapter_cases
 from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device
 
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.slots import size_slots
+from lora_jax.adapters.weights import AdapterWeights
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import LoraResidency
+
+CATALOGUE = adapter_cases.llama(hidden=8, inner=6, vocab=10)
 
 
 def test_loads_go_into_the_slots_and_leave_the_reroute_tables():
@@ -27,6 +33,22 @@ def test_an_engine_without_slots_has_nothing_to_write():
     assert arrays.slots is None
 
 
+def test_what_placing_asks_for_is_computed_by_who_reads(monkeypatch):
+    weights, same = (adapter_cases.weights(CATALOGUE, 4, seed=1) for _ in range(2))
+    spec = size_slots(CATALOGUE, 1, 4, 4)
+    allocator = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows)
+    kept = LoraResidency(AdapterLoader(allocator)).keep(weights)
+    wanted = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows).place(same)
+
+    def at_the_wrong_time(*arguments):
+        raise AssertionError("the engine's thread looks through the matrices")
+
+    monkeypatch.setattr(AdapterWeights, "matrices", at_the_wrong_time)
+    found = allocator.place(kept)
+    np.testing.assert_array_equal(found.entries, wanted.entries)
+    assert found.writes.keys() == wanted.writes.keys()
+
+
 def test_the_host_cuts_the_weights_of_files_and_pins_all():
     weights, cut = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
     assert LoraResidency(AdapterLoader(Slots(1), OneStep)).keep(weights) is weights
@@ -39,3 +61,15 @@ def test_the_host_cuts_the_weights_of_files_and_pins_all():
     for packed, given in zip(kept, (cut, weights), strict=True):
         for one, other in zip(packed.matrices(), given.matrices(), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_no_copy_is_under_way_to_arrays_of_an_engine_that_has_closed():
+    copier = LateCopier(late=1_000_000)
+    lora = LoraResidency(AdapterLoader(Slots(1), OneStep), copier)
+    array = jnp.zeros(4)
+    copier.begin_write_into(array, 0, np.ones(4, np.float32))
+    lora.close()
+    assert not copier.begun
+    assert array.sum() == 4
+    copier.finish_writes = lambda: (_ for _ in ()).throw(RuntimeError("a copy has failed"))
+    lora.close()

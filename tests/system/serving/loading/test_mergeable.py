@@ -1,4 +1,4 @@
-"""Which adapters merged weights can stand for, and what the others are told."""
+"""Adapters that merged weights can hold, and the reasons for refusing others."""
 
 import logging
 

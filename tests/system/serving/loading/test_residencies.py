@@ -18,6 +18,7 @@ from support.doubles.residency_doubles import (
     device,
     entry,
 )
+from support.drivers.registry_changes import follow
 
 from lora_jax.adapters.kinds import AdapterKind
 from serving.loading.adapter_loader import AdapterLoader, ResidencySnapshot
@@ -69,10 +70,10 @@ def test_slots_of_esft_follow_those_of_lora():
 
 def test_each_kind_follows_its_own_part_of_the_registry():
     case = Case()
-    case.all.reconcile([LORA, ESFT, LAST])
+    follow(case.all, [LORA, ESFT, LAST])
     case.advance()
     assert case.all.snapshot.resident == {LORA.digest, ESFT.digest}
-    case.all.reconcile([LORA, LAST])
+    follow(case.all, [LORA, LAST])
     assert case.all.snapshot.resident == {LORA.digest}
     case.advance()
     assert case.all.snapshot.resident == {LORA.digest, LAST.digest}
@@ -80,7 +81,7 @@ def test_each_kind_follows_its_own_part_of_the_registry():
 
 def test_each_kind_has_a_pool_and_what_stays_has_none():
     case, pinned = Case(), entry("p", AdapterKind.LORA, pinned=True)
-    case.all.reconcile([pinned, LORA, ESFT])
+    follow(case.all, [pinned, LORA, ESFT])
     pools = [case.all.pool_of(one.digest) for one in (pinned, LORA, ESFT)]
     assert pools == [None, "lora", "esft"]
 
@@ -117,7 +118,7 @@ def test_the_registry_finds_the_residency_by_the_weights():
 
 def test_an_engine_without_adapters_has_no_residency():
     none = Residencies()
-    none.reconcile([])
+    follow(none, [])
     none.prepare(device(), 0)
     assert none.advance(device(), 1, 0, 0) == []
     assert (none.is_busy, none.in_use(), none.snapshot) == (False, frozenset(), ResidencySnapshot())

@@ -1,4 +1,4 @@
-"""What every residency does alike: it asks its loader, and needs nothing else."""
+"""Every residency asks its loader, and needs nothing else."""
 
 import pytest
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device, entry
@@ -76,7 +76,7 @@ class Nothing(AbstractResidency):
 
 def test_a_kind_may_have_no_loads_of_its_own():
     nothing, arrays = Nothing(), device()
-    nothing.reconcile([])
+    nothing.follow([])
     assert nothing.advance(arrays, 9, 1, 1) == []
     assert (arrays.slots, nothing.is_busy, nothing.in_use()) == ((), False, frozenset())
     assert nothing.snapshot == ResidencySnapshot()

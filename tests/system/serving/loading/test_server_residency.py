@@ -1,8 +1,10 @@
 """LoRA adapters with a part on a LoRA Server: both parts must be there."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import adapter_cases
+from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import LORA, OTHER, OneStep, Server, Slots, device
 
 from serving.loading.adapter_loader import AdapterLoader
@@ -71,3 +73,12 @@ def test_the_host_keeps_what_the_server_leaves():
     weights, part = (adapter_cases.weights(adapter_cases.llama(), 4, seed=seed) for seed in (1, 2))
     case.server.kept[weights.digest] = part
     assert case.residency.keep(weights) is part
+
+
+def test_a_closed_engine_has_left_the_server_and_no_copy_is_under_way():
+    copier, server, array = LateCopier(late=1_000_000), Server(), jnp.zeros(4)
+    residency = ServerResidency(AdapterLoader(Slots(2), OneStep), server, copier)
+    copier.begin_write_into(array, 0, np.ones(4, np.float32))
+    residency.close()
+    assert server.closed == 1
+    assert not copier.begun

@@ -1,9 +1,9 @@
 """Evictions by the coordinator, over ranks that record their calls."""
 
 import threading
-import time
 
 import pytest
+from support.waiting import wait_until
 
 from serving.lora_server.coordinator import Coordinator, NoRoom
 
@@ -152,13 +152,6 @@ def slow():
     yield made, rank
     rank.go.set()
     made.close()
-
-
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_what_is_held_is_leased_while_another_loads(slow):

@@ -1,12 +1,12 @@
 """An engine's end of a LoRA Server, over a transport and leases that do as they are told."""
 
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.cases import lora_server_cases as cases
+from support.waiting import wait_until
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
@@ -61,14 +61,6 @@ def entry(digest, *modules):
     return SimpleNamespace(digest=digest, report=report, folder=f"folder of {digest}")
 
 
-def wait_for(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("nothing happened for half a minute")
-
-
 @pytest.fixture
 def source():
     return Source()
@@ -93,7 +85,7 @@ def test_an_adapter_is_ready_when_it_is_leased(side, source):
     side.wake = woken.set
     side.retain(entry("d"))
     assert woken.wait(30)
-    wait_for(lambda: side.is_ready("d"))
+    wait_until(lambda: side.is_ready("d"))
     assert source.asked == [("me", "d", "folder of d")]
     side.bind(2, "d")
     numbers, version = side.take_table()
@@ -108,13 +100,13 @@ def test_an_adapter_is_ready_when_it_is_leased(side, source):
 
 def test_a_lease_stays_until_no_step_can_have_rows_of_it(side, source):
     side.retain(entry("d"))
-    wait_for(lambda: side.is_ready("d"))
+    wait_until(lambda: side.is_ready("d"))
     side.drop("d", dispatched=5)
     assert side.is_busy
     side.collect(read=4)
     assert source.released == []
     side.collect(read=5)
-    wait_for(lambda: source.released == ["d"])
+    wait_until(lambda: source.released == ["d"])
     assert not side.is_busy
 
 
@@ -130,7 +122,7 @@ def test_what_needs_no_server_is_ready_at_once(side, source):
 
 def test_a_slot_that_changes_hands_loses_its_number(side):
     side.retain(entry("d"))
-    wait_for(lambda: side.is_ready("d"))
+    wait_until(lambda: side.is_ready("d"))
     side.bind(1, "d")
     side.take_table()
     side.bind(1, "attention only")
@@ -143,7 +135,7 @@ def test_a_slot_that_changes_hands_loses_its_number(side):
 
 def test_a_failed_step_harms_the_adapters_of_live_requests(side):
     side.retain(entry("d"))
-    wait_for(lambda: side.is_ready("d"))
+    wait_until(lambda: side.is_ready("d"))
     assert side.affected_by(np.zeros(2, np.int32)) == frozenset()
     assert side.affected_by(np.asarray([0, 1])) == {"d"}
     side.drop("d", 0)
@@ -153,9 +145,9 @@ def test_a_failed_step_harms_the_adapters_of_live_requests(side):
 
 def test_a_refusal_asks_for_the_leases_again(side, source):
     side.retain(entry("d"))
-    wait_for(lambda: side.is_ready("d"))
+    wait_until(lambda: side.is_ready("d"))
     side.affected_by(np.asarray([3, 0]))
-    wait_for(lambda: len(source.asked) == 2 and side.is_ready("d"))
+    wait_until(lambda: len(source.asked) == 2 and side.is_ready("d"))
     side.drop("d", 0)
     side.collect(0)
 
@@ -166,7 +158,7 @@ def test_requests_that_need_a_lost_server_end(side):
     side.link.client.away = {1}
     assert side.is_busy
     assert side.take_failures() == [("d", LOST)]
-    wait_for(lambda: side.link.client.rejoins > 0)
+    wait_until(lambda: side.link.client.rejoins > 0)
     side.link.client.away = set()
     assert side.take_failures() == []
     side.drop("d", 0)
@@ -175,7 +167,7 @@ def test_requests_that_need_a_lost_server_end(side):
 
 def test_refused_files_end_the_requests(side):
     side.retain(entry("bad"))
-    wait_for(lambda: side.is_busy)
+    wait_until(lambda: side.is_busy)
     assert side.take_failures() == [("bad", "broken files")]
     side.drop("bad", 0)
     side.collect(0)

@@ -8,6 +8,7 @@ from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.row_copies import pin_matrices
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from serving.lora_server.loading import LayerwiseLoad
@@ -75,6 +76,25 @@ def test_layers_come_whole_and_in_order(shared, copier):
             check_layer(slots, weights, layer)
         assert not np.asarray(slots.entries)[:, load.num_ready :].any()
     assert seen == [0, 3, 4]  # layers 0 to 2 are there when 1 is
+
+
+@pytest.mark.parametrize("copier", [None, LateCopier()])
+def test_matrices_that_are_one_write_of_the_placement_come_by_layer(copier):
+    rng = np.random.default_rng(0)
+    given = weights_of({("experts.up_proj", layer): site(rng) for layer in range(LAYERS)})
+    weights = pin_matrices(given, LateCopier())  # in one block, as a device's host copies them
+    allocator = SlotAllocator(CATALOGUE, SPEC.num_slots, SPEC.rows)
+    slots = init_slots(CATALOGUE, SPEC, jnp.dtype("float32"))
+    placement = allocator.place(weights)
+    assert [len(writes) for writes in placement.writes.values()] == [1, 1]
+    load, seen = LayerwiseLoad(placement, weights, slots, copier), []
+    while not load.done:
+        slots = load.advance(slots, 1)
+        seen.append(load.num_ready)
+        for layer in range(load.num_ready):
+            check_layer(slots, given, layer)
+        assert not np.asarray(slots.entries)[:, load.num_ready :].any()
+    assert {1, 2} < {*seen}  # the first two layers come alone
 
 
 def test_an_adapter_without_matrices_is_there_at_once():

@@ -11,6 +11,7 @@ import time
 import pytest
 from support.cases import lora_server_cases as cases
 from support.cases.engine_cases import settle
+from support.waiting import wait_until
 
 from bench.ablation.instance import Instance, Setup
 from lora_jax.adapters.kinds import AdapterKind
@@ -188,7 +189,7 @@ def test_a_rank_hangs_and_is_replaced(engines, group, coupled, monkeypatch):
     rank = group.processes[1].pid
     fault_round(group, engines, coupled, monkeypatch, lambda: os.kill(rank, signal.SIGSTOP))
     assert group.processes[1].pid != rank
-    until(lambda: group.up() == [True, True])
+    wait_until(lambda: group.up() == [True, True])
 
 
 @pytest.fixture(scope="module")
@@ -243,14 +244,6 @@ def open_files(pid):
 
 def no_more_than(most, pids):
     return all(open_files(pid) <= count for pid, count in zip(pids, most, strict=True))
-
-
-def until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not come true")
 
 
 @pytest.mark.slow
@@ -308,13 +301,13 @@ def test_twenty_instances_that_are_killed_leave_nothing(engines, group, files, c
         name = f"instance-0 of process {victim.pid}"
         for number, prompt in enumerate(PROMPTS):
             victim.send(number, prompt, MIXED[number] or "a0", LONG.max_tokens)
-        until(lambda name=name: name in holders())
+        wait_until(lambda name=name: name in holders())
         asked = [ask(engines[0], number, MIXED[number]) for number in range(6)]
         os.kill(victim.pid, signal.SIGKILL)
         assert not any(map(cases.check_ended, asked, want)), f"turn {turn}: an error elsewhere"
-        until(lambda name=name: name not in holders())
+        wait_until(lambda name=name: name not in holders())
         victim.close()
         most = most or [open_files(pid) + 2 for pid in pids]
-        until(functools.partial(no_more_than, most, pids))
+        wait_until(functools.partial(no_more_than, most, pids))
     settle(engines[0])
     assert [process.pid for process in group.processes] == pids[1:]

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.cases import lora_server_cases as cases
+from support.doubles.driver_double import cuda_double
 
+from cuda_backend.vmm import CudaDriver
 from lora_jax.adapters import reader
+from lora_jax.memory.driver import DriverMemory
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import design
@@ -98,6 +101,14 @@ class Running:
         request = Request(1, 1, 1, layer, site, len(numbers), version, x, *ids)
         self.transport.requests.put(request)
         return self.transport.answers.get(timeout=60)
+
+
+def load_within(seconds, loop, name, number):
+    """Load on a thread that may be left behind: a loop that has failed would never answer it."""
+    loader = threading.Thread(target=loop.load, args=(name, number), daemon=True)
+    loader.start()
+    loader.join(seconds)
+    assert not loader.is_alive(), "the rank does not answer"
 
 
 @pytest.fixture
@@ -229,6 +240,55 @@ def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, mon
         slots[0] = rank.slots_of(np.zeros(1, np.int32), 8)[0]
         found = rank.deltas(GATE_UP, layer, x, slots, np.ones(8, np.int32))
         np.testing.assert_array_equal(np.asarray(found[0])[0], want[0][0])
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
+def test_adapters_that_the_host_copies_as_on_a_gpu_have_the_same_deltas(
+    made, running, files, tmp_path
+):
+    for name, number in (("a0", 0), ("a1", 1)):
+        running.load(name, number)
+    want = running.ask([0, 1, 0], [2, 3, 3])
+    copier = DriverMemory(CudaDriver(0, cuda_double(tmp_path).path))
+    how = made.catalogue, made.layout.shard(3), made.sizes, jnp.dtype("float32")
+    rank = ServerRank(*how, copier=copier)
+    rank.warm_up()
+    loop = Running(made, rank, running.adapters)
+    for name, number in (("a0", 0), ("a1", 1)):
+        load_within(30, loop, name, number)
+    got = loop.ask([0, 1, 0], [2, 3, 3])
+    loop.server.stop()
+    loop.thread.join(30)
+    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    assert loop.server.stats().compilations == 0
+
+
+def test_a_load_may_begin_before_the_thread_that_asked_goes_on(made, rank, files):
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
+    put, ran = loop.server._commands.put, threading.Event()
+
+    class Commands:
+        """The queue, whose `put` returns when the loop has run the command."""
+
+        get_nowait = loop.server._commands.get_nowait
+
+        def put(self, queued):
+            command, done = queued
+
+            def run():
+                try:
+                    return command()
+                finally:
+                    ran.set()
+
+            put((run, done))
+            assert ran.wait(30)
+
+    loop.server._commands = Commands()
+    load_within(30, loop, "a0", 0)
+    loop.server.unload(0, 2)
+    loop.server.stop()
+    loop.thread.join(30)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")

@@ -301,7 +301,10 @@ def test_rows_that_wait_for_masks_take_a_program_without_lora_if_no_row_has_an_a
     runner = ModelRunner.__new__(ModelRunner)
     runner.buckets, runner.sizes = (8, 32, 128), SimpleNamespace(max_seqs=32, max_logit_rows=32)
     runner.slots, runner._num_esft, runner._bringing = SimpleNamespace(num_slots=2), 0, set()
-    runner.slots.token_ids, runner.board = None, SimpleNamespace(take_number=lambda: 7)
+    runner.slots.token_ids, runner.board = (
+        None,
+        SimpleNamespace(take_number=lambda: 7, begin_wait=lambda number: True),
+    )
     runner.merged, ran = object(), []
     kinds = {"merged": True, "base_only": True, "bound": True, "waits": True}
     runner._programs = StepPrograms(runner.buckets, runner.sizes.max_seqs, **kinds)

@@ -1,4 +1,4 @@
-"""Where a chunk's results stand among a step's logit rows."""
+"""Places of a chunk's results among a step's logit rows."""
 
 from types import SimpleNamespace
 

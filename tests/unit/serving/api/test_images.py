@@ -1,4 +1,4 @@
-"""Where an image ends in its prompt."""
+"""The end of an image in its prompt."""
 
 from serving.api.images import PreparedImage, PromptImage
 

@@ -34,7 +34,7 @@ def test_sizes_as_people_write_them(text, number):
 
 @pytest.mark.parametrize("text", ["", "k", "1 k", "1kk", "1.5", "1e3", "auto"])
 def test_what_is_no_number(text):
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be a whole number, such as 16"):
         whole_number(text)
 
 

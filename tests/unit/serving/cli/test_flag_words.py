@@ -30,3 +30,9 @@ def test_neighbours():
     assert unknown_flags(["--prt", "3"], known) == (
         "unrecognized arguments: --prt (did you mean --port?) 3"
     )
+
+
+def test_flags_of_another_name_since_0_1_0_name_it():
+    known = ["--specialize-active-lora", "--compile-base-only-steps"]
+    assert did_you_mean("--specialize-lora", known) == " (now --compile-base-only-steps)"
+    assert did_you_mean("--lora-server-carrier=nixl", known) == " (now --lora-server-transport)"

@@ -72,7 +72,7 @@ def test_help_shows_flags_of_vllm_that_are_true_anyway():
         (["--dtype", "half"], "use bfloat16, of as many bytes, or float32"),
         (["--dtype", "float16"], "float16 is not offered"),
         (["--scheduling-policy", "priority"], "use fcfs or sjf"),
-        (["--max-num-seqs", "many"], "invalid number value: 'many'"),
+        (["--max-num-seqs", "many"], "must be a whole number, such as 16, 2k or 4G, got 'many'"),
         (["--gpu-memory-utilisation", "1"], "did you mean --gpu-memory-utilization?"),
         (["--lora_module", "a=b"], "did you mean --lora-modules"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate\n"),

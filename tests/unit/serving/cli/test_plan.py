@@ -37,7 +37,7 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     assert "adapter slots  3.93 GB: 30 adapters" in text
     assert "2,920 a month" in text
     assert "host           524 adapters" in text
-    assert "they get 53%" in text
+    assert "the 30 most popular get 53.4%" in text
     assert "rank 256" in text
     small = PlanRequest(adapters=10, zipf=0.0, device_bytes=141e9)
     assert "device 100.0%, host 0.0%, disk 0.0%" in plan_text(small, engine, llama_70b, sizes)

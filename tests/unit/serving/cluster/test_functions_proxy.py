@@ -2,13 +2,13 @@
 
 import socket
 import threading
-import time
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from support.doubles.functions_double import FunctionsDouble
 from support.processes.http_server import serve_app
+from support.waiting import wait_until
 
 from serving.cluster.functions_proxy import FunctionsProxy, one_per_process
 from serving.functions import tenants
@@ -106,27 +106,19 @@ def test_a_device_is_lost_when_the_base_model_does_not_start_either(client, agen
     monkeypatch.setattr("serving.functions.handle._GIVEN_UP_S", 0.05)
     agent.crashing = {"law"}
     assert ask(client, "law").status_code == 503
-    until(lambda: agent.starts.get("base"))
-    until(lambda: agent.functions["base"].state == "running")
+    wait_until(lambda: agent.starts.get("base"))
+    wait_until(lambda: agent.functions["base"].state == "running")
     assert client.get("/health").json()["status"] == "ok"
     agent.crashing = {"law", "base"}
     agent.functions["base"].offload()
-    until(lambda: ask(client, "law").status_code == 503 and client.get("/ready").is_error)
+    wait_until(lambda: ask(client, "law").status_code == 503 and client.get("/ready").is_error)
     assert client.get("/ready").json()["status"] == "lost"
     assert client.get("/live").status_code == 200
     agent.full, agent.crashing = True, set()
-    until(lambda: client.get("/ready").is_success)  # a device that functions fill is not lost
+    wait_until(lambda: client.get("/ready").is_success)  # a device that functions fill is not lost
     agent.full = False
-    until(lambda: client.get("/ready").is_success)
-    until(lambda: ask(client, "law").text == "law")
-
-
-def until(holds) -> None:
-    """Return once `holds` says so."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: client.get("/ready").is_success)
+    wait_until(lambda: ask(client, "law").text == "law")
 
 
 def test_functions_learn_callers_and_never_keys(proxy, agent):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -17,7 +18,7 @@ from lora_jax.memory.host import HostMemory
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
 from serving.api.outputs import RequestFailed
-from serving.functions import function_process
+from serving.functions import function_process, rehearsal
 from serving.functions.function_process import _Calls, backbone_memory
 from serving.runtime import program_cache
 
@@ -286,6 +287,26 @@ def answering(engine, arena=None, http=None, tenants=None):
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_function_without_a_call_rehearses_once_and_then_answers(monkeypatch):
+    rehearsed = []
+    monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: rehearsed.append(given[1]))
+    http = SimpleNamespace(metrics_text=lambda: "up 1")
+    with answering(Outputs(), http=http) as call:
+        while not rehearsed:
+            call(call="metrics")  # no caller's: it may still be the first one's turn
+        for _ in range(2):
+            time.sleep(0.03)
+            call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])
+    assert rehearsed == ["law"]
+    monkeypatch.setattr(rehearsal, "QUIET_S", 0.2)
+    with answering(Outputs(), http=http) as call:
+        call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])  # waits for it
+        time.sleep(0.4)
+        call(call="metrics")
+    assert rehearsed == ["law"]
 
 
 def test_pieces_come_as_they_are_made_and_the_end_behind_them():

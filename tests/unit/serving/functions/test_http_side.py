@@ -1,5 +1,6 @@
 """Routes of a function over a connection that it was given."""
 
+import dataclasses
 import socket
 import threading
 
@@ -25,6 +26,25 @@ def ask(side: HttpSide, method: str, path: str, token: str) -> tuple[bytes, bool
         )
         answer = b"".join(iter(lambda: ours.recv(4096), b""))
     return answer, closed.wait(60)
+
+
+def test_a_rehearsal_asks_the_routes_of_text_and_is_not_counted():
+    engine = FakeEngine()
+    settings = http_of(http_fields(HttpSettings(served_names=("base",))))
+    side = HttpSide(engine, settings)
+    before = lines_of(side)
+    assert side.rehearse(None, "a") == 2
+    assert [request.adapter for request in engine.submitted] == [None, None]
+    assert lines_of(side) == before
+    assert side.rehearse("nobody", "a") == 0  # status 404
+    side = HttpSide(engine, dataclasses.replace(settings, log_requests=True))
+    assert side.rehearse(None, "a") == 0
+    assert len(engine.submitted) == 2
+
+
+def lines_of(side: HttpSide) -> list[str]:
+    """Return the lines of the routes' metrics that count requests."""
+    return [line for line in side.metrics_text().splitlines() if line.startswith("http_")]
 
 
 def test_a_function_answers_callers_of_its_front_only():

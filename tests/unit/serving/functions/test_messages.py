@@ -1,4 +1,4 @@
-"""What an agent and its functions say to each other survives JSON."""
+"""Messages between an agent and its functions survive JSON."""
 
 import json
 

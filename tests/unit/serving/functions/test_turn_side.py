@@ -9,6 +9,7 @@ import pytest
 from serving.functions.policies.batching import PrefillTime
 from serving.functions.turn_keeper import ASK_FIELDS, BACK, GRANT, RECALL
 from serving.functions.turn_side import TurnSide
+from serving.functions.turn_table import NEVER_S
 
 
 def never() -> bool:
@@ -59,6 +60,19 @@ def test_a_batch_that_fills_while_it_waits_is_asked_for_again(pair):
     agent.send(GRANT)
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_work_that_nobody_waits_for_asks_for_a_free_device_and_makes_way(pair):
+    agent, side = pair
+    assert not side.take_idle(lambda: True)  # a call has come
+    slo_s, _, _, leaves_s = asked(agent)
+    assert slo_s == leaves_s == NEVER_S
+    agent.send(GRANT)
+    assert side.take_idle(never)
+    asked(agent)
+    assert side.take_idle(never)  # it has the device already
+    side.give_back()
+    assert agent.recv(9) == BACK
 
 
 def test_the_end_of_the_engine_or_of_the_agent_ends_the_wait(pair):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.functions.turn_table import Ask, TurnTable
+from serving.functions.turn_table import NEVER_S, Ask, TurnTable
 
 
 def ask(slo_s=1.0, waited_s=0.0, run_s=0.01, leaves_s=0.9) -> Ask:
@@ -46,6 +46,45 @@ def test_an_expired_or_full_batch_interrupts_a_turn_but_not_at_once():
     assert table.recall(0.001) is None
     assert table.next_look() == pytest.approx(0.02)
     assert table.recall(0.02) == "a"
+
+
+def test_a_batch_that_cannot_be_in_time_any_more_waits_for_the_turns_end():
+    """Else all turns of a device with too much work are the shortest, and hand-overs take it."""
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("late", ask(slo_s=0.09, waited_s=0.5, leaves_s=-0.4), 0.0)
+    table.asks("goes on", ask(slo_s=0.09, leaves_s=0.09), 0.0)
+    assert table.next_look() == pytest.approx(0.1)
+    table.asks("soon late", ask(slo_s=0.09, waited_s=0.05, leaves_s=0.01), 0.0)
+    assert table.next_look() == pytest.approx(0.02)  # it can be in time
+
+
+def test_eight_functions_with_more_work_than_the_device_have_whole_turns():
+    table, turns, now = TurnTable(turn_s=0.1), 0, 0.0
+    for name in "abcdefgh":
+        table.asks(name, ask(0.09, leaves_s=0.05), 0.0)
+    while now < 20:
+        assert table.grant(now)
+        turns, now = turns + 1, table.next_look()
+        name = table.recall(now)
+        table.gives_back(name)
+        table.asks(name, ask(0.09, 0.1, leaves_s=-0.05), now)  # late already
+    assert turns == pytest.approx(200, abs=10)
+
+
+def test_work_that_nobody_waits_for_takes_no_turn_from_others():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("idle", ask(NEVER_S, 0.0, 0.0, NEVER_S), 0.0)
+    assert table.next_look() == math.inf
+    assert table.recall(50.0) is None
+    table.asks("b", ask(), 50.0)
+    table.gives_back("a")
+    assert table.grant(50.0) == "b"
+    table.gives_back("b")
+    assert table.grant(50.0) == "idle"
 
 
 def test_a_turn_that_is_not_given_back_is_taken_away():

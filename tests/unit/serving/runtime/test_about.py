@@ -1,4 +1,4 @@
-"""What must be equal in all processes is named, and what differs."""
+"""A refusal names what must be equal in all processes, with the values that differ."""
 
 import dataclasses
 

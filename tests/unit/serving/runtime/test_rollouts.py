@@ -5,11 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from support.doubles.fake_engine import FakeRegistry, write_fake_adapters
 from support.processes.server_process import ROOT
+from support.waiting import wait_until
 
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
 from lora_jax.adapters.rollout import NoWayBack
@@ -29,7 +29,6 @@ def registry(tmp_path):
 @pytest.fixture
 def made(registry, tmp_path):
     made = Rollouts(registry)
-    (tmp_path / "state").mkdir()
     made.keep_in(tmp_path / "state")
     return made
 
@@ -40,13 +39,6 @@ def picks(rollouts, count=400):
 
 def shares(rollouts):
     return {v: n / 100 for v, n in rollouts.state("sql").now.buckets.items() if n}
-
-
-def until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_user_keeps_the_version_while_the_share_grows(made):
@@ -83,10 +75,10 @@ def test_after_a_rollback_no_pick_gives_the_version_in_any_process(made, registr
     threads = [threading.Thread(target=ask, args=args) for args in askers]
     for thread in threads:
         thread.start()
-    until(lambda: all(before >= 50 for before, _ in counts))
+    wait_until(lambda: all(before >= 50 for before, _ in counts))
     made.roll_back("sql")
     answered.set()
-    until(lambda: all(after >= 200 for _, after in counts) or wrong)
+    wait_until(lambda: all(after >= 200 for _, after in counts) or wrong)
     done.set()
     for thread in threads:
         thread.join()
@@ -114,10 +106,10 @@ def test_a_bad_version_rolls_itself_back(made, registry, tmp_path, caplog):
     made.finished("sql@v2", Outcome(failed=True))
     assert shares(made) == {"v1": 95, "v2": 5}
     made.finished("sql@v2", Outcome(failed=True))
-    until(lambda: shares(made) == {"v1": 100})
+    wait_until(lambda: shares(made) == {"v1": 100})
     assert made.state("sql").now.why == "guard: error_rate 1 is over 0.1 after 2 requests"
     assert made.state("sql").revision == 2
-    until(lambda: "rolled back to v1" in caplog.text)
+    wait_until(lambda: "rolled back to v1" in caplog.text)
     again = Rollouts(registry)
     again.keep_in(tmp_path / "state")
     assert shares(again) == {"v1": 100}
@@ -129,14 +121,14 @@ def test_a_version_that_cannot_be_read_counts_as_failed(made, registry, tmp_path
     registry.refuse("sql@v2", "its files have changed")
     with pytest.raises(AdapterRejected):
         made.resolve("sql@v2")
-    until(lambda: shares(made) == {"v1": 100})
+    wait_until(lambda: shares(made) == {"v1": 100})
 
 
 def test_a_guard_with_no_way_back_says_so_once(made, caplog):
     made.set("sql", {"v1": 100}, {"error_rate": 0.0, "min_requests": 1})
     for _ in range(5):
         made.finished("sql@v1", Outcome(failed=True))
-    until(lambda: "no earlier version" in caplog.text)
+    wait_until(lambda: "no earlier version" in caplog.text)
     for thread in threading.enumerate():
         if thread.name == "guard":
             thread.join()
@@ -205,7 +197,7 @@ def test_a_full_disk_loses_nothing(made, monkeypatch, tmp_path):
     assert shares(made) == {"v1": 95, "v2": 5}
     assert (tmp_path / "state" / FILE).read_bytes() == before
     made.finished("sql@v2", Outcome(failed=True))  # a guard acts all the same
-    until(lambda: shares(made) == {"v1": 100})
+    wait_until(lambda: shares(made) == {"v1": 100})
 
 
 @pytest.mark.parametrize("wrong", ["the lock", "the file"])
@@ -218,7 +210,7 @@ def test_a_guard_acts_where_the_folder_cannot_be_used(made, monkeypatch, tmp_pat
     else:
         (tmp_path / "state" / FILE).write_text("{")
     made.finished("sql@v2", Outcome(failed=True))
-    until(lambda: "rolled back to v1" in caplog.text)
+    wait_until(lambda: "rolled back to v1" in caplog.text)
     assert shares(made) == {"v1": 100}
     assert made.pick("sql", "x") == "sql@v1"
 

@@ -13,7 +13,7 @@ def index(tokens, low, high):
     repetitions = Repetitions(grown, low, high)
     for token in tokens:
         grown.append(token)
-        repetitions.add()
+        repetitions.extend(len(grown))
     return repetitions
 
 
@@ -38,7 +38,7 @@ def test_the_longest_repetition_is_found_the_latest_one_first(seed):
     repetitions = Repetitions(tokens, low, high)
     for _ in range(60):
         tokens.append(rng.randrange(6))
-        repetitions.add()
+        repetitions.extend(len(tokens))
         want = longest(tokens, low, high)
         if sum(tokens[i : i + low] == tokens[-low:] for i in range(len(tokens) - low)) > 8:
             continue  # only the latest eight places are compared
@@ -57,11 +57,11 @@ def test_a_long_prompt_is_known_from_its_end():
     tokens = [1, 2, 3, *range(10, 10 + WINDOW), 1, 2]
     repetitions = Repetitions(tokens, 2, 3)
     first = repetitions.num_known
-    while repetitions.num_known < len(tokens):
-        repetitions.add()
+    assert repetitions.extend(len(tokens)) == []
     assert first == len(tokens) - WINDOW
     assert repetitions.next_token is None  # what stands before is not known
     tokens += [10 + WINDOW - 3, 10 + WINDOW - 2]
-    repetitions.add()
-    repetitions.add()
+    assert repetitions.extend(len(tokens)) == []  # none was expected
     assert repetitions.next_token == 10 + WINDOW - 1
+    tokens += [10 + WINDOW - 1, 9]
+    assert repetitions.extend(len(tokens)) == [True, False]

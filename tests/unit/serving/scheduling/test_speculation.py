@@ -25,6 +25,9 @@ class Paying(DraftTimes):
     def pays(self, rows, num_drafts, expected):
         return True
 
+    def rest(self):
+        return False
+
 
 class Knowing(Speculation):
     """Guesses that are right as often as a coin says: random answers hardly repeat themselves."""
@@ -181,6 +184,41 @@ def test_steps_with_drafts_that_cost_more_than_they_win_stop_although_most_of_th
         if pays:
             times.judge(1.0, 1)
     assert sum(chosen) < 50
+
+
+def test_nothing_is_guessed_while_drafts_cost_more_than_they_win():
+    times, tokens = DraftTimes(), itertools.cycle([7, 8])
+    speculation = Speculation(CONFIG, times)
+    driver = Driver(limits(num_pages=64, max_num_batched_tokens=24), speculation=speculation)
+    (sequence,) = driver.add([next(tokens) for _ in range(9)], max_tokens=45, ignore_eos=True)
+    times.add(drafts=False, rows=1, num_tokens=1, right=0, seconds=1.0)
+    for _ in range(6):
+        assert not times.rest()
+        times.add(drafts=True, rows=1, num_tokens=5, right=0, seconds=3.0)
+    assert times.rest()
+    driver.run()
+    check_answer(driver, sequence)
+    assert sequence.draft_state is None
+    for _ in range(400):
+        times.rest()
+    assert not times.rest()  # they are tried again
+
+
+def test_tokens_of_a_sequence_without_guesses_are_indexed_together():
+    tokens = list(range(20))
+    state = DraftState(Repetitions(tokens, 2, 3))
+    known = []
+    for token in [*range(30, 42), 3, 4, 5, 6, 7, 8, 9, 10]:
+        if len(tokens) >= state.due:
+            state.follow(tokens, 100)
+        known.append(len(tokens) - state.repetitions.num_known)
+        tokens.append(token)
+    assert known == [0, 1, 2, 3] * 3 + [0, 1, 2, 3] + [0] * 4
+    assert not state.is_idle
+    tokens += [99, 98]
+    state.trust = 0.1
+    state.follow(tokens, 1)
+    assert state.due <= len(tokens)  # one that is behind catches up at once
 
 
 def test_steps_that_read_a_prompt_have_no_drafts():

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support.cases.transport_cases import LONG, SECRET, batch, connected, exchange, terms_of
-from support.contracts.transport_contract import TransportContract, wait_for
+from support.contracts.transport_contract import TransportContract
 from support.doubles.nixl_double import Fabric
 from support.processes.transport_faults import held_by_this_process
+from support.waiting import wait_until
 
 from serving.lora_server.transport import nixl, tcp
 from serving.lora_server.transport.base import Status, TransportError
@@ -68,7 +69,7 @@ def test_between_hosts_both_sides_prove_that_they_know_a_secret():
     client = nixl.open_far_client([address], TERMS, SECRET, patience=LONG, agents=fabric.agent)
     assert client.lost() == ()
     server.close()
-    wait_for(lambda: client.lost() == (0,))
+    wait_until(lambda: client.lost() == (0,))
     client.close()
 
 
@@ -84,7 +85,7 @@ def test_a_transfer_that_fails_loses_the_server_until_it_is_joined_again(tmp_pat
         fabric.broken = broken
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ABORTED]
         fabric.broken = ""
-        wait_for(lambda: client.rejoin() == ())
+        wait_until(lambda: client.rejoin() == ())
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
 
 

@@ -22,9 +22,10 @@ from support.cases.transport_cases import (
     terms_of,
     want_ys,
 )
-from support.contracts.transport_contract import TransportContract, wait_for
+from support.contracts.transport_contract import TransportContract
 from support.processes.transport_faults import held_by_this_process, kill_servers
 from support.processes.transport_peer import Peers
+from support.waiting import wait_until
 
 from serving.lora_server.transport import shared_memory, socket_messages
 from serving.lora_server.transport.base import Status, TransportError
@@ -64,14 +65,16 @@ def test_a_server_that_hangs_is_given_up_and_taken_back(peers, tmp_path, monkeyp
         assert np.asarray(status).tolist() == [Status.ARRIVED]
         assert [bits(y) for y in got] == wanted
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+        wait_until(
+            lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        )
         client.set_limit(0.05)
         got, status = step(x, ys, rows)
         assert np.asarray(status).tolist() == [Status.TIMED_OUT]
         assert [bits(y) for y in got] == [bits(y) for y in ys]
         assert client.rejoin() == (0,)
         os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: client.rejoin() == ())
+        wait_until(lambda: client.rejoin() == ())
     client.close()
     peers.kill(pid)
 
@@ -88,10 +91,10 @@ def test_a_killed_client_leaves_nothing(peers, tmp_path):
         assert request is not None
         assert (request.rows, request.layer, request.table_version) == (2, 1, 3)
         peers.kill(pid)
-        wait_for(lambda: server.clients() == ())
+        wait_until(lambda: server.clients() == ())
         assert not server.respond(request, exact_deltas(request, terms.shapes))
         del request
-        wait_for(lambda: held_by_this_process() == before)
+        wait_until(lambda: held_by_this_process() == before)
     server.close()
     assert not path.exists()
 
@@ -150,7 +153,7 @@ def test_what_a_server_hands_over_is_checked(tmp_path, monkeypatch, wrong):
         said = {"epoch": "epoch 0 after 0", "memory": "not memory", "size": "4096 bytes"}[wrong]
         with pytest.raises(TransportError, match=said):
             shared_memory.open_client([path], terms)
-        wait_for(lambda: held_by_this_process() == before)
+        wait_until(lambda: held_by_this_process() == before)
 
 
 def test_the_same_server_is_joined_again_under_a_new_epoch(tmp_path):

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from support.contracts.transport_contract import wait_for
+from support.waiting import wait_until
 
 from serving.lora_server.transport import socket_messages
 from serving.lora_server.transport.base import TransportError
@@ -60,8 +60,8 @@ def test_an_answer_brings_its_descriptors(house):
     os.close(fds[0])
     assert gone == []
     connection.close()
-    wait_for(lambda: gone == [1])
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) == files)
+    wait_until(lambda: gone == [1])
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) == files)
 
 
 def test_only_this_user_may_connect(house):
@@ -228,7 +228,7 @@ def test_both_ends_of_tcp_find_out_that_the_other_host_has_lost_power():
         socket.create_server(("127.0.0.1", 0)), lambda said: Guest({}, [], stay, lambda: None)
     )
     connection, _, _ = call(listener.address, {}, 0)
-    wait_for(lambda: theirs)
+    wait_until(lambda: theirs)
     wanted = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
     assert options_of(connection) == theirs[0] == {"SO_KEEPALIVE": 1, "TCP_NODELAY": 1, **wanted}
     connection.close()

@@ -20,8 +20,9 @@ from support.cases.transport_cases import (
     want_ys,
 )
 from support.contracts.peer_contract import server_program
-from support.contracts.transport_contract import TransportContract, wait_for
+from support.contracts.transport_contract import TransportContract
 from support.doubles.cuda_emulator import compile_forward
+from support.waiting import wait_until
 
 from cuda_backend.nvshmem import NvshmemDevice, calls_of
 from serving.lora_server.transport import symmetric
@@ -110,7 +111,7 @@ def test_late_messages_of_an_old_join_land_elsewhere(worlds, tmp_path):
             assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.ARRIVED]
             channels.append(next(iter(client._endpoint._channels.values())).request_slot)
             client._connectors[0].leave()
-            wait_for(lambda: client.lost() == (0,))
+            wait_until(lambda: client.lost() == (0,))
             assert client.rejoin() == ()
         assert len(set(channels)) == 4
         assert all(a != b for a, b in itertools.pairwise(channels))

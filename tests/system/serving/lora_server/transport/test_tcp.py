@@ -20,9 +20,10 @@ from support.cases.transport_cases import (
     terms_of,
     want_ys,
 )
-from support.contracts.transport_contract import TransportContract, wait_for
+from support.contracts.transport_contract import TransportContract
 from support.processes.transport_faults import held_by_this_process, kill_servers
 from support.processes.transport_peer import Peers
+from support.waiting import wait_until
 
 from serving.lora_server.transport import tcp
 from serving.lora_server.transport.base import Status, TransportError
@@ -160,7 +161,7 @@ def test_a_stranger_message_ends_the_connection(tmp_path, change):
         connection.sendall(data + bytes(100))
         with contextlib.suppress(ConnectionResetError):
             assert connection.recv(1) == b""
-        wait_for(lambda: servers[0].clients() == ())
+        wait_until(lambda: servers[0].clients() == ())
         assert servers[0].receive(0) is None
         connection.close()
 
@@ -171,7 +172,7 @@ def test_a_message_cut_short_is_not_shown(tmp_path):
         header = Header(epoch, 1, 0, 0, 2, Kind.REQUEST, 0, 2 * 88)
         connection.sendall(header.pack() + bytes(2 * 88 - 1))
         connection.close()
-        wait_for(lambda: servers[0].clients() == ())
+        wait_until(lambda: servers[0].clients() == ())
         assert servers[0].receive(0) is None
 
 
@@ -186,6 +187,6 @@ def test_an_answer_that_comes_too_late_finds_nobody(tmp_path):
         late = servers[0].receive(LONG)
         assert late is not None
         assert client.rejoin() == ()
-        wait_for(lambda: late.client not in servers[0].clients())
+        wait_until(lambda: late.client not in servers[0].clients())
         assert not servers[0].refuse(late)
         client.close()

@@ -2,20 +2,13 @@
 
 import json
 import socket
-import time
 
 import pytest
+from support.waiting import wait_until
 
 from serving.http.answers.streaming import event
 
 BODY = {"prompt": "hi", "max_tokens": 3, "stream": True}
-
-
-def wait_until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not happen within 60 s"
-        time.sleep(0.01)
 
 
 def test_events_are_one_line_of_json():

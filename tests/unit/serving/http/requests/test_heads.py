@@ -1,4 +1,4 @@
-"""When a task head answers a request for text, and which fields it refuses."""
+"""Requests for text that a task head answers, and the fields that it refuses."""
 
 from types import SimpleNamespace
 

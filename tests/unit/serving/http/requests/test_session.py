@@ -1,4 +1,4 @@
-"""Which of a request's words name its user."""
+"""The fields of a request that name its user, in their order."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,6 @@
 """Tenants behind their channels: deltas as numpy has them, and each tenant's failure its own."""
 
+import mmap
 import os
 import threading
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.waiting import wait_until
 
 from lora_jax.ops.native import BuildError
 from serving.lora_server.transport import tenants
@@ -119,6 +121,32 @@ def test_rows_of_experts_get_their_experts_delta_and_others_are_refused(client, 
     (y,), status = exchange(client, x, [1, 1, 1], [2, 0, 3], site=1)
     assert status[1] == Status.REFUSED
     assert not y.any()
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_sleeping_tenant_is_woken_with_and_without_the_ring(client, tenant, monkeypatch, shown):
+    """Without a wake-up each answer would take until the end of a sleep, 50 ms."""
+    if not shown:
+        monkeypatch.setattr(tenants, "send_fds", lambda *_: None)
+    rows = [tenant(9), tenant(10)]
+    for number, one in enumerate(rows):
+        sit(client, number, one)
+    asleep = [mmap.mmap(one.server._server._bell, 4096) for one in rows]
+
+    def sleeps(memory):  # on the ring, or on its bell: see csrc/channel.h
+        return memory[192 if shown else 64] == 1 and memory[64 if shown else 192] == 0
+
+    x = np.random.default_rng(3).standard_normal((2, 16), np.float32)
+    waits = []
+    for _ in range(10):
+        wait_until(lambda: all(map(sleeps, asleep)))
+        before = client.stats().wait_seconds
+        ys, status = exchange(client, x, [0, 1])
+        waits.append(client.stats().wait_seconds - before)
+        assert status == [Status.ARRIVED] * 3
+        for row, one in enumerate(rows):
+            np.testing.assert_allclose(ys[0][row], want(one, x[row], 0, 0), rtol=1e-5, atol=1e-5)
+    assert sorted(waits)[5] < 0.02
 
 
 def test_a_tenant_that_does_not_answer_costs_others_no_bit_and_is_lost(client, tenant):

@@ -1,4 +1,4 @@
-"""What the process answers to one structure; its bounds are tested by way of its handle."""
+"""Answers of the checking process to one structure; tests of its handle hold its bounds."""
 
 import io
 import json

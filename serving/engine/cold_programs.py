@@ -1,0 +1,24 @@
+"""Programs that have not run yet, run on nothing while an engine has no work."""
+
+import time
+from collections.abc import Callable
+
+from serving.engine.loop_parts import AbstractTurns
+from serving.steps.model_runner import ModelRunner
+
+_ASKS_S = 1.0  # for a turn, until the loop has said that it lives
+
+
+def run_cold(runner: ModelRunner, turns: AbstractTurns | None, woken: Callable[[], bool]) -> bool:
+    """Run one of them; return whether any is left. With `turns` nothing runs without one.
+
+    It returns without a turn when `woken` says that there is work, or after a second.
+    """
+    if turns is None or not runner.has_cold:
+        return runner.run_cold()
+    until = time.monotonic() + _ASKS_S
+    if not turns.take_idle(lambda: woken() or time.monotonic() > until):
+        return True
+    left = runner.run_cold()
+    turns.give_back()
+    return left

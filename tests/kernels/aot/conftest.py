@@ -1,0 +1,25 @@
+"""Fixture of programs that are compiled for a GPU whole, kernels of the library included."""
+
+import functools
+import importlib.util
+
+import jax
+import pytest
+from kernels.aot.compile_gpu import KIND
+
+from lora_jax.ops import dispatch, hopper, tuning_table
+
+
+@pytest.fixture
+def hopper_at_hand(monkeypatch):
+    """Let dispatch choose as it does on an H200; skip without the compilers for one."""
+    from cuda_backend import ffi
+    from cuda_backend.toolkit import find_compilers
+
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
+        pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
+    ffi.library().load(dispatch.cache_folder())
+    monkeypatch.setattr(ffi, "require", lambda: None)
+    monkeypatch.setattr(hopper, "require", lambda op, dtype, interpret: None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(tuning_table, "find", functools.partial(tuning_table.find, device=KIND))

@@ -1,0 +1,84 @@
+import importlib.util
+import json
+import os
+import shlex
+import tarfile
+import time
+
+import pytest
+
+from bench import gpu_batch
+from bench.gpu_parts import PARTS, Part
+
+_WRITES = """-c "import pathlib; pathlib.Path('{out}/a.json').write_text('7')" """
+# The child outlives its parent unless the whole group is ended.
+_HANGS = (
+    """-c "import pathlib, subprocess, time; child = subprocess.Popen(['sleep', '600']); """
+    """pathlib.Path('{out}/pid').write_text(str(child.pid)); time.sleep(600)" """
+)
+
+
+def _is_gone(pid: int) -> bool:
+    """Tell if a process has ended, waiting for whom it was handed to."""
+    for _ in range(100):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                if file.read().rsplit(")", 1)[1].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_parts_run_in_turn_and_what_they_wrote_is_packed(tmp_path):
+    parts = [
+        Part("writes", _WRITES, 60),
+        Part("fails", '-c "raise SystemExit(3)"', 60),
+        Part("hangs", _HANGS, 2),
+        Part("large", _WRITES, 60, devices=4),
+        Part("last", _WRITES, 60),
+    ]
+    rows = gpu_batch.run_batch(parts, tmp_path, 600, num_gpus=1)
+    assert [row.get("status", "left out") for row in rows] == [0, 3, None, "left out", 0]
+    assert "needs 4 GPUs, there are 1" in rows[3]["left_out"]
+    assert _is_gone(int((tmp_path / "hangs" / "pid").read_text()))
+    assert json.loads((tmp_path / "batch.json").read_text()) == rows
+    with tarfile.open(tmp_path / "batch.tar.gz") as archive:
+        names = set(archive.getnames())
+    assert {"writes/a.json", "last/a.json", "hangs.log", "batch.json"} <= names
+
+
+def test_a_batch_keeps_its_budget(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_batch, "_LEAST_SECONDS", 1)
+    began = time.monotonic()
+    rows = gpu_batch.run_batch(
+        [Part("hangs", _HANGS, 600), Part("late", _WRITES, 60)], tmp_path, 2, num_gpus=1
+    )
+    assert time.monotonic() - began < 30
+    assert rows[0]["status"] is None
+    assert "of the budget are left" in rows[1]["left_out"]
+    assert "ended at its limit" in capsys.readouterr().out
+
+
+def test_an_unknown_part_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu_batch.main(["--out", str(tmp_path), "--parts", "towers"])
+    error = capsys.readouterr().err
+    assert "no part is named 'towers'" in error
+    assert "tower, " in error
+
+
+def test_each_part_names_a_module_that_exists():
+    for part in PARTS:
+        flag, module = shlex.split(part.command)[:2]
+        assert flag == "-m"
+        assert importlib.util.find_spec(module), part.name
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+def test_the_command_line_tells_if_a_part_failed(tmp_path, monkeypatch):
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(gpu_batch, "PARTS", (Part("fails", '-c "raise SystemExit(3)"', 60),))
+    with pytest.raises(SystemExit, match="1"):
+        gpu_batch.main(["--out", str(tmp_path)])
