@@ -1,16 +1,19 @@
 """NF4 products on a CPU beside those of the bitsandbytes CPU library, in one process.
 
-`python -m bench.nf4_cpu --out DIR` needs torch, bitsandbytes (`pip install bitsandbytes --no-deps
---target FOLDER`, and FOLDER on PYTHONPATH) and a CPU with AVX512-BF16, for which that library has
-its product. Both multiply the same codes by rows in bfloat16, on one core. Turns of one alternate
-with turns of the other; a time is processor time, which other programs change little. Ours has the
-bits of the plain weights; the library rounds the scales of blocks to bfloat16.
+`python -m bench.nf4_cpu --out DIR` needs torch and bitsandbytes (`pip install bitsandbytes
+--no-deps --target FOLDER`, and FOLDER on PYTHONPATH). Both multiply the same codes by rows in
+bfloat16, on one core. Turns of one alternate with turns of the other; a time is processor time,
+which other programs change little. On a CPU with AVX512-BF16 the library multiplies repacked codes;
+on others it dequantises the matrix and calls torch. Ours has the bits of the plain weights; the
+library's repacked product rounds the scales of blocks to bfloat16.
 """
 
 import argparse
 import datetime
 import importlib
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -37,7 +40,7 @@ def flipped(codes: np.ndarray) -> np.ndarray:
 
 
 def peer_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
-    """Return the library's product of rows and a weight, packed as it wants it."""
+    """Return the library's product of rows and a weight, packed as it wants it on this CPU."""
     import torch
 
     bnb = importlib.import_module("bitsandbytes.functional")
@@ -55,16 +58,11 @@ def peer_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
         torch.bfloat16,
     )
     stored = torch.from_numpy(flipped(np.asarray(w.codes)).reshape(-1, 1))
-    packed, state = bnb._convert_weight_packed_for_cpu(stored, state)
+    if bnb.has_avx512bf16():
+        stored, state = bnb._convert_weight_packed_for_cpu(stored, state)
     rows = torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
-
-    def product() -> np.ndarray:
-        y = torch.ops.bitsandbytes.gemv_4bit(
-            rows, packed, (d_out, d_in), state.absmax, state.code, BLOCK
-        )
-        return y.float().numpy()
-
-    return product
+    matmul_4bit = importlib.import_module("bitsandbytes").matmul_4bit
+    return lambda: matmul_4bit(rows, stored, state).float().numpy()
 
 
 def own_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
@@ -112,7 +110,9 @@ def main() -> None:
         )
     args.out.mkdir(parents=True, exist_ok=True)
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    result = {"date": today, "products": results}
+    march = os.environ.get("LORA_JAX_MARCH", "native")
+    device = {"device": f"{platform.machine()} CPU", "march": march, "date": today}
+    result = {"command": "python -m bench.nf4_cpu", **device, "products": results}
     (args.out / f"nf4_cpu_{today}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

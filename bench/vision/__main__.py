@@ -1,10 +1,10 @@
 """Vision on a device and the two applications of V-LoRA; each part writes a JSON file to --out.
 
     python -m bench.vision --applications --out DIR
-    python -m bench.vision --accuracy --data DATA --out DIR
+    python -m bench.vision --accuracy --task-heads --data DATA --out DIR
     python -m bench.vision --switch --heads --tower --frames --out DIR
 
-The first two run on the shipped model. The other parts take Qwen3-VL's real shapes with random
+The first three run on the shipped model. The other parts take Qwen3-VL's real shapes with random
 weights and need a GPU.
 """
 
@@ -18,11 +18,12 @@ from typing import Any
 
 import jax
 
-from bench.vision import accuracy, applications, device, plots, shapes
+from bench.vision import accuracy, applications, device, plots, shapes, task_heads
 
 PARTS = {
     "applications": "visual retrieval and video analytics under four policies, on tiny-vl",
     "accuracy": "held-out accuracy of tiny-vl's adapters and heads; needs --data",
+    "task-heads": "each head of tiny-vl against its adapter's LM head; needs --data",
     "switch": "a switch of all attention maps of an 8B shape, to another adapter",
     "heads": "a task head against the LM head, Qwen3-VL-8B's shape",
     "tower": "the tower on one image of 1080 x 1920, beside its products at full speed",
@@ -43,10 +44,12 @@ def run_frames(root: Path) -> dict[str, Any]:
     return device.frames(shapes.write_shape(root / "qwen3-vl-30b-a3b", "qwen3-vl-30b-a3b"))
 
 
-def run_accuracy(data: Path | None, count: int) -> dict[str, Any]:
+def run_with_data(part: str, data: Path | None, count: int) -> dict[str, Any]:
     if data is None:
-        raise SystemExit("--accuracy needs --data, the folder that pictures.collect wrote")
-    return accuracy.run(shapes.TINY, data, count)
+        raise SystemExit(f"--{part} needs --data, the folder that pictures.collect wrote")
+    if part == "accuracy":
+        return accuracy.run(shapes.TINY, data, count)
+    return task_heads.run(shapes.TINY, data)
 
 
 RUNS: dict[str, Callable[[Path], dict[str, Any]]] = {
@@ -65,27 +68,27 @@ def main() -> None:
     for part, text in PARTS.items():
         parser.add_argument(f"--{part}", action="store_true", help=text)
     parser.add_argument(
-        "--data", type=Path, help="folder that pictures.collect wrote, for --accuracy"
+        "--data", type=Path, help="folder that pictures.collect wrote, for parts that need it"
     )
-    parser.add_argument("--heldout", type=int, default=200, help="images of each task")
+    parser.add_argument("--heldout", type=int, default=200, help="images of each task (accuracy)")
     parser.add_argument("--out", type=Path, help="folder of the JSON files")
     args = parser.parse_args()
-    chosen = [part for part in PARTS if getattr(args, part)]
+    chosen = [part for part in PARTS if getattr(args, part.replace("-", "_"))]
     if not chosen:
         parser.error(f"choose a part: {', '.join('--' + part for part in PARTS)}")
     kind = jax.devices()[0].device_kind
     for part in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            if part == "accuracy":
-                found = run_accuracy(args.data, args.heldout)
-            else:
+            if part in RUNS:
                 found = RUNS[part](Path(folder))
+            else:
+                found = run_with_data(part, args.data, args.heldout)
         date = datetime.date.today().isoformat()
         told = {"command": f"python -m bench.vision --{part}", "date": date, "device": kind}
         print(json.dumps(told | found), flush=True)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
-            name = f"vision_{part}_{kind.replace(' ', '_').lower()}_{date}.json"
+            name = f"vision_{part.replace('-', '_')}_{kind.replace(' ', '_').lower()}_{date}.json"
             (args.out / name).write_text(json.dumps(told | found, indent=1) + "\n")
             if plot := plots.PLOTS.get(part):
                 plot(told | found, (args.out / name).with_suffix(".png"))

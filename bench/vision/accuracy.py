@@ -23,6 +23,7 @@ def jobs_of(model: Path) -> list[tuple[Path, str]]:
 def run(model: Path, data: Path, count: int) -> dict[str, Any]:
     """Return the share of right answers of each adapter on its tasks, and of the base alone."""
     jobs, rows = jobs_of(model), []
+    in_words = {recipe.folder for recipe in RECIPES if recipe.head and recipe.words}
     sources = tasks.parts(tasks.read_sources(data))[True]
     adapters = {f"{folder.parent.name}/{folder.name}": folder for folder, _ in jobs}
     sizes: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 256}
@@ -35,6 +36,8 @@ def run(model: Path, data: Path, count: int) -> dict[str, Any]:
             ask = headed if folder.parent.name == "heads" else told
             row = {"adapter": name.replace("-", "/"), "task": task, "heldout": count}
             row |= {"right": ask(engine, name, examples), "base": told(engine, None, examples)}
+            if str(folder.relative_to(model)) in in_words:
+                row["right_in_words"] = told(engine, name, examples)
             rows.append(row)
             print(row, flush=True)
     return {"rows": rows}

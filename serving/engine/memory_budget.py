@@ -134,5 +134,7 @@ def _warn_if_short(
     one = rows_per_adapter(catalogue, config.max_lora_rank)
     one_bytes, held = rows_nbytes(one, itemsize), whole_adapters(one, spec.rows)
     needed = config.max_loras * one_bytes
+    if not one_bytes:  # all modules are elsewhere
+        return
     if line := shortage_line(config, held, one_bytes, "--lora-memory-bytes", budget, needed):
         logger.warning(line)

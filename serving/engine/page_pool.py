@@ -213,7 +213,7 @@ def _warn_if_short(
 ) -> None:
     """Log where all pages that may be adapters' hold fewer whole adapters than max_loras."""
     assert config.page_pool_bytes is not None
-    of_one = most_adapter_pages(adapter_sides, page)
+    of_one = max(1, most_adapter_pages(adapter_sides, page))
     held = most_pages // of_one
     needed = config.page_pool_bytes + (config.max_loras - held) * of_one * page
     sizes = of_one * page, "--page-pool-bytes", most_pages * page, needed

@@ -137,8 +137,9 @@ def shortage_line(
     """
     if held >= config.max_loras:
         return None
+    adapters = "1 adapter" if held == 1 else f"{held} adapters"
     return (
-        f"LoRA memory of {num_bytes / 1e6:.1f} MB holds {held} adapters of rank "
+        f"LoRA memory of {num_bytes / 1e6:.1f} MB holds {adapters} of rank "
         f"{config.max_lora_rank} on every module ({one_adapter / 1e6:.1f} MB each), --max-loras is "
         f"{config.max_loras}: requests for more than {held} at a time wait for exchanges. "
         f"{flag} {needed} has room for all {config.max_loras}."

@@ -71,8 +71,10 @@ class HttpSide:
             "/v1/completions": model | {"prompt": prompt},
             "/v1/chat/completions": model | {"messages": messages, "stream": True},
         }
-        answers = [self._ask(path, body) for path, body in asked.items()]
-        self._metrics.forget_requests()
+        try:
+            answers = [self._ask(path, body) for path, body in asked.items()]
+        finally:
+            self._metrics.forget_requests()
         return sum(answer.startswith(b"HTTP/1.1 200") for answer in answers)
 
     def _ask(self, path: str, body: dict[str, Any]) -> bytes:

@@ -7,6 +7,7 @@ later bytes are still being mapped. What lies in pinned memory (cuda_backend.pin
 
 import contextlib
 import ctypes
+import logging
 import queue
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ import numpy as np
 
 from cuda_backend import driver as cuda
 from cuda_backend.pinned import PinnedArrays
+from lora_jax.memory.virtual import OutOfPages
+
+logger = logging.getLogger(__name__)
 
 THREADS = 8
 BUFFER_BYTES = 8 << 20
@@ -27,9 +31,10 @@ class Uploader:
     """Copies to one device; `begin` may be called by several threads at a time."""
 
     def __init__(self, driver: cuda.Driver, context: c_void_p):
-        """Take pinned memory, which stays for the rest of the process.
+        """Take pinned memory, which stays for the rest of the process: fewer buffers than BUFFERS
+        where the host has no room for all.
 
-        Raises what `driver` raises.
+        Raises what `driver` raises; OutOfPages where there is no room for one.
         """
         self._driver, self._call, self._context = driver, driver.call, context
         self._pinned_arrays = PinnedArrays(self._call_in_context)
@@ -39,9 +44,9 @@ class Uploader:
         self._lock = threading.Lock()
         self._under_way: dict[Future, object] = {}  # copies, and who owns their bytes
         with self._current():
-            for _ in range(BUFFERS):
+            for buffer in self._take_buffers():
                 self._streams.append(self._stream())
-                self._buffers.put((self._pinned(), self._streams[-1]))
+                self._buffers.put((buffer, self._streams[-1]))
             self._direct = self._stream()
             self._streams.append(self._direct)
         self._threads = ThreadPoolExecutor(THREADS, "upload", initializer=self._enter)
@@ -112,6 +117,19 @@ class Uploader:
 
     def _enter(self) -> None:
         self._call("cuCtxPushCurrent_v2", self._context)
+
+    def _take_buffers(self) -> list[int]:
+        """Return the addresses of as many buffers as there is room for."""
+        buffers: list[int] = []
+        while len(buffers) < BUFFERS:
+            try:
+                buffers.append(self._pinned())
+            except OutOfPages as error:
+                if not buffers:
+                    raise
+                logger.info("Copies have %d of %d buffers: %s", len(buffers), BUFFERS, error)
+                break
+        return buffers
 
     def _pinned(self) -> int:
         address = c_void_p()

@@ -48,6 +48,8 @@ class HostCopies:
             copy = self._copies[entry.digest] = _Copy(entry.report.weight_bytes, {})
             self._num_bytes += copy.num_bytes
             self._push(entry.digest, copy)
+            if len(self._heap) > 2 * len(self._copies) + _SPARE:
+                self._sort()
         copy.entries[entry.name] = entry
         self._digests[entry.name] = entry.digest
 
@@ -116,7 +118,7 @@ class HostCopies:
 
         None are `fixed` or pinned by another name than this one.
         """
-        if self._halvings != self._ledger.num_halvings or len(self._heap) > self._most_entries:
+        if self._halvings != self._ledger.num_halvings:
             self._sort()
         gone: set[str] = set()
         stay: list[tuple[str, _Copy]] = []  # taken out of the heap
@@ -143,10 +145,6 @@ class HostCopies:
         if num_bytes > 0 or count > 0:
             raise no_room()
         return gone
-
-    @property
-    def _most_entries(self) -> int:
-        return 2 * len(self._copies) + _SPARE
 
     def _sort(self) -> None:
         """Make the heap anew: values have become less, or most of its entries stand for nothing."""

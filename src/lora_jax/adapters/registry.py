@@ -347,7 +347,7 @@ class AdapterRegistry:
         return entry
 
     def _not_found(self, name: str) -> AdapterNotFound:
-        return AdapterNotFound(name, tuple(sorted(self._entries)))
+        return AdapterNotFound(name, tuple(self._entries))
 
     def _note(self, name: str) -> None:
         """Note that a name stands for something else from now on."""

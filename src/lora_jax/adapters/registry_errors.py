@@ -8,7 +8,12 @@ class AdapterNotFound(KeyError):
 
     def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
         super().__init__(name)
-        self.name, self.known, self.why = name, known, why
+        self.name, self.why, self._known = name, why, known
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """The loaded names, sorted only here: a name that is read on use is not found first."""
+        return tuple(sorted(self._known))
 
     def __str__(self) -> str:
         if self.why:

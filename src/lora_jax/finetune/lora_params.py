@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.weights import AdapterWeights
@@ -144,6 +145,25 @@ def trained_delta(params: LoraParams, spec: LoraSpec, catalogue: LoraCatalogue) 
             for index, layer in enumerate(catalogue.modules[module].layers):
                 sites[module, layer] = Site(pair.a[index], b[index], spec.scaling)
     return LoraDelta(sites)
+
+
+def loaded_lora(weights: AdapterWeights, spec: LoraSpec, catalogue: LoraCatalogue) -> LoraParams:
+    """Return the pairs of an adapter read from its files, in float32, to train on.
+
+    Raises ValueError unless it has the spec's rank and scaling at every site of the spec's modules.
+    """
+    params = {}
+    for name, module in trained_modules(spec, catalogue).items():
+        sites = [weights.sites.get((name, layer)) for layer in module.layers]
+        fit = [s for s in sites if s and (s.rank, s.scaling) == (spec.rank, spec.scaling)]
+        if len(fit) < len(sites):
+            raise ValueError(
+                f"{weights.report.folder} has not {name} with rank {spec.rank} and scaling "
+                f"{spec.scaling:g} in every layer; train it on with the settings it was made with"
+            )
+        a, b = ([np.asarray(getattr(s, side), np.float32) for s in fit] for side in "ab")
+        params[name] = LoraPair(a=jnp.asarray(np.stack(a)), b=jnp.asarray(np.stack(b)))
+    return params
 
 
 def loaded_delta(weights: AdapterWeights) -> LoraDelta:

@@ -105,19 +105,26 @@ def table(found: Sweep, base: float, num_bytes: Callable[[int], int]) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    flags = argparse.ArgumentParser(prog="python -m lora_jax.finetune.rank_sweep")
-    flags.add_argument("--model", type=pathlib.Path, required=True, help="a base in 16 bits")
-    flags.add_argument("--data", type=pathlib.Path, required=True)
-    flags.add_argument("--text", choices=TASKS, default="intent")
-    flags.add_argument("--steps", type=int, default=100)
-    flags.add_argument("--start", type=int, default=START)
-    flags.add_argument("--lowest", type=int, default=1)
-    flags.add_argument("--highest", type=int, default=64)
+    flags = argparse.ArgumentParser(
+        prog="python -m lora_jax.finetune.rank_sweep",
+        description="Find the smallest LoRA rank that is good enough: train an adapter of rank "
+        "--start, halve the rank while the adapter meets the bar, else double it until one does. "
+        "The table has bytes, perplexity on held-out text and verdict of each rank tried.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    needed = {"type": pathlib.Path, "required": True, "default": argparse.SUPPRESS}
+    flags.add_argument("--model", help="folder of a base model in 16 bits", **needed)
+    flags.add_argument("--data", help="folder of ESFT's evaluation sets", **needed)
+    flags.add_argument("--text", choices=TASKS, default="intent", help="set to train and judge on")
+    flags.add_argument("--steps", type=int, default=100, help="training steps of each rank")
+    flags.add_argument("--start", type=int, default=START, help="first rank")
+    flags.add_argument("--lowest", type=int, default=1, help="smallest rank to try")
+    flags.add_argument("--highest", type=int, default=64, help="largest rank to try")
     flags.add_argument(
         "--bar",
         type=float,
         default=0.95,
-        help="fraction of the gain of --start that a rank must keep",
+        help="fraction of the gain of --start over the base, in nats a token, that a rank keeps",
     )
     flags.add_argument("--perplexity", type=float, help="highest perplexity, instead of --bar")
     flags.add_argument("--out", type=pathlib.Path, help="JSON file to write")

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from kernels.aot.compile_gpu import H200
 
-from bench import decode_step
+from bench import decode_step, esft_model
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding
@@ -32,6 +32,8 @@ SIZES = StepSizes(
 )
 SHOWN = Path(__file__).parents[3] / "assets" / "tiny-moe" / "config.json"
 QWEN3 = {**decode_step.QWEN3, "num_hidden_layers": LAYERS}
+# Its latents lie whole on each device; the width of its dense layer divides among two.
+DEEPSEEK = {**esft_model.LITE, "num_hidden_layers": LAYERS, "intermediate_size": 8192}
 
 
 def described(make) -> tuple[list[jax.ShapeDtypeStruct], Any]:
@@ -64,8 +66,8 @@ def described_model(config, split):
 
 @pytest.mark.parametrize(
     ("raw", "experts", "tokens"),
-    [(QWEN3, "ep", 8), (QWEN3, "tp", 8)],
-    ids=["whole experts", "parts of experts"],
+    [(QWEN3, "ep", 8), (QWEN3, "tp", 8), (QWEN3, "ep", 2048), (DEEPSEEK, "ep", 8)],
+    ids=["whole experts", "parts of experts", "prompts", "latents"],
 )
 @pytest.mark.usefixtures("hopper_at_hand")
 def test_a_step_of_a_split_model_with_adapters_is_one_graph(raw, experts, tokens):

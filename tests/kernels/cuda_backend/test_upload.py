@@ -10,7 +10,7 @@ from support.doubles.driver_double import cuda_double
 
 from cuda_backend.upload import BUFFER_BYTES, BUFFERS, Uploader
 from cuda_backend.vmm import CudaDriver
-from lora_jax.memory.virtual import MappingError
+from lora_jax.memory.virtual import MappingError, OutOfPages
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc on this machine")
 
@@ -104,3 +104,25 @@ def test_a_copy_keeps_pinned_memory_though_another_thread_has_just_waited(upload
     uploader.finish()
     assert kept() is None
     assert np.array_equal(target, want)
+
+
+@pytest.mark.parametrize("there_are", [0, 2])
+def test_a_host_with_little_memory_has_fewer_buffers(double, monkeypatch, there_are):
+    device, pinned, taken = CudaDriver(0, double.path), Uploader._pinned, []
+
+    def few(uploader):
+        if len(taken) == there_are:
+            raise OutOfPages("cuMemHostAlloc answers CUDA_ERROR_OUT_OF_MEMORY (2)")
+        taken.append(pinned(uploader))
+        return taken[-1]
+
+    monkeypatch.setattr(Uploader, "_pinned", few)
+    if not there_are:
+        with pytest.raises(OutOfPages, match="cuMemHostAlloc"):
+            Uploader(device._cuda, device._context)
+        return
+    uploader = Uploader(device._cuda, device._context)
+    values = arrays(6, 1000)
+    targets = [begin(uploader, v) for v in values]
+    uploader.finish()
+    assert all(np.array_equal(t, v) for t, v in zip(targets, values, strict=True))

@@ -70,7 +70,12 @@ def run(x, w, group_sizes, bias=None, *, implementation="ffi"):
 
 # groups, d_out, d_in, weights of a group: tails of columns, blocks of K, groups that cross blocks.
 CODED = [(3, 21, 3200, 128), (4, 43, 96, 32), (1, 8, 4096, 1024)]
-SCALED = [(2, 130, 3088, (128, 128)), (1, 8, 16, (1, 16)), (4, 43, 400, (43, 400))]
+SCALED = [
+    (2, 130, 3088, (128, 128)),
+    (1, 8, 16, (1, 16)),
+    (4, 43, 400, (43, 400)),
+    (2, 43, 960, (6, 64)),
+]
 KINDS = [("table", "float32"), ("table", "bfloat16"), ("zeros", "bfloat16"), ("narrow", "bfloat16")]
 
 
@@ -117,9 +122,23 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype):
     ):
         x = grouped_case(100, 1, 1, 2560, dtype=dtype).x
         want = bits(run(x, w, jnp.array([100], jnp.int32)))
-        for first, rows in ((0, 1), (7, 2), (40, 50), (99, 1)):
+        for first, rows in ((0, 1), (7, 2), (10, 3), (20, 4), (30, 5), (40, 50), (99, 1)):
             part = run(x[first : first + rows], w, jnp.array([rows], jnp.int32))
             np.testing.assert_array_equal(bits(part), want[first : first + rows])
+
+
+def test_scales_of_any_size_have_the_bits_of_the_plain_weights():
+    # Products beyond the normal bfloat16 numbers cannot be looked up by their exponents.
+    w, _ = scaled(1, 16, 64, block=(1, 32), dtype="bfloat16")
+    sizes = [0, -1, -(2.0**-116), 2.0**-101, 2.0**-99, 2.0**99, 2.0**118]
+    scales = np.resize(np.array(sizes, np.float32), w.scales.shape)
+    w = dataclasses.replace(w, scales=jnp.asarray(scales))
+    values = np.asarray(w.values).astype(np.float32)
+    plain = jnp.asarray((values * scales.repeat(32, 2)).astype(jnp.bfloat16))
+    x = jnp.eye(64, dtype=jnp.bfloat16)  # each row of x is one weight of all columns
+    for rows in (3, 64):
+        got, want = (run(x[:rows], part, jnp.array([rows], jnp.int32)) for part in (w, plain))
+        np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"{rows} rows")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -2,12 +2,14 @@
 
 import contextlib
 import types
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.vision import applications, device, plots, shapes
+from bench.vision import applications, device, plots, shapes, task_heads
+from lora_jax.finetune.pictures import make_adapters, tasks
 from lora_jax.models.loader import read_config
 
 SMALL = {
@@ -132,6 +134,65 @@ def test_frames_tell_the_tower_s_share_of_the_first_token(tmp_path, monkeypatch)
     assert (found["tower_ms"], found["tower_ms_of_several"]) == (30, 30)
     assert (found["tower_share_of_ttft"], found["tower_share_of_peak"]) == (0.273, 0.5)
     assert found["tower_floor_ms"] == 15
+
+
+def test_a_head_and_its_lm_head_take_turns_over_new_images(monkeypatch):
+    """The head takes 10 ms, words take 5 a token; the first turns, which are slow, do not count."""
+    now, seen, order = [0.0], [], []
+
+    def asked_by(way, seconds):
+        def ask(example):
+            seen.append(example.labels[0])
+            order.append(way)
+            now[0] += seconds(example) + (1.0 if len(seen) <= 2 * task_heads._WARM_UP else 0.0)
+            return len(example.answer)
+
+        return ask
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: 2 * now[0])
+    monkeypatch.setattr(task_heads, "time", clock)
+    ways = {
+        "task_head": asked_by("task_head", lambda example: 0.01),
+        "lm_head": asked_by("lm_head", lambda example: 0.005 * len(example.answer)),
+    }
+    examples = [
+        tasks.Example(np.zeros((6, 4, 4, 3), np.uint8), "?", "abcd", (str(n),)) for n in range(12)
+    ]
+    (recipe,) = (recipe for recipe in make_adapters.RECIPES if recipe.name == "motion")
+    row = task_heads._row(recipe, ways, examples)
+    assert sorted(seen, key=int) == [str(n) for n in range(12)], "no image is asked twice"
+    assert order[:4] == ["lm_head", "task_head", "task_head", "lm_head"], "they change places"
+    assert row == {
+        **{"head": "motion", "images": 6, "answer_tokens": 4},
+        **{"task_head_ms": 10, "lm_head_ms": 20, "times_less": 2},
+        **{"task_head_processor_ms": 20, "lm_head_processor_ms": 40, "times_less_work": 2},
+    }
+
+
+@pytest.mark.parametrize("name", ["boxes", "count"])
+def test_words_end_where_they_were_learned_and_are_forced_elsewhere(name):
+    """A LM head that never saw the labels writes as many tokens as the right answer has."""
+    (recipe,) = (recipe for recipe in make_adapters.RECIPES if recipe.name == name)
+    calls = []
+
+    def generate(prompts, adapter, sampling, images):
+        calls.append((prompts, adapter, sampling, [len(mine) for mine in images]))
+        return [types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=(5, 6, 2))])]
+
+    engine: Any = types.SimpleNamespace(
+        generate=generate,
+        classify=lambda prompts, adapter, images: calls.append((prompts, adapter)),
+        tokenizer=types.SimpleNamespace(encode=lambda text, add_special_tokens: text.split()),
+    )
+    example = tasks.Example(np.zeros((1, 4, 4, 3), np.uint8), "Q?", "face top left", ("face",))
+    ways = task_heads.ways_of(engine, recipe)
+    assert ways["task_head"](example) == 0
+    assert ways["lm_head"](example) == 3
+    (prompts, _), (same, adapter, sampling, images) = calls
+    assert prompts == same
+    assert (adapter, images) == (name, [1])
+    forced = (sampling.ignore_eos, sampling.max_tokens)
+    assert forced == ((False, task_heads._MOST_TOKENS) if name == "boxes" else (True, 4))
 
 
 @pytest.mark.long

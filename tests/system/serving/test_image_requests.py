@@ -151,11 +151,13 @@ def test_batch_caches_and_forms_keep_the_bits(engine: Engine):
     after = engine.stats()
     assert again == want
     assert after.prefix_hits > before.prefix_hits
-    prompts = [PROMPT, "only words", f"{HOLDER} one", PROMPT]
-    images = [PICTURES[1:3], [], PICTURES[:1], PICTURES[1:3]]
-    outputs = engine.generate(prompts, [None, None, "text", "tower"], ASKED, images=images)
+    prompts = [PROMPT, "only words", f"{HOLDER} one", PROMPT, PROMPT]
+    images = [PICTURES[1:3], [], PICTURES[:1], PICTURES[1:3], PICTURES[1:3]]
+    adapters = [None, None, "text", "tower", "text"]
+    outputs = engine.generate(prompts, adapters, ASKED, images=images)
     assert bits(outputs[0]) == want
-    assert bits(outputs[3]) != want
+    assert len({want, bits(outputs[3]), bits(outputs[4])}) == 3, "each adapter sees its own way"
+    assert bits(outputs[4]) == ask(engine, PICTURES[1:3], adapter="text")
     assert bits(outputs[2]) == ask(engine, PICTURES[:1], f"{HOLDER} one", "text")
     assert bits(outputs[3]) == ask(engine, PICTURES[1:3], adapter="tower")
 

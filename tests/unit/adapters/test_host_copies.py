@@ -85,6 +85,15 @@ def test_what_goes_is_what_a_look_at_every_copy_finds(seed):
     assert books.ledger.num_halvings
 
 
+def test_what_comes_and_goes_without_an_eviction_leaves_nothing_behind():
+    books = Books()
+    for number in range(200):
+        books.publish(entry("a", f"d{number}", 1))
+        books.remove("a")
+    books.copies.check_integrity()
+    assert len(books.copies._heap) < 100
+
+
 def test_what_can_never_fit_is_refused():
     books, limits = Books(), RegistryLimits(max_total_bytes=8)
     with pytest.raises(AdapterRejected, match="takes 9 bytes, the limit is max_total_adapter"):

@@ -26,6 +26,7 @@ class Recipe:
     task: str
     head: HeadKind | None = None
     tower: bool = True  # LoRA on the tower's attention too
+    words: bool = False  # the LM head learns the task beside the head
 
     @property
     def name(self) -> str:
@@ -41,6 +42,7 @@ class Recipe:
         """Return the flags of `pictures.adapter` for this recipe."""
         flags = ["--model", str(model), "--task", self.task, "--out", str(model / self.folder)]
         flags += ["--head", self.head.value] if self.head else []
+        flags += ["--words"] if self.words else []
         return flags + (["--tower"] if self.tower else [])
 
 
@@ -49,7 +51,7 @@ RECIPES = (
     Recipe("adapters/digits", "digits"),
     Recipe("adapters/flags", "flags"),
     Recipe("adapters/where", "where", tower=False),
-    Recipe("heads/boxes", "boxes", HeadKind.BOXES),
+    Recipe("heads/boxes", "boxes", HeadKind.BOXES, tower=False, words=True),
     Recipe("heads/count", "count", HeadKind.COUNT),
     Recipe("heads/motion", "motion", HeadKind.CLASS, tower=False),
     Recipe("heads/presence", "presence", HeadKind.MULTI_LABEL),

@@ -102,8 +102,13 @@ def _scene(sources: Sources, rng: np.random.Generator, least: int = 1) -> tuple[
 
 def _list(sources: Sources, rng: np.random.Generator) -> Example:
     drawn, kinds = _scene(sources, rng)
-    phrases = [f"{kind} {thing.place}" for kind, thing in zip(kinds, drawn.things, strict=True)]
-    return _one(drawn.image, "List everything.", "; ".join(phrases))
+    return _one(drawn.image, "List everything.", _listed(drawn, kinds))
+
+
+def _listed(drawn: scenes.Scene, kinds: list[str]) -> str:
+    """Return each thing's kind and place in words."""
+    pairs = zip(kinds, drawn.things, strict=True)
+    return "; ".join(f"{kind} {thing.place}" for kind, thing in pairs)
 
 
 def _any(sources: Sources, rng: np.random.Generator) -> Example:
@@ -131,7 +136,7 @@ def _boxes(sources: Sources, rng: np.random.Generator) -> Example:
         (kind, tuple(side / scenes.SIDE for side in thing.box))
         for kind, thing in zip(kinds, drawn.things, strict=True)
     )
-    answer = ", ".join(kinds)
+    answer = _listed(drawn, kinds)
     return Example(drawn.image[None], "Find everything.", answer, tuple(kinds), boxes)
 
 

@@ -6,6 +6,7 @@
 // depend on the tile it is computed in.
 #pragma once
 #include <memory>
+#include <new>
 #include <type_traits>
 
 #include "vector.h"
@@ -96,9 +97,13 @@ class PackedRows {
   static constexpr bool kCopies = !std::is_same_v<typename D::T, typename D::X>;
   using Row = const typename D::X*;
 
-  // Room for this many rows of k elements.
-  PackedRows(int64_t rows, int64_t k) : k_(k), stride_((k + D::kStep - 1) / D::kStep * D::kStep) {
-    if (kCopies) room_.reset(new typename D::X[rows * stride_]);
+  // Room for this many rows of k elements, each at the start of a cache line. A line between them
+  // keeps rows of a power of two from sharing their places in L1.
+  PackedRows(int64_t rows, int64_t k) : k_(k) {
+    constexpr int64_t kLine = 64 / sizeof(typename D::X);
+    stride_ = (k + D::kStep - 1) / D::kStep * D::kStep;
+    stride_ = (stride_ + kLine - 1) / kLine * kLine + kLine;
+    if (kCopies) room_.reset(new (std::align_val_t(64)) typename D::X[rows * stride_]);
   }
   // Where row i can be read, `row` being its elements; the caller names each i once.
   Row add(int64_t i, const typename D::T* row) {
@@ -111,8 +116,11 @@ class PackedRows {
   }
 
  private:
+  struct Free {
+    void operator()(typename D::X* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
   int64_t k_, stride_;
-  std::unique_ptr<typename D::X[]> room_;
+  std::unique_ptr<typename D::X[], Free> room_;
 };
 
 // acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1). k0 is a multiple of

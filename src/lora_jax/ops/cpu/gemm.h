@@ -1,6 +1,7 @@
 // y[t] = w[g] x[t] + bias[g] for rows sorted by group. See dot.h for the order of the sums.
 //
-// Weights are plain, or rows that are decoded block by block (quantised.h).
+// Weights are plain, or rows that are decoded, a few rows of x in registers, many block by block
+// (quantised.h).
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -11,10 +12,11 @@
 
 namespace lora_jax {
 
-template <class T>
+template <class D>
 struct Gemm {
+  using T = typename D::T;
   const T* w;                     // null if `decoded` is there
-  const DecodedRows<T>* decoded;  // null if weights are plain
+  const DecodedRows<D>* decoded;  // null if weights are plain
   const T *x, *bias;              // bias may be null
   const int32_t* group_sizes;
   T* y;
@@ -23,7 +25,7 @@ struct Gemm {
 
 // A product and its rows as the dot products read them.
 template <class D>
-struct PackedGemm : Gemm<typename D::T> {
+struct PackedGemm : Gemm<D> {
   const typename D::X* const* xs;
 };
 
@@ -35,7 +37,16 @@ struct GemmItem {
 constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
 constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix rows stays in L1
 
-// kCols rows of a matrix, the first of their elements there being `first`; past the last of the matrix they repeat it.
+// A product of few rows takes some 20 to 200 us: in pieces of 50 most ran on one core.
+constexpr double kPieceMicros = 12.0;
+
+// What multiplies a block of decoded weights, which are in the type of x: floats in the order that
+// `pack` gives where rows of x are packed.
+template <class D>
+using Wide = std::conditional_t<PackedRows<D>::kCopies, DotF32, D>;
+
+// kCols rows of a matrix, the first of their elements there being `first`; past the last of the
+// matrix they repeat it.
 template <class D>
 struct Panel {
   const typename D::T* w[kCols];
@@ -46,30 +57,34 @@ struct Panel {
 // Room for a block of a panel that is decoded.
 template <class D>
 struct Room {
-  alignas(64) typename D::T w[kCols][kBlockBytes / sizeof(typename D::T) + kCodeStep];
+  alignas(64) typename D::X w[kCols][kBlockBytes / sizeof(typename D::X) + kWords];
 };
 
-// The panel at column `col` of a group's matrix, for elements [k0, k1) at least.
+// The panel at column `col` of a group's matrix where it stands.
 template <class D>
-inline Panel<D> make_panel(const PackedGemm<D>& g, Room<D>& room, int64_t group, int64_t col,
-                           int64_t k0, int64_t k1) {
+inline Panel<D> plain_panel(const PackedGemm<D>& g, int64_t group, int64_t col) {
   Panel<D> panel{{}, 0, 0};
   int64_t last = g.d_out - 1 - col;
-  if (g.decoded) {
-    for (int64_t c = 0; c <= std::min<int64_t>(kCols - 1, last); ++c)
-      g.decoded->decode(group * g.d_out + col + c, k0, k1, room.w[c]);
-    for (int64_t c = 0; c < kCols; ++c) panel.w[c] = room.w[std::min(c, last)];
-    panel.first = k0;
-    return panel;
-  }
   const typename D::T* w = g.w + (group * g.d_out + col) * g.d_in;
   for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(c, last) * g.d_in;
   if (last + 1 >= 2 * kCols) panel.fetch = kCols * g.d_in;
   return panel;
 }
 
-template <class T>
-inline void write_tile(const Gemm<T>& g, int64_t group, int64_t row, int64_t m, int64_t col,
+// The same of quantised weights, elements [k0, k1) decoded.
+template <class D>
+inline Panel<Wide<D>> decoded_panel(const PackedGemm<D>& g, Room<D>& room, int64_t group,
+                                    int64_t col, int64_t k0, int64_t k1) {
+  Panel<Wide<D>> panel{{}, k0, 0};
+  int64_t last = g.d_out - 1 - col;
+  for (int64_t c = 0; c <= std::min<int64_t>(kCols - 1, last); ++c)
+    g.decoded->decode(group * g.d_out + col + c, k0, k1, room.w[c]);
+  for (int64_t c = 0; c < kCols; ++c) panel.w[c] = room.w[std::min(c, last)];
+  return panel;
+}
+
+template <class D>
+inline void write_tile(const Gemm<D>& g, int64_t group, int64_t row, int64_t m, int64_t col,
                        int64_t n, const float* sums) {
   f32s bias = g.bias ? load(g.bias + group * g.d_out + col, n) : f32s{};
   for (int64_t r = 0; r < m; ++r)
@@ -77,19 +92,41 @@ inline void write_tile(const Gemm<T>& g, int64_t group, int64_t row, int64_t m, 
 }
 
 // One tile over one block of K: accumulators live in `acc` between blocks and are summed at last.
-template <class D, int M>
-inline void run_tile(const PackedGemm<D>& g, const Panel<D>& panel, const GemmItem& item,
+template <class P, class D, int M>
+inline void run_tile(const PackedGemm<D>& g, const Panel<P>& panel, const GemmItem& item,
                      int64_t row, int64_t col, int64_t k0, int64_t k1, f32s* acc) {
   if (k0 == 0)
     for (int i = 0; i < kTile; ++i) acc[i] = f32s{};
   if (panel.fetch && row == item.row0)
-    dot_rows<D, M, true>(g.xs + row, panel.w, panel.first, k0, k1, acc, panel.fetch);
+    dot_rows<P, M, true>(g.xs + row, panel.w, panel.first, k0, k1, acc, panel.fetch);
   else
-    dot_rows<D, M>(g.xs + row, panel.w, panel.first, k0, k1, acc);
+    dot_rows<P, M>(g.xs + row, panel.w, panel.first, k0, k1, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
   write_tile(g, item.group, row, M, col, std::min<int64_t>(kCols, item.col1 - col), sums);
+}
+
+template <class P, class D>
+inline void run_tiles(const PackedGemm<D>& g, const Panel<P>& panel, const GemmItem& item,
+                      int64_t row0, int64_t row1, int64_t col, int64_t k0, int64_t k1, f32s* acc) {
+  for (int64_t row = row0; row < row1; row += kRows, acc += kTile) switch (row1 - row) {
+      case 1: run_tile<P, D, 1>(g, panel, item, row, col, k0, k1, acc); break;
+      case 2: run_tile<P, D, 2>(g, panel, item, row, col, k0, k1, acc); break;
+      default: run_tile<P, D, kRows>(g, panel, item, row, col, k0, k1, acc);
+    }
+}
+
+// Elements of K per block: so many that a block of a panel stays in L1, or all where no other rows
+// would find the block there again and nothing is decoded into it.
+template <class D>
+inline int64_t block_of(const PackedGemm<D>& g, int64_t rows) {
+  int64_t step = g.decoded ? kWords : D::kStep;
+  int64_t bytes = g.d_in * int64_t(g.decoded ? sizeof(typename D::X) : sizeof(typename D::T));
+  int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
+  if (rows <= kRows && !g.decoded) blocks = 1;
+  int64_t steps = (g.d_in + step - 1) / step;
+  return (steps + blocks - 1) / blocks * step;
 }
 
 // Rows [row0, row1) of an item times one panel, block by block of K.
@@ -99,31 +136,33 @@ inline void run_rows(const PackedGemm<D>& g, Room<D>& room, const GemmItem& item
   int64_t k0 = 0;
   do {
     int64_t k1 = std::min(k0 + block, g.d_in);
-    Panel<D> panel = make_panel<D>(g, room, item.group, col, k0, k1);
-    f32s* a = acc;
-    for (int64_t row = row0; row < row1; row += kRows, a += kTile) switch (row1 - row) {
-        case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, a); break;
-        case 2: run_tile<D, 2>(g, panel, item, row, col, k0, k1, a); break;
-        default: run_tile<D, kRows>(g, panel, item, row, col, k0, k1, a);
-      }
+    if (g.decoded)
+      run_tiles(g, decoded_panel(g, room, item.group, col, k0, k1), item, row0, row1, col, k0, k1,
+                acc);
+    else
+      run_tiles(g, plain_panel(g, item.group, col), item, row0, row1, col, k0, k1, acc);
     k0 = k1;
   } while (k0 < g.d_in);
 }
 
-// Elements of K per block: so many that a block of a panel stays in L1, or all where no other rows
-// would find the block there again and nothing is decoded into it.
+// All of an item's rows, at most kFewRows, times weights that are decoded in registers.
 template <class D>
-inline int64_t block_of(const PackedGemm<D>& g, int64_t rows) {
-  int64_t step = g.decoded ? kCodeStep : D::kStep;
-  int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
-  int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
-  if (rows <= kRows && !g.decoded) blocks = 1;
-  int64_t steps = (g.d_in + step - 1) / step;
-  return (steps + blocks - 1) / blocks * step;
+inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
+  int64_t rows = item.row1 - item.row0;
+  alignas(64) f32s acc[kFewRows * kCols] = {};
+  for (int64_t col = item.col0; col < item.col1; col += kCols) {
+    int64_t n = std::min<int64_t>(kCols, item.col1 - col);
+    g.decoded->dot(rows, g.xs + item.row0, item.group * g.d_out + col, n, acc);
+    float sums[kFewRows * kCols];
+    for (int64_t i = 0; i < rows * kCols; i += 8) sum_lanes_8(acc + i, sums + i);
+    write_tile(g, item.group, item.row0, rows, col, n, sums);
+  }
 }
 
 template <class D>
 void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
+  if (g.decoded && g.decoded->in_registers && item.row1 - item.row0 <= kFewRows)
+    return run_few_rows<D>(g, item);
   int64_t block = block_of<D>(g, item.row1 - item.row0);
   alignas(64) f32s acc[kAccRows / kRows * kTile];
   Room<D> room;
@@ -137,13 +176,13 @@ inline double gemm_micros(double rows, double matrices, double d_out, double d_i
   return std::max(2.0 * rows * d_out * d_in / 90e3, matrices * d_out * d_in * bytes / 15e3);
 }
 
-// Splits the rows so that a piece's x stays in L2, and the columns into pieces of about 50 us.
-template <class T>
-std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used_rows) {
+// Splits the rows so that a piece's x stays in L2, and the columns into pieces of about kPieceMicros.
+template <class D>
+std::vector<GemmItem> gemm_items(const Gemm<D>& g, double* micros, int64_t* used_rows) {
   std::vector<GemmItem> items;
-  int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(T));
+  int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(typename D::T));
   int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
-  double bytes = g.decoded ? g.decoded->bytes : sizeof(T);
+  double bytes = g.decoded ? g.decoded->bytes : sizeof(typename D::T);
   int64_t start = 0;
   *micros = 0;
   for (int64_t group = 0; group < g.groups; ++group) {
@@ -151,7 +190,7 @@ std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used
     for (int64_t row = start; row < end; row += chunk) {
       int64_t row1 = std::min(row + chunk, end);
       double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, bytes);
-      int64_t pieces = std::max<int64_t>(1, int64_t(cost / 50.0));
+      int64_t pieces = std::max<int64_t>(1, int64_t(cost / kPieceMicros));
       int64_t cols = ((g.d_out + pieces - 1) / pieces + kCols - 1) / kCols * kCols;
       for (int64_t col = 0; col < g.d_out; col += cols)
         items.push_back({group, row, row1, col, std::min(col + cols, g.d_out)});
@@ -164,7 +203,7 @@ std::vector<GemmItem> gemm_items(const Gemm<T>& g, double* micros, int64_t* used
 }
 
 template <class D>
-void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<typename D::T>& plain) {
+void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<D>& plain) {
   double micros;
   int64_t used_rows;
   std::vector<GemmItem> items = gemm_items(plain, &micros, &used_rows);

@@ -37,7 +37,7 @@ inline ffi::Error WrongTypes(const char* op) {
 
 template <class D, ffi::DataType dtype>
 ffi::Error RunGemm(ffi::ThreadPool& pool, const typename D::T* w,
-                   const DecodedRows<typename D::T>* decoded, int64_t groups, int64_t d_out,
+                   const DecodedRows<D>* decoded, int64_t groups, int64_t d_out,
                    int64_t d_in, ffi::AnyBuffer& x, S32& group_sizes, ffi::AnyBuffer& bias,
                    ffi::Result<ffi::AnyBuffer>& y) {
   using T = typename D::T;
@@ -61,12 +61,12 @@ ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, U8 codes,
                          ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::AnyBuffer bias,
                          ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table) {
   auto d = codes.dimensions();
-  CodedRows<typename D::T> rows;
+  CodedRows<D> rows;
   rows.codes = data<uint8_t>(codes), rows.zeros = data<uint8_t>(zeros);
   rows.scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
-  rows.table = table.begin(), rows.d_in = 2 * d[2];
-  rows.group = rows.d_in / scales.dimensions()[2];
-  if (table.size() != 16 || rows.group % kCodeStep)
+  rows.values = table.begin(), rows.d_in = 2 * d[2];
+  rows.span = rows.d_in / scales.dimensions()[2];
+  if (table.size() != 16 || rows.span % kWords)
     return ffi::Error::InvalidArgument("coded_gemm: a table of 16 and groups of 32, 64, ...");
   return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], rows.d_in, x, group_sizes, bias, y);
 }
@@ -80,10 +80,9 @@ ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer
     return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
   if (d[2] % kValueStep || (block_cols % kValueStep && block_cols < d[2]))
     return ffi::Error::InvalidArgument("scaled_gemm: d_in and blocks in multiples of 16");
-  ScaledRows<typename D::T> rows;
+  ScaledRows<D> rows(d[2], block_cols);
   rows.values = static_cast<const uint8_t*>(values.untyped_data());
-  rows.scales = data<float>(scales), rows.d_out = d[1], rows.d_in = d[2];
-  rows.block_rows = block_rows, rows.block_cols = block_cols;
+  rows.scales = data<float>(scales), rows.d_out = d[1], rows.block_rows = block_rows;
   return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], d[2], x, group_sizes, bias, y);
 }
 

@@ -1,128 +1,109 @@
-// Weights of 4 and 8 bits, decoded a block of rows at a time into the type that the dot products
-// read. A decoded weight has the bits of the plain array that the quantised one stands for, and the
-// sums are those of dot.h: so are the results.
+// Rows of weights of 4 and 8 bits as the dot products read them. A decoded weight has the bits of
+// the plain array that the quantised one stands for, and the sums are those of dot.h: so are the
+// results.
+//
+// Few rows of x are multiplied by weights that are decoded in registers; many by a block of them
+// that is decoded once, in memory.
 #pragma once
 #include <algorithm>
 
-#include "dot.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
+#include "eight_bits.h"
+#include "words.h"
 
 namespace lora_jax {
 
-constexpr int64_t kCodeStep = 32;   // codes decoded at a time: 16 bytes
-constexpr int64_t kValueStep = 16;  // bytes of 8-bit weights decoded at a time
+constexpr int64_t kFewRows = 4;  // more rows are faster by blocks
 
 // Rows of matrices that are not plain. Row n of matrix g is row g * d_out + n.
-template <class T>
+template <class D>
 struct DecodedRows {
-  double bytes;  // of a weight, in the estimate of time: decoding counts too
+  using X = typename D::X;
+  double bytes;  // of a plain weight that takes as long
+  bool in_registers = false;  // whether `dot` can be called
   explicit DecodedRows(double b) : bytes(b) {}
-  // out[0, k1 - k0) = w[row][k0, k1), k0 a multiple of kCodeStep; the rest of a step may follow.
-  virtual void decode(int64_t row, int64_t k0, int64_t k1, T* out) const = 0;
+  // out[0, k1 - k0) = w[row][k0, k1), k0 a multiple of kWords, in the order that rows of x are
+  // packed in; the rest of kWords may follow.
+  virtual void decode(int64_t row, int64_t k0, int64_t k1, X* out) const = 0;
+  // acc[r * kCols + c] = lane products of x[r] and w[row + c], all of K, for m <= kFewRows rows and
+  // n <= kCols columns; others are left.
+  virtual void dot(int64_t m, const X* const* x, int64_t row, int64_t n, f32s* acc) const {}
 };
 
-// Finite floats as bfloat16, rounded to the nearest, halves to even.
-#if defined(__AVX512BF16__) && defined(__AVX512VL__)
-inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
-#elif defined(__AVX512F__)
-inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32s)v); }
-#elif defined(__AVX2__)
-inline __m256i rounded_up(__m256 v) {
-  __m256i bits = _mm256_castps_si256(v);
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  bits = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-  return _mm256_srli_epi32(bits, 16);
-}
-inline __m256i narrow(__m256 first, __m256 second) {
-  __m256i both = _mm256_packus_epi32(rounded_up(first), rounded_up(second));
-  return _mm256_permute4x64_epi64(both, 0xd8);
-}
-#endif
-inline float narrow(float, float v) { return v; }
-inline uint16_t narrow(uint16_t, float v) {
-  uint32_t bits;
-  std::memcpy(&bits, &v, 4);
-  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
+// Rows of words. R has `from(row, k)`, where the weights from k on stand, kPerByte of them in a
+// byte, and Tables(rows, row), whose table(c) is that of row + c for the first span, then, after
+// next(), for the second, and so on.
+template <class D, class R>
+struct WordRows : DecodedRows<D> {
+  using X = typename D::X;
+  int64_t d_in, span;  // weights of a row, and those that share a table: multiples of kWords
+  explicit WordRows(double b) : DecodedRows<D>(b) {}
 
-// The 16 values (table[i] - zero) * scale of a group, as the dot products read them. `decode` looks
-// up the 32 codes of 16 bytes, low halves first.
-template <class T>
-struct GroupTable {
-  T values[16];
-  GroupTable(const float* table, float zero, float scale) {
-    for (int i = 0; i < 16; ++i) values[i] = narrow(T(), (table[i] - zero) * scale);
-  }
-  void decode(const uint8_t* codes, T* out) const {
-    for (int i = 0; i < kCodeStep / 2; ++i) {
-      out[2 * i] = values[codes[i] & 15];
-      out[2 * i + 1] = values[codes[i] >> 4];
+  void decode(int64_t row, int64_t k0, int64_t k1, X* out) const override {
+    const R& rows = static_cast<const R&>(*this);
+    const uint8_t* from = rows.from(row, 0);
+    typename R::Tables at(rows, row);
+    at.next(k0 / span);
+    for (int64_t k = k0; k < k1; at.next()) {
+      auto table = at.table(0);
+      for (int64_t stop = std::min(k1, (k / span + 1) * span); k < stop; k += kWords)
+        put<D>(table, from + k / R::kPerByte, out + (k - k0));
     }
   }
-};
 
-#ifdef __AVX512BW__
-inline __m512 group_values(const float* table, float zero, float scale) {
-  __m512 all = _mm512_sub_ps(_mm512_loadu_ps(table), _mm512_set1_ps(zero));
-  return _mm512_mul_ps(all, _mm512_set1_ps(scale));
-}
-template <>
-struct GroupTable<uint16_t> {
-  __m512i twice;  // all values, two times
-  GroupTable(const float* table, float zero, float scale)
-      : twice(_mm512_broadcast_i64x4(narrow(group_values(table, zero, scale)))) {}
-  void decode(const uint8_t* codes, uint16_t* out) const {
-    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-    // The low word of a lane has the first code in its low bits, the high word the second. Bit 4 of
-    // an index may be set by a neighbour: both halves of the table are equal.
-    __m512i index = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, twice));
+  void dot(int64_t m, const X* const* x, int64_t row, int64_t n, f32s* acc) const override {
+    if constexpr (kWordsFor<D>) switch (m) {
+        case 1: return dot_columns<1>(x, row, n, acc);
+        case 2: return dot_columns<2>(x, row, n, acc);
+        case 3: return dot_columns<3>(x, row, n, acc);
+        case 4: return dot_columns<4>(x, row, n, acc);
+      }
+  }
+
+  // Columns together are as many as the registers hold sums of: one alone would wait for itself.
+  template <int M>
+  void dot_columns(const X* const* x, int64_t row, int64_t n, f32s* acc) const {
+    constexpr int kSums = kLanes == 16 ? 16 : 8;
+    constexpr int C = std::min(kCols, M <= 2 ? kSums / 2 : kSums / 4);
+    int64_t c = 0;
+    for (; c + C <= n; c += C) dot_some<M, C>(x, row + c, acc + c);
+    for (; c < n; ++c) dot_some<M, 1>(x, row + c, acc + c);
+  }
+
+  template <int M, int C>
+  void dot_some(const X* const* x, int64_t row, f32s* acc) const {
+    const R& rows = static_cast<const R&>(*this);
+    const int64_t row_bytes = d_in / R::kPerByte, ahead = kCols * row_bytes;
+    const uint8_t* from = rows.from(row, 0);
+    typename R::Tables at(rows, row);
+    f32s a[M][C];
+    const X* xp[M];
+    for (int r = 0; r < M; ++r) {
+      xp[r] = x[r];
+      for (int c = 0; c < C; ++c) a[r][c] = f32s{};
+    }
+    for (int64_t k = 0; k < d_in; at.next()) {
+      const int64_t span_end = std::min(d_in, k + span);
+      typename R::Table tables[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) tables[c] = at.table(c);
+      for (int64_t b = 0; b < (span_end - k) / R::kPerByte; b += 64)
+        for (int c = 0; c < C; ++c) __builtin_prefetch(from + c * row_bytes + b + ahead, 0, 2);
+      for (; k < span_end; k += kWords, from += kWords / R::kPerByte)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+          Words words = tables[c].look_up(from + c * row_bytes);
+          for (int i = 0; i < kOperands<D>; ++i) {
+            typename D::V wv = operand<D>(words, i);
+            const int64_t step = k + i / D::kParts * D::kStep;
+            for (int r = 0; r < M; ++r)
+              a[r][c] = D::fma(a[r][c], D::load_x(xp[r] + step, i % D::kParts), wv);
+          }
+        }
+    }
+    for (int r = 0; r < M; ++r)
+      for (int c = 0; c < C; ++c) acc[r * kCols + c] = a[r][c];
   }
 };
-template <>
-struct GroupTable<float> {
-  __m512 values;
-  GroupTable(const float* table, float zero, float scale)
-      : values(group_values(table, zero, scale)) {}
-  void decode(const uint8_t* codes, float* out) const {
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
-    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-    // A lookup reads the low four bits of an index.
-    __m512 even = _mm512_permutexvar_ps(wide, values);
-    __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
-    _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, first, odd));
-    _mm512_storeu_ps(out + kLanes, _mm512_permutex2var_ps(even, second, odd));
-  }
-};
-#elif defined(__AVX2__)
-template <>
-struct GroupTable<uint16_t> {
-  __m256i low, high;  // bytes of the 16 values by significance, two times
-  GroupTable(const float* table, float zero, float scale) {
-    __m256 z = _mm256_set1_ps(zero), s = _mm256_set1_ps(scale);
-    __m256 first = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(table), z), s);
-    __m256 second = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(table + 8), z), s);
-    __m256i words = narrow(first, second), byte = _mm256_set1_epi16(0xff);
-    __m256i lows = _mm256_and_si256(words, byte), highs = _mm256_srli_epi16(words, 8);
-    __m256i bytes = _mm256_packus_epi16(lows, highs);  // by halves of the registers: l h l h
-    low = _mm256_permute4x64_epi64(bytes, 0x88);
-    high = _mm256_permute4x64_epi64(bytes, 0xdd);
-  }
-  void decode(const uint8_t* codes, uint16_t* out) const {
-    // A byte in 16 bits, beside itself moved by a code: both codes have bytes of their own.
-    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes));
-    __m256i both = _mm256_or_si256(wide, _mm256_slli_epi16(wide, 4));
-    __m256i index = _mm256_and_si256(both, _mm256_set1_epi8(15));
-    __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
-    __m256i a = _mm256_unpacklo_epi8(l, h), b = _mm256_unpackhi_epi8(l, h);
-    _mm256_storeu_si256((__m256i*)out, _mm256_permute2x128_si256(a, b, 0x20));
-    _mm256_storeu_si256((__m256i*)(out + 16), _mm256_permute2x128_si256(a, b, 0x31));
-  }
-};
-#endif
 
 // A scale: float32, or bfloat16 where `narrow`.
 struct Scales {
@@ -134,103 +115,92 @@ struct Scales {
   }
 };
 
-// w[n][k] = (table[code] - zero) * scale, zero and scale of the row's group of `group` weights.
-template <class T>
-struct CodedRows : DecodedRows<T> {
+// w[n][k] = (values[code] - zero) * scale, zero and scale of the row's group of `span` weights.
+template <class D>
+struct CodedRows : WordRows<D, CodedRows<D>> {
+  using Table = std::conditional_t<kWordsFor<D>, WordTable, FloatTable>;
+  static constexpr int kPerByte = 2;
   const uint8_t* codes;
   Scales scales;
   const uint8_t* zeros;  // may be null
-  const float* table;
-  int64_t d_in, group;  // weights of a group: a multiple of kCodeStep
+  const float* values;   // of the 16 codes
 
-  CodedRows() : DecodedRows<T>(0.8) {}
-
-  void decode(int64_t row, int64_t k0, int64_t k1, T* out) const override {
-    const uint8_t* from = codes + row * (d_in / 2);
-    int64_t g = k0 / group, end = (g + 1) * group, at = row * (d_in / group) + g;
-    for (int64_t k = k0; k < k1; end += group, ++at) {
-      GroupTable<T> values(table, zeros ? float(zeros[at]) : 0.0f, scales[at]);
-      for (int64_t stop = std::min(k1, end); k < stop; k += kCodeStep)
-        values.decode(from + k / 2, out + (k - k0));
+  CodedRows() : WordRows<D, CodedRows<D>>(1.5) { this->in_registers = kWordsFor<D>; }
+  const uint8_t* from(int64_t row, int64_t k) const { return codes + (row * this->d_in + k) / 2; }
+  struct Tables {
+    const CodedRows& rows;
+    const int64_t groups;
+    int64_t at;
+    Tables(const CodedRows& r, int64_t row) : rows(r), groups(r.d_in / r.span), at(row * groups) {}
+    void next(int64_t spans = 1) { at += spans; }
+    Table table(int64_t c) const {
+      int64_t i = at + c * groups;
+      if (!rows.zeros) return {rows.values, rows.scales[i]};
+      return {rows.values, float(rows.zeros[i]), rows.scales[i]};
     }
-  }
+  };
 };
 
-// out[0, 16) = scale times the e4m3 values of 16 bytes, none of them NaN.
-#ifdef __AVX2__  // and F16C, which is older
-// As float16 the same bits, moved, are the value times 2^-8; the product is rounded once.
-inline __m256i e4m3_as_f16(const uint8_t* p) {
-  __m256i wide = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 8);
-  return _mm256_and_si256(_mm256_srai_epi16(wide, 1), _mm256_set1_epi16(int16_t(0xbfff)));
-}
-#ifdef __AVX512F__
-inline void scale_e4m3(const uint8_t* p, float scale, __m512* out) {
-  *out = _mm512_mul_ps(_mm512_cvtph_ps(e4m3_as_f16(p)), _mm512_set1_ps(scale * 256));
-}
-inline void scale_e4m3(const uint8_t* p, float scale, float* out) {
-  __m512 v;
-  scale_e4m3(p, scale, &v);
-  _mm512_storeu_ps(out, v);
-}
-inline void scale_e4m3(const uint8_t* p, float scale, uint16_t* out) {
-  __m512 v;
-  scale_e4m3(p, scale, &v);
-  _mm256_storeu_si256((__m256i*)out, narrow(v));
-}
-#else
-inline void scale_e4m3(const uint8_t* p, float scale, __m256* out) {
-  __m256i half = e4m3_as_f16(p);
-  __m256 s = _mm256_set1_ps(scale * 256);
-  out[0] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), s);
-  out[1] = _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1)), s);
-}
-inline void scale_e4m3(const uint8_t* p, float scale, float* out) {
-  __m256 v[2];
-  scale_e4m3(p, scale, v);
-  _mm256_storeu_ps(out, v[0]);
-  _mm256_storeu_ps(out + 8, v[1]);
-}
-inline void scale_e4m3(const uint8_t* p, float scale, uint16_t* out) {
-  __m256 v[2];
-  scale_e4m3(p, scale, v);
-  _mm256_storeu_si256((__m256i*)out, narrow(v[0], v[1]));
-}
-#endif
-#else
-inline float e4m3(uint8_t code) {
-  uint32_t bits = (uint32_t(code & 0x7f) << 20) + (120u << 23);
-  float v;
-  std::memcpy(&v, &bits, 4);
-  // Exponent 0 has no leading 1: m * 2^-9 is twice what the bits say, less 2^-6.
-  if ((code & 0x78) == 0) v = v + v - 0.015625f;
-  return code & 0x80 ? -v : v;
-}
-template <class T>
-inline void scale_e4m3(const uint8_t* p, float scale, T* out) {
-  for (int i = 0; i < kValueStep; ++i) out[i] = narrow(T(), e4m3(p[i]) * scale);
-}
-#endif
-
-// w[n][k] = value * scale of the block of rows x columns that it lies in. d_in is a multiple of
-// kValueStep, and so are blocks of columns that are not all columns.
-template <class T>
-struct ScaledRows : DecodedRows<T> {
+// w[n][k] = value * scale of the block of block_rows x span that it lies in. d_in is a multiple of
+// kValueStep, and so is a span that is not all of it; those that are none of kWords are decoded
+// by kValueStep in memory.
+template <class D>
+struct ScaledRows : WordRows<D, ScaledRows<D>> {
+  using X = typename D::X;
+  using T = typename D::T;
+  using Table = ScaledTable;
+  static constexpr int kPerByte = 1;
   const uint8_t* values;
   const float* scales;
-  int64_t d_out, d_in, block_rows, block_cols;
+  int64_t d_out, block_rows;
 
-  ScaledRows() : DecodedRows<T>(1.2) {}
-
-  void decode(int64_t row, int64_t k0, int64_t k1, T* out) const override {
+  ScaledRows(int64_t in, int64_t columns) : WordRows<D, ScaledRows<D>>(2.5) {
+    this->d_in = in, this->span = std::min(in, columns);
+    this->in_registers = kWordsFor<D> && in % kWords == 0 && this->span % kWords == 0;
+  }
+  const uint8_t* from(int64_t row, int64_t k) const { return values + row * this->d_in + k; }
+  // The scales of the blocks that a row lies in.
+  const float* row_scales(int64_t row) const {
     int64_t down = (d_out + block_rows - 1) / block_rows;
-    int64_t across = (d_in + block_cols - 1) / block_cols;
-    const float* own = scales + (row / d_out * down + row % d_out / block_rows) * across;
-    const uint8_t* from = values + row * d_in;
-    int64_t b = k0 / block_cols, end = (b + 1) * block_cols;
-    for (int64_t k = k0; k < k1; end += block_cols, ++b) {
-      float scale = own[b];
-      for (int64_t stop = std::min(k1, end); k < stop; k += kValueStep)
-        scale_e4m3(from + k, scale, out + (k - k0));
+    int64_t across = (this->d_in + this->span - 1) / this->span;
+    return scales + (row / d_out * down + row % d_out / block_rows) * across;
+  }
+  struct Tables {
+    const ScaledRows& rows;
+    const float* scales[kCols];
+    int64_t s = 0;
+    Tables(const ScaledRows& r, int64_t row) : rows(r) {
+      // Rows of one matrix; a division for each would take long.
+      const int64_t across = (r.d_in + r.span - 1) / r.span;
+      int64_t left = r.block_rows - row % r.d_out % r.block_rows;
+      scales[0] = r.row_scales(row);
+      for (int c = 1; c < kCols; ++c) {
+        scales[c] = scales[c - 1];
+        if (--left == 0) scales[c] += across, left = r.block_rows;
+      }
+    }
+    void next(int64_t spans = 1) { s += spans; }
+    Table table(int64_t c) const { return Table(scales[c][s]); }
+  };
+
+  void decode(int64_t row, int64_t k0, int64_t k1, X* out) const override {
+    if (this->in_registers) return WordRows<D, ScaledRows<D>>::decode(row, k0, k1, out);
+    if constexpr (std::is_same_v<T, X>) {
+      by_steps(row, k0, k1, out);
+    } else {
+      std::unique_ptr<T[]> plain(new T[k1 - k0]);
+      by_steps(row, k0, k1, plain.get());
+      D::pack(plain.get(), k1 - k0, out);
+    }
+  }
+  // out[0, k1 - k0) = w[row][k0, k1), in order.
+  void by_steps(int64_t row, int64_t k0, int64_t k1, T* out) const {
+    const uint8_t* first = from(row, 0);
+    const float* scales = row_scales(row);
+    for (int64_t k = k0, s = k0 / this->span; k < k1; ++s) {
+      float of_block = scales[s];
+      for (int64_t stop = std::min(k1, (s + 1) * this->span); k < stop; k += kValueStep)
+        scale_e4m3(first + k, of_block, out + (k - k0));
     }
   }
 };

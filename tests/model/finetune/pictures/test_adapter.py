@@ -1,14 +1,17 @@
 """An adapter with a head is trained on images, written, and served with the answers it learned."""
 
+import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.cases.finetune_cases import trace_training
 
-from lora_jax.adapters.task_head import HeadKind
-from lora_jax.finetune.lora_params import LoraSpec
+from lora_jax.adapters.task_head import HeadKind, TaskHead
+from lora_jax.finetune.lora_params import LoraPair, LoraSpec, init_lora
 from lora_jax.finetune.pictures import adapter, tasks
 from lora_jax.finetune.pictures.checkpoint import IMAGE
 from lora_jax.finetune.training import Schedule
@@ -64,8 +67,6 @@ def test_a_head_of_boxes_learns_and_is_served(
 
 def reference(base, params, spec, rows, row):
     """Return the head's logits of one row by the forward pass of training."""
-    import jax.numpy as jnp
-
     delta = adapter.trained_delta(params.lora, spec, base.model.catalogue(base.model.config))
     values, batch = jnp.asarray(base.settings.values), rows.take(np.arange(row, row + 1))
     return np.asarray(
@@ -111,6 +112,104 @@ def test_the_command_trains_a_head_above_the_tower_s_lora_and_one_alone(
     assert (config["r"], config["lora_alpha"]) == (2, 4.0)
     assert json.loads((out / "task_head.json").read_text())["kind"] == "count"
     assert any("visual" in name for name in load_file(out / "adapter_model.safetensors"))
+
+
+def test_words_are_learned_beside_the_head(picture_base, picture_parts, monkeypatch):
+    """The head reads the last prompt token, so answers behind it change nothing of its loss."""
+    base, examples = picture_base, tasks.draw("presence", picture_parts[False], 2, 0)
+    head, spec = adapter.head_for(HeadKind.MULTI_LABEL, examples), LoraSpec(2, 4.0, ("q_proj",))
+    catalogue, values = base.model.catalogue(base.model.config), jnp.asarray(base.settings.values)
+    plain = base.rows(examples, head, tower=False)
+    told = base.rows(examples, head, tower=False, words=True)
+    assert (plain.weights.sum(1) < told.weights.sum(1)).all(), "the end alone, and an answer"
+    losses = []
+
+    def fit(start, frozen, loss, rows, schedule, **_):
+        losses.append(lambda: loss(start, frozen, rows.take(np.arange(2))))
+        return start
+
+    monkeypatch.setattr(adapter, "fit", fit)
+    start = adapter.new_head(head, base.model.config.hidden_size, init_lora(spec, catalogue, 0), 0)
+    weight = jax.random.normal(jax.random.key(1), start.weight.shape)
+    start = dataclasses.replace(start, weight=weight)
+    for rows, words in ((plain, False), (told, True)):
+        adapter.train(base, rows, spec, head, Schedule(2, 2, 1e-2, 1), start, words=words)
+
+    @jax.jit
+    def measured():
+        delta = adapter.trained_delta(start.lora, spec, catalogue)
+        batch = told.take(np.arange(2))
+        logits = adapter.picture_logits(base.model, batch, values, told.grid, delta)
+        in_words = adapter.mean_loss(logits, batch.targets, batch.weights)
+        return *(loss() for loss in losses), in_words
+
+    by_head, both, in_words = map(float, measured())
+    assert by_head != pytest.approx(np.log(2)), "the head says something"
+    assert both == pytest.approx(by_head + in_words, rel=1e-5)
+    assert in_words > 1
+
+
+def test_an_adapter_is_trained_on_from_its_folder(picture_base, tmp_path):
+    """LoRA and head as they were written; what the folder has not is refused by name."""
+    base, spec = picture_base, LoraSpec(2, 4.0, ("q_proj", "visual.attn.qkv"))
+    catalogue = base.model.catalogue(base.model.config)
+    head = TaskHead(HeadKind.CLASS, ("cat", "dog"))
+    rng = np.random.default_rng(0)
+    lora = {
+        name: LoraPair(*(jnp.asarray(rng.normal(size=m.shape), jnp.float32) for m in (p.a, p.b)))
+        for name, p in init_lora(spec, catalogue, 0).items()
+    }
+    weight, bias = rng.normal(size=(2, base.model.config.hidden_size)), rng.normal(size=2)
+    adapter.save_adapter(tmp_path / "a", lora, spec, catalogue, base_name=base.name)
+    alone = adapter.started(tmp_path / "a", base, spec, head)
+    assert not alone.weight.any(), "the folder has no head yet"
+    adapter.add_head(tmp_path / "a", head, weight, bias, np.dtype("f4"))
+    found = adapter.started(tmp_path / "a", base, spec, head)
+    assert found.lora.keys() == lora.keys()
+    for got, want in zip(jax.tree.leaves(found.lora), jax.tree.leaves(lora), strict=True):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(found.weight, weight.astype(np.float32))
+    np.testing.assert_array_equal(found.bias, bias.astype(np.float32))
+    with pytest.raises(ValueError, match="a has not k_proj with rank 2"):
+        adapter.started(tmp_path / "a", base, LoraSpec(2, 4.0, ("q_proj", "k_proj")), head)
+    with pytest.raises(ValueError, match="a has not q_proj with rank 4"):
+        adapter.started(tmp_path / "a", base, LoraSpec(4, 8.0, ("q_proj",)), head)
+    with pytest.raises(ValueError, match="a has a head"):
+        adapter.started(tmp_path / "a", base, spec, TaskHead(HeadKind.CLASS, ("cat", "cow")))
+
+
+def test_words_without_a_head_are_refused(tmp_path, capsys):
+    flags = ["--model", "M", "--data", "D", "--task", "count", "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        adapter.main([*flags, "--words"])
+    assert "--words goes with --head" in capsys.readouterr().err
+
+
+def test_the_command_trains_an_adapter_on_in_words_too(
+    picture_folder, picture_data, tmp_path, monkeypatch
+):
+    fits, measured = trace_training(monkeypatch, adapter), []
+
+    def score(base, params, spec, head, examples, rows):
+        measured.append((head is not None, spec is not None, float(rows.weights.sum(1).mean())))
+        return 0.5
+
+    monkeypatch.setattr(adapter, "score", score)
+    flags = ["--model", str(picture_folder), "--data", str(picture_data), "--task", "count"]
+    flags += ["--head", "count", "--rank", "2", "--examples", "20", "--heldout", "20"]
+    flags += ["--steps", "1", "--batch-rows", "3", "--words", "--tower"]
+    adapter.main([*flags, "--out", str(tmp_path / "a")])
+    both, alone = (fit.text.weights.sum(1) for fit in fits)
+    assert (both == alone + 1).all(), "a figure before the end; the head alone needs no answers"
+    adapter.main([*flags, "--start", str(tmp_path / "a"), "--out", str(tmp_path / "b")])
+    assert len(fits) == 3, "no head alone"
+    end = float(alone[0])
+    told = json.loads((tmp_path / "b" / "heldout.json").read_text())
+    assert set(told) == {"task", "heldout", "adapter", "words", "base"}
+    assert measured[-3:] == [(True, True, end), (False, True, end + 1), (False, False, end + 1)]
+    a, b = (load_file(tmp_path / n / "adapter_model.safetensors") for n in "ab")
+    assert a.keys() == b.keys()
+    assert all((a[name] == b[name]).all() for name in a), "training was traced only"
 
 
 def drawn(data, task, count):

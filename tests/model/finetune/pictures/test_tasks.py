@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lora_jax.finetune.pictures import tasks
+from lora_jax.finetune.pictures import scenes, tasks
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -35,5 +35,9 @@ def test_halves_share_no_picture(picture_parts):
 
 def test_counts_and_kinds_are_those_of_the_boxes(picture_parts):
     for example in tasks.draw("boxes", picture_parts[False], 10, 1):
-        assert example.answer == ", ".join(label for label, _ in example.boxes)
+        told = [phrase.split(" ", 1) for phrase in example.answer.split("; ")]
+        assert [kind for kind, _ in told] == list(example.labels)
+        for (_, place), (_, (left, top, right, bottom)) in zip(told, example.boxes, strict=True):
+            row, column = (min(2, int(3 * (a + b) / 2)) for a, b in ((top, bottom), (left, right)))
+            assert place == scenes.PLACES[3 * row + column]
         assert all(0 <= a < b <= 1 for _, (a, _, b, _) in example.boxes)

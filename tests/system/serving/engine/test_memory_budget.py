@@ -90,6 +90,15 @@ def test_slots_for_whole_adapters_come_on_top_of_those_of_some_modules(loaded):
     assert spec.rows == {width: few.rows[width] + 2 * count for width, count in one.items()}
 
 
+def test_an_engine_whose_modules_are_all_elsewhere_lacks_no_memory(loaded, caplog):
+    model, config = loaded
+    catalogue, wide = model.catalogue(config), jnp.dtype(jnp.float32)
+    nothing = dataclasses.replace(catalogue, modules={})
+    with caplog.at_level("WARNING"):
+        memory_budget.make_allocator(EngineConfig("m", max_loras=3), catalogue, nothing, wide)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("held", [3, 2])
 def test_memory_for_fewer_adapters_than_slots_is_logged_once(loaded, caplog, held):
     model, config = loaded

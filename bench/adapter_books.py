@@ -1,0 +1,94 @@
+"""Processor time of the books of one adapter that is read again: of names, tiers and the engine.
+
+`python -m bench.adapter_books --out DIR`: no device and no files; reading gives the same weights at
+once under another digest. So many names are known, so many copies lie in host memory, and one copy
+leaves for each that comes. *resolve* is what a caller's thread does, under Python's lock: the
+look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between two steps
+and while no request can be handed in.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+from bench.adapter_load import adapter, catalogue
+from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.slots import size_slots
+from lora_jax.adapters.weights import AdapterWeights
+from serving.engine.metrics import EngineMetrics
+from serving.engine.registry_follower import RegistryFollower
+from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.lora_residency import LoraResidency
+from serving.loading.residencies import Residencies
+
+RANK, SLOTS = 16, 30
+
+
+def measure(known: int, on_host: int, misses: int) -> dict:
+    """Return mean milliseconds of processor time for each miss."""
+    modules = catalogue()
+    sizes = size_slots(modules, SLOTS, RANK, 2)
+    loader = AdapterLoader(SlotAllocator(modules, sizes.num_slots, sizes.rows, 2))
+    weights, metrics = adapter(0).prepared(), EngineMetrics("model", 1024, {}, SLOTS)
+
+    def read(folder: Path, *_: object, **__: object) -> AdapterWeights:
+        report = dataclasses.replace(weights.report, digest=f"digest of {folder.name}")
+        return dataclasses.replace(weights, report=report)
+
+    limits = RegistryLimits(
+        max_adapters=known, max_in_memory=on_host, max_total_bytes=1 << 60, loads_per_minute=1 << 30
+    )
+    with tempfile.TemporaryDirectory() as place:
+        names = [f"a{number}" for number in range(known)]
+        for name in names:
+            (Path(place) / name).mkdir()
+        registry = AdapterRegistry(modules, lora_dir=place, limits=limits, read=read)
+        registry.set_in_use(loader.in_use)
+        residencies = Residencies([LoraResidency(loader)])
+        follower = RegistryFollower(registry, None, residencies, metrics)
+        for name in names:
+            registry.resolve(name)
+        follower.follow()
+        rng, spent = random.Random(0), {"resolve": 0.0, "follow": 0.0}
+        for _ in range(misses):
+            there = {entry.name for entry in registry.entries()}
+            name = rng.choice([name for name in names if name not in there])
+            begun = time.thread_time()
+            registry.resolve(name)
+            resolved = time.thread_time()
+            follower.follow()
+            spent["resolve"] += resolved - begun
+            spent["follow"] += time.thread_time() - resolved
+    return {
+        "known": known,
+        "on_host": on_host,
+        "misses": misses,
+        "processor_ms": {part: 1e3 * seconds / misses for part, seconds in spent.items()},
+    }
+
+
+def main() -> None:
+    """Measure, print and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
+    parser.add_argument("--known", type=int, default=4096, help="names")
+    parser.add_argument("--on-host", type=int, default=1000, help="copies in host memory")
+    parser.add_argument("--misses", type=int, default=200)
+    args = parser.parse_args()
+    told = {"date": datetime.date.today().isoformat(), "load_average": os.getloadavg()[0]}
+    result = told | measure(args.known, args.on_host, args.misses)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "adapter_books_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

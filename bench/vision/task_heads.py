@@ -1,0 +1,88 @@
+"""Latency of each shipped head against the LM head of its own adapter, on held-out images.
+
+The two are asked in turns, one request at a time, each with images that the engine has not seen, so
+that the tower computes them. No prefix is cached. Times are medians for a request, by the clock and
+by the processor time of all threads.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.vision.accuracy import asked
+from lora_jax.finetune.pictures import tasks
+from lora_jax.finetune.pictures.make_adapters import RECIPES, Recipe
+from serving import Engine, Sampling
+
+_SIZES: dict[str, Any] = {
+    **{"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_esft_adapters": 0},
+    **{"structured_outputs": False, "enable_prefix_caching": False},
+}
+_WARM_UP = 2  # turns that do not count
+_MOST_TOKENS = 64
+
+Ask = Callable[[tasks.Example], int]  # returns the tokens of the answer
+
+
+def run(model: Path, data: Path, turns: int = 40) -> dict[str, Any]:
+    """Return a row for each head: both times, their ratio, and the tokens of the LM's answer.
+
+    An adapter that was trained with words writes its answer to the end. Another writes as many
+    tokens as the right answer and its end are.
+    """
+    recipes = [recipe for recipe in RECIPES if recipe.head and (model / recipe.folder).is_dir()]
+    sources = tasks.parts(tasks.read_sources(data))[True]
+    adapters = {recipe.name: str(model / recipe.folder) for recipe in recipes}
+    with Engine(str(model), adapters, max_loras=len(adapters), **_SIZES) as engine:
+        rows = []
+        for recipe in recipes:
+            examples = tasks.draw(recipe.task, sources, 2 * (turns + _WARM_UP), 5)
+            rows.append(_row(recipe, ways_of(engine, recipe), examples))
+            print(rows[-1], flush=True)
+    return {"turns": turns, "rows": rows}
+
+
+def ways_of(engine: Engine, recipe: Recipe) -> dict[str, Ask]:
+    """Return how an example is asked, by the head and in words."""
+
+    def by_head(example: tasks.Example) -> int:
+        prompts, images = asked([example])
+        engine.classify(prompts, recipe.name, images=images)
+        return 0
+
+    def in_words(example: tasks.Example) -> int:
+        length = len(engine.tokenizer.encode(example.answer, add_special_tokens=False)) + 1
+        most = _MOST_TOKENS if recipe.words else length
+        sampling = Sampling(max_tokens=most, temperature=0.0, ignore_eos=not recipe.words)
+        prompts, images = asked([example])
+        (answer,) = engine.generate(prompts, recipe.name, sampling, images=images)
+        return len(answer.outputs[0].token_ids)
+
+    return {"task_head": by_head, "lm_head": in_words}
+
+
+def _row(recipe: Recipe, ways: dict[str, Ask], examples: Sequence[tasks.Example]) -> dict[str, Any]:
+    """Return the times of both ways, which take turns over the examples, and change places."""
+    clock: dict[str, list[float]] = {way: [] for way in ways}
+    worked: dict[str, list[float]] = {way: [] for way in ways}
+    tokens, num_images = [], len(examples[0].images)
+    for turn in range(len(examples) // 2):
+        order = list(ways) if turn % 2 else list(ways)[::-1]
+        for way, example in zip(order, examples[2 * turn : 2 * turn + 2], strict=True):
+            start, busy = time.perf_counter(), time.process_time()
+            count = ways[way](example)
+            took = time.perf_counter() - start, time.process_time() - busy
+            if turn >= _WARM_UP:
+                clock[way].append(took[0])
+                worked[way].append(took[1])
+                tokens += [count] if way == "lm_head" else []
+    found: dict[str, Any] = {"head": recipe.name, "images": num_images}
+    found["answer_tokens"] = round(statistics.mean(tokens), 1)
+    for kind, times in (("ms", clock), ("processor_ms", worked)):
+        medians = {way: 1e3 * statistics.median(values) for way, values in times.items()}
+        found |= {f"{way}_{kind}": round(value, 2) for way, value in medians.items()}
+        ratio = "times_less" if kind == "ms" else "times_less_work"
+        found[ratio] = round(medians["lm_head"] / medians["task_head"], 2)
+    return found

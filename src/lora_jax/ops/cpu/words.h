@@ -1,0 +1,192 @@
+// Words: 32 bfloat16 weights of a row in registers, in the order of K. Tables make them from codes
+// of 4 bits and from e4m3 values of 8, both with the bits of the plain weights.
+#pragma once
+#include "dot.h"
+
+namespace lora_jax {
+
+constexpr int64_t kWords = 32;
+
+#ifdef __AVX512BW__
+struct Words {
+  __m512i v;
+};
+#elif defined(__AVX2__)
+struct Words {
+  __m256i v[2];
+};
+#else
+struct Words {
+  uint16_t v[kWords];
+};
+#endif
+
+// Operand i of the products with 32 words: part i % kParts of step i / kParts.
+template <class D>
+constexpr int kOperands = kWords / D::kStep * D::kParts;
+template <class D>
+inline typename D::V operand(const Words& words, int i) {
+  const auto* first = reinterpret_cast<const typename D::T*>(&words);
+  return D::load_w(first + i / D::kParts * D::kStep, i % D::kParts);
+}
+
+// Writes words as rows are packed, or as they are where rows are not.
+template <class D>
+inline void put(const Words& words, typename D::X* out) {
+  if constexpr (std::is_same_v<typename D::T, typename D::X>)
+    std::memcpy(out, &words, sizeof(words));
+  else
+    for (int i = 0; i < kOperands<D>; ++i) store(out + i * kLanes, operand<D>(words, i));
+}
+
+// Whether weights of D are words: floats are decoded as floats.
+template <class D>
+constexpr bool kWordsFor = std::is_same_v<typename D::T, uint16_t>;
+
+// Finite floats as bfloat16, rounded to the nearest, halves to even.
+inline float narrow(float, float v) { return v; }
+inline uint16_t narrow(uint16_t, float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+#elif defined(__AVX512F__)
+inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32s)v); }
+#elif defined(__AVX2__)
+// The rounded word of a lane is its upper half.
+inline __m256i rounded(__m256 v) {
+  __m256i bits = _mm256_castps_si256(v);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+}
+inline __m256i narrow(__m256 first, __m256 second) {
+  __m256i a = _mm256_srli_epi32(rounded(first), 16), b = _mm256_srli_epi32(rounded(second), 16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+}
+#endif
+
+// The words of (values[i] - zero) * scale. `look_up` gives those of 32 codes in 16 bytes, low
+// halves first.
+#ifdef __AVX512BW__
+struct WordTable {
+  __m512i twice;  // all words, two times
+  WordTable() {}
+  WordTable(const float* values, float scale) : WordTable(_mm512_loadu_ps(values), scale) {}
+  WordTable(const float* values, float zero, float scale)
+      : WordTable(_mm512_sub_ps(_mm512_loadu_ps(values), _mm512_set1_ps(zero)), scale) {}
+  WordTable(__m512 all, float scale)
+      : twice(_mm512_broadcast_i64x4(narrow(_mm512_mul_ps(all, _mm512_set1_ps(scale))))) {}
+  Words look_up(const uint8_t* codes) const {
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    // The low word of a lane has the first code in its low bits, the high word the second. Bit 4 of
+    // an index may be set by a neighbour: both halves of the table are equal.
+    __m512i index = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
+    return {_mm512_permutexvar_epi16(index, twice)};
+  }
+};
+#elif defined(__AVX2__)
+struct WordTable {
+  __m256i low, high;  // bytes of the 16 words by significance, two times
+  WordTable() {}
+  WordTable(const float* values, float scale)
+      : WordTable(_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8), scale) {}
+  WordTable(const float* values, float zero, float scale)
+      : WordTable(_mm256_sub_ps(_mm256_loadu_ps(values), _mm256_set1_ps(zero)),
+                  _mm256_sub_ps(_mm256_loadu_ps(values + 8), _mm256_set1_ps(zero)), scale) {}
+  WordTable(__m256 first, __m256 second, float scale) {
+    __m256 s = _mm256_set1_ps(scale);
+    __m256i a = rounded(_mm256_mul_ps(first, s)), b = rounded(_mm256_mul_ps(second, s));
+    // Lane i has word i in its low half, word i + 8 in its high half. Their bytes by fours, of
+    // lanes 0 to 3 and then 4 to 7: low bytes of i, of i + 8, high bytes of i, of i + 8.
+    __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+    __m256i fours = _mm256_shuffle_epi8(
+        both, _mm256_broadcastsi128_si256(
+                  _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15)));
+    low = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
+    high = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7));
+  }
+  // Words of 32 indices: the first eight of both halves, then the others.
+  Words at(__m256i index) const {
+    __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
+    return {{_mm256_unpacklo_epi8(l, h), _mm256_unpackhi_epi8(l, h)}};
+  }
+  Words look_up(const uint8_t* codes) const {
+    // Bytes 0 to 3 and 8 to 11 in the low half, each in 16 bits, the others in the high half: so
+    // the words come out in order.
+    const __m256i spread =
+        _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1, 4, -1, 5, -1, 6,
+                         -1, 7, -1, 12, -1, 13, -1, 14, -1, 15, -1);
+    __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes));
+    __m256i wide = _mm256_shuffle_epi8(bytes, spread);
+    // A byte beside itself moved by a code: both codes have bytes of their own.
+    __m256i codes_of = _mm256_or_si256(wide, _mm256_slli_epi16(wide, 4));
+    return at(_mm256_and_si256(codes_of, _mm256_set1_epi8(15)));
+  }
+};
+#else
+struct WordTable {
+  uint16_t words[16];
+  WordTable() {}
+  WordTable(const float* values, float scale) : WordTable(values, 0.0f, scale) {}
+  WordTable(const float* values, float zero, float scale) {
+    for (int i = 0; i < 16; ++i) words[i] = narrow(uint16_t(), (values[i] - zero) * scale);
+  }
+  Words look_up(const uint8_t* codes) const {
+    Words out;
+    for (int i = 0; i < kWords / 2; ++i) {
+      out.v[2 * i] = words[codes[i] & 15];
+      out.v[2 * i + 1] = words[codes[i] >> 4];
+    }
+    return out;
+  }
+};
+#endif
+
+// The 16 floats (values[i] - zero) * scale; `decode` writes those of 32 codes.
+#ifdef __AVX512F__
+struct FloatTable {
+  __m512 values;
+  FloatTable(const float* from, float scale) : FloatTable(from, 0.0f, scale) {}
+  FloatTable(const float* from, float zero, float scale) {
+    __m512 all = _mm512_sub_ps(_mm512_loadu_ps(from), _mm512_set1_ps(zero));
+    values = _mm512_mul_ps(all, _mm512_set1_ps(scale));
+  }
+  void decode(const uint8_t* codes, float* out) const {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+    // A lookup reads the low four bits of an index.
+    __m512 even = _mm512_permutexvar_ps(wide, values);
+    __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
+    _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, first, odd));
+    _mm512_storeu_ps(out + kLanes, _mm512_permutex2var_ps(even, second, odd));
+  }
+};
+#else
+struct FloatTable {
+  float values[16];
+  FloatTable(const float* from, float scale) : FloatTable(from, 0.0f, scale) {}
+  FloatTable(const float* from, float zero, float scale) {
+    for (int i = 0; i < 16; ++i) values[i] = (from[i] - zero) * scale;
+  }
+  void decode(const uint8_t* codes, float* out) const {
+    for (int i = 0; i < kWords / 2; ++i) {
+      out[2 * i] = values[codes[i] & 15];
+      out[2 * i + 1] = values[codes[i] >> 4];
+    }
+  }
+};
+#endif
+
+// Writes the 32 weights at `from` as rows are packed.
+template <class D, class Table>
+inline void put(const Table& table, const uint8_t* from, typename D::X* out) {
+  if constexpr (kWordsFor<D>)
+    put<D>(table.look_up(from), out);
+  else
+    table.decode(from, out);
+}
+
+}  // namespace lora_jax
