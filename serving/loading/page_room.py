@@ -199,9 +199,8 @@ class PooledLoadJob:
                 return slots  # nobody waits for the bytes: the next call looks again
             self._rows.finish_writes()
         except _TROUBLE as error:
-            with contextlib.suppress(
-                *_TROUBLE
-            ):  # no byte may be on its way to what loses its memory
+            # No byte may be on its way to rows that lose their memory next.
+            with contextlib.suppress(*_TROUBLE):
                 self._rows.finish_writes()
             raise LoadFailed(str(error), may_pass=False) from error
         self._published = True

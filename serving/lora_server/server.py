@@ -285,10 +285,10 @@ class RankServer:
     def _submit(
         self, command: Callable[[], bool], done: Future[None] | None = None
     ) -> Future[None]:
-        """Queue a command for the loop; it returns whether that was all there was to do.
+        """Queue a command for the loop, which may run it before this returns; return `done`.
 
-        The loop may run it before this returns. Return `done`, by default a new future, which the
-        loop completes when the command is all, and else whatever the command began.
+        A command returns whether that was all there was to do: the loop then completes `done`, by
+        default a new future, and else what the command has begun does.
         """
         done = Future() if done is None else done
         self._commands.put((command, done))

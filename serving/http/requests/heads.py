@@ -54,7 +54,16 @@ def by_head(body: GenerationBody, target: Target) -> bool:
 
 
 def check_classify(body: ClassifyBody, target: Target) -> None:
-    """Raise ApiError 400 for a target without a task head, and for input that is not one of two."""
+    """Raise ApiError 400 for a target without a task head, for another head than that, and for
+    input that is not one of two.
+    """
+    if body.head not in (None, TASK):
+        raise ApiError(
+            400,
+            f'/classify is answered by the task head: leave head out, or send "head": "{LM}" to '
+            "/v1/chat/completions to have text.",
+            param="head",
+        )
     if (body.input is None) == (body.messages is None):
         raise ApiError(400, "Give either input or messages.", param="input")
     if target.entry is None or target.entry.report.head is None:

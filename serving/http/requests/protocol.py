@@ -174,6 +174,7 @@ class ClassifyBody(TemplateFields):
     messages: Quick[ChatMessage] | None = None
     add_special_tokens: bool | None = None
     use_activation: bool | None = None  # false: logits in place of probabilities
+    head: Annotated[str, StringConstraints(max_length=32)] | None = None  # see requests.heads
     cache_salt: CacheSalt | None = None
     priority: int | None = None
     user: str | None = Field(default=None, max_length=_MAX_NAME)

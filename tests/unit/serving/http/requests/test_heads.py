@@ -73,3 +73,10 @@ def test_a_head_must_be_there_to_be_asked():
     check_classify(ClassifyBody(messages=[]), HEADED)
     refused("model", check_classify, ClassifyBody(input="x"), BASE)
     refused("input", check_classify, ClassifyBody(), HEADED)
+
+
+def test_classify_has_no_other_head():
+    """It would answer by the task head what was asked in words."""
+    check_classify(ClassifyBody(input="x", head="task"), HEADED)
+    told = refused("head", check_classify, ClassifyBody(input="x", head="lm"), HEADED)
+    assert "/v1/chat/completions" in told
