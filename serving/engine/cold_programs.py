@@ -6,13 +6,14 @@ from collections.abc import Callable
 from serving.engine.loop_parts import AbstractTurns
 from serving.steps.model_runner import ModelRunner
 
-_ASKS_S = 1.0  # for a turn, until the loop has said that it lives
+_ASKS_S = 1.0  # for a turn; meanwhile the engine's loop gives no sign of life
 
 
 def run_cold(runner: ModelRunner, turns: AbstractTurns | None, woken: Callable[[], bool]) -> bool:
-    """Run one of them; return whether any is left. With `turns` nothing runs without one.
+    """Run one of them, with `turns` in a turn of its own; return whether any is left.
 
-    It returns without a turn when `woken` says that there is work, or after a second.
+    Nothing runs where `woken` says that there is work before the turn comes, or it does not come
+    within a second.
     """
     if turns is None or not runner.has_cold:
         return runner.run_cold()

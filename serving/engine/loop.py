@@ -260,9 +260,9 @@ class EngineLoop:
             return self._parts.scheduler.waiting_since()
 
     def _post_masks(self, plan: StepPlan, first_samples: list[int], number: int) -> None:
-        """Have the masks of a step made that waits for them on the device."""
+        """Have the masks made that a step reads from the board, and post them."""
         row_masks, board = self._parts.grammars.masks, self._parts.runner.board
-        assert board is not None, "a step that waits without a board"
+        assert board is not None, "a step reads masks from a board that is not there"
         row_masks.settle()
         masks = board.new_masks()
         rows = row_masks.rows(plan, first_samples)

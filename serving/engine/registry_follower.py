@@ -1,7 +1,7 @@
-"""What was loaded and unloaded since the last look, told to the device's side and to metrics.
+"""Changes of a registry, passed on to residencies and metrics between two steps.
 
-Only what has changed is told: where thousands of names are known, each adapter that is read again
-would otherwise take the engine's thread milliseconds.
+Only names that have changed are passed on: where thousands are known, each adapter that is read
+again would otherwise take the engine's thread milliseconds.
 """
 
 from lora_jax.adapters.entries import AdapterEntry

@@ -1,4 +1,4 @@
-"""What the loader knows of one adapter: its weights, its names and its requests. No jax."""
+"""An adapter as its loader sees it: weights, names that stand for them, requests. No jax."""
 
 import dataclasses
 import math

@@ -51,7 +51,7 @@ class AbstractBoard(Protocol):
 
 
 class MaskBoard:
-    """Masks of the one step that waits for some; the runner's thread uses all but `post`.
+    """Masks of the one step that reads some; the runner's thread uses all but `post`.
 
     A step whose masks do not come in time masks no row, and `was_late` says so.
     """
@@ -66,7 +66,7 @@ class MaskBoard:
         """`users` are those of the devices, of which the engine is one."""
         self._board, self._sizes, self._vocab_size = board, sizes, vocab_size
         self._users, self._waiting = users, set[int]()  # numbers of steps that wait
-        self._number = 0  # of the newest step that waits
+        self._number = 0  # of the newest step that reads the board
         self._posting, self._has_ended = threading.Lock(), False
         self.address = board.address
 

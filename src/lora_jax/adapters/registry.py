@@ -229,7 +229,7 @@ class AdapterRegistry:
 
     @property
     def generation(self) -> int:
-        """Number of publishes and unloads so far."""
+        """Return a number that grows with every change of what a name stands for."""
         return self._generation
 
     def _check_name(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a registry tells a loader or residencies when it holds other adapters than before."""
+"""Changes that a registry tells a loader or residencies when its adapters are others."""
 
 import weakref
 
