@@ -20,7 +20,7 @@ from lora_jax.sharding import Split, weight_sharding
 from serving.engine.devices import local_widths
 from serving.steps import batch_sampler
 from serving.steps.compiled_step import _jit_steps
-from serving.steps.device_state import init_row_state
+from serving.steps.device_state import history_and_rest, init_row_state
 from serving.steps.sampler import no_samples
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
@@ -82,17 +82,19 @@ def test_a_step_of_a_split_model_with_adapters_is_one_graph(raw, experts, tokens
     catalogue = local_widths(split).catalogue(kind.catalogue(config))
     spec = size_slots(catalogue, 16, SIZES.max_rank, BF16.itemsize)
 
+    def row_arrays():
+        return history_and_rest(init_row_state(SIZES.max_seqs, SIZES.max_len))
+
     def donated_arrays():
         cache = init_cache(shape, SIZES.num_pages, SIZES.page_size, BF16)
-        state = init_row_state(SIZES.max_seqs, SIZES.max_len)
         results = no_samples(SIZES.logit_rows(tokens), config.vocab_size, jnp.zeros)
-        return cache, state, results, None
+        return cache, row_arrays()[0], results, None
 
     def other_arrays():
         adapters = init_slots(catalogue, spec, BF16).plain, None, None
         sizes = (SIZES.table_rows, SIZES.max_seqs), (SIZES.max_seqs, SIZES.max_pages)
         tables = (jnp.zeros(size, jnp.int32) for size in sizes)
-        return adapters, *tables, None, None, None, None
+        return adapters, *tables, None, None, None, row_arrays()[1], None
 
     donated, donated_tree = described(donated_arrays)
     donated = [at(a, pages if n < 2 * LAYERS else split.whole) for n, a in enumerate(donated)]
