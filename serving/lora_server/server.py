@@ -271,6 +271,9 @@ class RankServer:
                     done.set_result(None)
             except (ValueError, OSError) as error:
                 done.set_exception(error)
+            except BaseException:  # the loop ends, and this command stands in no queue any more
+                done.set_exception(ConnectionError(_GONE))
+                raise
 
     def _fail_commands(self) -> None:
         with contextlib.suppress(KeyError):  # none is left; any thread may have taken the last one

@@ -263,6 +263,30 @@ def test_adapters_that_the_host_copies_as_on_a_gpu_have_the_same_deltas(
     assert loop.server.stats().compilations == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_command_that_ends_the_loop_fails_and_so_do_later_ones(made, rank, files, monkeypatch):
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
+
+    told = []
+
+    def broken(number, part):
+        raise RuntimeError("the device is gone")
+
+    def load(number):
+        with pytest.raises(ConnectionError) as caught:
+            loop.load("a0", number)
+        told.append(str(caught.value))
+
+    monkeypatch.setattr(rank, "start_load", broken)
+    for number in range(2):
+        loader = threading.Thread(target=load, args=(number,), daemon=True)
+        loader.start()
+        loader.join(30)
+        loop.thread.join(30)
+    assert told == ["The rank of the LoRA Server has stopped."] * 2
+    assert loop.transport.closed
+
+
 def test_a_load_may_begin_before_the_thread_that_asked_goes_on(made, rank, files):
     loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
     put, ran = loop.server._commands.put, threading.Event()
