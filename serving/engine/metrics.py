@@ -4,6 +4,7 @@ Gauges are read from the engine when they are scraped; counters and histograms a
 engine's thread. Labels are only ever names that the operator or the registry chose.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -43,6 +44,7 @@ class EngineMetrics:
         self._gauges = Gauges(self.labels, cache_config, max_loras, stats)
         self.registry.register(self._gauges)
         self._lengths = length_buckets(max_model_len)
+        self._naming = threading.Lock()  # adapters may come while requests are forgotten
         self._load_seconds = Histogram(
             "lora_jax:adapter_load_seconds",
             "Seconds from the first row that is written to the adapter being resident.",
@@ -58,14 +60,15 @@ class EngineMetrics:
 
     def forget_requests(self) -> None:
         """Count requests and tokens from zero again; for an engine that has none."""
-        known = tuple(self._adapters)
-        for name in known:
-            self._versions.remove(name)
-        self.registry.unregister(self._counts)
-        self._begin()
-        self.tiers.forget_requests()
-        for name in known:
-            self.add_adapter(name)
+        with self._naming:
+            known = tuple(self._adapters)
+            for name in known:
+                self._versions.remove(name)
+            self.registry.unregister(self._counts)
+            self._begin()
+            self.tiers.forget_requests()
+            for name in known:
+                self._add_adapter(name)
 
     def _begin(self) -> None:
         """Have counters of requests, all zero, in a registry of their own within `registry`."""
@@ -159,6 +162,10 @@ class EngineMetrics:
 
     def add_adapter(self, name: str) -> None:
         """Have series for a name; one that is known keeps its series."""
+        with self._naming:
+            self._add_adapter(name)
+
+    def _add_adapter(self, name: str) -> None:
         if name in self._adapters:
             return
         self._versions.add(name)
@@ -168,12 +175,13 @@ class EngineMetrics:
 
     def remove_adapter(self, name: str) -> None:
         """Have no series for this name any more."""
-        if name not in self._adapters or name == self._model_name:
-            return
-        self._versions.remove(name)
-        for counter in self._by_adapter.values():
-            counter.remove(name)
-        self._adapters.discard(name)
+        with self._naming:
+            if name not in self._adapters or name == self._model_name:
+                return
+            self._versions.remove(name)
+            for counter in self._by_adapter.values():
+                counter.remove(name)
+            self._adapters.discard(name)
 
     def request_done(self, request: FinishedRequest) -> None:
         """Record a request whose choices have all ended."""

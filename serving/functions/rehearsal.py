@@ -7,6 +7,7 @@ of requests are set back. The prefix cache keeps the words of a chat template at
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from serving.api.sampling import Sampling
@@ -20,20 +21,28 @@ _COUNTED_S = 1.0  # until the engine's thread has counted requests that were ans
 _SAMPLING = Sampling(temperature=0, max_tokens=2, ignore_eos=True)
 
 
-def rehearse(engine: Any, adapter: str | None, http: Any = None) -> None:
-    """Answer a few short calls on this thread, while no other call is under way.
+def rehearse(engine: Any, adapter: str | None, http: Any, asked: Callable[[], bool]) -> None:
+    """Answer a few short calls on this thread, until `asked` says that one of a caller has come.
 
-    `http` is the function's `HttpSide`. A call that fails is one that the adapter does not take,
-    such as text from one with a task head alone: nothing is raised.
+    `http` is the function's `HttpSide` or None. A call that fails is one that the adapter does not
+    take, such as text from one with a task head alone: nothing is raised. An engine that sends a
+    trace for each request answers none.
     """
+    if engine.config.otlp_traces_endpoint:
+        return
     begin, answered = time.monotonic(), 0
-    for _ in range(_ROUNDS):
+    calls = [lambda: len(engine.generate([PROMPT], adapter, _SAMPLING))]
+    if http is not None:
+        calls.append(lambda: http.rehearse(adapter, PROMPT))
+    for call in calls * _ROUNDS:
+        if asked():
+            break
         try:
-            answered += len(engine.generate([PROMPT], adapter, _SAMPLING))
-            answered += 0 if http is None else http.rehearse(adapter, PROMPT)
+            answered += call()
         except Exception as error:  # whatever it is, callers are told of theirs
             logger.debug("A rehearsal failed: %s", error)
-    while engine.metrics.requests_done < answered and time.monotonic() < begin + _COUNTED_S:
+    until = time.monotonic() + _COUNTED_S
+    while engine.metrics.requests_done < answered and time.monotonic() < until:
         time.sleep(0.001)
     engine.metrics.forget_requests()
     logger.debug("Rehearsed for %.3f s.", time.monotonic() - begin)

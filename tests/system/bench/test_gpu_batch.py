@@ -35,7 +35,7 @@ def test_parts_run_in_turn_and_what_they_wrote_is_packed(tmp_path):
     parts = [
         Part("writes", _WRITES, 60),
         Part("fails", '-c "raise SystemExit(3)"', 60),
-        Part("hangs", _HANGS, 2),
+        Part("hangs", _HANGS, 4),
         Part("large", _WRITES, 60, devices=4),
         Part("last", _WRITES, 60),
     ]

@@ -1,6 +1,7 @@
 """Scraped metrics: vLLM's names, one series for gateways, bounded labels."""
 
 import dataclasses
+import threading
 
 from prometheus_client import generate_latest
 from support.cases.metrics_cases import DONE, make, scrape, value
@@ -90,6 +91,23 @@ def test_requests_can_be_forgotten_and_loads_stay_counted():
     made.request_done(DONE)  # and counted from then on
     by_adapter = "lora_jax:adapter_requests"
     assert value(scrape(made), by_adapter, f"{by_adapter}_total", adapter="sql") == 1
+
+
+def test_an_adapter_that_comes_while_requests_are_forgotten_has_its_series(monkeypatch):
+    made = make()
+    begin, coming = made._begin, threading.Thread(target=made.add_adapter, args=("new",))
+
+    def begin_late():
+        coming.start()
+        coming.join(0.1)
+        begin()
+
+    monkeypatch.setattr(made, "_begin", begin_late)
+    made.forget_requests()
+    coming.join(60)
+    made.request_done(dataclasses.replace(DONE, adapter="new"))
+    by_adapter = "lora_jax:adapter_requests"
+    assert value(scrape(made), by_adapter, f"{by_adapter}_total", adapter="new") == 1
 
 
 def test_only_loaded_names_become_labels():

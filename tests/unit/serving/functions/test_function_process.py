@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from support.processes.server_process import ROOT
+from support.waiting import wait_until
 
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
@@ -290,23 +291,53 @@ def answering(engine, arena=None, http=None, tenants=None):
 
 
 def test_a_function_without_a_call_rehearses_once_and_then_answers(monkeypatch):
-    rehearsed = []
+    rehearsed, began = [], threading.Event()
     monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: rehearsed.append(given[1]))
+    monkeypatch.setattr(
+        rehearsal, "rehearse", lambda *given: rehearsed.append(given) or began.set()
+    )
     http = SimpleNamespace(metrics_text=lambda: "up 1")
     with answering(Outputs(), http=http) as call:
-        while not rehearsed:
-            call(call="metrics")  # no caller's: it may still be the first one's turn
+        assert began.wait(60)
         for _ in range(2):
-            time.sleep(0.03)
             call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])
-    assert rehearsed == ["law"]
-    monkeypatch.setattr(rehearsal, "QUIET_S", 0.2)
+            time.sleep(0.03)
+    ((_, adapter, side, _),) = rehearsed
+    assert (adapter, side) == ("law", http)
+
+
+def test_a_function_whose_first_call_comes_at_once_rehearses_never(monkeypatch):
+    rehearsed = []
+    monkeypatch.setattr(rehearsal, "QUIET_S", 60)
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: rehearsed.append(given))
+    http = SimpleNamespace(metrics_text=lambda: "up 1")
     with answering(Outputs(), http=http) as call:
-        call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])  # waits for it
-        time.sleep(0.4)
-        call(call="metrics")
-    assert rehearsed == ["law"]
+        call(call="metrics")  # no caller's
+        call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])
+        monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
+        for _ in range(2):
+            call(call="metrics")
+            time.sleep(0.03)
+    assert not rehearsed
+
+
+def test_a_rehearsal_sees_the_call_that_waits(monkeypatch):
+    seen, begun = [], threading.Event()
+
+    def rehearse(engine, adapter, http, asked):
+        seen.append(asked())
+        begun.set()
+        wait_until(asked)
+        seen.append(asked())
+
+    monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
+    monkeypatch.setattr(rehearsal, "rehearse", rehearse)
+    with answering(Outputs()) as call:
+        assert begun.wait(60)
+        assert call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])[0] == {
+            "piece": "said"
+        }
+    assert seen == [False, True]
 
 
 def test_pieces_come_as_they_are_made_and_the_end_behind_them():

@@ -1,9 +1,15 @@
 """A function's calls to itself before its first one: what they ask; they leave no count."""
 
 import threading
+import time
 from types import SimpleNamespace
 
+from serving.functions import rehearsal
 from serving.functions.rehearsal import rehearse
+
+
+def nobody() -> bool:
+    return False
 
 
 class Metrics:
@@ -19,6 +25,7 @@ class Metrics:
 class Engine:
     def __init__(self, error=None):
         self.metrics, self.asked, self.error = Metrics(), [], error
+        self.config = SimpleNamespace(otlp_traces_endpoint=None)
 
     def generate(self, prompts, adapter, sampling):
         self.asked.append((adapter, len(prompts), sampling.max_tokens))
@@ -31,10 +38,17 @@ class Engine:
         self.metrics.requests_done += 1
 
 
-def test_counts_are_set_back_once_the_last_request_is_counted():
-    engine, asked = Engine(), []
-    http = SimpleNamespace(rehearse=lambda adapter, prompt: asked.append(adapter) or 0)
-    rehearse(engine, "law", http)
+def test_counts_are_set_back_once_the_last_request_is_counted(monkeypatch):
+    engine, asked, now = Engine(), [], [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(rehearsal, "time", clock)
+
+    def answer(adapter, prompt):
+        asked.append(adapter)
+        now[0] += 100  # however long the calls take, the last one is waited for
+        return 0
+
+    rehearse(engine, "law", SimpleNamespace(rehearse=answer), nobody)
     assert engine.asked == [("law", 1, 2)] * 2
     assert asked == ["law", "law"]
     assert engine.metrics.forgotten_at == [2]
@@ -42,5 +56,19 @@ def test_counts_are_set_back_once_the_last_request_is_counted():
 
 def test_an_adapter_that_answers_no_text_is_no_error():
     engine = Engine(ValueError("the adapter has a task head alone"))
-    rehearse(engine, "intent")
+    rehearse(engine, "intent", None, nobody)
     assert engine.metrics.forgotten_at == [0]
+
+
+def test_a_caller_waits_for_one_call_of_a_rehearsal_at_most():
+    engine = Engine()
+    rehearse(engine, "law", None, lambda: len(engine.asked) == 1)
+    assert len(engine.asked) == 1
+    assert engine.metrics.forgotten_at == [1]
+
+
+def test_an_engine_that_sends_traces_sends_none_of_a_rehearsal():
+    engine = Engine()
+    engine.config.otlp_traces_endpoint = "http://localhost:4318/v1/traces"
+    rehearse(engine, "law", None, nobody)
+    assert engine.asked == []
