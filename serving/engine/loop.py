@@ -247,7 +247,8 @@ class EngineLoop:
         """Give the device to another process where that is due, and have it for the next step."""
         if turns.is_due:
             step, self._flying = self._flying, None
-            progress = [] if step is None else self._read_results(step)
+            early, self._early = self._early, None
+            progress = (early or []) if step is None else self._read_results(step)
             turns.give_back()  # whose next holder need not wait for our callers
             self._hand_out(progress)
         with self._lock:

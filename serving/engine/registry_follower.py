@@ -46,7 +46,7 @@ class RegistryFollower:
         """Return the compositions that came and went, by digest: names of two may be equal."""
         if self._compositions is None or not (self._compositions.entries() or self._composed):
             return []
-        self._compositions.keep_only({known.digest for known in self._registry.known()})
+        self._compositions.keep_only(self._registry.knows_digest)
         before, self._composed = (
             self._composed,
             {entry.digest: entry for entry in self._compositions.entries()},

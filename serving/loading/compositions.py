@@ -91,10 +91,10 @@ class Compositions:
         with self._lock:
             return tuple(self._entries.values())
 
-    def keep_only(self, digests: Collection[str]) -> None:
-        """Let compositions go whose parts are not all known any more."""
+    def keep_only(self, is_known: Callable[[str], bool]) -> None:
+        """Let compositions go of which `is_known` does not hold for every part's digest."""
         with self._lock:
-            for digest in [d for d, parts in self._parts.items() if not parts <= set(digests)]:
+            for digest in [d for d, parts in self._parts.items() if not all(map(is_known, parts))]:
                 del self._entries[digest], self._parts[digest]
 
     def _composed(self, parts: Parts) -> AdapterEntry:

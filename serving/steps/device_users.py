@@ -28,9 +28,10 @@ class DeviceUsers:
         """
         with self._changed:
             self._num_users += 1
-            if self._num_users > 1:
-                self._changed.wait_for(lambda: not self._num_waits, _PATIENCE_S)
         try:
+            with self._changed:  # an interrupt may end the wait
+                if self._num_users > 1:
+                    self._changed.wait_for(lambda: not self._num_waits, _PATIENCE_S)
             yield
         finally:
             with self._changed:

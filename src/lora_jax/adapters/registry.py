@@ -227,6 +227,11 @@ class AdapterRegistry:
         with self._lock:
             return name in self._entries or name in self._evicted
 
+    def knows_digest(self, digest: str) -> bool:
+        """Return whether a name stands for these weights, evicted or not."""
+        with self._lock:
+            return digest in self._num_names
+
     @property
     def generation(self) -> int:
         """Return a number that grows with every change of what a name stands for."""

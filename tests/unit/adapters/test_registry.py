@@ -83,6 +83,8 @@ def test_reload_changes_the_digest_and_the_generation(root):
     second = names.load("a", "law", replace=True)
     assert second.digest != first.digest
     assert second.generation > first.generation
+    assert names.knows_digest(second.digest)
+    assert not names.knows_digest(first.digest)
     # New weights under the same path are other weights, too.
     shutil.rmtree(root / "law")
     cases.write_adapter(root / "law", cases.dense_tensors(seed=5))
@@ -386,10 +388,11 @@ def test_an_operators_folder_is_read_again_from_outside_the_root(big_root):
 
 def test_an_evicted_name_can_be_unloaded(big_root):
     names = two(big_root)
-    for name in ("sql", "law", "med"):
-        names.resolve(name)
+    sql, *_ = (names.resolve(name).digest for name in ("sql", "law", "med"))
+    assert names.knows_digest(sql)
     assert names.unload("sql").name == "sql"
     assert not names.knows("sql")
+    assert not names.knows_digest(sql)
 
 
 def test_names_that_callers_used_make_way_for_others(big_root):

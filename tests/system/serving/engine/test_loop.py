@@ -18,6 +18,7 @@ from serving.api.request import (
     SequenceResult,
     SequenceState,
     Share,
+    StepPlan,
 )
 from serving.api.sampling import Sampling
 from serving.engine import loop as engine_loop
@@ -264,6 +265,20 @@ def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenize
     sharing.loop.wake()
     wait_until(lambda: "cold" in order and order[-1] == "given back")
     assert order[order.index("cold") - 1 :][:3] == ["asked", "cold", "given back"]
+    sharing.loop.close()
+    sharing.compilations.close()
+
+
+def test_callers_have_their_tokens_before_the_next_turn(tokenizer, monkeypatch):
+    monkeypatch.setattr(StepPlan, "has_drafts", property(lambda _: True))  # so it is read early
+    order, told = [], []
+    turns = SimpleNamespace(is_due=True, take=lambda *_: order.append("taken"))
+    turns.take_idle, turns.give_back, turns.ran = lambda _: False, lambda: None, lambda *_: None
+    sharing = Case(tokenizer, turns=turns)
+    sharing.runner.order = order
+    sharing.ask(max_tokens=4, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_until(lambda: ended(told))
+    assert " ".join(order).count("read told taken") == 3
     sharing.loop.close()
     sharing.compilations.close()
 

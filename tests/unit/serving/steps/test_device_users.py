@@ -47,3 +47,16 @@ def test_a_user_outlasts_a_step_that_gave_up_and_one_that_fails_is_no_user(monke
         with pytest.raises(OSError, match="no model"), users.use():
             raise OSError("no model")
         assert users.begin_wait()
+
+
+def test_one_that_is_interrupted_while_it_waits_is_no_user(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    users = DeviceUsers()
+    with users.use():
+        assert users.begin_wait()
+        monkeypatch.setattr(users._changed, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt), users.use():
+            pass
+        assert users.begin_wait()
