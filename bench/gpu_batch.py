@@ -134,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
         for part in parts:
             print(f"{part.name:<14} {part.devices} GPU, {part.seconds:>4} s: {part.command}")
         return
+    # A part is in a process group of its own: the signal that ends the batch does not reach it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = run_batch(parts, arguments.out, arguments.budget_s, count_gpus(os.environ))
     if any(row.get("status", 0) != 0 for row in rows):
         raise SystemExit(1)

@@ -2,10 +2,15 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
+import subprocess
+import sys
 import tarfile
 import time
 
 import pytest
+from support.processes.server_process import ROOT
+from support.waiting import wait_until
 
 from bench import gpu_batch
 from bench.gpu_parts import PARTS, Part
@@ -20,7 +25,7 @@ _HANGS = (
 
 def _is_gone(pid: int) -> bool:
     """Tell if a process has ended, waiting for whom it was handed to."""
-    for _ in range(100):
+    for _ in range(1200):
         try:
             with open(f"/proc/{pid}/stat") as file:
                 if file.read().rsplit(")", 1)[1].split()[0] == "Z":
@@ -61,6 +66,21 @@ def test_a_batch_keeps_its_budget(tmp_path, monkeypatch, capsys):
     assert "ended at its limit" in capsys.readouterr().out
 
 
+def test_a_batch_that_is_ended_leaves_no_part_behind(tmp_path):
+    make = f"gpu_batch.PARTS = (gpu_batch.Part('hangs', {_HANGS!r}, 600),)"
+    run = f"gpu_batch.main(['--out', {str(tmp_path)!r}])"
+    batch = subprocess.Popen(
+        [sys.executable, "-c", f"from bench import gpu_batch; {make}; {run}"],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
+    )
+    child = tmp_path / "hangs" / "pid"
+    wait_until(lambda: child.exists() and child.read_text())
+    batch.terminate()
+    assert batch.wait(60) == 128 + signal.SIGTERM
+    assert _is_gone(int(child.read_text()))
+
+
 def test_an_unknown_part_is_refused_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         gpu_batch.main(["--out", str(tmp_path), "--parts", "towers"])
@@ -79,6 +99,7 @@ def test_each_part_names_a_module_that_exists():
 
 def test_the_command_line_tells_if_a_part_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # that of the tests stays
     monkeypatch.setattr(gpu_batch, "PARTS", (Part("fails", '-c "raise SystemExit(3)"', 60),))
     with pytest.raises(SystemExit, match="1"):
         gpu_batch.main(["--out", str(tmp_path)])
