@@ -197,7 +197,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         """Follow the registry: `changes` are what names stand for from now on.
 
         Weights without a name and without requests leave the device; named ones enter it while
-        there are free slots, pinned ones first.
+        there is room, pinned ones first.
         """
         before: list[str] = []  # digests
         pins = False
@@ -219,8 +219,8 @@ class AdapterLoader[P: AnyPlacement, S]:
             self.look_again()
 
     def look_again(self) -> None:
-        """Bring named adapters onto the device while there are free slots: pinned ones first, then
-        those that most requests have named lately.
+        """Bring named adapters onto the device while there is room: pinned ones first, then those
+        that most requests have named lately. Only pinned ones have others leave.
 
         None of them takes the memory that has gone for the sake of one that requests wait for.
         """
@@ -323,7 +323,7 @@ class AdapterLoader[P: AnyPlacement, S]:
     def _prefetch(self, adapter: KnownAdapter) -> None:
         if self.is_placed(adapter.weights.digest):
             return
-        fits = self._has_free_slot and self._allocator.can_place(adapter.weights)
+        fits = self._has_free_slot and self._allocator.has_room(adapter.weights)
         if adapter.pinned or fits:
             self._place(adapter)
 

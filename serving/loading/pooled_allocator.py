@@ -80,6 +80,9 @@ class PooledSlotAllocator(SlotAllocator):
         missing = self._missing(weights)
         return missing is not None and self._exchange.would_meet(missing)
 
+    def has_room(self, weights: AdapterWeights) -> bool:
+        return self.can_place(weights)  # `place` evicts none
+
     def make_room(self, weights: AdapterWeights) -> bool:
         """Return whether the adapter can be placed now; if not, have others leave for its sake."""
         if weights.digest in self._placed:

@@ -67,6 +67,10 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
     def can_place(self, weights: W) -> bool:
         """Return whether `place` would succeed now. Changes nothing."""
 
+    def has_room(self, weights: W) -> bool:
+        """Return whether `place` would succeed now and evict no adapter. Changes nothing."""
+        return self.can_place(weights)
+
     @abc.abstractmethod
     def place(self, weights: W, *, pinned: bool = False) -> P:
         """Give the adapter a slot and room, evicting idle ones as needed; it is then loading.

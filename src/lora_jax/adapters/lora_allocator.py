@@ -77,6 +77,14 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         """Return whether `place` would succeed now. Changes nothing."""
         return weights.digest not in self._placed and self._victims(weights) is not None
 
+    def has_room(self, weights: AdapterWeights) -> bool:
+        if weights.digest in self._placed or not self._free_slots:
+            return False
+        for width, count in weights.rows_by_width().items():  # thousands may be asked about
+            if width not in self._pools or self._pools[width].num_free < count:
+                return False
+        return fits(self._pools, weights.demand)
+
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         """Give the adapter a slot and rows, evicting idle ones as needed; it is then loading.
 

@@ -18,6 +18,8 @@ class Slots(AbstractAllocator):
     def can_place(self, weights):
         return bool(self._free_slots) and weights.digest not in self._placed
 
+    has_room = can_place  # whose weights are doubles too
+
     def make_room(self, weights):
         return self.can_place(weights)
 

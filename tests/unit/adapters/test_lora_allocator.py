@@ -46,11 +46,12 @@ class Residency(RuleBasedStateMachine):
     def place(self, digest, pinned):
         weights = ADAPTERS[digest]
         before = self.allocator.stats()
-        can = self.allocator.can_place(weights)
+        can, has_room = self.allocator.can_place(weights), self.allocator.has_room(weights)
         assert self.allocator.stats() == before
         idle = self.placed(loading=False, pinned=False, users=0)
         victims = None if digest in self.model else self.fewest_victims(weights, idle)
         assert can == (victims is not None)
+        assert has_room == (victims == [])
         if victims is None:
             with pytest.raises(ValueError, match=r"slot already|no room"):
                 self.allocator.place(weights, pinned=pinned)

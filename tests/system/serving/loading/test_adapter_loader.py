@@ -1,5 +1,7 @@
 """Adapter loading in small steps, and eviction of idle adapters."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,8 +27,9 @@ def entry(name, *, pinned=False, seed=None):
 class Case:
     """A loader over two slots, its device slots, and the seconds its loads took."""
 
-    def __init__(self, num_slots=SLOTS):
+    def __init__(self, num_slots=SLOTS, more_slots=0):
         spec = size_slots(CATALOGUE, num_slots, RANK, 4)
+        spec = dataclasses.replace(spec, num_slots=num_slots + more_slots)
         self.allocator = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows)
         self.slots = init_slots(CATALOGUE, spec, jnp.dtype(jnp.float32))
         self.seconds = []
@@ -180,6 +183,23 @@ def test_free_room_goes_to_the_adapter_that_most_requests_named_lately():
     follow(case.loader, [c, d, e])
     case.advance()
     assert case.loader.snapshot.resident == {d.digest, e.digest}
+
+
+def test_no_adapter_leaves_for_one_that_no_request_has_named_where_rows_are_short():
+    case = Case(more_slots=2)
+    a, b, c, d = (entry(name) for name in "abcd")
+    follow(case.loader, [a, b])
+    case.advance()
+    follow(case.loader, [a, b, c])
+    case.advance()
+    assert case.loader.snapshot.resident == {a.digest, b.digest}
+    follow(case.loader, [a, c, d])  # one of these takes the room of the one that has gone
+    case.advance()
+    assert case.loader.snapshot.resident == {a.digest, c.digest}
+    case.bring(d)
+    assert case.loader.snapshot.resident == {c.digest, d.digest}
+    case.leave(d)
+    case.loader.check_integrity()
 
 
 def test_an_unloaded_adapter_stays_until_its_last_request_ends():
