@@ -19,8 +19,9 @@ from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
-from serving.cli.flag_layers import PREFIX, ParserWithSource, read_layers
+from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
+from serving.cli.flag_words import PREFIX
 from serving.cli.flags import build_parser
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths

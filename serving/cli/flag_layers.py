@@ -9,9 +9,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from serving.cli.flag_words import did_you_mean, plain_words, unknown_flags
+from serving.cli.flag_words import PREFIX, did_you_mean, plain_words, unknown_flags
 
-PREFIX = "SERVING_"
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True}
 _TRUTH |= {"": False, "0": False, "false": False, "no": False, "off": False}
 

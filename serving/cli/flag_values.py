@@ -71,7 +71,12 @@ def whole_number(text: str) -> int:
 
 def length_or_auto(text: str) -> int | None:
     """Return a number of tokens, None (the model's own) for auto and -1."""
-    return None if text.strip().lower() in ("auto", "-1") else whole_number(text)
+    if text.strip().lower() in ("auto", "-1"):
+        return None
+    try:
+        return whole_number(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; auto is the model's own length") from None
 
 
 def port(text: str) -> int:

@@ -5,12 +5,16 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+PREFIX = "SERVING_"  # of variables in the environment
 _RENAMED = {  # flags of 0.1.0
-    "--lora-aside": "--lora-separate-stream",
-    "--lora-server-carrier": "--lora-server-transport",
-    "--no-specialize-lora": "--no-compile-base-only-steps",
-    "--specialize-lora": "--compile-base-only-steps",
+    "lora_aside": "lora_separate_stream",
+    "lora_server_carrier": "lora_server_transport",
+    "no_specialize_lora": "no_compile_base_only_steps",
+    "specialize_lora": "compile_base_only_steps",
 }
+# Of a name on the command line, in a file and in the environment.
+_SPELLINGS = (lambda n: "--" + n.replace("_", "-"), str, lambda n: PREFIX + n.upper())
+_NOW = {spell(old): spell(new) for old, new in _RENAMED.items() for spell in _SPELLINGS}
 
 
 def plain_words(argv: Sequence[str]) -> list[str]:
@@ -68,8 +72,8 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
     Of a flag that has another name since 0.1.0 it is ` (now ...)`.
     """
     flag = word.partition("=")[0]
-    if flag in _RENAMED:
-        return f" (now {_RENAMED[flag]})"
+    if flag in _NOW:
+        return f" (now {_NOW[flag]})"
     near = list(_near(flag, known))
     return f" (did you mean {' or '.join(near)}?)" if near else ""
 

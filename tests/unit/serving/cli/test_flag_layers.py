@@ -74,6 +74,7 @@ def test_what_is_no_object_is_refused(capsys, text):
     ("content", "problem"),
     [
         ("frobnicate: 1", "unknown flag 'frobnicate'"),
+        ("specialize-lora: no", "flag 'specialize-lora' (now compile_base_only_steps)"),
         ("- a", "must map flags"),
         ("port: many", "invalid port value: 'many'"),
         ("demo: perhaps", "true or false"),
@@ -103,6 +104,7 @@ def test_mistakes_in_the_environment_say_so(capsys):
     [
         ("SERVING_MAX_LORA", "unknown variable SERVING_MAX_LORA (did you mean SERVING_MAX_LORAS"),
         ("SERVING_BOGUS", "unknown variable SERVING_BOGUS"),
+        ("SERVING_LORA_ASIDE", "variable SERVING_LORA_ASIDE (now SERVING_LORA_SEPARATE_STREAM)"),
         ("SERVING_max_loras_", "unknown variable SERVING_max_loras_"),
     ],
 )

@@ -50,6 +50,11 @@ def test_a_length_may_be_left_to_the_model(text, length):
     assert length_or_auto(text) == length
 
 
+def test_what_is_no_length_is_told_of_auto():
+    with pytest.raises(argparse.ArgumentTypeError, match="got 'long'; auto is the model's own"):
+        length_or_auto("long")
+
+
 def test_ports():
     assert [port(text) for text in ("0", "65535")] == [0, 65535]
     for text in ("65536", "-1"):
