@@ -59,8 +59,12 @@ class TurnTable:
         return None if self._turn is None else self._turn.name
 
     def asks(self, name: str, ask: Ask, now: float) -> None:
-        """A function waits for the device; a second time before its turn: with other work."""
-        self._asking[name] = ask, now
+        """A function waits for the device; a second time before its turn: with other work.
+
+        During its turn it had not heard of that when it asked, and the turn is its answer.
+        """
+        if self.holder != name:
+            self._asking[name] = ask, now
 
     def gives_back(self, name: str) -> None:
         """A function has nothing on the device; one whose turn was taken away may say so late."""

@@ -87,6 +87,19 @@ def test_work_that_nobody_waits_for_takes_no_turn_from_others():
     assert table.grant(50.0) == "idle"
 
 
+def test_what_crosses_a_grant_is_no_second_turn():
+    """A function whose work is done does not listen, and would keep that turn from others."""
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(NEVER_S, 0.0, 0.0, NEVER_S), 0.0)
+    assert table.grant(0.0) == "a"
+    table.asks("a", ask(), 0.0)  # a request came before it heard of its turn
+    assert table.next_look() == math.inf
+    table.gives_back("a")
+    assert table.grant(1.0) is None
+    table.asks("a", ask(), 1.0)
+    assert table.grant(1.0) == "a"
+
+
 def test_a_turn_that_is_not_given_back_is_taken_away():
     table = TurnTable(turn_s=0.1, overdue_s=1.0)
     table.asks("stuck", ask(), 0.0)
