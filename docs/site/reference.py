@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
@@ -90,12 +92,21 @@ def metrics() -> str:
     for registry in (engine.registry, HttpMetrics().registry):
         for family in registry.collect():
             suffix = "_total" if family.type == "counter" else ""
-            collector = registry._names_to_collectors.get(family.name)
+            collector = _collectors(registry).get(family.name)
             labels = {k for s in family.samples for k in s.labels} - {"le"}
             labels = sorted(labels or getattr(collector, "_labelnames", ()))
             shown = ", ".join(f"`{name}`" for name in labels)
             rows.append((f"`{family.name}{suffix}`", family.type, shown, family.documentation))
     return _table(("metric", "type", "labels", "meaning"), sorted(rows))
+
+
+def _collectors(registry: Any) -> dict[str, Any]:
+    """Return the collectors of a registry and of those within it, by metric."""
+    found = dict(registry._names_to_collectors)
+    for inner in registry._collector_to_names:
+        if isinstance(inner, CollectorRegistry):
+            found |= _collectors(inner)
+    return found
 
 
 PAGES = {"flags": flags, "routes": routes, "metrics": metrics}

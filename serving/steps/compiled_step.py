@@ -25,16 +25,17 @@ from jax.stages import Lowered
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState, history_and_rest, zeros
+from serving.steps.forwarded import Forwarded, no_heads, no_logits
 from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
-from serving.steps.sampler import LogitRows, Sampled, no_samples
+from serving.steps.sampler import Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
     Sample,
@@ -71,14 +72,6 @@ class Operands(NamedTuple):
     remote_table: RemoteTable | None
     images: ImageOperands | None = None
     merged: MergedOperands | None = None  # in the place of the plain model
-
-
-class Forwarded(NamedTuple):
-    """A forward part that is on its way: what the sample part takes of it."""
-
-    logits: Float[Array, "rows vocab"]
-    rows: LogitRows
-    heads: Float[Array, "seqs width"] | None = None  # logits of task heads
 
 
 class CompiledStep:
@@ -177,7 +170,7 @@ class CompiledStep:
     ) -> tuple[Lowered | KeptProgram, Lowered | KeptProgram]:
         """Return the programs that `forward` and `sample` run, ready to compile."""
         source = self.inputs.table if self._in_place else table
-        forwarded = jax.tree.map(self._place, _no_logits(self._sizes, bucket, self._vocab_size))
+        forwarded = jax.tree.map(self._place, no_logits(self._sizes, bucket, self._vocab_size))
         masks = self.inputs.set_masks(self.new_masks().packed)
         sample = self._sample_arguments(operands.state, forwarded, masks, source, bucket)
         if self._in_place:
@@ -288,7 +281,7 @@ class CompiledStep:
         rows = self._sizes.logit_rows(bucket)
         if rows not in self._results:
             empty = no_samples(rows, self._vocab_size, zeros)
-            empty = dataclasses.replace(empty, heads=_no_heads(self._sizes))
+            empty = dataclasses.replace(empty, heads=no_heads(self._sizes))
             self._results[rows] = jax.tree.map(self._place, empty)
         return self._results[rows]
 
@@ -300,20 +293,6 @@ class CompiledStep:
         if self._is_split:
             results = jax.tree.map(lambda result: result.addressable_data(0), results)
         return _copied(results)
-
-
-def _no_logits(sizes: StepSizes, bucket: int, vocab: int) -> Forwarded:
-    """Return arrays of the shapes of a forward part's results."""
-    rows = sizes.logit_rows(bucket)
-    columns = [jnp.zeros(rows, jnp.int32) for _ in range(5)]
-    logits = jnp.zeros((rows, vocab), jnp.float32)
-    return Forwarded(logits, LogitRows(jnp.int32(0), *columns), _no_heads(sizes))
-
-
-def _no_heads(sizes: StepSizes) -> Float[Array, "seqs width"] | None:
-    """Return logits of task heads in which nobody asked one; None where there are no heads."""
-    shape = sizes.max_seqs, sizes.head_width
-    return jnp.zeros(shape, jnp.float32) if sizes.head_width else None
 
 
 def _jit_steps(

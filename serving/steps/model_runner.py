@@ -25,9 +25,10 @@ from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
-from serving.steps.compiled_step import NO_REMAT, CompiledStep, Forwarded, Operands
+from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
 from serving.steps.compiling import compile_all, read_kept, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.forwarded import Forwarded
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
@@ -50,15 +51,13 @@ from serving.steps.step_results import (
     HeldStep,
     HostArrays,
     InFlightStep,
+    MasksFirst,
     first_rows,
     first_samples,
     in_flight,
     num_targets,
 )
 from serving.steps.token_masks import HostMasks
-
-# Posts the masks of a plan, whose chunks' first samples have these logit rows, under a number.
-MasksFirst = Callable[[StepPlan, list[int], int], None]
 
 
 class ModelRunner:
@@ -206,11 +205,6 @@ class ModelRunner:
         yield from self.lowered(self.programs)
         for p in self.two_part_programs:
             yield from self._step.lower_parts(self._operands(p), table, p.bucket)
-
-    @property
-    def num_warm_runs(self) -> int:
-        """How often a program runs before its first step."""
-        return self._step.num_warm_runs
 
     def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
         """Return steps of one program, ready to compile."""

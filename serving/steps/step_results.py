@@ -1,13 +1,17 @@
 """Steps on their way through the device, and what the host reads of them."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from serving.api.request import ScheduledChunk, SequenceResult, StepPlan, TokenLogprobs
-from serving.steps.compiled_step import Forwarded
+from serving.steps.forwarded import Forwarded
 from serving.steps.sampler import INVALID_TOKEN, Sampled
+
+# Posts the masks of a plan, whose chunks' first samples have these logit rows, under a number.
+MasksFirst = Callable[[StepPlan, list[int], int], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -257,22 +257,32 @@ def tokenizer_config(h: Header) -> dict:
 README = """\
 # stories260K
 
-A real, trained Llama of 260 thousand parameters that writes short children's stories: hidden size
-{h.dim}, {h.num_layers} layers, {h.num_heads} heads ({h.num_kv_heads} of K and V), {h.vocab_size}
-tokens, {h.seq_len} positions.
+This page says where the smallest test model comes from: a trained Llama of 260 thousand \
+parameters that writes short
+children's stories.
 
-Trained by Andrej Karpathy on TinyStories and published with llama2.c (karpathy/tinyllamas, MIT
-licence). This folder is a change of format, not of numbers: rows of q_proj and k_proj are
-reordered from adjacent rotary pairs to half-split ones, and the tokenizer is written as
-`tokenizers` JSON. The text it generates greedily from an empty prompt is the one published in
-llama2.c's `doc/stories260K.md`. A story ends with `<s>`, so both `<s>` and `</s>` stop it.
+| part | value |
+| --- | --- |
+| shape | hidden {h.dim}, {h.num_layers} layers, {h.num_heads} heads ({h.num_kv_heads} of K and \
+V), {h.vocab_size} tokens, {h.seq_len} positions |
+| training | by Andrej Karpathy, on TinyStories; published with llama2.c (karpathy/tinyllamas, MIT \
+licence) |
+| end of a story | `<s>` or `</s>` |
 
-Made by
+This folder changes the format and no numbers. Rows of q_proj and k_proj are reordered from \
+adjacent rotary pairs to
+half-split ones. The tokenizer is written as `tokenizers` JSON. The greedy text from an empty \
+prompt is the one published
+in llama2.c's `doc/stories260K.md`.
 
-    python -m lora_jax.finetune.convert_llama2c {model_name} {tokenizer_name} OUT
+```bash
+python -m lora_jax.finetune.convert_llama2c {model_name} {tokenizer_name} OUT
+```
 
-from `{model_name}` (sha256 {model_sha})
-and `{tokenizer_name}` (sha256 {tokenizer_sha}).
+| file | SHA-256 |
+| --- | --- |
+| `{model_name}` | {model_sha} |
+| `{tokenizer_name}` | {tokenizer_sha} |
 """
 
 
