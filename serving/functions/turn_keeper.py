@@ -91,18 +91,25 @@ class TurnKeeper:
                 return
 
     def _decide(self) -> None:
+        while self._tell():  # a function that has gone leaves its turn to the next one
+            pass
+
+    def _tell(self) -> bool:
+        """Grant and recall what is due; return whether a function was found to have gone."""
         now = time.monotonic()
-        taken = self._table.num_taken
+        taken, has_gone = self._table.num_taken, False
         holder = self._table.holder
         granted, recalled = self._table.grant(now), self._table.recall(now)
         if self._table.num_taken > taken and holder is not None:
             logger.warning("Function %s did not give its turn back in time.", holder.split()[0])
         for key, word in ((granted, GRANT), (recalled, RECALL)):
-            if key is not None:
+            if key is not None and key in self._sockets:
                 try:
                     self._sockets[key].send(word)
                 except OSError:  # gone, or it does not read: its socket holds many words
                     self._forget(key)
+                    has_gone = True
+        return has_gone
 
     def _forget(self, key: str) -> None:
         self._table.gone(key)

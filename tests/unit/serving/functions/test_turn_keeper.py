@@ -1,6 +1,7 @@
 """Turns over sockets: granted, asked back, ended by death, and safe from wild talk."""
 
 import socket
+import time
 
 import pytest
 
@@ -41,6 +42,20 @@ def test_a_dead_function_gives_its_turn_back(keeper):
     a.close()
     assert b.recv(9) == GRANT
     b.close()
+
+
+def test_a_turn_that_cannot_be_told_goes_to_the_next_function(keeper):
+    with opened(keeper, "a") as a, opened(keeper, "dead") as dead, opened(keeper, "b") as b:
+        a.send(_ASKS)
+        assert a.recv(9) == GRANT
+        dead.shutdown(socket.SHUT_RD)  # the keeper's next word fails, and nothing was heard before
+        dead.send(ASK_FIELDS.pack(ASK, 0.1, 0.0, 0.01, 0.05))
+        b.send(_ASKS)
+        assert a.recv(9) == RECALL
+        time.sleep(0.05)
+        a.send(BACK)
+        b.settimeout(10)
+        assert b.recv(9) == GRANT
 
 
 WILD = {
