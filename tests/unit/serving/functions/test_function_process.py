@@ -247,6 +247,9 @@ def test_bad_calls_are_answered_and_the_next_ones_too():
 class Outputs:
     """An engine that streams two pieces, and a registry that remembers what it was told."""
 
+    # One that sends traces: its function rehearses nothing, however long a test takes.
+    config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
+
     def __init__(self, full=False):
         self.registry, self.told, self.full = self, [], full
 
