@@ -20,6 +20,7 @@ def run_cold(runner: ModelRunner, turns: AbstractTurns | None, woken: Callable[[
     until = time.monotonic() + _ASKS_S
     if not turns.take_idle(lambda: woken() or time.monotonic() > until):
         return True
-    left = runner.run_cold()
-    turns.give_back()
-    return left
+    try:
+        return runner.run_cold()
+    finally:
+        turns.give_back()

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from serving.engine import cold_programs
 from serving.engine.cold_programs import run_cold
 
@@ -54,3 +56,15 @@ def test_work_and_a_busy_device_end_the_wait_without_a_turn(monkeypatch):
     monkeypatch.setattr(cold_programs, "_ASKS_S", 0.01)
     assert run_cold(runner, busy, lambda: False)
     assert runner.order == ["asked", "asked"]
+
+
+def test_a_program_that_fails_gives_the_turn_back(monkeypatch):
+    runner = Runner(1)
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runner, "run_cold", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_cold(runner, turns(runner, True), lambda: False)
+    assert runner.order == ["asked", "back"]
