@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--out", type=Path, help="folder for logs and results; not with --list")
     parser.add_argument(
         "--budget-s", type=float, default=7200, help="seconds for the whole batch (default: 7200)"
     )
@@ -134,6 +134,8 @@ def main(argv: list[str] | None = None) -> None:
         for part in parts:
             print(f"{part.name:<14} {part.devices} GPU, {part.seconds:>4} s: {part.command}")
         return
+    if arguments.out is None:
+        parser.error("--out: a folder for logs and results is needed, except with --list")
     # A part is in a process group of its own: the signal that ends the batch does not reach it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rows = run_batch(parts, arguments.out, arguments.budget_s, count_gpus(os.environ))

@@ -5,6 +5,7 @@ device is described by h200_target_config.txtpb. Nothing runs.
 """
 
 import dataclasses
+import importlib.util
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +20,12 @@ from lora_jax.ops.ptxas import read_reports, reports_in
 
 TARGET = Path(__file__).with_name("h200_target_config.txtpb")
 KIND = "NVIDIA H200"  # as jax names it, and the tables of tuned tilings
+
+
+def plugin_is_found() -> bool:
+    """Return whether the CUDA plugin is on the path, where `make test-aot` puts it."""
+    packages = "jax_plugins", "jax_plugins.xla_cuda13"  # to ask for the second imports the first
+    return all(importlib.util.find_spec(name) is not None for name in packages)
 
 
 @dataclasses.dataclass(frozen=True)

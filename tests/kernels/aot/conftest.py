@@ -1,11 +1,10 @@
 """Fixture of programs that are compiled for a GPU whole, kernels of the library included."""
 
 import functools
-import importlib.util
 
 import jax
 import pytest
-from kernels.aot.compile_gpu import KIND
+from kernels.aot.compile_gpu import KIND, plugin_is_found
 
 from lora_jax.ops import dispatch, hopper, tuning_table
 
@@ -16,7 +15,7 @@ def hopper_at_hand(monkeypatch):
     from cuda_backend import ffi
     from cuda_backend.toolkit import find_compilers
 
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
+    if not plugin_is_found() or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)

@@ -1,14 +1,13 @@
 """Compiled for an H200 on any machine: no spills, bounded temporaries, one CUDA graph per step."""
 
 import functools
-import importlib.util
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernels.aot.compile_gpu import H200, KIND, Compiled
+from kernels.aot.compile_gpu import H200, KIND, Compiled, plugin_is_found
 from support.cases.kernel_calls import attention_kernel, lora_kernel
 
 from lora_jax.ops import tuning_table
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # of tilings that take
 @pytest.fixture(scope="module")
 def h200() -> H200:
     """One described H200, through the plugin that `make test-aot` puts on the path."""
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not plugin_is_found():
         pytest.skip("the CUDA plugin is not on the path: make test-aot")
     return H200()
 

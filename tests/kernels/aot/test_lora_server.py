@@ -1,11 +1,9 @@
 """Programs of a LoRA Server compiled for an H200: one CUDA graph takes, computes and answers."""
 
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.aot.compile_gpu import H200
+from kernels.aot.compile_gpu import H200, plugin_is_found
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
@@ -28,7 +26,7 @@ def server(monkeypatch):
     from cuda_backend.peer_endpoints import ServerEndpoint
     from cuda_backend.toolkit import find_compilers
 
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None or not find_compilers():
+    if not plugin_is_found() or not find_compilers():
         pytest.skip("the CUDA plugin or nvcc is missing: make test-aot")
     ffi.library().load(dispatch.cache_folder())
     monkeypatch.setattr(ffi, "require", lambda: None)

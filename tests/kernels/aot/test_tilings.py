@@ -7,12 +7,11 @@ shape for all, at which nothing is a whole number of tiles, and fewer groups whe
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 
 import jax.numpy as jnp
 import pytest
-from kernels.aot.compile_gpu import H200, KIND
+from kernels.aot.compile_gpu import H200, KIND, plugin_is_found
 from support.cases.kernel_calls import lora_kernel
 
 from lora_jax.ops import tuning_table
@@ -104,7 +103,7 @@ LAUNCHES = launches()
 
 @pytest.fixture(scope="module")
 def h200() -> H200:
-    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if not plugin_is_found():
         pytest.skip("the CUDA plugin is not on the path: make test-aot")
     return H200()
 

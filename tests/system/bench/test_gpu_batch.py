@@ -89,6 +89,15 @@ def test_an_unknown_part_is_refused_by_name(tmp_path, capsys):
     assert "tower, " in error
 
 
+def test_parts_are_listed_without_a_folder_and_run_only_with_one(capsys):
+    gpu_batch.main(["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [part.name for part in PARTS]
+    with pytest.raises(SystemExit):
+        gpu_batch.main([])
+    assert "--out: a folder" in capsys.readouterr().err
+
+
 def test_each_part_names_a_module_that_exists():
     for part in PARTS:
         flag, module = shlex.split(part.command)[:2]
