@@ -30,8 +30,7 @@ if os.environ.get("FAST_COMPILE"):
 
 import jax
 import pytest
-from jaxtyping import install_import_hook
-from support.checks import lazy_checker
+from support.checks import array_checks
 from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +47,7 @@ CHECKED = [
     "serving.steps.sampler",
     "serving.steps.model_runner",
 ]
-_hook = install_import_hook(CHECKED, f"{lazy_checker.__name__}.checked")
+array_checks.install(CHECKED)
 
 # Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage takes a
 # tenth to a quarter of a worker's time.
@@ -105,6 +104,7 @@ TOGETHER = (
         "tests/system/serving/test_esft_with_images.py",
         "tests/system/serving/test_image_families.py",
         "tests/system/serving/test_image_requests.py",
+        "tests/system/serving/engine/test_feature_pairs.py",
     ),
     ("tests/system/docs/test_commands.py", "tests/system/clients/"),
     (
