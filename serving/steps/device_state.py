@@ -123,9 +123,23 @@ def history_and_rest(state: RowState) -> tuple[jax.Array, tuple[jax.Array, ...]]
     return history, tuple(rest)
 
 
-def row_of(state: RowState, seq: Int[Array, ""]) -> RowState:
-    """Return the slice of one row: leaves without the leading axis."""
-    return jax.tree.map(lambda leaf: leaf[seq], state)
+class OneRow:
+    """One row of a state: its fields without the leading axis, each sliced when it is read.
+
+    A branch of a program is traced, lowered and compiled with the fields that it reads alone.
+    """
+
+    def __init__(self, state: RowState, seq: Int[Array, ""]):
+        self._state, self._seq = state, seq
+
+    def __getattr__(self, name: str) -> jax.Array:
+        field = getattr(self._state, name)
+        return jax.lax.dynamic_index_in_dim(field, self._seq, keepdims=False)
+
+
+def row_of(state: RowState, seq: Int[Array, ""]) -> OneRow:
+    """Return one row, whose number must be that of a row."""
+    return OneRow(state, seq)
 
 
 def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> RowState:

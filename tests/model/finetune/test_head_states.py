@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from support.cases.finetune_cases import make_folder
 
 from lora_jax.adapters.task_head import HeadKind
@@ -22,10 +23,11 @@ def test_states_of_packed_prompts_are_their_own(tmp_path):
     found = state_rows(model, made, 40, None)
     assert found.num_rows == 3
     by_tokens = {}
+    states_of = nnx.jit(states)  # op by op it would be compiled op by op
     for document in made.documents:
         tokens = jnp.asarray(document.tokens[:-1], jnp.int32)[None]
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        alone, _ = states(model, tokens, places, jnp.zeros_like(places))
+        alone, _ = states_of(model, tokens, places, jnp.zeros_like(places))
         by_tokens[document.tokens] = np.asarray(alone[-1])
     for row, state in zip(found.wanted, found.states, strict=True):
         same = [t for t, s in by_tokens.items() if np.allclose(s, state, atol=1e-4)]

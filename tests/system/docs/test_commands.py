@@ -25,10 +25,11 @@ NAMING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "bench
 NAMING += sorted((ROOT / "docs/concepts").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIVE = ROOT / "README.md", ROOT / "docs/getting-started.md"
-# Steps of few tokens alone: of the default size, an engine compiles four times as many programs.
+# Steps of few tokens, no grammars: by default, an engine compiles eight times as many programs.
 FEW_PROGRAMS = """
 import functools, serving
-serving.Engine = functools.partial(serving.Engine, max_num_batched_tokens=32)
+few = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "structured_outputs": False}
+serving.Engine = functools.partial(serving.Engine, **few)
 """
 
 
@@ -124,7 +125,7 @@ def test_curls_of_a_page_are_answered(page, server):
 
 @pytest.mark.parametrize("number", [0, 1], ids=["openai client", "engine"])
 def test_python_snippets_of_the_readme_run(number, server):
-    """In a process of its own, which loads the programs that a server has compiled."""
+    """In a process of its own, with an engine of one program."""
     snippets = blocks(ROOT / "README.md", "python")
     assert len(snippets) == 2
     text = snippets[number].replace("8000", server)

@@ -61,7 +61,7 @@ def adapters(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path, oracle, adapters) -> Iterator[Engine]:
-    sizes = {"max_num_batched_tokens": 64, "max_lora_cls_labels": 3}
+    sizes = {"max_num_batched_tokens": 32, "max_lora_cls_labels": 3}
     with Engine(folder, adapters, **sizes, **FIELDS) as engine:
         yield engine
         engine.check_integrity()
@@ -108,7 +108,7 @@ def test_answers_are_those_of_transformers(engine: Engine, oracle, folder: Path)
 @pytest.mark.long  # test_feature_pairs.py has adapters of the language model
 def test_two_devices_answer_with_the_bits_of_one(engine: Engine, folder: Path, adapters):
     """Each has the whole tower, whose adapters lie whole on each too."""
-    sizes = {"max_num_batched_tokens": 64, "max_lora_cls_labels": 3, "tensor_parallel_size": 2}
+    sizes = {"max_num_batched_tokens": 32, "max_lora_cls_labels": 3, "tensor_parallel_size": 2}
     names = [None, "text", "tower"]
     with Engine(folder, adapters, **sizes, **FIELDS) as two:
         answers = [ask(two, PICTURES[:2], adapter=name) for name in names]

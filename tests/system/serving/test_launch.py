@@ -187,6 +187,7 @@ def tiny(tmp_path_factory):
 
 def command(tiny, *argv: str) -> list[str]:
     small = ["--max-num-seqs", "4", "--max-num-batched-tokens", "8", "--max-loras", "1"]
+    small += ["--no-structured-outputs"]  # one program
     return [
         sys.executable,
         "-m",

@@ -424,7 +424,8 @@ def test_drafts_of_bound_rows_change_no_bit(engine):
     names = [None, None, "law"] * 2
     want = engine.generate(TEXTS[:3] * 2, names, samplings)
     adapters = {"law": ADAPTERS["law"]}
-    with Engine(str(MODEL), adapters, speculative_config=ngram, **SIZES) as drafting:
+    sizes = SIZES | {"max_esft_adapters": 0, "speculative_config": ngram}
+    with Engine(str(MODEL), adapters, **sizes) as drafting:
         times = drafting._loop._parts.scheduler._speculation._times
         times.pays, times.rest = lambda *_: True, lambda: False
         got = [drafting.generate(TEXTS[:3], names[:3], samplings[i : i + 3]) for i in (0, 3)]

@@ -43,8 +43,10 @@ def test_every_unit_lies_on_exactly_one_device(layout):
 @settings(max_examples=60, deadline=None)
 @given(layout=layouts())
 def test_a_device_holds_a_block_of_adapters_layers_and_experts(layout):
-    for device in range(layout.devices):
-        mine = [unit for unit in units(layout.shape) if layout.device_of(*unit) == device]
+    held = {device: [] for device in range(layout.devices)}
+    for unit in units(layout.shape):
+        held[layout.device_of(*unit)].append(unit)
+    for device, mine in held.items():
         block = (layout.adapters_of(device), layout.layers_of(device), layout.experts_of(device))
         assert sorted(mine) == list(itertools.product(*block))
 

@@ -14,7 +14,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v) | st.dictionaries(st.text(), v), max_leaves=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(st.text().filter(lambda t: t not in ("model", "max_tokens")), VALUES),
     st.text(min_size=1, max_size=20),
@@ -72,6 +72,8 @@ def test_the_largest_bodies_cost_little():
             begun = time.thread_time()
             peek(body)
             least = min(least, time.thread_time() - begun)
+            if least < 0.5:
+                break
         assert least < 0.5, body[:20]
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
         assert grown < 64 << 10, body[:20]  # kB; the bodies themselves are most of it

@@ -1,5 +1,7 @@
 """The encoder's cache and table: the tower's rows where they were asked for, positions by row."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ RAW = {
     "image_token_id": IMAGE,
 }
 HALF = (0.5, 0.5, 0.5)
-SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+# Images of 4 to 64 patches: one program.
+SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 1024, 0, HALF, HALF)
 NUM_ROWS = 40
 
 
@@ -30,11 +33,15 @@ NUM_ROWS = 40
 def made():
     model, config = random_model(RAW)
     oracle = Tower(model, config, SETTINGS)
-    sizes = {"num_rows": NUM_ROWS, "max_image_tokens": 30, "max_rank": 4}
-    encoder = ImageEncoder(model.tower, config, SETTINGS, model.module_names, **sizes)
+    encoder = make_encoder(model, config, SETTINGS)
     encoder.start(3, 64, jax.devices()[0])
     encoder.warm_up(None)
-    return encoder, oracle, config
+    return encoder, oracle, config, model
+
+
+def make_encoder(model, config, settings) -> ImageEncoder:
+    sizes = {"num_rows": NUM_ROWS, "max_image_tokens": 30, "max_rank": 4}
+    return ImageEncoder(model.tower, config, settings, model.module_names, **sizes)
 
 
 def prepared(height: int, width: int) -> PreparedImage:
@@ -44,7 +51,7 @@ def prepared(height: int, width: int) -> PreparedImage:
 
 @pytest.mark.as_shipped
 def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made):
-    encoder, oracle, _ = made
+    encoder, oracle, *_ = made
     image = prepared(24, 40)
     where = tuple(range(38, 38 - image.num_tokens, -1))
     before = np.asarray(encoder.operands.rows)
@@ -60,7 +67,7 @@ def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made
 
 def test_on_a_gpu_an_image_without_an_adapter_takes_a_program_without_any(made, monkeypatch):
     """There a map and what follows it are one launch, and adapters come between them."""
-    encoder, _, _ = made
+    encoder, *_ = made
     image, slots = prepared(16, 24), {"pool": np.zeros(1)}
     for plain, counts in ((False, [1, 1]), (True, [0, 1])):
         monkeypatch.setattr(encoder, "_has_plain", plain)
@@ -69,12 +76,14 @@ def test_on_a_gpu_an_image_without_an_adapter_takes_a_program_without_any(made, 
 
 
 def test_buckets_end_with_the_largest_image(made):
-    encoder, _, _ = made
-    assert encoder.buckets == (64, 256)
+    encoder, _, config, model = made
+    assert encoder.buckets == (64,)
+    larger = dataclasses.replace(SETTINGS, max_pixels=4096)
+    assert make_encoder(model, config, larger).buckets == (64, 256)
 
 
 def test_an_admitted_sequence_has_rows_and_positions(made):
-    encoder, _, config = made
+    encoder, _, config, _ = made
     image = prepared(16, 24)
     placed = PromptImage(image, 2, b"k")
     request = Request(

@@ -27,6 +27,7 @@ from serving.steps.step_results import InFlightStep
 
 SHAPE = TinyShape()
 NUM_PAGES, PAGE_SIZE, MAX_SEQS, MAX_LEN = 60, 4, 4, 64
+MAX_TOKENS = 32  # programs of 8 and 32 tokens
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,13 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def runner(checkpoint):
-    return make_runner(checkpoint[1], max_tokens=40)
+def noted(checkpoint):
+    return note(checkpoint[1])
+
+
+@pytest.fixture(scope="module")
+def runner(noted):
+    return noted.runner
 
 
 def make_runner(loaded, max_tokens, dtype="float32"):
@@ -64,7 +70,14 @@ def make_runner(loaded, max_tokens, dtype="float32"):
 
 
 def drive(
-    runner, requests, *, max_tokens=40, num_pages=NUM_PAGES, ahead=1, in_parts=False, told=None
+    runner,
+    requests,
+    *,
+    max_tokens=MAX_TOKENS,
+    num_pages=NUM_PAGES,
+    ahead=1,
+    in_parts=False,
+    told=None,
 ):
     """Run (prompt, sampling) pairs to the end; return each one's results in order.
 
@@ -190,7 +203,7 @@ def test_chunks_preemption_and_pipelining_change_nothing(checkpoint, runner):
 
 @pytest.mark.long
 def test_pages_in_8_bits_keep_the_bits_in_any_company_and_any_cut(checkpoint, runner):
-    coded = make_runner(checkpoint[1], max_tokens=40, dtype=CODED)
+    coded = make_runner(checkpoint[1], max_tokens=MAX_TOKENS, dtype=CODED)
     requests, told = mixed_requests(), []
     want = [answers(results) for results in drive(coded, requests)]
     assert want != [answers(results) for results in drive(runner, requests)]
@@ -216,20 +229,33 @@ def test_a_step_in_two_programs_changes_no_bit_of_rows_without_a_mask(runner):
     assert all(token % 2 == 0 for token in tokens_of(even))
 
 
-def test_each_program_is_compiled_once_and_not_in_the_loops_thread(checkpoint):
-    compiled = []
+def note(loaded):
+    """Make a runner and drive it; note what is compiled in which thread, and where its cache is."""
+    events = []
 
     def listener(event, seconds, *, fun_name="", **_):
-        if event.endswith("backend_compile_duration") and fun_name in PROGRAMS:
-            compiled.append(threading.current_thread())
+        if event.endswith("backend_compile_duration"):
+            events.append((fun_name, threading.current_thread()))
+
+    def pointers():
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._cache)]
 
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        runner = make_runner(checkpoint[1], max_tokens=40)
+        runner = make_runner(loaded, max_tokens=MAX_TOKENS)
+        at_start, before = events.copy(), pointers()
+        drive(runner, mixed_requests())
+        drive(runner, mixed_requests(), in_parts=True, ahead=0)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
-    assert len(compiled) == runner.num_programs
-    assert threading.current_thread() not in compiled
+    late = events[len(at_start) :]
+    return SimpleNamespace(runner=runner, at_start=at_start, late=late, pages=(before, pointers()))
+
+
+def test_each_program_is_compiled_once_and_not_in_the_loops_thread(noted):
+    threads = [thread for name, thread in noted.at_start if name in PROGRAMS]
+    assert len(threads) == noted.runner.num_programs
+    assert threading.current_thread() not in threads
 
 
 class StaysInPlace(CompiledStep):
@@ -239,31 +265,21 @@ class StaysInPlace(CompiledStep):
         super().__init__(*args, **fields | {"in_place": True})
 
 
-@pytest.mark.parametrize("step", [CompiledStep, pytest.param(StaysInPlace, marks=pytest.mark.long)])
-def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(checkpoint, step, monkeypatch):
-    monkeypatch.setattr(module, "CompiledStep", step)
-    runner = make_runner(checkpoint[1], max_tokens=40)
-    compiled = []
+def test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(noted):
+    before, after = noted.pages
+    assert noted.late == []
+    assert before == after
 
-    def listener(event, seconds, **_):
-        if event.endswith("backend_compile_duration"):
-            compiled.append(event)
 
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._cache)]
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        drive(runner, mixed_requests())
-        drive(runner, mixed_requests(), in_parts=True, ahead=0)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
-    assert compiled == []
-    after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._cache)]
-    assert after == pointers
+@pytest.mark.long
+def test_so_it_is_where_memory_stays_as_on_an_accelerator(checkpoint, monkeypatch):
+    monkeypatch.setattr(module, "CompiledStep", StaysInPlace)
+    test_nothing_compiles_after_warm_up_and_the_cache_stays_in_place(note(checkpoint[1]))
 
 
 def test_a_step_that_fits_no_program_is_refused(runner):
     prompt = list(range(4, 49))
-    with pytest.raises(ValueError, match="A step of 45 tokens and 1 logit rows; at most 40 and 48"):
+    with pytest.raises(ValueError, match="A step of 45 tokens and 1 logit rows; at most 32 and 48"):
         drive(runner, [(prompt, Sampling(max_tokens=1))], max_tokens=60)
 
 

@@ -1,5 +1,7 @@
 """A step over several devices gives what one device does, in either of its forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +45,18 @@ def make_step(folder, devices, *, in_place=False, vocab=SHAPE.vocab):
     cache = jax.device_put(cache, step.sharding) if split is None else cache
     state = jax.device_put(init_row_state(SIZES.max_seqs, SIZES.max_len), step.sharding)
     return step, Operands(cache, state, None, None, None)
+
+
+@pytest.fixture(scope="module")
+def lowered(folder):
+    """The program of a step over so many devices, and its operands."""
+
+    @functools.cache
+    def lower(devices):
+        step, operands = make_step(folder, devices)
+        return step.lower(operands, table_of(0, 1), 8, lora=True), operands
+
+    return lower
 
 
 def table_of(start, count):
@@ -113,23 +127,20 @@ def test_every_step_in_place_runs_one_program_and_copies_results_of_one_device(f
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_of_the_state_a_step_gives_back_the_history_alone(folder, devices):
+def test_of_the_state_a_step_gives_back_the_history_alone(lowered, devices):
     """Every result is an array that the host makes, with a buffer on each device."""
-    step, operands = make_step(folder, devices)
-    results = step.lower(operands, table_of(0, 1), 8, lora=True).out_tree
-    cache, history, sampled, status = results.children()
+    program, operands = lowered(devices)
+    cache, history, sampled, status = program.out_tree.children()
     assert cache.num_leaves == len(jax.tree.leaves(operands.cache))
     assert (history.num_leaves, sampled.num_leaves, status.num_leaves) == (1, 5, 0)
 
 
-def test_one_device_has_no_trace_of_a_split(folder):
+def test_one_device_has_no_trace_of_a_split(lowered):
     """Its program has no exchange and one partition; that of two has the exchanges of section 2."""
-    step, operands = make_step(folder, 1)
-    plain = step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+    plain = lowered(1)[0].as_text()
     assert "all_gather" not in plain
     assert "mhlo.num_partitions = 1 " in plain
-    step, operands = make_step(folder, 2)
-    split = step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+    split = lowered(2)[0].as_text()
     # The embedding, o and down before and after in one layer, the logits.
     assert split.count("stablehlo.all_gather") == 1 + 4 * SHAPE.layers + 1
     assert "all_reduce" not in split
