@@ -59,24 +59,23 @@ def test_so_are_those_over_gpus_whose_programs_serve(files, prompts, coupled, gp
     check_answers("ep2-pp1", gpus, files, prompts, coupled)
 
 
-@pytest.mark.long  # the first case of the next test has it over two devices
 @pytest.mark.parametrize("placement", ["ep2-pp1", pytest.param("ep2-pp2", marks=pytest.mark.slow)])
 def test_so_are_those_whose_attention_is_on_the_server_too(placement, files, prompts, coupled):
     check_answers(placement, "shared_memory", files, prompts, coupled, attention=True)
 
 
 @pytest.mark.parametrize(
-    ("placement", "transport", "attention"),
+    ("placement", "transport"),
     [
-        ("ep2-pp1", "shared_memory", True),
-        *(pytest.param(*ALL[place], False, marks=pytest.mark.long) for place in (2, 3, 4, 9)),
+        ("ep2-pp1", "shared_memory"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (ALL[2], ALL[3], ALL[9])),
     ],
 )
 def test_so_are_those_of_an_instance_over_two_devices(
-    placement, transport, attention, files, prompts, coupled
+    placement, transport, files, prompts, coupled
 ):
     """Each device sends the rows of its own experts, to ranks that hold parts of others too."""
-    check_answers(placement, transport, files, prompts, coupled, devices=2, attention=attention)
+    check_answers(placement, transport, files, prompts, coupled, devices=2)
 
 
 def check_answers(placement, transport, files, prompts, coupled, devices=1, **changes):
