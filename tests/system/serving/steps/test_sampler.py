@@ -182,3 +182,17 @@ def test_noise_depends_on_seed_and_position_only():
     other = run(logits, state, [0, 1, 2, 3, 4, 5], positions=10).token_ids
     assert (first != other).any()
     assert len(set(first.tolist())) > 1
+
+
+def test_a_row_is_traced_once_for_programs_of_all_sizes(monkeypatch):
+    traced, score = [], sampler.score
+    monkeypatch.setattr(sampler, "score", lambda *given: (traced.append(given), score(*given))[1])
+    state, vocab = make_state([Sampling()]), VOCAB + 1  # no other test's, which would be there
+    for count in (8, 32):
+        ints = jnp.zeros(count, jnp.int32)
+        rows = sampler.LogitRows(jnp.int32(1), ints, ints, ints, ints, ints)
+        tokens = jax.eval_shape(
+            lambda *given: sampler.sample(*given).token_ids, jnp.zeros((count, vocab)), rows, state
+        )
+        assert tokens.shape == (count,)
+    assert len(traced) == 1
