@@ -2,6 +2,7 @@
 turns, and answers beside those of one engine with all adapters. This process has no device."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ FIELDS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2 << 30,
 }
 PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
+_numbers = itertools.count(1)  # of prompts that no other one begins as
 _STARTS, _WARM, _ANSWER = 3, 15, 16
 _NEXT = 2  # calls behind the first one of a pre-loaded function
 _AHEAD_S = 3.0  # from a start to the call that it was made for
@@ -172,15 +174,20 @@ def _seconds(function: Function, prompts: int, tokens: int) -> float:
     found = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        function.generate([PROMPTS[0]] * prompts, _greedy(tokens))
+        function.generate([new_prompt() for _ in range(prompts)], _greedy(tokens))
         found.append(time.perf_counter() - start)
     return statistics.median(found)
 
 
 def _first_s(function: Function) -> float:
     start = time.perf_counter()
-    function.generate([PROMPTS[0]], _greedy(1))
+    function.generate([new_prompt()], _greedy(1))
     return time.perf_counter() - start
+
+
+def new_prompt() -> list[int]:
+    """Return a prompt as long as the first one, of which the prefix cache has nothing."""
+    return [300 + next(_numbers) % 200, *PROMPTS[0][1:]]
 
 
 def _answers(function: Function) -> list[list[int]]:
