@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions.device_functions import _ANSWER, _WARM, FIELDS, PROMPTS, _greedy
+from bench.functions.device_functions import _ANSWER, _WARM, FIELDS, PROMPTS, _greedy, new_prompt
 from serving import Engine
 
 
@@ -28,7 +28,7 @@ def main(order: dict[str, Any]) -> dict[str, Any]:
 
         def first_s(name: str) -> float:
             start = time.perf_counter()
-            engine.generate([PROMPTS[0]], name, _greedy(1))
+            engine.generate([new_prompt()], name, _greedy(1))
             return time.perf_counter() - start
 
         answers = [

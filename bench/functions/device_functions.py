@@ -2,6 +2,7 @@
 turns, and answers beside those of one engine with all adapters. This process has no device."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -27,7 +28,9 @@ FIELDS: dict[str, Any] = {
     "kv_cache_memory_bytes": 2 << 30,
 }
 PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
+_numbers = itertools.count(1)  # of prompts that no other one begins as
 _STARTS, _WARM, _ANSWER = 3, 15, 16
+_NEXT = 2  # calls behind the first one of a pre-loaded function
 _AHEAD_S = 3.0  # from a start to the call that it was made for
 _BATCHES, _REPEATS, _DECODED = (1, 2, 4, 8), 5, 64
 _SLO = 5  # times the first token of one request (ServerlessLoRA, 5.10)
@@ -120,13 +123,19 @@ def _starts(agent: Agent, function: Function) -> dict[str, Any]:
         agent._zygote.kill()
         nothing.append(_first_s(function))
     found = {"warm_s": warm, "zygote_s": zygote, "ready": ready, "no_zygote_s": nothing}
-    return found | {"preloaded_s": [_preloaded_s(function) for _ in range(_STARTS)]}
+    preloaded = [_preloaded_s(function) for _ in range(_STARTS)]
+    return found | {"preloaded_s": preloaded, "paused_s": [_paused_s(function) for _ in range(2)]}
 
 
-def _preloaded_s(function: Function) -> float:
-    """Return seconds to the first token of a function that was started ahead of its call."""
+def _preloaded_s(function: Function) -> list[float]:
+    """Return seconds to the first tokens of the first calls of a function started ahead of them."""
     function.offload()
     function.warm()
+    return [_paused_s(function), *(_first_s(function) for _ in range(_NEXT))]
+
+
+def _paused_s(function: Function) -> float:
+    """Return seconds to the first token after as long a pause as before a pre-loaded call's."""
     time.sleep(_AHEAD_S)
     return _first_s(function)
 
@@ -165,15 +174,20 @@ def _seconds(function: Function, prompts: int, tokens: int) -> float:
     found = []
     for _ in range(_REPEATS):
         start = time.perf_counter()
-        function.generate([PROMPTS[0]] * prompts, _greedy(tokens))
+        function.generate([new_prompt() for _ in range(prompts)], _greedy(tokens))
         found.append(time.perf_counter() - start)
     return statistics.median(found)
 
 
 def _first_s(function: Function) -> float:
     start = time.perf_counter()
-    function.generate([PROMPTS[0]], _greedy(1))
+    function.generate([new_prompt()], _greedy(1))
     return time.perf_counter() - start
+
+
+def new_prompt() -> list[int]:
+    """Return a prompt as long as the first one, of which the prefix cache has nothing."""
+    return [300 + next(_numbers) % 200, *PROMPTS[0][1:]]
 
 
 def _answers(function: Function) -> list[list[int]]:
@@ -215,7 +229,10 @@ def _bare_context_mib() -> float:
     code = "import jax.numpy as jnp; print(jnp.zeros(1).block_until_ready(), flush=True); input()"
     before = device_mib()
     one = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},  # else three quarters of all
     )
     assert one.stdout is not None
     one.stdout.readline()

@@ -170,7 +170,8 @@ def _server(
     adapters = [*(entry.name for entry in engine.registry.entries()), *sorted(in_folder)]
     base = app.state.server.names.base
     chats = engine.tokenizer.has_chat_template
-    given = logs.ready_lines(url, base, options.http.has_api_keys, adapters, examples, chats)
+    asked = options.http.has_api_keys, adapters, examples, chats, options.http.demo
+    given = logs.ready_lines(url, base, *asked)
 
     def ready() -> None:
         logs.log_all(given)

@@ -75,7 +75,8 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         names += sorted(folder_adapters(options.functions.functions))
         examples, chats = examples_of(options), has_template(options.engine)
         url = url_of(options, sock)
-        lines = logs.ready_lines(url, base, options.http.has_api_keys, names, examples, chats)
+        asked = options.http.has_api_keys, names, examples, chats, options.http.demo
+        lines = logs.ready_lines(url, base, *asked)
 
         def ready() -> None:
             logs.log_all(lines)

@@ -1,4 +1,4 @@
-"""Programs that have not run yet, run on nothing while an engine has no work."""
+"""Runs of programs on nothing that a lazy start left, done while an engine has no work."""
 
 import time
 from collections.abc import Callable

@@ -99,8 +99,9 @@ def ready_lines(
     adapters: Sequence[str] = (),
     examples: Examples | None = None,
     chats: bool = False,
+    demo: bool = False,
 ) -> list[str]:
-    """Return the lines that say where the server is and how to try it.
+    """Return the lines that say where the server, and with `demo` its page, is and how to try it.
 
     The prompt is the first example of an adapter that is served, else the base's; with `chats` it
     is a message, with the example's images. On a Unix socket that is an instance behind a router,
@@ -125,6 +126,7 @@ def ready_lines(
         f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' "
         f"-d {_with_files(shlex.quote(json.dumps(body, ensure_ascii=False)), images)}",
         *(f'Another model answers to its name: "model": {json.dumps(n)}.' for n in others[:1]),
+        *([f"The demo page: {url}/"] if demo else []),
     ]
 
 

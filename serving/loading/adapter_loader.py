@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.allocator import AbstractAllocator
 from lora_jax.adapters.entries import AdapterEntry, PairWeights
-from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.lora_load_job import LoadFailed, LoraLoadJob
 from lora_jax.adapters.weights import AnyWeights
 from serving.loading.known_adapter import KnownAdapter
 
@@ -21,14 +21,6 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # after a load that found no memory
 Changes = Sequence[tuple[str, AdapterEntry | None]]  # a name, and what it stands for in memory now
-
-
-class LoadFailed(RuntimeError):
-    """A load cannot go on. `may_pass`: it may succeed when other adapters have left."""
-
-    def __init__(self, why: str, *, may_pass: bool):
-        super().__init__(why)
-        self.may_pass = may_pass
 
 
 class AnyPlacement(Protocol):
@@ -47,7 +39,9 @@ class LoadJob[S](Protocol):
     @property
     def done(self) -> bool: ...
 
-    def advance(self, state: S, max_chunks: int, /) -> S: ...
+    def advance(self, state: S, max_chunks: int, /) -> S:
+        """Return the state after more writes. A job that raises LoadFailed has not donated it."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

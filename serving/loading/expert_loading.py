@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.retirement import Retirement
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models.expert_tensors import ExpertTensors
 from lora_jax.models.split_experts import SplitExpertTensors
 from lora_jax.typing import Array, Int
-from serving.loading.adapter_loader import LoadFailed
 
 logger = logging.getLogger(__name__)
 

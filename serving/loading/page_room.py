@@ -14,13 +14,13 @@ import numpy as np
 
 from lora_jax.adapters.allocator import Placed
 from lora_jax.adapters.lora_allocator import LoraPlacement, Rows
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.row_copies import joined
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, publish
 from lora_jax.memory.pool import PagePool
 from lora_jax.memory.retirement import Retirement
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.pooled import PooledPages, PooledRows
-from serving.loading.adapter_loader import LoadFailed
 from serving.loading.pooled_allocator import PooledSlotAllocator
 
 logger = logging.getLogger(__name__)

@@ -67,8 +67,19 @@ def read_kept(
     return True
 
 
+def runs_left(
+    programs: SequenceOf[Program], kept: SequenceOf[KeptProgram], num_runs: int
+) -> list[tuple[Program, KeptProgram]]:
+    """Return what `take_read` takes, where each program is to run so often, and the first one has
+    run once.
+
+    A first call pays for a run that is left out: on a GPU the second one makes the CUDA graph.
+    """
+    return (list(zip(programs, kept, strict=False)) * num_runs)[1:]
+
+
 def take_read(cold: list[tuple[Program, KeptProgram]]) -> Program | None:
-    """Take the first of `read_kept`'s programs and return it if it is there; drop what failed."""
+    """Take the first of `runs_left` and return it if its program is there; drop what failed."""
     while cold and cold[0][1].is_done:
         program, kept = cold.pop(0)
         if kept.error is None:

@@ -26,7 +26,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
-from serving.steps.compiling import compile_all, read_kept, take_read
+from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.forwarded import Forwarded
 from serving.steps.image_encoder import ImageEncoder
@@ -117,7 +117,7 @@ class ModelRunner:
             bound=structured_outputs,
             waits=board is not None,
         )
-        self._cold: list[tuple[Program, KeptProgram]] = []  # that never ran
+        self._cold: list[tuple[Program, KeptProgram]] = []  # once for each run that is left
         pages = pages_sharding(kv_shape, split)
         self._step = CompiledStep(
             model,
@@ -160,7 +160,7 @@ class ModelRunner:
         """Compile every program and run it on nothing; no later step compiles.
 
         `compiled` is called before that. If all are kept and may be read lazily, only the first one
-        is run here; `run_cold` runs the others.
+        is run here, once; `run_cold` does the other runs.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -180,7 +180,7 @@ class ModelRunner:
         if self._step.lazy and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
             _read(self._run(table, self.programs[0]))
-            self._cold = list(zip(self.programs, programs, strict=False))[1:]
+            self._cold = runs_left(self.programs, programs, self._step.num_warm_runs)
             return
         compile_all(programs, names, progress=progress)
         compiled()
@@ -192,11 +192,11 @@ class ModelRunner:
 
     @property
     def has_cold(self) -> bool:
-        """True if there may be a program that has never run."""
+        """True if there may be a program that has not run as often as a start runs it."""
         return bool(self._cold)
 
     def run_cold(self) -> bool:
-        """Run a program that never ran on nothing, if it was read; return whether any is left."""
+        """Do one run that is left, on nothing, if its program was read; return whether any is."""
         if (program := take_read(self._cold)) is not None:
             _read(self._run(self._inputs.empty_table(), program))
         return bool(self._cold)

@@ -10,6 +10,14 @@ from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.slots import AdapterSlots, chunk_shape, empty_chunk, set_slot, written
 
 
+class LoadFailed(RuntimeError):
+    """A load cannot go on. `may_pass`: it may succeed when other adapters have left."""
+
+    def __init__(self, why: str, *, may_pass: bool):
+        super().__init__(why)
+        self.may_pass = may_pass
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowChunk:
     """A chunk of rank rows for one pool: of each device the same row indices, its own values."""

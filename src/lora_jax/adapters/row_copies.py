@@ -6,6 +6,7 @@ bus instead, and only the table, which names them, is written by a program.
 """
 
 import collections
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -14,10 +15,12 @@ import numpy as np
 
 from lora_jax.adapters.host_rows import as_one, follows
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, fenced, publish
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
 
 CHUNK_BYTES = 128 << 20  # what counts as one chunk: to begin a copy costs next to nothing
+_TROUBLE = (MemoryError, ValueError, OSError, RuntimeError)  # what a copier may raise
 
 
 @runtime_checkable
@@ -76,6 +79,7 @@ class LoraCopyJob:
         sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
         self._waits, self._published = is_first, False
+        self._failure: LoadFailed | None = None
         self._mark: jax.Array | None = None  # ready when nothing reads rows that are free now
 
     @property
@@ -99,8 +103,12 @@ class LoraCopyJob:
         """Return `slots` (donated) with up to `max_chunks` more chunks begun.
 
         `remaining` stays as it is while programs that were enqueued before run, and while copies
-        that were begun are on their way.
+        that were begun are on their way. After a copy that failed the next call raises LoadFailed:
+        this one has donated the slots that it was given. No copy is then on its way, and what was
+        written stays without use.
         """
+        if self._failure is not None:
+            raise self._failure
         if self.done or max_chunks < 1:
             return slots
         if self._waits:
@@ -109,23 +117,31 @@ class LoraCopyJob:
             if not has_ended(self._mark):
                 return slots
             self._waits = False
+        try:
+            if not self._copy(slots, max_chunks):
+                return slots
+        except _TROUBLE as error:
+            with contextlib.suppress(*_TROUBLE):
+                self._copier.finish_writes()  # its rows may be another's next
+            self._failure = LoadFailed(str(error), may_pass=False)
+            return slots
+        self._published = True
+        return publish(slots, self._placement)
+
+    def _copy(self, slots: AdapterSlots, max_chunks: int) -> bool:
+        """Begin up to `max_chunks` more chunks; return whether all rows have arrived."""
         before = self._chunks_left
         while self._writes and before - self._chunks_left < max_chunks:
             key, write = self._writes.popleft()
             pool = slots.pools[key]
             offset = write.offset * pool.shape[1] * pool.dtype.itemsize
             rows = write.rows.astype(pool.dtype, copy=False)
-            try:
-                self._copier.begin_write_into(pool, offset, rows)
-            except BaseException:
-                self._copier.finish_writes()  # its rows may be another's next
-                raise
+            self._copier.begin_write_into(pool, offset, rows)
             self._bytes_left -= rows.nbytes
         if before - self._chunks_left >= max_chunks or not self._copier.writes_done():
-            return slots
+            return False
         self._copier.finish_writes()
-        self._published = True
-        return publish(slots, self._placement)
+        return True
 
     @property
     def _chunks_left(self) -> int:

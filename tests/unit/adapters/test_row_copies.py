@@ -11,7 +11,7 @@ from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.lora_allocator import RowWrite, SlotAllocator
-from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.lora_load_job import LoadFailed, LoraLoadJob
 from lora_jax.adapters.row_copies import LoraCopyJob, joined, pin_matrices
 from lora_jax.adapters.slots import init_slots, size_slots
 
@@ -186,6 +186,31 @@ def test_a_copy_that_fails_leaves_none_under_way():
         begin(*given)
 
     copier.begin_write_into = second_fails
-    with pytest.raises(OSError, match="the bus"):
+    slots = job.advance(slots, 1000)
+    with pytest.raises(LoadFailed, match="the bus"):
         job.advance(slots, 1000)
     assert (copier.begun, copier.log) == ([], ["begin", "finish"])
+    assert not np.asarray(slots.entries).any()
+
+
+@pytest.mark.parametrize("call", ["begin_write_into", "writes_done", "finish_writes"])
+def test_a_copy_that_fails_in_any_call_leaves_the_slots_to_the_next_load(call, monkeypatch):
+    """The fence of a load donates the slots: a failure in the same call would lose them."""
+    slots, allocator = make(jnp.dtype("float32"))
+    copier, weights = LateCopier(), cases.weights(CATALOGUE, 4)
+
+    def fail(*_):
+        raise MemoryError("no pinned memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(copier, call, fail)
+        job = LoraCopyJob(allocator.place(weights), slots, copier)
+        slots = job.advance(slots, 1000)
+        with pytest.raises(LoadFailed, match="no pinned memory") as caught:
+            job.advance(slots, 1000)
+    assert not caught.value.may_pass
+    allocator.abandon_loading(weights.digest)
+    job = LoraCopyJob(allocator.place(weights), slots, copier)
+    while not job.done:
+        slots = job.advance(slots, 1000)
+    assert np.asarray(slots.entries).any()

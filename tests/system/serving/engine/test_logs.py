@@ -117,6 +117,8 @@ def test_ready_asks_what_the_model_can_answer():
     assert body["model"] == "sql"
     assert body["messages"] == [{"role": "user", "content": "how many?"}]
     assert lines[-1] == 'Another model answers to its name: "model": "base".'
+    page = ready_lines(url, "base", False, names, examples, chats=True, demo=True)
+    assert page == [*lines, "The demo page: http://127.0.0.1:8000/"]
     assert tried(*ready_lines(url, "base", False, ["x"], examples))[1]["prompt"] == "go on"
 
 

@@ -10,9 +10,10 @@ from support.drivers.registry_changes import follow
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.slots import init_slots, size_slots
-from serving.loading.adapter_loader import RETRY_S, AdapterLoader, LoadFailed
+from serving.loading.adapter_loader import RETRY_S, AdapterLoader
 from serving.loading.known_adapter import RATE_S
 
 CATALOGUE = cases.llama(hidden=8, inner=6, vocab=10)

@@ -8,13 +8,13 @@ from support.cases import tiny_esft
 
 from lora_jax.adapters import esft_format
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import MappingError, OutOfPages
 from lora_jax.models import load
 from lora_jax.models.expert_tensors import ExpertTensors, expert_blocks
 from serving.loading import expert_loading
-from serving.loading.adapter_loader import LoadFailed
 from serving.loading.expert_loading import ExpertRoom, identity_tables
 
 CHOSEN = {0: (1, 4), 2: (0, 3, 5)}

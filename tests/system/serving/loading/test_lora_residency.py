@@ -1,18 +1,32 @@
 """LoRA adapters in an engine's own slots."""
 
+import functools
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 from support.cases import adapter_cases
 from support.doubles.late_copier import LateCopier
 from support.doubles.residency_doubles import LORA, OneStep, Slots, device
 
+from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.lora_allocator import SlotAllocator
-from lora_jax.adapters.slots import size_slots
+from lora_jax.adapters.row_copies import LoraCopyJob
+from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.adapters.weights import AdapterWeights
-from serving.loading.adapter_loader import AdapterLoader
+from serving.loading.adapter_loader import RETRY_S, AdapterLoader
 from serving.loading.lora_residency import LoraResidency
 
 CATALOGUE = adapter_cases.llama(hidden=8, inner=6, vocab=10)
+
+
+def broken(why):
+    """A method that fails."""
+
+    def fail(*_):
+        raise RuntimeError(why)
+
+    return fail
 
 
 def test_loads_go_into_the_slots_and_leave_the_reroute_tables():
@@ -63,6 +77,38 @@ def test_the_host_cuts_the_weights_of_files_and_pins_all():
             np.testing.assert_array_equal(one, other)
 
 
+def test_a_copier_that_fails_ends_the_load_alone_and_a_later_one_succeeds():
+    """Its requests are told why; the engine's thread, which calls this, goes on."""
+    spec, copier, now = size_slots(CATALOGUE, 2, 4, 4), LateCopier(), [100.0]
+    make_job = functools.partial(LoraCopyJob, copier=copier)
+    allocator = SlotAllocator(CATALOGUE, spec.num_slots, spec.rows)
+    lora = LoraResidency(AdapterLoader(allocator, make_job, clock=lambda: now[0]), copier)
+    one, other = (
+        AdapterEntry(name, weights.report.kind, weights.digest, 1, weights, False, name)
+        for name in "ab"
+        for weights in [adapter_cases.weights(CATALOGUE, 4, seed=ord(name))]
+    )
+    arrays = SimpleNamespace(slots=init_slots(CATALOGUE, spec, jnp.dtype("float32")))
+    copier.finish_writes, finish = broken("no pinned memory"), copier.finish_writes
+
+    def failures_of(entry):
+        lora.retain(entry)
+        assert lora.acquire(entry.digest) is None
+        failures = []
+        while lora.is_busy:
+            failures += lora.advance(arrays, 1000, 0, 0)
+        return failures
+
+    assert failures_of(one) == [(one.digest, "no pinned memory")]
+    copier.finish_writes = finish
+    assert failures_of(other) == []
+    assert lora.acquire(other.digest) is not None
+    now[0] += RETRY_S
+    lora.drop(one.digest)
+    assert failures_of(one) == []
+    assert lora.acquire(one.digest) is not None
+
+
 def test_no_copy_is_under_way_to_arrays_of_an_engine_that_has_closed():
     copier = LateCopier(late=1_000_000)
     lora = LoraResidency(AdapterLoader(Slots(1), OneStep), copier)
@@ -71,5 +117,5 @@ def test_no_copy_is_under_way_to_arrays_of_an_engine_that_has_closed():
     lora.close()
     assert not copier.begun
     assert array.sum() == 4
-    copier.finish_writes = lambda: (_ for _ in ()).throw(RuntimeError("a copy has failed"))
+    copier.finish_writes = broken("a copy has failed")
     lora.close()

@@ -11,12 +11,12 @@ from support.drivers.pool_driver import FLOAT, PAGE, PoolDriver, shifting
 from support.drivers.scheduler_driver import check_answer, limits
 
 from lora_jax.adapters.lora_allocator import SlotAllocator
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.pool import PagePool
 from lora_jax.pooled import PooledRows
 from serving.api.request import FinishReason
-from serving.loading.adapter_loader import LoadFailed
 from serving.loading.page_room import PooledLoadJob
 
 PHASES = ("adapters", "long", "both")
