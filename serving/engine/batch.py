@@ -12,6 +12,7 @@ from serving.api.outputs import OutputCollector, RequestOutput
 from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
 from serving.engine.generate_arguments import Adapter
+from serving.engine.short_switches import short_switches
 
 
 class Batch:
@@ -46,7 +47,7 @@ class Batch:
 
     def run(self) -> list[RequestOutput]:
         """Return all answers in order; raises what `submit` raises, or RequestFailed."""
-        with self._bar:
+        with self._bar, short_switches.within():
             for index in range(len(self._requests)):
                 self._hand_in(index)
             while self.live:
