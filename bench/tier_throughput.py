@@ -4,16 +4,18 @@
 made on the device, and adapters of rank 16 on q_proj and v_proj in bfloat16, 13.6 MB each. A few
 adapters' files have bytes of their own; the others are hard links to them beside a config of their
 own, so that each has its own digest and reads and copies as many bytes. A tenth of the requests
-ask the base model. First-token times of 1, 2, 4 and 8 adapters for each slot come last, as
-`bench.adapter_slots` measures them, in an engine with a slot for each row: with fewer slots 70% of
-the rows' load may name more adapters at a time than there are slots, which no order of loads can
-serve. `--small` runs the same on a CPU in a minute, to try it.
+ask the base model. A fixed number of callers ask, each again as soon as it is answered, so that no
+figure has a beginning or an end in which rows are idle. First-token times of 1, 2, 4 and 8 adapters
+for each slot come last, as `bench.adapter_slots` measures them, in an engine with a slot for each
+row: with fewer slots 70% of the rows' load may name more adapters at a time than there are slots,
+which no order of loads can serve. `--small` runs the same on a CPU in a minute, to try it.
 """
 
 import argparse
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import os
 import queue
@@ -22,7 +24,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,16 @@ class Case:
     rows: int = 64
     prompt: int = 128
     answer: int = 128
-    requests: int = 768  # handed in at once; the last ones of a few leave rows and slots idle
-    fill: int = 128  # requests that come before, of which nothing is counted
+    callers: int = 256
+    requests: int = 768  # answered in a round
     rounds: int = 2
     zipf: float = 1.0
     base_share: float = 0.1
     uniform: int = 320  # requests of each ratio of adapters to slots
+
+
+SMALL_CASE = Case((40, 100), 8, 64, 8, 16, 16, callers=24, requests=64, uniform=64)
+_PATIENCE_S = 120.0  # for one more answer
 
 
 def write_model(folder: Path, shape: LlamaShape) -> None:
@@ -121,57 +126,102 @@ def write_adapters(
     return names
 
 
-class Times:
-    """Times of one request's tokens, in seconds."""
+class Answer:
+    """What one request has got so far; the engine calls it."""
 
     def __init__(self, asked: str | None, ended: queue.SimpleQueue):
-        self.asked, self.at, self._ended = asked, [], ended
+        self.asked, self.num_tokens, self.error = asked, 0, None
+        self.first_s = self.last_s = 0.0
+        self._ended = ended
 
     def __call__(self, delta: OutputDelta) -> None:
-        self.at.append(time.perf_counter())
+        self.last_s = time.perf_counter()
+        self.first_s = self.first_s or self.last_s
+        self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._ended.put(delta.error)
+            self.error = delta.error
+            self._ended.put(self)
 
     @property
     def between_tokens(self) -> float:
         """Mean seconds from one token to the next."""
-        return (self.at[-1] - self.at[0]) / max(1, len(self.at) - 1)
+        return (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
 
 
-def run_round(engine: Engine, asked: list[str | None], case: Case, seed: int) -> dict[str, Any]:
-    """Hand in one request for each name at once; return tokens per second and base rows' TPOT."""
-    rng, ended = random.Random(seed), queue.SimpleQueue()
-    sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
-    times = [Times(name, ended) for name in asked]
-    most = engine.model_info.vocab_size - 1
-    prompts = [[rng.randrange(3, most) for _ in range(case.prompt)] for _ in asked]
-    begun = time.perf_counter()
+class Crowd:
+    """Callers who ask one engine, each again when it has been answered."""
 
-    def hand_in(one: tuple[list[int], Times]) -> None:
-        try:
-            engine.submit(one[0], one[1].asked, sampling, on_output=one[1])
-        except Exception as error:
-            ended.put(repr(error))
+    def __init__(self, engine: Engine, names: list[str], case: Case, rng: random.Random):
+        self._engine, self._names, self._case, self._rng = engine, names, case, rng
+        self._weights = list(itertools.accumulate((n + 1) ** -case.zipf for n in range(len(names))))
+        self._ended: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._open: set[Answer] = set()
+        self._most = engine.model_info.vocab_size - 1
 
-    with ThreadPoolExecutor(8) as threads:
-        for _ in threads.map(hand_in, zip(prompts, times, strict=True)):
-            pass
-    failed = [error for _ in asked if (error := ended.get()) is not None]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
-    taken = time.perf_counter() - begun
-    base = sorted(t.between_tokens for t in times if t.asked is None)
-    return {
-        "tokens_per_s": len(asked) * case.answer / taken,
-        "base_tpot_ms": 1e3 * statistics.median(base) if base else 0.0,
-    }
+    def fill(self) -> None:
+        """Ask each adapter that the host has room for once, the most popular ones last."""
+        for name in reversed(self._names[: self._case.on_host]):
+            self._ask(name, 1)
+        while self._open:
+            self._answer()
+
+    def begin(self) -> None:
+        """Let all callers ask, and wait until the first of them have been answered."""
+        for _ in range(self._case.callers):
+            self._ask_any()
+        for _ in range(self._case.callers // 2):  # rows no longer begin and end together
+            self._answer()
+            self._ask_any()
+
+    def round(self) -> dict[str, Any]:
+        """Return tokens per second and base rows' time per token, over so many answers."""
+        begun, tokens, base = time.perf_counter(), -self._tokens(), []
+        for _ in range(self._case.requests):
+            answer = self._answer()
+            tokens += answer.num_tokens
+            if answer.asked is None:
+                base.append(answer.between_tokens)
+            self._ask_any()
+        tokens += self._tokens()
+        return {
+            "tokens_per_s": tokens / (time.perf_counter() - begun),
+            "base_tpot_ms": 1e3 * statistics.median(base) if base else 0.0,
+        }
+
+    def end(self) -> None:
+        """Wait for the answers that are under way."""
+        while self._open:
+            self._answer()
+
+    def _tokens(self) -> int:
+        """Return how many tokens the open requests have got."""
+        return sum(answer.num_tokens for answer in self._open)
+
+    def _ask_any(self) -> None:
+        self._ask(next_asked(self._names, self._weights, self._case, self._rng), self._case.answer)
+
+    def _ask(self, name: str | None, num_tokens: int) -> None:
+        answer = Answer(name, self._ended)
+        self._open.add(answer)
+        prompt = [self._rng.randrange(3, self._most) for _ in range(self._case.prompt)]
+        sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        self._engine.submit(prompt, name, sampling, on_output=answer)
+
+    def _answer(self) -> Answer:
+        answer = self._ended.get(timeout=_PATIENCE_S)
+        self._open.remove(answer)
+        if answer.error is not None:
+            raise RuntimeError(f"A request of {answer.asked or 'the base'} failed: {answer.error}")
+        return answer
 
 
-def asked_by(names: list[str], count: int, case: Case, rng: random.Random) -> list[str | None]:
-    """Return the adapter of each request of a round; None: the base model."""
-    weights = [(rank + 1) ** -case.zipf for rank in range(len(names))]
-    chosen: list[str | None] = list(rng.choices(names, weights, k=count))
-    return [None if rng.random() < case.base_share else name for name in chosen]
+def next_asked(
+    names: list[str], weights: list[float], case: Case, rng: random.Random
+) -> str | None:
+    """Return the adapter of one request, by cumulative weights; None: the base model."""
+    if rng.random() < case.base_share:
+        return None
+    return rng.choices(names, cum_weights=weights)[0]
 
 
 def tier_hits(engine: Engine) -> dict[str, float]:
@@ -230,20 +280,21 @@ def measure_throughput(
 def measure_population(
     engine: Engine, population: list[str], case: Case, rng: random.Random
 ) -> dict[str, Any]:
-    """Return the figures of some adapters, which are medians of the rounds after the first."""
-    rounds = []
-    for number in range(case.rounds + 1):  # the first fills the tiers
+    """Return the figures of some adapters, which are medians of the rounds."""
+    crowd, rounds = Crowd(engine, population, case, rng), []
+    crowd.fill()
+    crowd.begin()
+    for _ in range(case.rounds):
         before, steps = tier_hits(engine), engine.stats().steps
-        asked = asked_by(population, case.requests if number else case.fill, case, rng)
-        figures: dict[str, Any] = run_round(engine, asked, case, number)
+        figures = crowd.round()
         after = tier_hits(engine)
         figures["hits"] = {tier: after[tier] - before[tier] for tier in after}
         figures["steps"] = engine.stats().steps - steps
-        figures["requests"] = len(asked)
         rounds.append(figures)
         print(len(population), figures, flush=True)
+    crowd.end()
     results: dict[str, Any] = {
-        name: statistics.median(one[name] for one in rounds[1:])
+        name: statistics.median(one[name] for one in rounds)
         for name in ("tokens_per_s", "base_tpot_ms")
     }
     return results | {"rounds": rounds}
@@ -309,7 +360,7 @@ def main() -> None:
     args = parser.parse_args()
     case, shape = Case(), LLAMA_8B
     if args.small:
-        case, shape = Case((40, 100), 8, 64, 8, 16, 16, 64, 32, uniform=64), SMALL
+        case, shape = SMALL_CASE, SMALL
     parts = PARTS if args.part is None else (args.part,)
     device = jax.devices()[0].device_kind.replace(" ", "_").lower()
     told = {"device": device, "date": datetime.date.today().isoformat()}

@@ -7,10 +7,11 @@ import numpy as np
 
 from bench.vision import shapes
 from lora_jax.finetune.pictures import boxes, tasks
+from lora_jax.finetune.pictures.box_words import from_words
 from lora_jax.finetune.pictures.make_adapters import FUSED_TASKS, RECIPES
 from serving import Engine, Sampling
 
-ASKED = Sampling(max_tokens=24, temperature=0.0)
+ASKED = Sampling(max_tokens=64, temperature=0.0)
 
 
 def jobs_of(model: Path) -> list[tuple[Path, str]]:
@@ -50,11 +51,14 @@ def asked(examples: list[tasks.Example]) -> tuple[list[str], list[list[np.ndarra
 
 
 def told(engine: Engine, name: str | None, examples: list[tasks.Example]) -> float:
-    """Return the share of answers in words that are exactly what was wanted."""
+    """Return the share of answers in words that are as wanted; of boxes F1 at half overlap."""
     prompts, images = asked(examples)
     answers = engine.generate(prompts, name, ASKED, images=images)
-    pairs = zip(answers, examples, strict=True)
-    return round(float(np.mean([a.outputs[0].text.strip() == e.answer for a, e in pairs])), 3)
+    texts = [answer.outputs[0].text.strip() for answer in answers]
+    if any(example.boxes for example in examples):
+        return round(boxes.f1([from_words(text) for text in texts], examples), 3)
+    pairs = zip(texts, examples, strict=True)
+    return round(float(np.mean([text == example.answer for text, example in pairs])), 3)
 
 
 def headed(engine: Engine, name: str, examples: list[tasks.Example]) -> float:

@@ -26,6 +26,8 @@ _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
 _THREADS = 4  # at most: a row takes 0.1 ms, and threads without work look for some all the time
 _BITS = 32
+_SAMPLED = 16  # one word of so many is counted
+_SOME, _NEARLY_ALL = 0.05, 0.99  # of the tokens
 _BYTES_WORDS = 32  # of a mask, in which most vocabularies have the tokens of single bytes
 
 
@@ -35,6 +37,7 @@ class GrammarState:
 
     matcher: "LLMatcher"
     num_seen: int = 0  # output tokens that the matcher has consumed
+    effort: int = 0  # that its next mask may take: 2 is much
 
 
 class BoundRow(NamedTuple):
@@ -176,7 +179,9 @@ class RowMasks:
     def _compute(self, filling: "Filling") -> None:
         words = filling.words
         alone, drafted, size = [], [], words.shape[1] * words.itemsize
-        for row, place in zip(filling.rows, filling.places, strict=False):
+        rows = list(zip(filling.rows, filling.places, strict=False))
+        shared = len(rows) >= self._few
+        for row, place in _dealt(rows, self._num_threads) if shared else rows:
             if id(row.sequence) in filling.lost:
                 continue
             matcher = row.sequence.grammar_state.matcher
@@ -193,6 +198,8 @@ class RowMasks:
                 matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
         if drafted:
             self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
+        if shared:
+            _guess_efforts(rows, words[: filling.places[-1]])
 
     def _threads(self) -> "LLExecutor":
         if self._executor is None:
@@ -257,6 +264,32 @@ def _unseen(sequence: Sequence) -> list[int]:
     new = sequence.token_ids[sequence.num_prompt + state.num_seen :]
     state.num_seen += len(new)
     return new
+
+
+def _guess_efforts(rows: SequenceOf[tuple[BoundRow, int]], words: np.ndarray) -> None:
+    """Note by its last mask what a row's next one may take.
+
+    Within a string's last characters some tokens are too long, and each has to be tried: the last
+    mask allowed many tokens, yet not all. Where it allowed all, the next one may be such a mask.
+    """
+    bits = np.bitwise_count(words.view(np.uint32)[:, ::_SAMPLED]).sum(axis=1, dtype=np.int64)
+    shares = bits / (_BITS * -(-words.shape[1] // _SAMPLED))
+    efforts = (shares > _SOME).astype(int) + ((shares > _SOME) & (shares < _NEARLY_ALL))
+    for row, place in rows:
+        row.sequence.grammar_state.effort = int(efforts[place])
+
+
+def _dealt(
+    rows: SequenceOf[tuple[BoundRow, int]], num_threads: int
+) -> SequenceOf[tuple[BoundRow, int]]:
+    """Return the rows in an order by which threads end at about the same time.
+
+    The library's threads halve the list until each has two pieces; rows that may take long begin
+    pieces of their own.
+    """
+    by_effort = sorted(rows, key=lambda one: -one[0].sequence.grammar_state.effort)
+    num_pieces = 1 << num_threads.bit_length()
+    return [one for piece in range(num_pieces) for one in by_effort[piece::num_pieces]]
 
 
 def _any_bit(words: np.ndarray) -> np.ndarray:

@@ -10,6 +10,19 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits, LLTokenizer
 
 
+# Tokens that stand in a JSON string as they are, by their greatest length: where a string may go on
+# for so many characters, all of them fit at once, and only longer ones are looked at one by one.
+# With llguidance's own lengths, 10 and 30, a mask within 10 characters of a maxLength takes 3 ms
+# and more for 150,000 tokens.
+_LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 30)
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRING}{{1,{length}}}" for length in _LENGTHS),
+    f"{_IN_STRING}+",
+]
+
+
 def has_llguidance() -> bool:
     """Return whether the library is installed; a server without structured outputs runs without."""
     try:
@@ -32,7 +45,8 @@ class Vocabulary:
         from llguidance import LLTokenizer, TokenizerWrapper
 
         wrapper = TokenizerWrapper(_Tokens(self))
-        return LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.end_ids))
+        sizes = {"n_vocab": len(self.tokens), "eos_token": list(self.end_ids)}
+        return LLTokenizer(wrapper, **sizes, slices=SLICES)
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, end_ids: Sequence[int]) -> Vocabulary | None:

@@ -71,8 +71,8 @@ def test_other_kernels_decline_and_mixed_pools_are_refused():
 @pytest.mark.parametrize("rows", [5, 64, 700])
 @pytest.mark.parametrize("d_in", [128, 4096])
 def test_a_gpu_reads_the_rows_values_and_keeps_a_rows_bits(rows, d_in):
-    ranks = (16, 8, 0, 64, 1, 24, 13)
-    case, meant = in_8_bits(lora_case(rows, 320, d_in, ranks, num_experts=3, dtype="bfloat16"))
+    options = {"ranks": (16, 8, 0, 64, 1, 24, 13), "num_experts": 3, "dtype": "bfloat16"}
+    case, meant = in_8_bits(lora_case(rows, 320, d_in, **options))
     got = run(case, "cuda")
     np.testing.assert_allclose(got, oracle(meant), **TOLERANCE["bfloat16"])
     some = np.random.default_rng(rows).permutation(rows)[:5]

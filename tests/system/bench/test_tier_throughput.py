@@ -1,5 +1,8 @@
 import json
+import random
 from types import SimpleNamespace
+
+import pytest
 
 from bench import tier_throughput as bench
 
@@ -15,19 +18,46 @@ def test_adapters_of_shared_files_have_digests_of_their_own(tmp_path):
 
 
 def test_a_tenth_of_the_requests_asks_the_base_model():
-    asked = bench.asked_by(["a0", "a1"], 2000, bench.Case(), bench.random.Random(0))
+    rng, case = random.Random(0), bench.Case()
+    asked = [bench.next_asked(["a0", "a1"], [1.0, 1.5], case, rng) for _ in range(2000)]
     assert 120 < asked.count(None) < 280
     assert asked.count("a0") > 1.5 * asked.count("a1")
 
 
-def test_one_adapter_is_asked_as_often_as_many(monkeypatch):
-    """Rates of different counts of requests do not compare: the last ones leave rows idle."""
-    figures = {"tokens_per_s": 1.0, "base_tpot_ms": 1.0}
-    monkeypatch.setattr(bench, "run_round", lambda *args: dict(figures))
-    monkeypatch.setattr(bench, "tier_hits", lambda engine: {})
-    engine = SimpleNamespace(stats=lambda: SimpleNamespace(steps=0))
-    case, rng = bench.Case(), bench.random.Random(0)
-    for names in (["a0"], ["a0", "a1"]):
-        found = bench.measure_population(engine, names, case, rng)
-        asked = [one["requests"] for one in found["rounds"]]
-        assert asked == [case.fill] + [case.requests] * case.rounds
+class Echo:
+    """An engine that gives a request all of its tokens at once, when `callers` have asked."""
+
+    def __init__(self, callers: int):
+        self.model_info = SimpleNamespace(vocab_size=100)
+        self.callers, self.waiting, self.names, self.most = callers, [], [], 0
+
+    def submit(self, prompt, name, sampling, on_output):
+        self.names.append((name, sampling.max_tokens))
+        self.waiting.append((sampling.max_tokens, on_output))
+        self.most = max(self.most, len(self.waiting))
+        if sampling.max_tokens == 1 or len(self.waiting) == self.callers:
+            tokens, first = self.waiting.pop(0)
+            first(SimpleNamespace(token_ids=[7] * tokens, finish_reason="length", error=None))
+
+
+def test_callers_ask_again_when_they_are_answered():
+    """The host's adapters come first, then as many requests are open as there are callers."""
+    case = bench.Case(on_host=2, callers=4, requests=10, answer=3)
+    engine = Echo(case.callers)
+    crowd = bench.Crowd(engine, ["a0", "a1", "a2"], case, random.Random(0))
+    crowd.fill()
+    assert engine.names == [("a1", 1), ("a0", 1)]
+    crowd.begin()
+    figures = crowd.round()
+    assert figures["tokens_per_s"] > 0
+    assert len(engine.names) == 2 + 4 + 2 + 10
+    assert engine.most == case.callers
+
+
+def test_an_answer_that_failed_ends_the_run():
+    crowd = bench.Crowd(Echo(1), ["a0"], bench.Case(on_host=1), random.Random(0))
+    crowd.fill()
+    crowd._ask("a0", 3)
+    crowd._open.copy().pop().error = "no room"
+    with pytest.raises(RuntimeError, match="A request of a0 failed: no room"):
+        crowd.end()

@@ -262,11 +262,15 @@ def scores(
     head: TaskHead | None,
     held: Sequence[tasks.Example],
 ) -> dict[str, Any]:
-    """Return the held-out scores of an adapter, of its words if it has both, and of the base."""
+    """Return the held-out scores of an adapter, of its words if it has both, and of the base.
+
+    Words that tell boxes are not scored: of them no answer is right to the last digit.
+    `bench.vision --accuracy` has an engine write them.
+    """
     rows = base.rows(held, head, tower=args.tower)
     found = {"task": args.task, "heldout": args.heldout}
     found["adapter"] = round(score(base, params, spec, head, held, rows), 4)
-    if args.words:
+    if args.words and args.head is not HeadKind.BOXES:
         told = base.rows(held, None, tower=args.tower)
         found["words"] = round(score(base, params, spec, None, held, told), 4)
     words = rows if head is None else base.rows(held, None, tower=False)

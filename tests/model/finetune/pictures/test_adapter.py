@@ -212,6 +212,19 @@ def test_the_command_trains_an_adapter_on_in_words_too(
     assert all((a[name] == b[name]).all() for name in a), "training was traced only"
 
 
+@pytest.mark.parametrize("kind", [HeadKind.BOXES, HeadKind.COUNT])
+def test_words_that_tell_boxes_are_scored_by_an_engine_alone(picture_base, monkeypatch, kind):
+    """No digit of theirs may be wrong by the command's measure, whole answers that are equal."""
+    monkeypatch.setattr(adapter.Base, "rows", lambda *given, **options: None)
+    monkeypatch.setattr(adapter, "score", lambda *given: 0.5)
+    head, spec = TaskHead(kind, ("0", "1"), 2 * (kind is HeadKind.BOXES)), LoraSpec(2, 4.0, ("o",))
+    args = adapter.parser().parse_args(
+        ["--model", "M", "--data", "D", "--task", "boxes", "--out", "O", "--words", "--head", kind]
+    )
+    found = adapter.scores(args, picture_base, adapter.new_head(head, 8, {}, 0), spec, head, [])
+    assert ("words" in found) == (kind is HeadKind.COUNT)
+
+
 def drawn(data, task, count):
     """Return the examples that the command measures on."""
     return tasks.draw(task, tasks.parts(tasks.read_sources(data))[True], count, 7)

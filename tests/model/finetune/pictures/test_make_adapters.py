@@ -1,5 +1,6 @@
 """Recipes of the shipped adapters: what the command trains, and examples of each."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -33,10 +34,10 @@ def test_there_are_adapters_and_kinds_of_head():
 
 
 def test_examples_are_what_the_tasks_drew(picture_parts, tmp_path, monkeypatch):
-    recipes = [r for r in RECIPES if r.task in ("count", "motion")]
+    recipes = [dataclasses.replace(r, example=3) for r in RECIPES if r.task in ("count", "motion")]
     monkeypatch.setattr(make_adapters, "RECIPES", recipes)
     monkeypatch.setattr(make_adapters, "FUSED_TASKS", ("any",))
-    make_adapters.write_examples(tmp_path, picture_parts[True], seed=3)
+    make_adapters.write_examples(tmp_path, picture_parts[True])
     told = json.loads((tmp_path / "examples.json").read_text())
     assert set(told["images"]) == {"", "fused", "count-head", "motion-head"}
     assert set(told["images"]) == {"", *told["adapters"]}

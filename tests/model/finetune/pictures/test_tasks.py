@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lora_jax.finetune.pictures import scenes, tasks
+from lora_jax.finetune.pictures.box_words import in_words
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
@@ -33,11 +34,27 @@ def test_halves_share_no_picture(picture_parts):
         np.testing.assert_array_equal(other.names, source.names[1::2])
 
 
-def test_counts_and_kinds_are_those_of_the_boxes(picture_parts):
-    for example in tasks.draw("boxes", picture_parts[False], 10, 1):
-        told = [phrase.split(" ", 1) for phrase in example.answer.split("; ")]
-        assert [kind for kind, _ in told] == list(example.labels)
-        for (_, place), (_, (left, top, right, bottom)) in zip(told, example.boxes, strict=True):
+def test_kinds_and_places_of_a_list_are_those_of_its_boxes(picture_parts, monkeypatch):
+    told, scene = [], scenes.scene
+
+    def kept(*args):
+        told.append(scene(*args))
+        return told[-1]
+
+    monkeypatch.setattr(scenes, "scene", kept)
+    listed = tasks.draw("list", picture_parts[False], 10, 1)
+    for example, drawn in zip(listed, told, strict=True):
+        phrases = [phrase.split(" ", 1) for phrase in example.answer.split("; ")]
+        kinds = [picture_parts[False]["things"].kinds[thing.row] for thing in drawn.things]
+        assert [kind for kind, _ in phrases] == kinds
+        for (_, place), thing in zip(phrases, drawn.things, strict=True):
+            left, top, right, bottom = (side / scenes.SIDE for side in thing.box)
             row, column = (min(2, int(3 * (a + b) / 2)) for a, b in ((top, bottom), (left, right)))
             assert place == scenes.PLACES[3 * row + column]
-        assert all(0 <= a < b <= 1 for _, (a, _, b, _) in example.boxes)
+
+
+def test_boxes_lie_in_the_image_and_are_told_in_words(picture_parts):
+    for example in tasks.draw("boxes", picture_parts[False], 10, 1):
+        assert example.answer == in_words(example.boxes)
+        assert [kind for kind, _ in example.boxes] == list(example.labels)
+        assert all(0 <= a < b <= 1 and 0 <= c < d <= 1 for _, (a, c, b, d) in example.boxes)

@@ -84,7 +84,8 @@ class Element {
   append(child) { this.children.push(child); }
 }
 const element = (id) => named[id] ??= new Element("named");
-globalThis.document = { getElementById: element, createElement: (tag) => new Element(tag) };
+globalThis.document = Object.assign(new Element("document"), {
+  getElementById: element, createElement: (tag) => new Element(tag) });
 const plain = globalThis.fetch;
 globalThis.fetch = (path, options) => plain(process.argv[2] + "/" + path, options);
 element("tokens").value = "5";
@@ -152,7 +153,9 @@ def test_a_schema_binds_every_answer(lora_dir, tmp_path):
     assert len(got["answers"]) == len(engine.submitted) == 2
     for asked in engine.submitted:
         assert json.loads(asked.sampling.structured_outputs.text) == schema
-    assert all("JSON" in rate for _, rate, _ in wrong["answers"])
+        assert asked.sampling.structured_outputs.whitespace_pattern == " ?"
+    assert wrong["status"].startswith("The schema is no JSON: ")
+    assert wrong["answers"] == []
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="no node to run JavaScript with")
@@ -171,7 +174,8 @@ def test_a_model_without_a_template_is_asked_to_go_on(lora_dir, tmp_path, monkey
 # What a server with a vision model and heads answers; `loaded` has its head on the first use only.
 HEADED = """
 const drawn = [];
-const pen = new Proxy({}, { get: (_, name) => (...given) => drawn.push([name, ...given]) });
+const pen = new Proxy({ measureText: (text) => ({ width: 8 * text.length }) }, {
+  get: (own, name) => own[name] ?? ((...given) => drawn.push([name, ...given])) });
 Element.prototype.getContext = () => pen;
 globalThis.Image = class { addEventListener(_, f) { this.f = f; } setAttribute(_, url) {
   Object.assign(this, { url, width: 64, height: 32 }); this.f(); } };
@@ -204,13 +208,14 @@ DROP = """
   const first = element("images").children.map((one) => one.src);
   for (const image of [...element("images").children]) image.listeners.click();
   const files = [{ type: "image/png", name: "dropped" }, { type: "text/plain", name: "not" }];
-  await element("form").listeners.drop({ preventDefault() {}, dataTransfer: { files } });
+  await document.listeners.drop({ preventDefault() {}, dataTransfer: { files } });
   await new Promise((done) => setTimeout(done, 5));
+  const told = element("status").textContent;
   for (const label of element("adapters").children.slice(1)) label.children[0].checked = true;
   await element("form").listeners.submit({ preventDefault() {} });
   const texts = (place) => place.children.map((child) => child.textContent);
   console.log(JSON.stringify({
-    first, asked: sent, answers: element("answers").children.map(texts),
+    first, told, asked: sent, answers: element("answers").children.map(texts),
     box: drawn.find(([name]) => name === "strokeRect"),
   }));
 })();
@@ -226,6 +231,7 @@ def test_dropped_images_are_asked_about_and_heads_answer_with_boxes(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     got = json.loads(done.stdout)
     assert got["first"] == ["data:image/png;base64,example"]
+    assert got["told"] == "not: no image, left out"
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,dropped"}}
     content = [image, {"type": "text", "text": "How many?"}]
     ways = [(path, model) for path, model, _ in got["asked"]]

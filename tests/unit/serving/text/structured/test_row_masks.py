@@ -10,7 +10,13 @@ from support.cases.grammar_cases import vocabulary
 from serving.api.request import Request, ScheduledChunk, Sequence, SequenceState, StepPlan
 from serving.api.sampling import Sampling
 from serving.text.structured.grammars import Grammar
-from serving.text.structured.row_masks import RowMasks
+from serving.text.structured.row_masks import (
+    BoundRow,
+    GrammarState,
+    RowMasks,
+    _dealt,
+    _guess_efforts,
+)
 from serving.text.structured.vocabulary import parser_limits
 
 WORDS = -(-len(vocabulary().tokens) // 32)
@@ -177,3 +183,20 @@ def test_masks_of_a_step_that_did_not_wait_are_made_before_the_next_ones(sequenc
     assert told == [[0]]
     masks.settle()  # nothing is left to wait for
     masks.close()
+
+
+def test_rows_whose_masks_may_take_long_begin_pieces_of_their_own(sequence):
+    """A mask of many tokens, yet not of all, is followed by one that takes long."""
+    rows = [(BoundRow(sequence(), first), first) for first in range(16)]
+    for row, _ in rows:
+        row.sequence.grammar_state = GrammarState(row.sequence.request.grammar.start())
+    words = np.full((16, 320), 7 << 29, np.uint32).view(np.int32)  # a tenth of the tokens
+    words[4:] = 0
+    words[8:12] = -1
+    _guess_efforts(rows, words)
+    efforts = [row.sequence.grammar_state.effort for row, _ in rows]
+    assert efforts == [2] * 4 + [0] * 4 + [1] * 4 + [0] * 4
+    order = [place for _, place in _dealt(rows, num_threads=2)]  # four pieces of four
+    assert order[::4] == [0, 1, 2, 3]
+    assert order[1::4] == [8, 9, 10, 11]
+    assert sorted(order) == list(range(16))

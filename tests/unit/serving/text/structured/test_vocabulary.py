@@ -1,8 +1,13 @@
 """The vocabulary that grammars see is the model's: bytes, special tokens, ends."""
 
+import random
+
 import numpy as np
-from llguidance import LLMatcher
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from support.cases.grammar_cases import tokenizer, vocabulary
+
+from serving.text.structured.vocabulary import _Tokens
 
 
 def allowed(matcher):
@@ -38,3 +43,28 @@ def test_only_ends_follow_a_whole_answer_and_ids_without_text_never_do():
     assert allowed(matcher) == set(words.end_ids)
     anything = LLMatcher(words.tokenizer(), LLMatcher.grammar_from_regex("(.|\n)*"), log_level=0)
     assert max(allowed(anything)) < tokenizer().vocab_size
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_slices_change_no_mask(seed):
+    """Every length of a bounded string, by tokens of one and of several characters."""
+    tokens, rng = vocabulary(), random.Random(seed)
+    plain = LLTokenizer(
+        TokenizerWrapper(_Tokens(tokens)),
+        n_vocab=len(tokens.tokens),
+        eos_token=list(tokens.end_ids),
+        slices=[],
+    )
+    text = LLMatcher.grammar_from_json_schema('{"type": "string", "maxLength": 34}')
+    sliced, whole = (LLMatcher(of, text) for of in (tokens.tokenizer(), plain))
+    num_masks = 0
+    while not sliced.is_stopped():
+        mask = sliced.compute_bitmask()
+        assert mask == whole.compute_bitmask()
+        fits = sorted(allowed(sliced))
+        longer = [token for token in fits if b'"' not in tokens.tokens[token]]
+        token = rng.choice(longer if num_masks and longer else fits)
+        assert sliced.consume_tokens([token])
+        assert whole.consume_tokens([token])
+        num_masks += 1
+    assert num_masks > 8
