@@ -2,8 +2,9 @@
 
 `python -m bench.adapter_tiers --out DIR`: the shipped model on a CPU, hard links to a shipped
 adapter, which differ in a config of their own and so in their digests, 30 on the device, 300 on the
-host, the rest on the disk. Requests of 32 tokens are handed in at once. Rounds of one adapter, of
-as many as lie on the device, and of all take turns; a ratio is the median of those of a turn.
+host, the rest on the disk. A crowd of callers asks for 32 tokens, each again when it is answered;
+the interpreter's lock changes hands as in a server. Rounds of one adapter, of as many as lie on the
+device, and of all take turns; a ratio is the median of those of a turn.
 
 `--lora-server` asks an engine beside a LoRA Server of one rank instead, over HTTP, and prints the
 mean time to first tokens by the tier that adapters were in when they were asked for.
@@ -31,11 +32,12 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving import Engine, Sampling
+from bench.crowd import Crowd, tier_hits
+from serving import Engine
+from serving.engine.short_switches import short_switches
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
-SAMPLING = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_queue": 4096}
 
 
@@ -46,9 +48,13 @@ class Case:
     adapters: int = 1000
     on_device: int = 30
     on_host: int = 300
+    callers: int = 64  # who ask again when they are answered
+    prompt: int = 8  # tokens
+    answer: int = 32
     requests: int = 400
     rounds: int = 3
     zipf: float = 1.0
+    base_share: float = 0.0
 
 
 def write_adapters(folder: Path, count: int) -> list[str]:
@@ -71,29 +77,16 @@ def measure(case: Case) -> dict[str, Any]:
     rng, turns = random.Random(1), []
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), case.adapters)
-        weights = [(rank + 1) ** -case.zipf for rank in range(case.adapters)]
         populations = {"one": 1, "device": case.on_device, "all": case.adapters}
         tiers: dict[str, Any] = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
         tiers |= {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000}
-        with Engine(MODEL, **SIZES, **tiers) as engine:
-            prompts = [engine.tokenizer.encode(f"request {n}") for n in range(case.requests)]
-            for _ in range(case.rounds + 1):
-                turns.append({})
-                for kind, count in populations.items():
-                    asked = rng.choices(names[:count], weights[:count], k=case.requests)
-                    begun, busy = time.perf_counter(), time.process_time()
-                    engine.generate(prompts, asked, SAMPLING)
-                    seconds = time.perf_counter() - begun
-                    rate = case.requests * SAMPLING.max_tokens / seconds
-                    turns[-1][kind] = {
-                        "tokens_per_s": rate,
-                        "processor_s": time.process_time() - busy,
-                    }
-            sample = engine.metrics.registry.get_sample_value
-            hits = {
-                tier: sample("lora_jax:adapter_tier_hits_total", {"tier": tier})
-                for tier in ("device", "host", "disk")
+        with Engine(MODEL, **SIZES, **tiers) as engine, short_switches.within():
+            crowds = {
+                kind: Crowd(engine, names[:count], case, rng) for kind, count in populations.items()
             }
+            crowds["all"].fill()
+            for _ in range(case.rounds + 1):
+                turns.append({kind: _round(engine, crowd) for kind, crowd in crowds.items()})
     counted = turns[1:]  # the first warms up
     return {
         **dataclasses.asdict(case),
@@ -102,12 +95,22 @@ def measure(case: Case) -> dict[str, Any]:
         "ratio": statistics.median(
             turn["all"]["tokens_per_s"] / turn["one"]["tokens_per_s"] for turn in counted
         ),
-        "hits": hits,
         "turns": counted,
     }
 
 
-def _median(turns: list[dict[str, dict[str, float]]], kind: str, what: str) -> float:
+def _round(engine: Engine, crowd: Crowd) -> dict[str, Any]:
+    """Return the figures of so many answers of a crowd that asks all the time."""
+    crowd.begin()
+    before, busy = tier_hits(engine), time.process_time()
+    rate = crowd.round()["tokens_per_s"]
+    figures = {"tokens_per_s": rate, "processor_s": time.process_time() - busy}
+    after = tier_hits(engine)
+    crowd.end()
+    return figures | {"hits": {tier: after[tier] - before[tier] for tier in after}}
+
+
+def _median(turns: list[dict[str, dict[str, Any]]], kind: str, what: str) -> float:
     return statistics.median(turn[kind][what] for turn in turns)
 
 
