@@ -2,9 +2,9 @@
 
 `python -m bench.adapter_tiers --out DIR`: the shipped model on a CPU, hard links to a shipped
 adapter, which differ in a config of their own and so in their digests, 30 on the device, 300 on the
-host, the rest on the disk. A crowd of callers asks for 32 tokens, each again when it is answered;
-the interpreter's lock changes hands as in a server. Rounds of one adapter, of as many as lie on the
-device, and of all take turns; a ratio is the median of those of a turn.
+host, the rest on the disk. A crowd of callers asks for 32 tokens, each again when it is answered.
+Rounds of one adapter, of as many as lie on the device, and of all take turns; a ratio is the median
+of those of a turn.
 
 `--lora-server` asks an engine beside a LoRA Server of one rank instead, over HTTP, and prints the
 mean time to first tokens by the tier that adapters were in when they were asked for.
@@ -34,7 +34,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.crowd import Crowd, tier_hits
 from serving import Engine
-from serving.engine.short_switches import short_switches
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
@@ -80,7 +79,7 @@ def measure(case: Case) -> dict[str, Any]:
         populations = {"one": 1, "device": case.on_device, "all": case.adapters}
         tiers: dict[str, Any] = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
         tiers |= {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000}
-        with Engine(MODEL, **SIZES, **tiers) as engine, short_switches.within():
+        with Engine(MODEL, **SIZES, **tiers) as engine:
             crowds = {
                 kind: Crowd(engine, names[:count], case, rng) for kind, count in populations.items()
             }

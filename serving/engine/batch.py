@@ -12,7 +12,6 @@ from serving.api.outputs import OutputCollector, RequestOutput
 from serving.api.request import OutputDelta, QueueFull
 from serving.api.sampling import Sampling
 from serving.engine.generate_arguments import Adapter
-from serving.engine.short_switches import short_switches
 
 
 class Batch:
@@ -47,7 +46,7 @@ class Batch:
 
     def run(self) -> list[RequestOutput]:
         """Return all answers in order; raises what `submit` raises, or RequestFailed."""
-        with self._bar, short_switches.within():
+        with self._bar:
             for index in range(len(self._requests)):
                 self._hand_in(index)
             while self.live:

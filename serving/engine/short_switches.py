@@ -1,4 +1,4 @@
-"""Short turns at the interpreter's lock while callers in this process wait. No jax."""
+"""Short turns at the interpreter's lock while a thread must not wait for it. No jax."""
 
 import contextlib
 import sys
@@ -11,8 +11,7 @@ from serving.engine.pacing import SWITCH_S
 class ShortSwitches:
     """A context of any number of threads in which the lock changes hands after SWITCH_S seconds.
 
-    A caller's thread that reads an adapter would otherwise keep it for 5 ms each time that the
-    engine's thread asks for it, several times a step.
+    With Python's interval a thread keeps the lock for up to 5 ms from one that waits for it.
     """
 
     def __init__(self):
