@@ -1,8 +1,10 @@
 """Throughput of many adapters by Zipf, beside that of one: what moving between tiers costs.
 
-`python -m bench.adapter_tiers --out DIR`: the shipped model on a CPU, copies of a shipped adapter
-of its own digest each, 30 on the device, 300 on the host, the rest on the disk. Requests of 32
-tokens are handed in at once. Rounds of one adapter and of all take turns; figures are medians.
+`python -m bench.adapter_tiers --out DIR`: the shipped model on a CPU, hard links to a shipped
+adapter, which differ in a config of their own and so in their digests, 30 on the device, 300 on the
+host, the rest on the disk. A crowd of callers asks for 32 tokens, each again when it is answered.
+Rounds of one adapter, of as many as lie on the device, and of all take turns; a ratio is the median
+of those of a turn.
 
 `--lora-server` asks an engine beside a LoRA Server of one rank instead, over HTTP, and prints the
 mean time to first tokens by the tier that adapters were in when they were asked for.
@@ -11,6 +13,7 @@ mean time to first tokens by the tier that adapters were in when they were asked
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import random
@@ -28,13 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
-from safetensors.numpy import load_file, save_file
 
-from serving import Engine, Sampling
+from bench.crowd import Crowd, tier_hits
+from serving import Engine
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
-SAMPLING = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128, "max_queue": 4096}
 
 
@@ -45,50 +47,70 @@ class Case:
     adapters: int = 1000
     on_device: int = 30
     on_host: int = 300
+    callers: int = 64  # who ask again when they are answered
+    prompt: int = 8  # tokens
+    answer: int = 32
     requests: int = 400
     rounds: int = 3
     zipf: float = 1.0
+    base_share: float = 0.0
 
 
 def write_adapters(folder: Path, count: int) -> list[str]:
-    """Write copies of the shipped adapter that differ in their digests; return their names."""
-    tensors = load_file(ADAPTER / "adapter_model.safetensors")
+    """Write hard links to the shipped adapter whose digests differ; return their names."""
+    config = json.loads((ADAPTER / "adapter_config.json").read_text())
+    (folder / "of_all").mkdir(parents=True)
+    weights = shutil.copy(ADAPTER / "adapter_model.safetensors", folder / "of_all" / "weights")
     names = [f"a{number}" for number in range(count)]
     for name in names:
-        (folder / name).mkdir(parents=True)
-        shutil.copy(ADAPTER / "adapter_config.json", folder / name)
-        save_file(tensors, folder / name / "adapter_model.safetensors", metadata={"name": name})
+        (folder / name).mkdir()
+        (folder / name / "adapter_config.json").write_text(json.dumps(config | {"revision": name}))
+        os.link(weights, folder / name / "adapter_model.safetensors")
     return names
 
 
-def measure(case: Case) -> dict:
-    """Return tokens per second of one adapter and of all, and where requests found theirs."""
-    rng, speeds = random.Random(1), {"one": [], "all": []}
+def measure(case: Case) -> dict[str, Any]:
+    """Return tokens per second of one adapter, of those on the device and of all, with the
+    processor's seconds of a round, and where requests found their adapters.
+    """
+    rng, turns = random.Random(1), []
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), case.adapters)
-        weights = [(rank + 1) ** -case.zipf for rank in range(case.adapters)]
+        populations = {"one": 1, "device": case.on_device, "all": case.adapters}
         tiers: dict[str, Any] = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
         tiers |= {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000}
         with Engine(MODEL, **SIZES, **tiers) as engine:
-            prompts = [engine.tokenizer.encode(f"request {n}") for n in range(case.requests)]
-            for turn in range(case.rounds + 1):  # the first warms up
-                for kind in ("one", "all"):
-                    asked = [names[0]] * case.requests
-                    if kind == "all":
-                        asked = rng.choices(names, weights, k=case.requests)
-                    begun = time.perf_counter()
-                    engine.generate(prompts, asked, SAMPLING)
-                    if turn:
-                        tokens = case.requests * SAMPLING.max_tokens
-                        speeds[kind].append(tokens / (time.perf_counter() - begun))
-            sample = engine.metrics.registry.get_sample_value
-            hits = {
-                tier: sample("lora_jax:adapter_tier_hits_total", {"tier": tier})
-                for tier in ("device", "host", "disk")
+            crowds = {
+                kind: Crowd(engine, names[:count], case, rng) for kind, count in populations.items()
             }
-    medians = {kind: statistics.median(results) for kind, results in speeds.items()}
-    ratio = medians["all"] / medians["one"]
-    return {**dataclasses.asdict(case), "tokens_per_s": medians, "ratio": ratio, "hits": hits}
+            crowds["all"].fill()
+            for _ in range(case.rounds + 1):
+                turns.append({kind: _round(engine, crowd) for kind, crowd in crowds.items()})
+    counted = turns[1:]  # the first warms up
+    return {
+        **dataclasses.asdict(case),
+        "tokens_per_s": {kind: _median(counted, kind, "tokens_per_s") for kind in populations},
+        "processor_s": {kind: _median(counted, kind, "processor_s") for kind in populations},
+        "ratio": statistics.median(
+            turn["all"]["tokens_per_s"] / turn["one"]["tokens_per_s"] for turn in counted
+        ),
+        "turns": counted,
+    }
+
+
+def _round(engine: Engine, crowd: Crowd) -> dict[str, Any]:
+    """Return the figures of so many answers of a crowd that asks all the time."""
+    crowd.begin()
+    before, busy = tier_hits(engine), time.process_time()
+    rate = crowd.round()["tokens_per_s"]
+    figures = {"tokens_per_s": rate, "processor_s": time.process_time() - busy}
+    after = tier_hits(engine)
+    crowd.end()
+    return figures | {"hits": {tier: after[tier] - before[tier] for tier in after}}
+
+
+def _median(turns: list[dict[str, dict[str, Any]]], kind: str, what: str) -> float:
+    return statistics.median(turn[kind][what] for turn in turns)
 
 
 def measure_beside_server(case: Case) -> dict:
@@ -172,13 +194,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--adapters", type=int, default=Case.adapters)
     parser.add_argument("--requests", type=int, default=Case.requests)
+    parser.add_argument("--rounds", type=int, default=Case.rounds)
     parser.add_argument("--lora-server", action="store_true", help="beside a LoRA Server")
     given = parser.parse_args()
     measured = measure_beside_server if given.lora_server else measure
-    results = measured(Case(adapters=given.adapters, requests=given.requests))
+    date, cores = datetime.date.today().isoformat(), len(os.sched_getaffinity(0))
+    told = {"date": date, "cores": cores, "load_average": os.getloadavg()[0]}
+    case = Case(adapters=given.adapters, requests=given.requests, rounds=given.rounds)
+    results = told | measured(case)
     given.out.mkdir(parents=True, exist_ok=True)
-    of_server = "_lora_server" if given.lora_server else ""
-    (given.out / f"adapter_tiers{of_server}.json").write_text(json.dumps(results, indent=1))
+    of_what = "lora_server" if given.lora_server else str(given.adapters)
+    (given.out / f"adapter_tiers_{of_what}_cpu.json").write_text(json.dumps(results, indent=1))
     print(json.dumps(results, indent=1))
 
 

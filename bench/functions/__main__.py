@@ -68,7 +68,10 @@ def main() -> None:
         "--seconds", type=float, default=5.0, help="length of a round of --measure, in seconds"
     )
     parser.add_argument(
-        "--slice-s", type=float, default=60.0, help="length of the trace of --measure, in seconds"
+        "--slice-s",
+        type=float,
+        default=60.0,
+        help="length of the trace of --measure; 0: none",
     )
     parser.add_argument("--traces", type=Path, help=f"folder with {WINDOWS} and {MINUTES}")
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
@@ -93,6 +96,7 @@ def main() -> None:
         kind, result = "policies", policies.measure(given.instances, given.limit_s)
     elif given.measure:
         command, kind = f"--measure {given.measure.name} --seconds {given.seconds:g}", "measured"
+        command += f" --counts {' '.join(map(str, given.counts))} --slice-s {given.slice_s:g}"
         sizes = given.counts, given.seconds, given.slice_s
         result = measured.measure(given.measure, given.adapter, *sizes)
     elif given.isolation:

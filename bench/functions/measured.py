@@ -1,5 +1,7 @@
 """Functions on this machine: seconds of a start, and the rate that turns leave of a lone one's."""
 
+import contextlib
+import itertools
 import statistics
 import threading
 import time
@@ -15,46 +17,90 @@ _PROMPTS = ["The court"] * 8
 _LONG = Sampling(temperature=0, max_tokens=128, ignore_eos=True)
 _SLO_S = 1.0
 _STARTS = 5
+_AHEAD_S = 2.0  # from a start to the call that it was made for
+_ONE = Sampling(temperature=0, max_tokens=1, ignore_eos=True)
+_numbers = itertools.count(1000)
 
 
 def measure(
     model: Path, adapter: Path, counts: list[int], seconds: float, slice_s: float
 ) -> dict[str, Any]:
-    """Return times of starts, a row per number of functions that work at once, the simulator's
-    times as they are here, and a slice of arrivals run and simulated."""
+    """Return times of starts, a row per number of functions that work at once, and, where
+    `slice_s` is not 0, the simulator's times as they are here, and a slice of so many seconds of
+    arrivals, run and simulated. Each part is printed as it is known."""
     with Agent(model, max_lora_rank=16, **_SIZES) as agent:
         starts = _starts(agent.function(adapter, name="start"))
-    rows = [
-        {"functions": count, "turns": turns, **_rates(model, adapter, count, seconds, turns)}
-        for count in counts
-        for turns in (True, False)
-    ]
-    calibrated = calibration.measure(model, adapter, _SIZES, slice_s)
+    print(starts, flush=True)
+    rows = []
+    for count, turns in itertools.product(counts, (True, False)):
+        rates = _rates(model, adapter, count, seconds, turns)
+        rows.append({"functions": count, "turns": turns, **rates})
+        print(rows[-1], flush=True)
+    calibrated = calibration.measure(model, adapter, _SIZES, slice_s) if slice_s else {}
     return {"starts": starts, "rates": rows, **calibrated}
 
 
-def _starts(function: Function) -> dict[str, float]:
-    """Return medians: of a start from the zygote, of its first answer, and of a later one."""
-    one = Sampling(temperature=0, max_tokens=1)
-    function.generate("The court", one)  # its programs are kept from now on
-    whole, ready, warm = [], [], []
+def _starts(function: Function) -> dict[str, Any]:
+    """Return medians: of a start from the zygote, of first answers, and of later ones.
+
+    `preloaded_s` are the first three calls of a process that was started before them, `paused_s`
+    is a call of one that has answered, after as long a pause; `_of_processor_s` is what the
+    function's process spent of both.
+    """
+    function.generate(_new_prompt(), _ONE)  # its programs are kept from now on
+    whole, ready, warm, preloaded, paused = [], [], [], [], []
     for _ in range(_STARTS):
         function.offload()
-        start = time.perf_counter()
-        function.generate("The court", one)
-        whole.append(time.perf_counter() - start)
+        whole.append(_first(function)[0])
         ready.append(function.start_times["start_s"])
-        start = time.perf_counter()
-        function.generate("The court", one)
-        warm.append(time.perf_counter() - start)
+        warm.append(_first(function)[0])
+    for _ in range(_STARTS):
+        function.offload()
+        function.warm()
+        time.sleep(_AHEAD_S)
+        preloaded.append([_first(function) for _ in range(3)])
+        time.sleep(_AHEAD_S)
+        paused.append(_first(function))
     found = {"first_answer_s": whole, "ready_s": ready, "warm_answer_s": warm}
-    return {name: round(statistics.median(times), 4) for name, times in found.items()}
+    found |= {"paused_s": [one[0] for one in paused]}
+    found |= {"paused_processor_s": [one[1] for one in paused]}
+    medians: dict[str, Any] = {name: round(statistics.median(x), 4) for name, x in found.items()}
+    for place, name in enumerate(("preloaded_s", "preloaded_processor_s")):
+        calls = zip(*([call[place] for call in one] for one in preloaded), strict=True)
+        medians[name] = [round(statistics.median(call), 4) for call in calls]
+    return medians
+
+
+def _first(function: Function) -> tuple[float, float]:
+    """Return the seconds of an answer of one token, and those that its process' threads ran."""
+    prompt, busy, start = _new_prompt(), _run_s(function.pid), time.perf_counter()
+    function.generate(prompt, _ONE)
+    seconds = time.perf_counter() - start
+    return seconds, _run_s(function.pid) - busy
+
+
+def _new_prompt() -> str:
+    """Return a text of which the prefix cache has nothing."""
+    return f"{next(_numbers)} is the number of the contract that the court has held to be void."
+
+
+def _run_s(pid: int) -> float:
+    """Return the seconds that the threads of a process have run."""
+    ran = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            ran += int(file.read_text().split()[0])
+    return ran / 1e9
 
 
 def _rates(
     model: Path, adapter: Path, count: int, seconds: float, turns: bool
 ) -> dict[str, float | list[float]]:
-    """Return tokens a second of a lone function and of all at once, in alternating rounds."""
+    """Return tokens a second of a lone function and of all at once, in alternating rounds.
+
+    A lone one has the whole machine, as each of several has in its turn: `share` is the part of
+    the lone rate that all together keep, the median of the rounds.
+    """
     slo_s = _SLO_S if turns else None
     with Agent(model, ttft_slo_s=slo_s, max_lora_rank=16, **_SIZES) as agent:
         functions = [agent.function(adapter, name=f"f{i}") for i in range(count)]
@@ -67,7 +113,7 @@ def _rates(
     return {
         "lone_tokens_per_s": round(statistics.median(lone)),
         "together_tokens_per_s": round(statistics.median(together)),
-        "share": round(statistics.median(together) / statistics.median(lone), 3),
+        "share": round(statistics.median(b / a for a, b in zip(lone, together, strict=True)), 3),
     }
 
 

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import jax
 
 from lora_jax.adapters import vocabulary
+from lora_jax.adapters.host_copier import HostCopier
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.ops import dispatch
@@ -49,7 +50,7 @@ from serving.loading.residencies import Residencies, make_residencies
 from serving.lora_server.instance import ServerAccess, check_devices, check_split
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
-from serving.runtime.device_copier import device_copier
+from serving.runtime.device_copier import engine_copier
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import keep_programs
 from serving.runtime.rollouts import Rollouts
@@ -196,8 +197,11 @@ def _build(
         allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
-    copier = None if base.split is not None else device_copier()
-    copied_as = None if copier is None else base.dtype
+    copier = None
+    if base.split is None:
+        copier = engine_copier(is_pooled=base.pool is not None)
+    # The host keeps what a device's memory takes; its own copier converts as it copies.
+    copied_as = None if copier is None or isinstance(copier, HostCopier) else base.dtype
     held_as = base.catalogue, base.widths, base.norms
     residencies = make_residencies(
         allocator,

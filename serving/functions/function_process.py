@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.engine.brought_parts import needed_sizes
 from serving.engine.engine import Engine
+from serving.engine.pacing import SWITCH_S
 from serving.functions import guard_process, jail, rehearsal, tenant_process
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
@@ -65,6 +67,7 @@ def main(connection) -> None:
     fds = receive_fds(connection, len(manifest.blocks))
     turns = _turns_of(connection, order)
     start, sizes = time.monotonic(), {}
+    sys.setswitchinterval(SWITCH_S)
     gc.disable()  # a start makes little garbage
     try:
         memory = for_platform(jax.default_backend())

@@ -13,6 +13,7 @@ import struct
 import threading
 import time
 
+from serving.engine.short_switches import short_switches
 from serving.functions.turn_table import Ask, TurnTable
 
 logger = logging.getLogger(__name__)
@@ -59,17 +60,23 @@ class TurnKeeper:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing:
-            wait = self._table.next_look() - time.monotonic()
-            for key, _ in self._selector.select(None if wait == math.inf else max(0.0, wait)):
-                if key.data is None:
-                    self._woken.recv(_LONGEST)
-                else:
-                    self._hear(key.data)
-            self._decide()
+        # The device is idle from the end of a turn until this thread has granted the next one.
+        with short_switches.within():
+            while not self._closing:
+                self._look()
         for one in (*self._sockets.values(), self._wake, self._woken):
             one.close()
         self._selector.close()
+
+    def _look(self) -> None:
+        """Wait for news or for the time of a decision, and decide."""
+        wait = self._table.next_look() - time.monotonic()
+        for key, _ in self._selector.select(None if wait == math.inf else max(0.0, wait)):
+            if key.data is None:
+                self._woken.recv(_LONGEST)
+            else:
+                self._hear(key.data)
+        self._decide()
 
     def _hear(self, key: str) -> None:
         """Take in all that a function has said."""

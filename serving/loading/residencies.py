@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.host_copier import HostCopier
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.lora_load_job import LoraLoadJob, RowChunk, SlotEntry
@@ -217,7 +218,9 @@ def make_residencies(
         return _beside_experts(pooled, allocator, esft, on_loaded)
     make_job, at_once = functools.partial(LoraLoadJob, tell=tell), 1
     if copier is not None:
-        make_job, at_once = functools.partial(LoraCopyJob, copier=copier), _COPIED_AT_ONCE
+        chunk = copier.chunk_bytes if isinstance(copier, HostCopier) else row_copies.CHUNK_BYTES
+        make_job = functools.partial(LoraCopyJob, copier=copier, chunk_bytes=chunk)
+        at_once = _COPIED_AT_ONCE
     loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
     if server is None:
         lora = LoraResidency(loader, copier, host_form)

@@ -115,8 +115,12 @@ def _read_hashed(handle: int, size: int) -> tuple[memoryview, str]:
         count = _read_at(handle, view[start : min(size, start + PIECE_BYTES)], start)
         return count, hashlib.sha256(view[start : start + count]).digest()
 
-    with ThreadPoolExecutor(_THREADS) as threads:
-        pieces = list(threads.map(piece, range(0, max(1, size), PIECE_BYTES)))
+    starts = range(0, max(1, size), PIECE_BYTES)
+    if len(starts) == 1:  # a thread takes longer to start than a small file to be read
+        pieces = [piece(0)]
+    else:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            pieces = list(threads.map(piece, starts))
     whole = list(itertools.takewhile(lambda pair: pair[0] == PIECE_BYTES, pieces))
     rest = pieces[len(whole) : len(whole) + 1]  # behind it the file has nothing any more
     digests = [digest for count, digest in whole + rest if count or not whole]

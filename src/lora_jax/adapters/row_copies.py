@@ -68,15 +68,21 @@ class LoraCopyJob:
         copier: Copier,
         *,
         is_first: bool = True,
+        chunk_bytes: int | None = None,
     ):
-        """`slots` tells the shapes only. A later part of one placement is not the first."""
+        """`slots` tells the shapes only. A later part of one placement is not the first.
+
+        So many bytes count as one chunk, None: CHUNK_BYTES; no copy is larger.
+        """
         self._placement, self._copier = placement, copier
+        self._chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+        sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._writes = collections.deque(
-            (str(width), write)
+            (str(width), piece)
             for width, writes in sorted(placement.writes.items())
             for write in joined(writes)
+            for piece in _pieces(write, self._chunk_bytes // (width * sizes[str(width)]))
         )
-        sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
         self._waits, self._published = is_first, False
         self._failure: LoadFailed | None = None
@@ -145,7 +151,7 @@ class LoraCopyJob:
 
     @property
     def _chunks_left(self) -> int:
-        return -(-self._bytes_left // CHUNK_BYTES)
+        return -(-self._bytes_left // self._chunk_bytes)
 
 
 def joined(writes: Iterable[RowWrite]) -> Iterator[RowWrite]:
@@ -158,6 +164,13 @@ def joined(writes: Iterable[RowWrite]) -> Iterator[RowWrite]:
         begun.append(write)
     if begun:
         yield _as_one(begun)
+
+
+def _pieces(write: RowWrite, most: int) -> Iterator[RowWrite]:
+    """Yield a write in parts of up to so many rows, but at least of one."""
+    most = max(1, most)
+    for start in range(0, len(write.rows), most):
+        yield RowWrite(write.offset + start, write.rows[start : start + most])
 
 
 def _follows(first: RowWrite, then: RowWrite) -> bool:

@@ -1,6 +1,7 @@
 """The simulator: every call is answered in order of time, and known cases have known figures."""
 
 import json
+import os
 import random
 import time
 from types import SimpleNamespace
@@ -168,21 +169,29 @@ class Answering:
 
     def __init__(self):
         self.calls, self.offloads = 0, 0
-        self.start_times = {"attach_s": 0.0, "start_s": 0.25}
+        self.start_times, self.pid = {"attach_s": 0.0, "start_s": 0.25}, os.getpid()
+        self.prompts, self.num_warmed = set(), 0
 
     def generate(self, prompts, sampling):
         self.calls += 1
         many = [prompts] if isinstance(prompts, str) else prompts
+        self.prompts.update(many)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1, 2, 3))]) for _ in many]
 
     def offload(self):
         self.offloads += 1
 
+    def warm(self):
+        self.num_warmed += 1
 
-def test_starts_are_measured_from_zero_and_rates_count_every_token():
+
+def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
+    monkeypatch.setattr(measured, "_AHEAD_S", 0.0)
     function = Answering()
     found = measured._starts(function)
-    assert (found["ready_s"], function.offloads) == (0.25, 5)
+    assert (found["ready_s"], function.offloads, function.num_warmed) == (0.25, 10, 5)
+    assert len(found["preloaded_s"]) == len(found["preloaded_processor_s"]) == 3
+    assert len(function.prompts) == function.calls  # a call finds no other one's prefix
     both, start = [Answering(), Answering()], time.perf_counter()
     rate = measured.token_rate(both, ["a prompt"] * 8, Sampling(), 0.05)
     most = sum(f.calls for f in both) * 24 / 0.05

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench import crowd as crowd_
 from bench import tier_throughput as bench
 
 
@@ -19,7 +20,7 @@ def test_adapters_of_shared_files_have_digests_of_their_own(tmp_path):
 
 def test_a_tenth_of_the_requests_asks_the_base_model():
     rng, case = random.Random(0), bench.Case()
-    asked = [bench.next_asked(["a0", "a1"], [1.0, 1.5], case, rng) for _ in range(2000)]
+    asked = [crowd_.next_asked(["a0", "a1"], [1.0, 1.5], case, rng) for _ in range(2000)]
     assert 120 < asked.count(None) < 280
     assert asked.count("a0") > 1.5 * asked.count("a1")
 
@@ -44,7 +45,7 @@ def test_callers_ask_again_when_they_are_answered():
     """The host's adapters come first, then as many requests are open as there are callers."""
     case = bench.Case(on_host=2, callers=4, requests=10, answer=3)
     engine = Echo(case.callers)
-    crowd = bench.Crowd(engine, ["a0", "a1", "a2"], case, random.Random(0))
+    crowd = crowd_.Crowd(engine, ["a0", "a1", "a2"], case, random.Random(0))
     crowd.fill()
     assert engine.names == [("a1", 1), ("a0", 1)]
     crowd.begin()
@@ -55,7 +56,7 @@ def test_callers_ask_again_when_they_are_answered():
 
 
 def test_an_answer_that_failed_ends_the_run():
-    crowd = bench.Crowd(Echo(1), ["a0"], bench.Case(on_host=1), random.Random(0))
+    crowd = crowd_.Crowd(Echo(1), ["a0"], bench.Case(on_host=1), random.Random(0))
     crowd.fill()
     crowd._ask("a0", 3)
     crowd._open.copy().pop().error = "no room"

@@ -1,10 +1,12 @@
 """Turns over sockets: granted, asked back, ended by death, and safe from wild talk."""
 
 import socket
+import sys
 import time
 
 import pytest
 
+from serving.engine.pacing import SWITCH_S
 from serving.functions.turn_keeper import ASK, ASK_FIELDS, BACK, GRANT, RECALL, TurnKeeper
 from serving.functions.turn_table import TurnTable
 
@@ -32,6 +34,18 @@ def test_turns_go_round(keeper):
         assert a.recv(9) == RECALL
         a.send(BACK)
         assert b.recv(9) == GRANT
+
+
+def test_other_threads_of_the_agent_hold_a_hand_over_up_for_little_time():
+    """The device is idle while the thread of the turns waits for the interpreter's lock."""
+    before = sys.getswitchinterval()
+    made = TurnKeeper(TurnTable(turn_s=0.0))
+    with opened(made, "a") as a:
+        a.send(_ASKS)
+        assert a.recv(9) == GRANT
+        assert sys.getswitchinterval() == pytest.approx(min(before, SWITCH_S))
+    made.close()
+    assert sys.getswitchinterval() == pytest.approx(before)
 
 
 def test_a_dead_function_gives_its_turn_back(keeper):
