@@ -3,8 +3,9 @@
 `python -m bench.speculation --out DIR`: one engine on a CPU takes turns of four runs of the same
 requests: without drafts, with, with, without; every second turn the other way round. Nothing else
 differs: weights, pages and programs are the same. A ratio is the median of the turns' ratios of
-seconds, by the clock and by the processor time of the process, for a machine that others use too.
-The noise is that of each turn's two runs without drafts. "edit": a Llama-shaped model of 110
+seconds, by the clock and by the processor time of the process, for a machine that others use too;
+its interval holds the true median with a probability of 95 % at least (of 6 turns or more). The
+noise is that of each turn's two runs without drafts. "edit": a Llama-shaped model of 110
 million parameters, whose answer repeats its prompt but for one token in 20 (its layers are computed
 and add nothing). "free": the shipped model and its adapters, greedy and drawn, whose answers repeat
 themselves now and then. The answers of all runs are compared bit for bit.
@@ -14,13 +15,14 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ NGRAM = {
     "prompt_lookup_min": 2,
 }
 SHIPPED = Path("assets/tiny-moe")
+LEAST_FREE = 4  # requests of a run, also where one runs at a time
 EDITS = 20  # one token in so many differs from the prompt
 GREEDY = Sampling(max_tokens=160, temperature=0.0, ignore_eos=True)
 EDIT = dataclasses.replace(GREEDY, max_tokens=80)
@@ -48,12 +51,19 @@ SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "structured_outputs": 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Requests of one turn; they are handed in together."""
+    """Requests of one run; so many at a time are handed in together."""
 
     name: str
     prompts: list[Any]
     adapters: list[str | None]
     sampling: Sampling
+    at_once: int
+
+    def batches(self) -> Iterator[tuple[list[Any], list[str | None]]]:
+        """Yield prompts and adapters of the requests that run together."""
+        for first in range(0, len(self.prompts), self.at_once):
+            end = first + self.at_once
+            yield self.prompts[first:end], self.adapters[first:end]
 
 
 def write_copying_model(folder: Path, shape: LlamaShape) -> None:
@@ -76,16 +86,16 @@ def edit_prompt(start: int) -> list[int]:
 
 def edits(rows: int) -> Work:
     prompts = [edit_prompt(1000 + 500 * row) for row in range(rows)]
-    return Work(f"edit, {rows} at a time", prompts, [None] * rows, EDIT)
+    return Work(f"edit, {rows} at a time", prompts, [None] * rows, EDIT, rows)
 
 
 def free(rows: int, sampling: Sampling) -> Work:
     examples = json.loads((SHIPPED / "examples.json").read_text())["adapters"]
     names = sorted(name for name in os.listdir(SHIPPED / "adapters") if name in examples)
-    chosen = [names[row % len(names)] for row in range(rows)]
+    chosen = [names[place % len(names)] for place in range(max(rows, LEAST_FREE))]
     kind = "greedy" if sampling.greedy else "drawn"
     prompts = [examples[name] for name in chosen]
-    return Work(f"free, {kind}, {rows} at a time", prompts, list(chosen), sampling)
+    return Work(f"free, {kind}, {rows} at a time", prompts, list(chosen), sampling, rows)
 
 
 class Drafts:
@@ -96,6 +106,8 @@ class Drafts:
         self._speculation = self._scheduler._speculation
 
     def turn(self, *, on: bool) -> None:
+        if self._speculation is not None:  # which is not to take the runs between for a step
+            self._speculation.pause()
         self._scheduler._speculation = self._speculation if on else None
 
 
@@ -126,8 +138,10 @@ def _compare(engine: Engine, work: Work, turns: int) -> dict[str, Any]:
         "work": work.name,
         "plain_tokens_per_s": round(tokens / _median(taken, False), 1),
         "tokens_per_s": round(tokens / _median(taken, True), 1),
-        "over_plain": _ratio(taken, 0),
-        "processor_over_plain": _ratio(taken, 1),
+        "over_plain": round(statistics.median(_ratios(taken, 0)), 3),
+        "interval": _interval(_ratios(taken, 0)),
+        "processor_over_plain": round(statistics.median(_ratios(taken, 1)), 3),
+        "processor_interval": _interval(_ratios(taken, 1)),
         "noise": _noise(taken, 0),
         "processor_noise": _noise(taken, 1),
         "tokens_from_drafts": round((_accepted(engine) - before) / (2 * turns * tokens), 2),
@@ -138,10 +152,25 @@ def _median(taken: Turns, on: bool) -> float:
     return statistics.median(seconds for turn in taken for seconds, _ in turn[on])
 
 
-def _ratio(taken: Turns, place: int) -> float:
-    """Return the median of the turns' ratios, seconds without drafts over those with."""
+def _ratios(taken: Turns, place: int) -> list[float]:
+    """Return the turns' ratios, seconds without drafts over those with."""
     sums = [{on: sum(run[place] for run in turn[on]) for on in turn} for turn in taken]
-    return round(statistics.median(turn[False] / turn[True] for turn in sums), 3)
+    return [turn[False] / turn[True] for turn in sums]
+
+
+def _interval(ratios: Sequence[float]) -> tuple[float, float]:
+    """Return the narrowest pair of ratios that holds the median with 95 %, or the outermost one.
+
+    The true median is below the lowest k + 1 of n ratios with the chance of at most k heads in n
+    throws of a coin.
+    """
+    count, ordered, outside, cut = len(ratios), sorted(ratios), 0.0, 0
+    for k in range(count // 2):
+        outside += math.comb(count, k) / 2**count
+        if 2 * outside > 0.05:
+            break
+        cut = k
+    return round(ordered[cut], 3), round(ordered[-1 - cut], 3)
 
 
 def _noise(taken: Turns, place: int) -> float:
@@ -156,7 +185,7 @@ def _run(
     """Return seconds by the clock and of the processor that all requests took; their tokens."""
     drafts.turn(on=on)
     began, processor = time.monotonic(), time.process_time()
-    outputs = engine.generate(work.prompts, work.adapters, work.sampling)
+    outputs = [o for some in work.batches() for o in engine.generate(*some, work.sampling)]
     seconds = time.monotonic() - began, time.process_time() - processor
     return seconds, [output.outputs[0].token_ids for output in outputs]
 

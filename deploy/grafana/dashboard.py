@@ -108,6 +108,11 @@ ROWS: list[tuple[str, list[tuple[str, str, list[Series]]]]] = [
                 rates("lora_jax:adapter_prompt_tokens_total", "adapter", _ADAPTER),
             ),
             (
+                "Weighted sums, for each of their adapters",
+                "reqps",
+                rates("lora_jax:adapter_composed_requests_total", "adapter", _ADAPTER),
+            ),
+            (
                 "Adapter slots",
                 "short",
                 [

@@ -109,6 +109,7 @@ class EngineConfig:
             if not isinstance(value := getattr(self, field), bool | None):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
+        SpeculativeConfig.of(self.speculative_config)  # raises ValueError
         if not isinstance(self.override_generation_config, dict):
             raise ValueError(
                 f"override_generation_config must map names to values, got "
@@ -149,12 +150,6 @@ class EngineConfig:
             raise ValueError(
                 "enable_expert_parallel shares experts among several devices: set "
                 "tensor_parallel_size to their number."
-            )
-        speculation = SpeculativeConfig.of(self.speculative_config)
-        if self.tensor_parallel_size > 1 and speculation is not None:
-            raise ValueError(
-                "speculative_config is for a model on one device: set tensor_parallel_size to 1, "
-                f"not {self.tensor_parallel_size}, or leave it out."
             )
 
     @property

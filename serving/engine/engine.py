@@ -11,7 +11,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
@@ -346,14 +346,15 @@ class Engine:
         versions: Mapping[str, float] | None = None,
         /,
         *,
-        guard: Mapping[str, Any] | None = None,
+        guard: Mapping[str, Any] | Literal["keep"] | None = "keep",
         **shares: float,
     ) -> Rollout:
         """Give loaded versions of an adapter their shares in percent: rollout("sql", v1=95, v2=5).
 
         Versions whose names are no Python names go into `versions`. `guard` has the fields of
-        `lora_jax.adapters.rollout_guard.Guard`. A user keeps a version; a raised share of a newer
-        version moves users to it only. Raises ValueError, and then nothing has changed.
+        `lora_jax.adapters.rollout_guard.Guard`; "keep" leaves the guard as it is, None takes it
+        away. A user keeps a version; a raised share of a newer version moves users to it only.
+        Raises ValueError, and then nothing has changed.
         """
         return self.rollouts.set(name, {**(versions or {}), **shares}, guard)
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lora_jax.adapters.registry import (
     AdapterEntry,
@@ -136,14 +136,15 @@ class Rollouts:
         self,
         name: str,
         versions: Mapping[str, Any],
-        guard: Mapping[str, Any] | Guard | None = None,
+        guard: Mapping[str, Any] | Guard | Literal["keep"] | None = "keep",
         request_id: str = "",
     ) -> Rollout:
         """Give versions their shares in percent; versions with a share are read into memory.
 
-        Raises ValueError for names, versions, shares or a guard that cannot be, what
-        `AdapterRegistry.resolve` raises for a version that cannot be read, and OSError where the
-        change cannot be kept. Then nothing has changed.
+        `guard` "keep" leaves the guard as it is; None takes it away. Raises ValueError for names,
+        versions, shares or a guard that cannot be, what `AdapterRegistry.resolve` raises for a
+        version that cannot be read, and OSError where the change cannot be kept. Then nothing has
+        changed.
         """
         if not NAME.fullmatch(name):
             raise ValueError(f"{name[:64]!r} is no name of an adapter.")

@@ -264,7 +264,10 @@ class DynamoLoadBody(Body):
 
 
 class RolloutBody(Body):
-    """Body of PUT /v1/adapters/{name}/rollout: percent by version, and limits for the newest."""
+    """Body of PUT /v1/adapters/{name}/rollout: percent by version, and limits for the newest.
+
+    Without `guard` the limits stay; null takes them away.
+    """
 
     versions: Annotated[dict[str, Any], Field(max_length=64)]
     guard: Annotated[dict[str, Any], Field(max_length=64)] | None = None

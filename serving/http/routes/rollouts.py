@@ -31,9 +31,10 @@ async def set_rollout(request: Request, name: str) -> dict[str, Any]:
     body = await read_body(request, RolloutBody)
     _check_body(body)
     rollouts, request_id = server.engine.rollouts, request.scope["state"]["request_id"]
+    guard = body.guard if "guard" in body.model_fields_set else "keep"
 
     def change() -> Rollout:
-        return rollouts.set(name, body.versions, body.guard, request_id)
+        return rollouts.set(name, body.versions, guard, request_id)
 
     async with audited(request, "rollout", name):
         await _changed(server, name, change)

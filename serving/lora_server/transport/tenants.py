@@ -134,9 +134,10 @@ class TenantClient(SlotClient):
         self.servers, self._epochs = seats, [0] * seats
         prepare()
         self._calls = calls()
-        self._number = self._calls.client_new(numbers(shapes), seats, 0, 1)
         self._ring: int | None = shared_memory(PAGE)
+        self._number = self._calls.client_new(numbers(shapes), seats, 0, 1)
         if not self._calls.client_ring(self._number, self._ring):
+            self._calls.client_free(self._number)
             os.close(self._ring)
             raise TransportError("the memory by which tenants are woken cannot be mapped")
         self._lives: dict[int, socket.socket] = {}

@@ -79,6 +79,11 @@ def shown(parts: Iterable[tuple[str, float]]) -> str:
     return "+".join(f"{name}*{weight:g}" for name, weight in parts)
 
 
+def names_in(text: str) -> tuple[str, ...]:
+    """Return the names of the parts of what `shown` gave; a plain adapter's name has none."""
+    return tuple(part.rpartition("*")[0] for part in text.split("+")) if "*" in text else ()
+
+
 def digest_of(parts: Iterable[tuple[str, float]]) -> str:
     """Return the digest of (digest, weight) pairs in this order."""
     text = "\n".join(f"{digest} {weight!r}" for digest, weight in parts)

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lora_jax.adapters.rollout_guard import Guard, guard_of
 from lora_jax.adapters.versions import NAME
@@ -97,14 +97,15 @@ def rolled_out(
     shares: Mapping[str, Any],
     *,
     known: Collection[str],
-    guard: Mapping[str, Any] | Guard | None = None,
+    guard: Mapping[str, Any] | Guard | Literal["keep"] | None = "keep",
     now: float = 0.0,
     request_id: str = "",
 ) -> Rollout:
     """Return the rollout after shares in percent were set; versions left out have none.
 
-    A version is new where the rollout has not had it before; of several new ones the one with the
-    larger share is the older. Raises ValueError for unknown versions and for shares that are no
+    The guard of the state before stays unless one is given, or None for no guard. A version is new
+    where the rollout has not had it before; of several new ones the one with the larger share is
+    the older. Raises ValueError for unknown versions and for shares that are no
     numbers from 0 to 100 with at most two decimals, or do not sum to 100.
     """
     buckets = _buckets(shares, known)
@@ -115,6 +116,8 @@ def rolled_out(
     kept = dict([*kept.items()][-MOST_VERSIONS:])
     if sum(kept.values()) != BUCKETS:
         raise ValueError(f"a rollout has at most {MOST_VERSIONS} versions.")
+    if guard == "keep":
+        guard = None if old is None else old.now.guard
     checked = guard if guard is None or isinstance(guard, Guard) else guard_of(guard)
     return _after(old, Shares(kept, checked, now, ROLLOUT, request_id))
 

@@ -109,7 +109,6 @@ REFUSED = {
     ("merged primary", "LoRA Server"): "a LoRA Server holds",
     ("merged primary", "shared backbone"): "merge_adapter one",
     ("adapters in 8 bits", "LoRA Server"): "in the dtype of the model",
-    ("speculation", "several devices"): "is for a model on one device",
     ("speculation", "LoRA Server"): "compute all of an adapter",
     ("KV pages on the host", "page pool"): "page_pool_bytes does not go with kv_offloading_size",
     ("merged modes", "page pool"): "page_pool_bytes does not go with lora_merge",

@@ -7,9 +7,9 @@ import threading
 import pytest
 from support.cases.engine_cases import answer, prompts_of, settle
 from support.cases.grammar_cases import MODEL
+from support.doubles.paying_drafts import num_drafts, send_all_drafts
 
 from serving import Engine, Sampling
-from serving.scheduling.speculation import DraftTimes
 
 NGRAM = {
     "method": "ngram",
@@ -30,29 +30,11 @@ KINDS = [
 ]
 
 
-class Paying(DraftTimes):
-    """Every draft pays, so that how often there are some follows from the tokens alone."""
-
-    def pays(self, rows, num_drafts, expected):
-        return True
-
-    def rest(self):
-        return False
-
-
 def speculating(*args, paying=True, **fields):
     engine = Engine(*args, speculative_config=NGRAM, **fields)
     if paying:
-        engine._loop._parts.scheduler._speculation._times = Paying()
+        send_all_drafts(engine)
     return engine
-
-
-def counted(engine):
-    """Drafts, their tokens, and accepted ones, as /metrics says."""
-    labels = {"model_name": engine.model_info.name, "engine": "0"}
-    names = ("drafts", "draft_tokens", "accepted_tokens")
-    get = engine.metrics.registry.get_sample_value
-    return [get(f"vllm:spec_decode_num_{name}_total", labels) for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +75,13 @@ def test_answers_have_the_bits_of_an_engine_without_speculation(engine, plain):
     want = plain.generate(prompts, [of_plain(name) for name in names], samplings)
     got = engine.generate(prompts, names, samplings)
     assert [everything(one) for one in got] == [everything(one) for one in want]
-    drafts, tokens, accepted = counted(engine)
+    drafts, tokens, accepted = num_drafts(engine)
     assert drafts <= tokens
     assert 0 < accepted < tokens
     for i in (0, 1, 2, 5):
         (alone,) = engine.generate([prompts[i]], names[i], samplings[i])
         assert everything(alone) == everything(want[i])
-    assert counted(engine)[2] > accepted
+    assert num_drafts(engine)[2] > accepted
 
 
 def everything(output):
@@ -172,6 +154,6 @@ def test_500_requests_over_8_adapters_greedy_and_drawn():
             answers.append([everything(o) for o in engine.generate(prompts, chosen, samplings)])
             settle(engine)
             assert engine.stats().compilations_after_warmup == 0
-            assert make is Engine or counted(engine)[2] > 0 or "paying" in more
+            assert make is Engine or num_drafts(engine)[2] > 0 or "paying" in more
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]

@@ -19,6 +19,7 @@ from support.cases.grammar_cases import (
     drawn_schema,
 )
 from support.doubles.host_board import CpuBoard, patience
+from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.http_server import client_of
 
 from serving import Engine, QueueFull, RequestFailed, Sampling
@@ -426,11 +427,8 @@ def test_drafts_of_bound_rows_change_no_bit(engine):
     adapters = {"law": ADAPTERS["law"]}
     sizes = SIZES | {"max_esft_adapters": 0, "speculative_config": ngram}
     with Engine(str(MODEL), adapters, **sizes) as drafting:
-        times = drafting._loop._parts.scheduler._speculation._times
-        times.pays, times.rest = lambda *_: True, lambda: False
+        send_all_drafts(drafting)
         got = [drafting.generate(TEXTS[:3], names[:3], samplings[i : i + 3]) for i in (0, 3)]
-        labels = {"model_name": drafting.model_info.name, "engine": "0"}
-        name = "vllm:spec_decode_num_accepted_tokens_total"
-        assert drafting.metrics.registry.get_sample_value(name, labels) > 20
+        assert num_drafts(drafting)[2] > 20
         assert drafting.stats().compilations_after_warmup == 0
     assert [answer(one) for few in got for one in few] == [answer(one) for one in want]

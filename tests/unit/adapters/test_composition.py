@@ -6,6 +6,7 @@ import pytest
 from lora_jax.adapters.composition import (
     Part,
     digest_of,
+    names_in,
     pair_of,
     parts_of,
     shown,
@@ -150,7 +151,11 @@ def test_parts_come_as_a_list_or_a_mapping():
     parts = (Part("law", 0.7), Part("formal", 1.0))
     assert parts_of([{"name": "law", "weight": 0.7}, {"name": "formal"}]) == parts
     assert parts_of({"law": 0.7, "formal": 1}) == parts
-    assert shown((part.name, part.weight) for part in parts) == "law*0.7+formal*1"
+    text = shown((part.name, part.weight) for part in parts)
+    assert text == "law*0.7+formal*1"
+    assert names_in(text) == ("law", "formal")
+    assert names_in(shown([("law@v2", -1e-5), ("a", 100.0)])) == ("law@v2", "a")
+    assert names_in("law@v2") == ()
 
 
 def five():

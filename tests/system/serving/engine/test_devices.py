@@ -15,6 +15,7 @@ from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settl
 from support.cases.head_cases import write_head
 from support.cases.tiny_checkpoint import TinyShape
 from support.cases.tiny_qwen3_vl import ROPE, VISION
+from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.drivers.vision_driver import QWEN_TEXT
 from support.processes.server_process import ROOT
 
@@ -31,6 +32,8 @@ SHAPES = {
     "mixtral for four": TinyShape(layers=1, max_positions=64, experts=4, kv_heads=4),
 }
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 8, "block_size": 4, "max_loras": 2}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+NGRAM |= {"prompt_lookup_min": 1}
 PAGE_BYTES = {"float32": 256, "bfloat16": 128}  # of a head
 NUM_PAGES = 18  # few enough that some of eight sequences are preempted
 
@@ -59,6 +62,8 @@ def run(folder, dtype, devices, *, kv_heads=2, **fields):
         str(folder / "model"), adapters, tensor_parallel_size=devices, max_esft_adapters=0, **fields
     )
     with engine:
+        if "speculative_config" in fields:
+            send_all_drafts(engine)
         outputs = engine.generate(prompts, names * 3, [s for s in samplings for _ in names])
         outputs += engine.generate(prompts[:1], {"a1": 0.5, "a3": 2.0}, scored)
         bound = dataclasses.replace(scored, structured_outputs={"regex": "[ab]{12}"})
@@ -70,6 +75,7 @@ def run(folder, dtype, devices, *, kv_heads=2, **fields):
         heads = [found.outputs for found in engine.classify(prompts, "head")]
         settle(engine)
         stats = engine.stats()
+        assert "speculative_config" not in fields or num_drafts(engine)[2] > 0
     assert stats.compilations_after_warmup == 0
     assert stats.adapter_swaps
     assert stats.preemptions
@@ -93,6 +99,8 @@ def run(folder, dtype, devices, *, kv_heads=2, **fields):
                 # models/test_split.py has this split of experts in the default suite.
                 ("mixtral", "bfloat16", {"enable_expert_parallel": False}),
                 ("mixtral", "float32", {"enable_expert_parallel": False}),
+                ("mixtral", "bfloat16", {"speculative_config": NGRAM}),
+                ("llama", "float32", {"speculative_config": NGRAM}),
             )
         ),
     ],

@@ -123,6 +123,33 @@ def test_only_loaded_names_become_labels():
     assert counts == {"adapter-49": 1, "other": 50, "tiny": 1}
 
 
+def test_weighted_sums_count_once_and_for_each_of_their_adapters():
+    """So that requests and tokens by adapter still sum to all of them."""
+    made = make()
+    for name in ("law", "sql@v2"):
+        made.add_adapter(name)
+    for name in ("law*0.7+sql@v2*1", "law*0.5+gone*1", "law*-2", "law", None):
+        made.request_done(dataclasses.replace(DONE, adapter=name))
+    families = scrape(made)
+
+    def counts(name):
+        samples = families[f"lora_jax:adapter_{name}"].samples
+        return {s.labels["adapter"]: s.value for s in samples if s.name.endswith("_total")}
+
+    assert counts("requests") == {"composed": 3, "law": 1, "sql@v2": 0, "tiny": 1}
+    assert counts("generation_tokens") == {"composed": 24, "law": 8, "sql@v2": 0, "tiny": 8}
+    assert counts("composed_requests") == {"law": 3, "sql@v2": 1}
+    made.remove_adapter("law")
+    assert "law" not in made_labels(made)
+    made.request_done(dataclasses.replace(DONE, adapter="law*0.7+sql@v2*1"))
+    assert "law" not in made_labels(made)
+
+
+def made_labels(made):
+    families = scrape(made)
+    return {s.labels.get("adapter") for family in families.values() for s in family.samples}
+
+
 def test_rejections_have_known_reasons():
     made = make()
     for reason in metrics.REJECTIONS:

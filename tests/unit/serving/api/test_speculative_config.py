@@ -43,6 +43,6 @@ def test_what_is_not_there_is_refused_by_name(given, message):
         EngineConfig("m", speculative_config=given)
 
 
-def test_several_devices_are_refused_by_name():
-    with pytest.raises(ValueError, match="speculative_config is for a model on one device"):
-        EngineConfig("m", speculative_config=NGRAM, tensor_parallel_size=2)
+def test_several_devices_may_speculate():
+    config = EngineConfig("m", speculative_config=NGRAM, tensor_parallel_size=2)
+    assert config.speculation == SpeculativeConfig(4, 5, 5)

@@ -7,26 +7,23 @@ import types
 
 import pytest
 from support.doubles.fake_device import arithmetic, expected_tokens
+from support.doubles.paying_drafts import Paying
 from support.drivers.scheduler_driver import VOCAB, Driver, check_answer, limits, random_request
 
 from serving.api.request import FinishReason
 from serving.api.speculative_config import SpeculativeConfig
+from serving.scheduling.draft_times import DraftTimes
 from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.merge_policy import MergeTarget
 from serving.scheduling.repetitions import Repetitions
-from serving.scheduling.speculation import DraftState, DraftTimes, Speculation
+from serving.scheduling.speculation import DraftState, Speculation
 
 CONFIG = SpeculativeConfig(4, 1, 3)
 
 
-class Paying(DraftTimes):
-    """Every draft pays."""
-
-    def pays(self, rows, num_drafts, expected):
-        return True
-
-    def rest(self):
-        return False
+SURE = types.SimpleNamespace(
+    length=lambda most, first, least: most, expected=lambda first, count: float(count)
+)
 
 
 class Knowing(Speculation):
@@ -35,6 +32,9 @@ class Knowing(Speculation):
     def __init__(self, rng):
         super().__init__(CONFIG, Paying())
         self.rng = rng
+
+    def _state_of(self, sequence):
+        return SURE
 
     def _draft(self, sequence, unknown, room):
         left = sequence.max_outputs - sequence.num_scheduled_outputs
@@ -115,75 +115,7 @@ def test_guesses_are_trusted_after_right_ones_and_not_after_wrong_ones():
     assert state.expected(1, 4) < state.expected(0, 4)
     tokens += [4, 1, 2, 9, 2, 3, 9]
     state.follow(tokens, 100)
-    assert state.length(4) < 2
-
-
-def test_times_decide_whether_drafts_pay():
-    times = DraftTimes()
-    assert not times.pays(1, 4, 3.0)  # what a step costs without drafts is measured first
-    for rows in (1, 20):
-        for _ in range(3):
-            times.add(drafts=False, rows=rows, num_tokens=rows, right=0, seconds=1.0)
-    assert times.pays(1, 4, 0.5)  # those with drafts are tried
-    assert not times.pays(20, 4, 0.5)  # however little they cost
-    for _ in range(3):
-        times.add(drafts=True, rows=1, num_tokens=5, right=2, seconds=2.0)
-    assert times.pays(1, 4, 1.5)
-    assert not times.pays(1, 4, 1.0)
-    times.add(drafts=False, rows=1, num_tokens=1, right=0, seconds=2.5)  # it began 1.5 s late
-    for _ in range(4):
-        times.add(drafts=True, rows=1, num_tokens=5, right=2, seconds=3.5)
-    assert not times.pays(1, 4, 2.0)
-    tries = [times.pays(1, 4, 2.0) for _ in range(600)]
-    assert True in tries  # in the end they are measured anew
-    tries = [times.pays(1, 4, 4.0) for _ in range(300)]
-    assert False in tries  # and so are those without
-
-
-def test_drafts_that_are_seldom_right_stop_to_pay_and_are_tried_ever_later():
-    """However sure the guesses look: what came of them counts."""
-    times, tried = DraftTimes(), []
-    for turn in range(20_000):
-        pays = times.pays(1, 4, 2.0)
-        tried += [turn] if pays else []
-        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
-        times.add(**size, right=0, seconds=1.3 if pays else 1.0)
-        if pays:
-            times.judge(2.0, 0)
-    assert len(tried) < 0.005 * 20_000
-    gaps = [after - before for before, after in itertools.pairwise(tried)]
-    long = [gap for gap in gaps if gap > 100]
-    assert long == sorted(long)
-    assert long[-1] > 4 * long[0]
-
-
-def test_drafts_pay_again_when_a_text_begins_to_repeat_itself():
-    times = DraftTimes()
-    right, chosen = 0, []
-    for turn in range(3000):
-        right = 3 if turn > 500 else 0
-        pays = times.pays(1, 4, 3.0)
-        chosen.append(pays)
-        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
-        times.add(**size, right=right if pays else 0, seconds=1.3 if pays else 1.0)
-        if pays:
-            times.judge(3.0, right)
-    assert sum(chosen[:500]) < 30
-    assert sum(chosen[-1000:]) > 950
-
-
-def test_steps_with_drafts_that_cost_more_than_they_win_stop_although_most_of_them_pay():
-    """Times of eight steps have a usual one; the sum counts what others cost."""
-    times, chosen = DraftTimes(), []
-    for _ in range(1000):
-        pays = times.pays(1, 4, 1.0)
-        chosen.append(pays)
-        size = {"drafts": pays, "rows": 1, "num_tokens": 5 if pays else 1}
-        seconds = 1.0 if not pays else 5.0 if len(chosen) % 4 == 0 else 1.3
-        times.add(**size, right=int(pays), seconds=seconds)
-        if pays:
-            times.judge(1.0, 1)
-    assert sum(chosen) < 50
+    assert state.length(4) == 2
 
 
 def test_nothing_is_guessed_while_drafts_cost_more_than_they_win():
@@ -193,15 +125,15 @@ def test_nothing_is_guessed_while_drafts_cost_more_than_they_win():
     (sequence,) = driver.add([next(tokens) for _ in range(9)], max_tokens=45, ignore_eos=True)
     times.add(drafts=False, rows=1, num_tokens=1, right=0, seconds=1.0)
     for _ in range(6):
-        assert not times.rest()
+        assert not times.rest(1)
         times.add(drafts=True, rows=1, num_tokens=5, right=0, seconds=3.0)
-    assert times.rest()
+    assert times.rest(1)
     driver.run()
     check_answer(driver, sequence)
     assert sequence.draft_state is None
     for _ in range(400):
-        times.rest()
-    assert not times.rest()  # they are tried again
+        times.rest(1)
+    assert not times.rest(1)  # they are tried again
 
 
 def test_tokens_of_a_sequence_without_guesses_are_indexed_together():

@@ -65,6 +65,21 @@ def test_users_move_forward_and_return(client):
     assert "--state-dir" in told["note"]
 
 
+def test_new_shares_keep_the_guard_until_it_is_null(client):
+    limits = {"error_rate": 0.02, "min_requests": 200}
+    assert client.put(PATH, json={"versions": {"v1": 100}}).json()["guard"] is None
+    given = {"versions": {"v1": 95, "v2": 5}, "guard": limits}
+    assert client.put(PATH, json=given).json()["guard"] == limits
+    raised = {"versions": {"v1": 50, "v2": 50}}
+    assert client.put(PATH, json=raised).json()["guard"] == limits
+    assert client.put(PATH, json={**raised, "guard": {"ttft_s": 2.5}}).json()["guard"] == {
+        "ttft_s": 2.5,
+        "min_requests": 20,
+    }
+    assert client.put(PATH, json={**raised, "guard": None}).json()["guard"] is None
+    assert client.put(PATH, json=raised).json()["guard"] is None
+
+
 def test_the_answer_names_version_and_files_and_the_model_as_asked(client):
     client.put(PATH, json={"versions": {"v2": 100}})
     digest = client.get(PATH).json()["digests"]["v2"]

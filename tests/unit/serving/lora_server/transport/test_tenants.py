@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from support.waiting import wait_until
 from lora_jax.ops.native import BuildError
 from serving.lora_server.transport import tenants
 from serving.lora_server.transport.base import PushRows, Status, TransportError
+from serving.lora_server.transport.library import shared_memory
 from serving.lora_server.transport.shapes import Shapes, Site
 from serving.lora_server.transport.tenants import MAP, Seat, TenantClient, TenantServer
 
@@ -121,6 +123,30 @@ def test_rows_of_experts_get_their_experts_delta_and_others_are_refused(client, 
     (y,), status = exchange(client, x, [1, 1, 1], [2, 0, 3], site=1)
     assert status[1] == Status.REFUSED
     assert not y.any()
+
+
+def test_an_engine_without_a_ring_leaves_nothing_behind(monkeypatch):
+    """A socket cannot be mapped; a number that the library still had could take a ring."""
+    real, made, pair = tenants.calls(), [], socket.socketpair()
+    fds = [end.detach() for end in pair]
+
+    def new(*given):
+        made.append(real.client_new(*given))
+        return made[-1]
+
+    spied = SimpleNamespace(
+        client_new=new, client_ring=real.client_ring, client_free=real.client_free
+    )
+    monkeypatch.setattr(tenants, "calls", lambda: spied)
+    monkeypatch.setattr(tenants, "shared_memory", lambda _: fds[0])
+    with pytest.raises(TransportError, match="cannot be mapped"):
+        TenantClient(SHAPES, 3)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fds[0])
+    os.close(fds[1])
+    good = shared_memory(4096)
+    assert not real.client_ring(made[0], good)
+    os.close(good)
 
 
 @pytest.mark.parametrize("shown", [True, False])
