@@ -264,7 +264,7 @@ def scores(
 ) -> dict[str, Any]:
     """Return the held-out scores of an adapter, of its words if it has both, and of the base.
 
-    Words that tell boxes are not scored: of them no answer is right to the last digit.
+    Words that tell boxes are not scored here: hardly an answer is right to its last digit.
     `bench.vision --accuracy` has an engine write them.
     """
     rows = base.rows(held, head, tower=args.tower)

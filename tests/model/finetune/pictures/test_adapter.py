@@ -214,7 +214,7 @@ def test_the_command_trains_an_adapter_on_in_words_too(
 
 @pytest.mark.parametrize("kind", [HeadKind.BOXES, HeadKind.COUNT])
 def test_words_that_tell_boxes_are_scored_by_an_engine_alone(picture_base, monkeypatch, kind):
-    """No digit of theirs may be wrong by the command's measure, whole answers that are equal."""
+    """The command counts whole answers that are equal, and boxes may be right and not equal."""
     monkeypatch.setattr(adapter.Base, "rows", lambda *given, **options: None)
     monkeypatch.setattr(adapter, "score", lambda *given: 0.5)
     head, spec = TaskHead(kind, ("0", "1"), 2 * (kind is HeadKind.BOXES)), LoraSpec(2, 4.0, ("o",))
