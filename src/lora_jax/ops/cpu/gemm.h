@@ -145,10 +145,32 @@ inline void run_rows(const PackedGemm<D>& g, Room<D>& room, const GemmItem& item
   } while (k0 < g.d_in);
 }
 
+// An item of one row times weights that are decoded in registers: eight columns are summed and
+// written at a time.
+template <class D>
+inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
+  const typename D::T* bias = g.bias ? g.bias + item.group * g.d_out : nullptr;
+  typename D::T* y = g.y + item.row0 * g.d_out;
+  alignas(64) f32s acc[8] = {};
+  for (int64_t col = item.col0; col < item.col1; col += 8) {
+    int64_t n = std::min<int64_t>(8, item.col1 - col);
+    for (int64_t c = 0; c < n; c += kCols)
+      g.decoded->dot(1, g.xs + item.row0, item.group * g.d_out + col + c,
+                     std::min<int64_t>(kCols, n - c), acc + c);
+    float sums[8];
+    sum_lanes_8(acc, sums);
+    for (int64_t c = 0; c < n; c += kLanes) {
+      f32s added = bias ? load(bias + col + c, n - c) : f32s{};
+      store(y + col + c, load(sums + c, n - c) + added, n - c);
+    }
+  }
+}
+
 // All of an item's rows, at most kFewRows, times weights that are decoded in registers.
 template <class D>
 inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
   int64_t rows = item.row1 - item.row0;
+  if (rows == 1) return run_one_row<D>(g, item);
   alignas(64) f32s acc[kFewRows * kCols] = {};
   for (int64_t col = item.col0; col < item.col1; col += kCols) {
     int64_t n = std::min<int64_t>(kCols, item.col1 - col);

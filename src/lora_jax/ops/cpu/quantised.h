@@ -84,21 +84,29 @@ struct WordRows : DecodedRows<D> {
     for (int64_t k = 0; k < d_in; at.next()) {
       const int64_t span_end = std::min(d_in, k + span);
       typename R::Table tables[C];
+      bool normal = true;
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) tables[c] = at.table(c);
+      for (int c = 0; c < C; ++c) tables[c] = at.table(c), normal = normal && tables[c].normal;
       for (int64_t b = 0; b < (span_end - k) / R::kPerByte; b += 64)
         for (int c = 0; c < C; ++c) __builtin_prefetch(from + c * row_bytes + b + ahead, 0, 2);
-      for (; k < span_end; k += kWords, from += kWords / R::kPerByte)
+      const auto steps = [&](auto quick) {
+        for (; k < span_end; k += kWords, from += kWords / R::kPerByte)
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-          Words words = tables[c].look_up(from + c * row_bytes);
-          for (int i = 0; i < kOperands<D>; ++i) {
-            typename D::V wv = operand<D>(words, i);
-            const int64_t step = k + i / D::kParts * D::kStep;
-            for (int r = 0; r < M; ++r)
-              a[r][c] = D::fma(a[r][c], D::load_x(xp[r] + step, i % D::kParts), wv);
+          for (int c = 0; c < C; ++c) {
+            const uint8_t* place = from + c * row_bytes;
+            Words words = quick ? tables[c].quick(place) : tables[c].careful(place);
+            for (int i = 0; i < kOperands<D>; ++i) {
+              typename D::V wv = operand<D>(words, i);
+              const int64_t step = k + i / D::kParts * D::kStep;
+              for (int r = 0; r < M; ++r)
+                a[r][c] = D::fma(a[r][c], D::load_x(xp[r] + step, i % D::kParts), wv);
+            }
           }
-        }
+      };
+      if (normal)
+        steps(std::true_type());
+      else
+        steps(std::false_type());
     }
     for (int r = 0; r < M; ++r)
       for (int c = 0; c < C; ++c) acc[r * kCols + c] = a[r][c];
@@ -123,9 +131,11 @@ struct CodedRows : WordRows<D, CodedRows<D>> {
   const uint8_t* codes;
   Scales scales;
   const uint8_t* zeros;  // may be null
-  const float* values;   // of the 16 codes
+  const Values values;   // of the 16 codes
 
-  CodedRows() : WordRows<D, CodedRows<D>>(1.5) { this->in_registers = kWordsFor<D>; }
+  explicit CodedRows(const float* of) : WordRows<D, CodedRows<D>>(1.5), values(of) {
+    this->in_registers = kWordsFor<D>;
+  }
   const uint8_t* from(int64_t row, int64_t k) const { return codes + (row * this->d_in + k) / 2; }
   struct Tables {
     const CodedRows& rows;
