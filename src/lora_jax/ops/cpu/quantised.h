@@ -40,13 +40,16 @@ struct WordRows : DecodedRows<D> {
 
   void decode(int64_t row, int64_t k0, int64_t k1, X* out) const override {
     const R& rows = static_cast<const R&>(*this);
-    const uint8_t* from = rows.from(row, 0);
+    const uint8_t* from = rows.from(row, k0);
     typename R::Tables at(rows, row);
     at.next(k0 / span);
-    for (int64_t k = k0; k < k1; at.next()) {
+    int64_t end = (k0 / span + 1) * span;
+    for (int64_t k = k0; k < k1; at.next(), end += span) {
       auto table = at.table(0);
-      for (int64_t stop = std::min(k1, (k / span + 1) * span); k < stop; k += kWords)
-        put<D>(table, from + k / R::kPerByte, out + (k - k0));
+      for (int64_t stop = std::min(k1, end); k < stop; k += kWords) {
+        put<D>(table, from, out);
+        from += kWords / R::kPerByte, out += kWords;
+      }
     }
   }
 
