@@ -67,13 +67,11 @@ inline void scale_e4m3(const uint8_t* p, float scale, T* out) {
 struct ScaledTable {
   WordTable words;
   float scale;
-  bool normal;
 
   ScaledTable() {}
-  explicit ScaledTable(float s) : scale(s) {
-    normal = kTables && s > 0x1p-100f && s < 0x1p100f;
-    if (normal) words = WordTable(values(), s);
-  }
+  explicit ScaledTable(float s) : words(values(), s), scale(s) {}
+  // Whether `quick` serves.
+  static bool has_words(float s) { return kTables && s > 0x1p-100f && s < 0x1p100f; }
 #ifdef __AVX512BW__
   static constexpr bool kTables = true;
   // Of m with exponent 0, then of m where e is 0.
@@ -173,10 +171,8 @@ struct ScaledTable {
   Words quick(const uint8_t*) const { return {}; }
 #endif
   Words look_up(const uint8_t* values) const {
-    return normal ? quick(values) : careful(values);
+    return has_words(scale) ? quick(values) : multiplied(values, scale);
   }
-  // The same of any scale.
-  Words careful(const uint8_t* values) const { return multiplied(values, scale); }
   __attribute__((noinline, cold)) static Words multiplied(const uint8_t* values, float scale) {
     uint16_t slow[kWords];
     for (int i = 0; i < kWords; i += kValueStep) scale_e4m3(values + i, scale, slow + i);

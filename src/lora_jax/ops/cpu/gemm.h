@@ -194,10 +194,12 @@ inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
 
 template <class D>
 void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
-  if (item.row1 - item.row0 == 1 && (!g.decoded || g.decoded->in_registers))
-    return run_one_row<D>(g, item);
-  if (g.decoded && g.decoded->in_registers && item.row1 - item.row0 <= kFewRows)
-    return run_few_rows<D>(g, item);
+  const int64_t rows = item.row1 - item.row0;
+  const bool in_registers =
+      g.decoded && rows <= kFewRows &&
+      g.decoded->in_registers(item.group * g.d_out + item.col0, item.col1 - item.col0);
+  if (rows == 1 && (!g.decoded || in_registers)) return run_one_row<D>(g, item);
+  if (in_registers) return run_few_rows<D>(g, item);
   int64_t block = block_of<D>(g, item.row1 - item.row0);
   alignas(64) f32s acc[kAccRows / kRows * kTile];
   Room<D> room;
