@@ -26,6 +26,7 @@ import numpy as np
 
 from bench.quantised_model import FORMATS
 from lora_jax.ops.grouped_matmul import CodedWeight, matmul
+from lora_jax.ops.grouped_matmul.orders import for_kernels
 
 # d_out, d_in: of the 125M model (bench.quantised), and of Llama-8B
 SHAPES = ((768, 768), (2048, 768), (768, 2048), (4096, 4096), (14336, 4096))
@@ -68,8 +69,8 @@ def peer_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
 def own_product(w: CodedWeight, x: np.ndarray) -> Callable[[], np.ndarray]:
     """Return our product of the same."""
     multiply = jax.jit(lambda x, w: matmul(x, w, jnp.int32(len(x))))
-    rows = jnp.asarray(x, jnp.bfloat16)
-    return lambda: np.asarray(multiply(rows, w), np.float32)
+    rows, ordered = jnp.asarray(x, jnp.bfloat16), for_kernels(w)
+    return lambda: np.asarray(multiply(rows, ordered), np.float32)
 
 
 def seconds(product: Callable[[], Any], calls: int) -> float:

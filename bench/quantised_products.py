@@ -24,6 +24,7 @@ import numpy as np
 
 from bench.quantised_model import FORMATS
 from lora_jax.ops.grouped_matmul import Weight, matmul
+from lora_jax.ops.grouped_matmul.orders import for_kernels
 
 # d_out, d_in: of the 125M model (bench.random_model), and of Llama-8B
 SHAPES = ((768, 768), (2048, 768), (768, 2048), (4096, 4096))
@@ -39,7 +40,7 @@ def weights_of(name: str, shape: tuple[int, int], copies: int) -> list[Weight]:
     plain = jnp.asarray(rng.standard_normal(shape, np.float32) * shape[1] ** -0.5)
     make = jax.jit(FORMATS[name] if name in FORMATS else lambda w: w + 0)
     plain = plain.astype(jnp.float32 if name == "float32" else jnp.bfloat16)
-    return [jax.block_until_ready(make(plain)) for _ in range(copies)]
+    return [for_kernels(jax.block_until_ready(make(plain))) for _ in range(copies)]
 
 
 def weight_bytes(weight: Weight) -> int:

@@ -38,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output-tokens", type=int, default=CASE["output_tokens"])
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     return parser.parse_args()
 
@@ -58,12 +59,11 @@ def same_tokens(a: list[list[int]], b: list[list[int]]) -> float:
     return sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
 
 
-def measure(root: Path, dtype: str, repeats: int) -> dict[str, Any]:
+def measure(root: Path, dtype: str, repeats: int, num_out: int) -> dict[str, Any]:
     """Run one dtype; rates are output tokens per second over the whole batch, prefill included."""
     adapters = {f"adapter-{i}": root / f"adapter-{i}" for i in range(CASE["adapters"])}
     names: list[str | None] = list(adapters)
     base: list[str | None] = [None] * CASE["requests"]
-    num_out = CASE["output_tokens"]
     rng = np.random.default_rng(7)
     paths = {name: str(path) for name, path in adapters.items()}
     seconds: dict[str, list[float]] = {"peft_mixed": [], "ours_mixed": [], "ours_base": []}
@@ -90,15 +90,14 @@ def measure(root: Path, dtype: str, repeats: int) -> dict[str, Any]:
             agreement.append(same_tokens(want, got))
             for key, value in zip(seconds, (peft_s, mixed_s, base_s), strict=True):
                 seconds[key].append(value)
-    return summary(dtype, seconds, agreement)
+    return {"dtype": dtype} | summary(num_out, seconds, agreement)
 
 
-def summary(dtype: str, seconds: dict[str, list[float]], agreement: list[float]) -> dict[str, Any]:
+def summary(num_out: int, seconds: dict[str, list[float]], agreement: list[float]) -> dict:
     """Rates and ratios from the times of all repeats."""
-    tokens = CASE["requests"] * CASE["output_tokens"]
+    tokens = CASE["requests"] * num_out
     median = {key: statistics.median(values) for key, values in seconds.items()}
     return {
-        "dtype": dtype,
         "output_tokens_per_s": {key: tokens / value for key, value in median.items()},
         "ours_over_peft": median["peft_mixed"] / median["ours_mixed"],
         "mixed_over_base": median["ours_base"] / median["ours_mixed"],
@@ -115,12 +114,13 @@ def main() -> None:
         parameters = write_llama(root / "model", shape)
         for i in range(CASE["adapters"]):
             write_adapter(root / f"adapter-{i}", shape, CASE["rank"], seed=i + 1)
-        rows = [measure(root, dtype, args.repeats) for dtype in args.dtype]
+        sizes = args.repeats, args.output_tokens
+        rows = [measure(root, dtype, *sizes) for dtype in args.dtype]
     result = {
         "command": "python -m bench.serve --cpu",
         "date": date.today().isoformat(),
         "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "case": CASE | {"parameters": parameters},
+        "case": CASE | {"parameters": parameters, "output_tokens": args.output_tokens},
         "rows": rows,
     }
     args.out.mkdir(parents=True, exist_ok=True)

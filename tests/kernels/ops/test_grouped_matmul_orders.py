@@ -11,7 +11,16 @@ from lora_jax.models import loader
 from lora_jax.models.quantised.forms import SIGNED
 from lora_jax.ops.grouped_matmul import CodedWeight, orders
 from lora_jax.ops.grouped_matmul.orders import for_kernels
-from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, in_fragments, unpacked
+from lora_jax.ops.grouped_matmul.weights import (
+    FRAGMENTS,
+    LANES,
+    ROWS,
+    in_fragments,
+    in_lanes,
+    unpacked,
+)
+
+ORDERS = {"gpu": FRAGMENTS, "cpu": LANES}
 
 
 def coded(d_in: int) -> CodedWeight:
@@ -29,26 +38,34 @@ def test_fragments_are_what_the_docstring_says():
         assert words[piece, t] >> (16 * h + 4 * q) & 15 == want
 
 
-def test_a_gpu_has_the_same_values_in_fragments():
+def test_lanes_are_what_the_docstring_says():
+    codes = np.arange(64, dtype=np.uint8) % 16
+    stored = np.asarray(in_lanes(jnp.asarray(codes[::2] | codes[1::2] << 4))).reshape(2, 2, 8)
+    for piece, p, i, h in np.ndindex(2, 2, 8, 2):
+        assert stored[piece, p, i] >> 4 * h & 15 == codes[32 * piece + 16 * p + 8 * h + i]
+
+
+@pytest.mark.parametrize("backend", ORDERS)
+def test_a_backend_has_the_same_values_in_its_order(backend):
     w = coded(96)
-    moved = for_kernels(w, "gpu")
-    assert (moved.order, moved.shape) == (FRAGMENTS, w.shape)
+    moved = for_kernels(w, backend)
+    assert (moved.order, moved.shape) == (ORDERS[backend], w.shape)
     assert (np.asarray(moved.codes) != np.asarray(w.codes)).any()
     np.testing.assert_array_equal(moved.plain(), w.plain())
-    np.testing.assert_array_equal(unpacked(moved.codes, FRAGMENTS), unpacked(w.codes, ROWS))
-    assert for_kernels(moved, "gpu") is moved
+    np.testing.assert_array_equal(unpacked(moved.codes, moved.order), unpacked(w.codes, ROWS))
+    assert for_kernels(moved, backend) is moved
 
 
-@pytest.mark.parametrize(("d_in", "backend"), [(96, "cpu"), (48, "gpu")])
+@pytest.mark.parametrize(("d_in", "backend"), [(96, "tpu"), (48, "cpu"), (48, "gpu")])
 def test_elsewhere_and_in_half_a_fragment_rows_stay(d_in, backend):
     w = coded(d_in)
     assert for_kernels(w, backend) is w
 
 
 def test_codes_that_a_host_places_are_reordered_there(monkeypatch):
-    """As in an arena that other processes read: on a GPU in fragments, elsewhere as they are."""
+    """As in an arena that other processes read: in the order of the backend's kernels."""
     w = coded(96)
-    for backend, order in (("cpu", ROWS), ("gpu", FRAGMENTS)):
+    for backend, order in (*ORDERS.items(), ("tpu", ROWS)):
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         codes = np.array(w.codes)
         orders.put_in_order(codes)
@@ -57,7 +74,7 @@ def test_codes_that_a_host_places_are_reordered_there(monkeypatch):
         name = loader._label(
             "w", "codes", codes.shape
         )  # of the array, so that no reader mistakes it
-        assert name == ("w#codes" if order == ROWS else "w#codes.fragments")
+        assert name == ("w#codes" if order == ROWS else f"w#codes.{order}")
         np.testing.assert_array_equal(placed.plain(), w.plain())
 
 
@@ -69,6 +86,6 @@ def test_a_plain_weight_stays():
 
 def test_an_unknown_order_is_refused():
     w = coded(48)
-    for order in ("columns", FRAGMENTS):
+    for order in ("columns", FRAGMENTS, LANES):
         with pytest.raises(ValueError, match=f"order {order} of 48 codes"):
             CodedWeight(w.codes, w.scales, None, SIGNED, w.dtype, order).check("w")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.oracles.tolerance import TOLERANCE
 
+from lora_jax.models.quantised.forms import SIGNED
 from lora_jax.ops.cases import grouped_case
 from lora_jax.ops.grouped_matmul import (
     CodedWeight,
@@ -18,9 +19,11 @@ from lora_jax.ops.grouped_matmul import (
     grouped_matmul,
     matmul,
 )
+from lora_jax.ops.grouped_matmul.orders import for_kernels
+from lora_jax.ops.grouped_matmul.weights import ROWS, unpacked
 
 IMPLEMENTATIONS = ["ffi", "xla", "reference"]
-TABLE = tuple(float(v) for v in np.linspace(-1, 1, 16, dtype=np.float32) ** 3)
+TABLE = tuple(float(v) for v in np.linspace(-1, 0.9, 16, dtype=np.float32) ** 3)  # 16 magnitudes
 INTEGERS = tuple(float(v) for v in range(16))
 
 
@@ -30,14 +33,22 @@ def bits(a) -> np.ndarray:
 
 
 def coded(
-    groups: int, d_out: int, d_in: int, *, group: int, dtype: str, zeros=False, scales="float32"
+    groups: int,
+    d_out: int,
+    d_in: int,
+    *,
+    group: int,
+    dtype: str,
+    zeros: bool = False,
+    scales: str = "float32",
+    table: tuple[float, ...] = TABLE,
 ) -> tuple[CodedWeight, np.ndarray]:
     """Return a random coded weight and, computed by numpy, the array that it stands for."""
     rng = np.random.default_rng(d_in + group)
     codes = rng.integers(0, 16, (groups, d_out, d_in), np.uint8)
     scale = (rng.random((groups, d_out, d_in // group)) / d_in**0.5).astype(jnp.dtype(scales))
     zero = rng.integers(0, 17, scale.shape).astype(np.uint8) if zeros else None
-    table = INTEGERS if zeros else TABLE
+    table = INTEGERS if zeros else table
     values = np.array(table, np.float32)[codes].reshape(*scale.shape, group)
     if zero is not None:
         values = values - zero[..., None].astype(np.float32)
@@ -85,7 +96,8 @@ KINDS = [("table", "float32"), ("table", "bfloat16"), ("zeros", "bfloat16"), ("n
 def test_coded_weights_have_the_bits_of_the_plain_ones(sizes, kind, implementation):
     groups, d_out, d_in, group = sizes
     scales = "bfloat16" if kind[0] == "narrow" else "float32"
-    more = {"zeros": kind[0] == "zeros", "scales": scales}
+    table = SIGNED if kind[0] == "narrow" else TABLE
+    more = {"zeros": kind[0] == "zeros", "scales": scales, "table": table}
     w, plain = coded(groups, d_out, d_in, group=group, dtype=kind[1], **more)
     np.testing.assert_array_equal(bits(jax.jit(CodedWeight.plain)(w)), bits(plain))
     check_products(w, plain, implementation)
@@ -112,6 +124,8 @@ def check_products(w, plain: np.ndarray, implementation: str) -> None:
         got = run(case.x, w, *arrays, implementation=implementation)
         np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"{rows} rows")
         assert bits(got)[:rows].any()
+        ordered = run(case.x, for_kernels(w), *arrays, implementation=implementation)
+        np.testing.assert_array_equal(bits(ordered), bits(want), err_msg=f"{rows} rows, in lanes")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -134,7 +148,23 @@ def test_scales_of_any_size_have_the_bits_of_the_plain_weights():
     scales = np.resize(np.array(sizes, np.float32), w.scales.shape)
     w = dataclasses.replace(w, scales=jnp.asarray(scales))
     values = np.asarray(w.values).astype(np.float32)
-    plain = jnp.asarray((values * scales.repeat(32, 2)).astype(jnp.bfloat16))
+    check_each_weight(w, values * scales.repeat(32, 2))
+
+
+@pytest.mark.parametrize("table", [SIGNED, TABLE], ids=["signed", "table"])
+def test_coded_scales_of_any_size_have_the_bits_of_the_plain_weights(table):
+    """Codes of few magnitudes are scaled by halves where the scale is positive."""
+    w, _ = coded(1, 16, 64, group=32, dtype="bfloat16", table=table)
+    sizes = [0, -1, -(2.0**-116), 2.0**-101, 2.0**-99, 1.3, 2.0**118]
+    scales = np.resize(np.array(sizes, np.float32), w.scales.shape)
+    values = np.array(table, np.float32)[unpacked(w.codes, ROWS)]
+    w = for_kernels(dataclasses.replace(w, scales=jnp.asarray(scales)))
+    check_each_weight(w, values * scales.repeat(32, 2))
+
+
+def check_each_weight(w, values: np.ndarray) -> None:
+    """Compare the weights that products of a 64 x 64 identity show with these, rounded."""
+    plain = jnp.asarray(values.astype(jnp.bfloat16))
     x = jnp.eye(64, dtype=jnp.bfloat16)  # each row of x is one weight of all columns
     for rows in (3, 64):
         got, want = (run(x[:rows], part, jnp.array([rows], jnp.int32)) for part in (w, plain))

@@ -145,6 +145,39 @@ inline void run_rows(const PackedGemm<D>& g, Room<D>& room, const GemmItem& item
   } while (k0 < g.d_in);
 }
 
+// Lane products of a row and n <= kCols columns from `col` on.
+template <class D>
+inline void dot_columns(const PackedGemm<D>& g, const GemmItem& item, int64_t col, int64_t n,
+                        f32s* acc) {
+  if (g.decoded) return g.decoded->dot(1, g.xs + item.row0, item.group * g.d_out + col, n, acc);
+  for (int64_t c = 0; c < kCols; ++c) acc[c] = f32s{};
+  const Panel<D> panel = plain_panel(g, item.group, col);
+  if (panel.fetch)
+    dot_rows<D, 1, true>(g.xs + item.row0, panel.w, 0, 0, g.d_in, acc, panel.fetch);
+  else
+    dot_rows<D, 1>(g.xs + item.row0, panel.w, 0, 0, g.d_in, acc);
+}
+
+// An item of one row times plain weights or such that are decoded in registers: eight columns are
+// summed and written at a time.
+template <class D>
+inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
+  const typename D::T* bias = g.bias ? g.bias + item.group * g.d_out : nullptr;
+  typename D::T* y = g.y + item.row0 * g.d_out;
+  alignas(64) f32s acc[8] = {};
+  for (int64_t col = item.col0; col < item.col1; col += 8) {
+    int64_t n = std::min<int64_t>(8, item.col1 - col);
+    for (int64_t c = 0; c < n; c += kCols)
+      dot_columns(g, item, col + c, std::min<int64_t>(kCols, n - c), acc + c);
+    float sums[8];
+    sum_lanes_8(acc, sums);
+    for (int64_t c = 0; c < n; c += kLanes) {
+      f32s added = bias ? load(bias + col + c, n - c) : f32s{};
+      store(y + col + c, load(sums + c, n - c) + added, n - c);
+    }
+  }
+}
+
 // All of an item's rows, at most kFewRows, times weights that are decoded in registers.
 template <class D>
 inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
@@ -161,8 +194,12 @@ inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
 
 template <class D>
 void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
-  if (g.decoded && g.decoded->in_registers && item.row1 - item.row0 <= kFewRows)
-    return run_few_rows<D>(g, item);
+  const int64_t rows = item.row1 - item.row0;
+  const bool in_registers =
+      g.decoded && rows <= kFewRows &&
+      g.decoded->in_registers(item.group * g.d_out + item.col0, item.col1 - item.col0);
+  if (rows == 1 && (!g.decoded || in_registers)) return run_one_row<D>(g, item);
+  if (in_registers) return run_few_rows<D>(g, item);
   int64_t block = block_of<D>(g, item.row1 - item.row0);
   alignas(64) f32s acc[kAccRows / kRows * kTile];
   Room<D> room;

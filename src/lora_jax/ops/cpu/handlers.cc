@@ -61,13 +61,14 @@ ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, U8 codes,
                          ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::AnyBuffer bias,
                          ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table) {
   auto d = codes.dimensions();
-  CodedRows<D> rows;
+  if (table.size() != 16) return ffi::Error::InvalidArgument("coded_gemm: a table of 16");
+  CodedRows<D> rows(table.begin());
   rows.codes = data<uint8_t>(codes), rows.zeros = data<uint8_t>(zeros);
   rows.scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
-  rows.values = table.begin(), rows.d_in = 2 * d[2];
+  rows.d_in = 2 * d[2];
   rows.span = rows.d_in / scales.dimensions()[2];
-  if (table.size() != 16 || rows.span % kWords)
-    return ffi::Error::InvalidArgument("coded_gemm: a table of 16 and groups of 32, 64, ...");
+  if (rows.span % kWords)
+    return ffi::Error::InvalidArgument("coded_gemm: groups of 32, 64, ... weights");
   return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], rows.d_in, x, group_sizes, bias, y);
 }
 

@@ -19,8 +19,9 @@ template <class D>
 struct DecodedRows {
   using X = typename D::X;
   double bytes;  // of a plain weight that takes as long
-  bool in_registers = false;  // whether `dot` can be called
   explicit DecodedRows(double b) : bytes(b) {}
+  // Whether `dot` can be called for n rows.
+  virtual bool in_registers(int64_t row, int64_t n) const { return false; }
   // out[0, k1 - k0) = w[row][k0, k1), k0 a multiple of kWords, in the order that rows of x are
   // packed in; the rest of kWords may follow.
   virtual void decode(int64_t row, int64_t k0, int64_t k1, X* out) const = 0;
@@ -40,13 +41,16 @@ struct WordRows : DecodedRows<D> {
 
   void decode(int64_t row, int64_t k0, int64_t k1, X* out) const override {
     const R& rows = static_cast<const R&>(*this);
-    const uint8_t* from = rows.from(row, 0);
+    const uint8_t* from = rows.from(row, k0);
     typename R::Tables at(rows, row);
     at.next(k0 / span);
-    for (int64_t k = k0; k < k1; at.next()) {
+    int64_t end = (k0 / span + 1) * span;
+    for (int64_t k = k0; k < k1; at.next(), end += span) {
       auto table = at.table(0);
-      for (int64_t stop = std::min(k1, (k / span + 1) * span); k < stop; k += kWords)
-        put<D>(table, from + k / R::kPerByte, out + (k - k0));
+      for (int64_t stop = std::min(k1, end); k < stop; k += kWords) {
+        put<D>(table, from, out);
+        from += kWords / R::kPerByte, out += kWords;
+      }
     }
   }
 
@@ -91,7 +95,7 @@ struct WordRows : DecodedRows<D> {
       for (; k < span_end; k += kWords, from += kWords / R::kPerByte)
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-          Words words = tables[c].look_up(from + c * row_bytes);
+          Words words = tables[c].quick(from + c * row_bytes);
           for (int i = 0; i < kOperands<D>; ++i) {
             typename D::V wv = operand<D>(words, i);
             const int64_t step = k + i / D::kParts * D::kStep;
@@ -123,9 +127,10 @@ struct CodedRows : WordRows<D, CodedRows<D>> {
   const uint8_t* codes;
   Scales scales;
   const uint8_t* zeros;  // may be null
-  const float* values;   // of the 16 codes
+  const Values values;   // of the 16 codes
 
-  CodedRows() : WordRows<D, CodedRows<D>>(1.5) { this->in_registers = kWordsFor<D>; }
+  explicit CodedRows(const float* of) : WordRows<D, CodedRows<D>>(1.5), values(of) {}
+  bool in_registers(int64_t, int64_t) const override { return kWordsFor<D>; }
   const uint8_t* from(int64_t row, int64_t k) const { return codes + (row * this->d_in + k) / 2; }
   struct Tables {
     const CodedRows& rows;
@@ -156,7 +161,14 @@ struct ScaledRows : WordRows<D, ScaledRows<D>> {
 
   ScaledRows(int64_t in, int64_t columns) : WordRows<D, ScaledRows<D>>(2.5) {
     this->d_in = in, this->span = std::min(in, columns);
-    this->in_registers = kWordsFor<D> && in % kWords == 0 && this->span % kWords == 0;
+  }
+  bool in_words() const { return this->d_in % kWords == 0 && this->span % kWords == 0; }
+  bool in_registers(int64_t row, int64_t n) const override {
+    if (!kWordsFor<D> || !in_words()) return false;
+    const int64_t across = (this->d_in + this->span - 1) / this->span;
+    const float* of = row_scales(row);
+    const float* end = row_scales(row + n - 1) + across;
+    return std::all_of(of, end, [](float s) { return Table::has_words(s); });
   }
   const uint8_t* from(int64_t row, int64_t k) const { return values + row * this->d_in + k; }
   // The scales of the blocks that a row lies in.
@@ -184,7 +196,7 @@ struct ScaledRows : WordRows<D, ScaledRows<D>> {
   };
 
   void decode(int64_t row, int64_t k0, int64_t k1, X* out) const override {
-    if (this->in_registers) return WordRows<D, ScaledRows<D>>::decode(row, k0, k1, out);
+    if (kWordsFor<D> && in_words()) return WordRows<D, ScaledRows<D>>::decode(row, k0, k1, out);
     if constexpr (std::is_same_v<T, X>) {
       by_steps(row, k0, k1, out);
     } else {

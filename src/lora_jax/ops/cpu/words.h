@@ -67,34 +67,77 @@ inline __m256i narrow(__m256 first, __m256 second) {
 }
 #endif
 
-// The words of (values[i] - zero) * scale. `look_up` gives those of 32 codes in 16 bytes, low
-// halves first.
+// The 16 values of codes, and their signs and magnitudes where these are at most eight beside zero:
+// half the words of a scale are then rounded, and their signs set.
+struct Values {
+  const float* of;
+  bool halved = false;
+#if defined(__AVX2__) && !defined(__AVX512BW__)
+  alignas(32) float magnitudes[8] = {};
+  // Of a code, two times: places of the bytes of its magnitude among those of all, and its sign.
+  alignas(32) uint8_t low[32], high[32], sign[32];
+  explicit Values(const float* from) : of(from) {
+    int found = 0;
+    for (int code = 0; code < 16; ++code) {
+      float size = from[code] < 0 ? -from[code] : from[code];
+      int i = 0;
+      while (i < found && magnitudes[i] != size) ++i;
+      if (i == found && size != 0) {
+        if (found == 8) return;
+        magnitudes[found++] = size;
+      }
+      // The bytes of four words and then of the other four: low ones, high ones.
+      uint8_t place = size == 0 ? 0x80 : i / 4 * 8 + i % 4;
+      low[code] = low[code + 16] = place;
+      high[code] = high[code + 16] = size == 0 ? place : place + 4;
+      sign[code] = sign[code + 16] = __builtin_signbit(from[code]) ? 0x80 : 0;
+    }
+    halved = true;
+  }
+#else
+  explicit Values(const float* from) : of(from) {}
+#endif
+};
+
+// The words of (values[i] - zero) * scale. `quick` gives those of 32 codes in 16 bytes: byte
+// 8 p + i holds code 16 p + i in its low half, code 16 p + 8 + i in its high half, i < 8.
 #ifdef __AVX512BW__
 struct WordTable {
   __m512i twice;  // all words, two times
+  Words look_up(const uint8_t* codes) const { return quick(codes); }
   WordTable() {}
-  WordTable(const float* values, float scale) : WordTable(_mm512_loadu_ps(values), scale) {}
-  WordTable(const float* values, float zero, float scale)
-      : WordTable(_mm512_sub_ps(_mm512_loadu_ps(values), _mm512_set1_ps(zero)), scale) {}
+  WordTable(const Values& values, float scale) : WordTable(_mm512_loadu_ps(values.of), scale) {}
+  WordTable(const Values& values, float zero, float scale)
+      : WordTable(_mm512_sub_ps(_mm512_loadu_ps(values.of), _mm512_set1_ps(zero)), scale) {}
   WordTable(__m512 all, float scale)
       : twice(_mm512_broadcast_i64x4(narrow(_mm512_mul_ps(all, _mm512_set1_ps(scale))))) {}
-  Words look_up(const uint8_t* codes) const {
-    __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-    // The low word of a lane has the first code in its low bits, the high word the second. Bit 4 of
-    // an index may be set by a neighbour: both halves of the table are equal.
-    __m512i index = _mm512_or_si512(wide, _mm512_slli_epi32(wide, 12));
-    return {_mm512_permutexvar_epi16(index, twice)};
+  Words quick(const uint8_t* codes) const {
+    const __m512i quads = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3);
+    const __m512i shift = _mm512_setr_epi64(0, 0, 0x4000400040004, 0x4000400040004, 0, 0,
+                                            0x4000400040004, 0x4000400040004);
+    __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)codes));
+    __m512i eights = _mm512_permutexvar_epi64(quads, _mm512_castsi256_si512(wide));
+    // Bit 4 of an index may be set by the other half of a byte: both halves of the table are equal.
+    return {_mm512_permutexvar_epi16(_mm512_srlv_epi16(eights, shift), twice)};
   }
 };
 #elif defined(__AVX2__)
 struct WordTable {
   __m256i low, high;  // bytes of the 16 words by significance, two times
+  Words look_up(const uint8_t* codes) const { return quick(codes); }
   WordTable() {}
-  WordTable(const float* values, float scale)
-      : WordTable(_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8), scale) {}
-  WordTable(const float* values, float zero, float scale)
-      : WordTable(_mm256_sub_ps(_mm256_loadu_ps(values), _mm256_set1_ps(zero)),
-                  _mm256_sub_ps(_mm256_loadu_ps(values + 8), _mm256_set1_ps(zero)), scale) {}
+  WordTable(const Values& values, float scale) {
+    uint32_t bits;
+    std::memcpy(&bits, &scale, 4);
+    // Of a positive finite scale zero times it is zero.
+    if (values.halved && bits - 1 < 0x7f7fffffu)
+      *this = of_magnitudes(values, scale);
+    else
+      *this = WordTable(_mm256_loadu_ps(values.of), _mm256_loadu_ps(values.of + 8), scale);
+  }
+  WordTable(const Values& values, float zero, float scale)
+      : WordTable(_mm256_sub_ps(_mm256_loadu_ps(values.of), _mm256_set1_ps(zero)),
+                  _mm256_sub_ps(_mm256_loadu_ps(values.of + 8), _mm256_set1_ps(zero)), scale) {}
   WordTable(__m256 first, __m256 second, float scale) {
     __m256 s = _mm256_set1_ps(scale);
     __m256i a = rounded(_mm256_mul_ps(first, s)), b = rounded(_mm256_mul_ps(second, s));
@@ -107,38 +150,49 @@ struct WordTable {
     low = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
     high = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7));
   }
+  static WordTable of_magnitudes(const Values& values, float scale) {
+    __m256i words = rounded(_mm256_mul_ps(_mm256_load_ps(values.magnitudes), _mm256_set1_ps(scale)));
+    // Low and high bytes of words 0 to 3 in the low half, of the others in the high half; then all
+    // of them in both.
+    const __m256i fours = _mm256_setr_epi8(2, 6, 10, 14, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1,
+                                           -1, -1, -1, -1, -1, -1, -1, -1, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m256i part = _mm256_shuffle_epi8(words, fours);
+    __m256i all = _mm256_or_si256(part, _mm256_permute2x128_si256(part, part, 1));
+    WordTable table;
+    table.low = _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i*)values.low));
+    table.high = _mm256_xor_si256(
+        _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i*)values.high)),
+        _mm256_load_si256((const __m256i*)values.sign));
+    return table;
+  }
   // Words of 32 indices: the first eight of both halves, then the others.
   Words at(__m256i index) const {
     __m256i l = _mm256_shuffle_epi8(low, index), h = _mm256_shuffle_epi8(high, index);
     return {{_mm256_unpacklo_epi8(l, h), _mm256_unpackhi_epi8(l, h)}};
   }
-  Words look_up(const uint8_t* codes) const {
-    // Bytes 0 to 3 and 8 to 11 in the low half, each in 16 bits, the others in the high half: so
-    // the words come out in order.
-    const __m256i spread =
-        _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 8, -1, 9, -1, 10, -1, 11, -1, 4, -1, 5, -1, 6,
-                         -1, 7, -1, 12, -1, 13, -1, 14, -1, 15, -1);
+  Words quick(const uint8_t* codes) const {
+    // Low halves of the bytes in the low half, high ones in the high half.
     __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codes));
-    __m256i wide = _mm256_shuffle_epi8(bytes, spread);
-    // A byte beside itself moved by a code: both codes have bytes of their own.
-    __m256i codes_of = _mm256_or_si256(wide, _mm256_slli_epi16(wide, 4));
-    return at(_mm256_and_si256(codes_of, _mm256_set1_epi8(15)));
+    __m256i halves = _mm256_srlv_epi64(bytes, _mm256_setr_epi64x(0, 0, 4, 4));
+    return at(_mm256_and_si256(halves, _mm256_set1_epi8(15)));
   }
 };
 #else
 struct WordTable {
   uint16_t words[16];
+  Words look_up(const uint8_t* codes) const { return quick(codes); }
   WordTable() {}
-  WordTable(const float* values, float scale) : WordTable(values, 0.0f, scale) {}
-  WordTable(const float* values, float zero, float scale) {
-    for (int i = 0; i < 16; ++i) words[i] = narrow(uint16_t(), (values[i] - zero) * scale);
+  WordTable(const Values& values, float scale) : WordTable(values, 0.0f, scale) {}
+  WordTable(const Values& values, float zero, float scale) {
+    for (int i = 0; i < 16; ++i) words[i] = narrow(uint16_t(), (values.of[i] - zero) * scale);
   }
-  Words look_up(const uint8_t* codes) const {
+  Words quick(const uint8_t* codes) const {
     Words out;
-    for (int i = 0; i < kWords / 2; ++i) {
-      out.v[2 * i] = words[codes[i] & 15];
-      out.v[2 * i + 1] = words[codes[i] >> 4];
-    }
+    for (int p = 0; p < 2; ++p)
+      for (int i = 0; i < 8; ++i) {
+        out.v[16 * p + i] = words[codes[8 * p + i] & 15];
+        out.v[16 * p + 8 + i] = words[codes[8 * p + i] >> 4];
+      }
     return out;
   }
 };
@@ -148,34 +202,61 @@ struct WordTable {
 #ifdef __AVX512F__
 struct FloatTable {
   __m512 values;
-  FloatTable(const float* from, float scale) : FloatTable(from, 0.0f, scale) {}
-  FloatTable(const float* from, float zero, float scale) {
-    __m512 all = _mm512_sub_ps(_mm512_loadu_ps(from), _mm512_set1_ps(zero));
+  FloatTable(const Values& from, float scale) : FloatTable(from, 0.0f, scale) {}
+  FloatTable(const Values& from, float zero, float scale) {
+    __m512 all = _mm512_sub_ps(_mm512_loadu_ps(from.of), _mm512_set1_ps(zero));
     values = _mm512_mul_ps(all, _mm512_set1_ps(scale));
   }
   void decode(const uint8_t* codes, float* out) const {
-    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
     __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
     // A lookup reads the low four bits of an index.
-    __m512 even = _mm512_permutexvar_ps(wide, values);
-    __m512 odd = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
-    _mm512_storeu_ps(out, _mm512_permutex2var_ps(even, first, odd));
-    _mm512_storeu_ps(out + kLanes, _mm512_permutex2var_ps(even, second, odd));
+    __m512 low = _mm512_permutexvar_ps(wide, values);
+    __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4), values);
+    _mm512_storeu_ps(out, _mm512_shuffle_f32x4(low, high, 0x44));
+    _mm512_storeu_ps(out + kLanes, _mm512_shuffle_f32x4(low, high, 0xee));
+  }
+};
+#elif defined(__AVX2__)
+struct FloatTable {
+  __m256 first, second;  // of eight codes each
+  FloatTable(const Values& from, float scale) : FloatTable(from, 0.0f, scale) {}
+  FloatTable(const Values& from, float zero, float scale) {
+    __m256 z = _mm256_set1_ps(zero), s = _mm256_set1_ps(scale);
+    first = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(from.of), z), s);
+    second = _mm256_mul_ps(_mm256_sub_ps(_mm256_loadu_ps(from.of + 8), z), s);
+  }
+  // A lookup reads the low three bits of an index, a choice the highest.
+  __m256 at(__m256i index) const {
+    __m256 choice = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(first, index),
+                            _mm256_permutevar8x32_ps(second, index), choice);
+  }
+  void decode(const uint8_t* codes, float* out) const {
+    for (int p = 0; p < 2; ++p, out += 16) {
+      __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(codes + 8 * p)));
+      _mm256_storeu_ps(out, at(both));
+      _mm256_storeu_ps(out + 8, at(_mm256_srli_epi32(both, 4)));
+    }
   }
 };
 #else
 struct FloatTable {
   float values[16];
-  FloatTable(const float* from, float scale) : FloatTable(from, 0.0f, scale) {}
-  FloatTable(const float* from, float zero, float scale) {
-    for (int i = 0; i < 16; ++i) values[i] = (from[i] - zero) * scale;
+  FloatTable(const Values& from, float scale) : FloatTable(from, 0.0f, scale) {}
+  FloatTable(const Values& from, float zero, float scale) {
+    for (int i = 0; i < 16; ++i) values[i] = (from.of[i] - zero) * scale;
   }
   void decode(const uint8_t* codes, float* out) const {
-    for (int i = 0; i < kWords / 2; ++i) {
-      out[2 * i] = values[codes[i] & 15];
-      out[2 * i + 1] = values[codes[i] >> 4];
-    }
+    for (int p = 0; p < 2; ++p, codes += 8, out += 16)
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        uint32_t both = codes[i];
+#ifdef __GNUC__
+        asm("" : "+r"(both));  // as a vector it is 80 kB of code
+#endif
+        out[i] = values[both & 15];
+        out[i + 8] = values[both >> 4];
+      }
   }
 };
 #endif

@@ -6,7 +6,14 @@ import numpy as np
 
 from lora_jax.ops.cpu import build
 from lora_jax.ops.dispatch import Declined
-from lora_jax.ops.grouped_matmul.weights import ROWS, CodedWeight, ScaledWeight, Weight
+from lora_jax.ops.grouped_matmul.weights import (
+    LANES,
+    ROWS,
+    CodedWeight,
+    ScaledWeight,
+    Weight,
+    in_lanes,
+)
 from lora_jax.typing import Array, Float, Int
 
 CODE_STEP, VALUE_STEP = 32, 16  # weights that the kernel decodes at a time
@@ -24,14 +31,15 @@ def grouped_matmul(
     out = jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype)
     kind = x.dtype.name
     if isinstance(w, CodedWeight):
-        if w.order != ROWS:
-            raise Declined(f"takes codes in the order {ROWS}, not {w.order}")
+        if w.order not in (LANES, ROWS):
+            raise Declined(f"takes codes in the orders {LANES} and {ROWS}, not {w.order}")
         if w.group_size % CODE_STEP:
             raise Declined(f"takes groups in multiples of {CODE_STEP} weights, not {w.group_size}")
         zeros = jnp.zeros((0, 0, 0), jnp.uint8) if w.zeros is None else w.zeros
+        codes = w.codes if w.order == LANES else in_lanes(w.codes)  # at each call: a slow path
         call = jax.ffi.ffi_call(f"lora_jax_coded_gemm_{kind}", out)
         table = np.array(w.table, np.float32)
-        return call(x, w.codes, w.scales, zeros, group_sizes, bias, table=table)
+        return call(x, codes, w.scales, zeros, group_sizes, bias, table=table)
     if isinstance(w, ScaledWeight):
         (rows, cols), d_in = w.block, w.shape[2]
         if d_in % VALUE_STEP or (cols % VALUE_STEP and cols < d_in):
