@@ -44,14 +44,16 @@ def _starts(function: Function) -> dict[str, Any]:
     """Return medians: of a start from the zygote, of first answers, and of later ones.
 
     `preloaded_s` are the first three calls of a process that was started before them, `paused_s`
-    is a call of one that has answered, after as long a pause; `_of_processor_s` is what the
-    function's process spent of both.
+    is a call of one that has answered, after as long a pause; with `processor_s` in the name, what
+    the function's process spent of them.
     """
     function.generate(_new_prompt(), _ONE)  # its programs are kept from now on
     whole, ready, warm, preloaded, paused = [], [], [], [], []
     for _ in range(_STARTS):
         function.offload()
-        whole.append(_first(function)[0])
+        start = time.perf_counter()  # a look at the process would start it before
+        function.generate(_new_prompt(), _ONE)
+        whole.append(time.perf_counter() - start)
         ready.append(function.start_times["start_s"])
         warm.append(_first(function)[0])
     for _ in range(_STARTS):

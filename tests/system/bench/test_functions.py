@@ -169,20 +169,28 @@ class Answering:
 
     def __init__(self):
         self.calls, self.offloads = 0, 0
-        self.start_times, self.pid = {"attach_s": 0.0, "start_s": 0.25}, os.getpid()
+        self.start_times = {"attach_s": 0.0, "start_s": 0.25}
         self.prompts, self.num_warmed = set(), 0
+        self.is_off, self.num_looks_off = False, 0
+
+    @property
+    def pid(self):
+        """Starts a process, as that of a function does, which no measured start may do."""
+        self.num_looks_off += self.is_off
+        self.is_off = False
+        return os.getpid()
 
     def generate(self, prompts, sampling):
-        self.calls += 1
+        self.calls, self.is_off = self.calls + 1, False
         many = [prompts] if isinstance(prompts, str) else prompts
         self.prompts.update(many)
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(1, 2, 3))]) for _ in many]
 
     def offload(self):
-        self.offloads += 1
+        self.offloads, self.is_off = self.offloads + 1, True
 
     def warm(self):
-        self.num_warmed += 1
+        self.num_warmed, self.is_off = self.num_warmed + 1, False
 
 
 def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
@@ -191,6 +199,7 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
     found = measured._starts(function)
     assert (found["ready_s"], function.offloads, function.num_warmed) == (0.25, 10, 5)
     assert len(found["preloaded_s"]) == len(found["preloaded_processor_s"]) == 3
+    assert function.num_looks_off == 0
     assert len(function.prompts) == function.calls  # a call finds no other one's prefix
     both, start = [Answering(), Answering()], time.perf_counter()
     rate = measured.token_rate(both, ["a prompt"] * 8, Sampling(), 0.05)
