@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 
-from serving.engine.short_switches import short_switches
+from serving.functions.short_switches import short_switches
 from serving.functions.turn_table import Ask, TurnTable
 
 logger = logging.getLogger(__name__)

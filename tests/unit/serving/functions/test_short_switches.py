@@ -1,11 +1,11 @@
-"""The interpreter's switch interval while callers wait, and afterwards."""
+"""The interpreter's switch interval while turns are kept, and afterwards."""
 
 import sys
 
 import pytest
 
 from serving.engine.pacing import SWITCH_S
-from serving.engine.short_switches import ShortSwitches
+from serving.functions.short_switches import ShortSwitches
 
 
 @pytest.fixture(autouse=True)
