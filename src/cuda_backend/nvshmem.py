@@ -324,3 +324,19 @@ class NvshmemServerEndpoint(ServerEndpoint):
         site: int,
     ) -> Int[Array, "messages 8"]:
         return self._forwarding.after(super().answer(info, verdicts, deltas, site))
+
+
+class Nvshmem:
+    """The library as a transport chooses it by the entry point `lora_jax.transport_world`."""
+
+    def new_id(self, *, one_host: bool) -> bytes:
+        """Return the id of a new world, of which this process will be PE 0."""
+        configure(one_host=one_host)
+        return new_id()
+
+    def join(
+        self, device: int, pe: int, size: int, world: bytes, slot_bytes: int, *, one_host: bool
+    ) -> NvshmemDevice:
+        """Return a GPU of this process as a PE of the world; see NvshmemDevice for the errors."""
+        configure(one_host=one_host)
+        return NvshmemDevice(device, pe, size, world, slot_bytes)
