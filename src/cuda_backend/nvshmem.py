@@ -110,10 +110,13 @@ def _calls() -> native.Calls:
         raise NotImplementedError(str(error)) from error
 
 
-def new_id() -> bytes:
-    """Return what all PEs of a new world are given; from one of them, on the host of PE 0."""
+def new_id(calls: native.Calls | None = None) -> bytes:
+    """Return the id of a new world, which all of its PEs are given.
+
+    PE 0's process must make it: it listens there until all PEs have joined. Raises RuntimeError.
+    """
     buffer = ctypes.create_string_buffer(ID_BYTES)
-    if code := _calls().id(buffer):
+    if code := (calls or _calls()).id(buffer):
         raise RuntimeError(f"nvshmemx_get_uniqueid: {code}")
     return buffer.raw
 
