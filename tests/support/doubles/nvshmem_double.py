@@ -4,6 +4,7 @@ A folder made by `plugin` in PYTHONPATH has the entry point by which a process f
 installed backend would have.
 """
 
+import importlib.metadata
 import tempfile
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from support.doubles.peer_double import EmulatedGpus
 from cuda_backend import nvshmem
 from serving.lora_server.transport.world_library import GROUP
 
+_NAME = "nvshmem-double"
+
 
 def plugin(folder: Path) -> None:
     """Make `folder` hold a distribution that has the library for jax's CPU platform."""
     info = folder / "nvshmem_double-1.0.dist-info"
     info.mkdir(parents=True)
-    text = "Metadata-Version: 2.1\nName: nvshmem-double\nVersion: 1.0\n"
-    (info / "METADATA").write_text(text)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\ncpu = {__name__}:EmulatedNvshmem\n")
 
 
@@ -36,6 +38,7 @@ class EmulatedNvshmem:
     ) -> nvshmem.NvshmemDevice:
         """See WorldLibrary."""
         del one_host
-        peer = EmulatedGpus(Path(tempfile.mkdtemp(prefix="nvshmem-double-"))).device(device)
+        found = importlib.metadata.distribution(_NAME).locate_file("")
+        peer = EmulatedGpus(Path(tempfile.mkdtemp(dir=str(found)))).device(device)
         calls = nvshmem.calls_of(compile_forward())
         return nvshmem.NvshmemDevice(device, pe, size, world, slot_bytes, calls=calls, peer=peer)

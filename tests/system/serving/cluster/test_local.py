@@ -258,7 +258,7 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
         Role.made[0].die()
         wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
         wait_until(lambda: 0 in cluster.router.up)
-        assert "Instance 0 has no host: no room" in caplog.text
+        assert "Instance 0 cannot start now: no room" in caplog.text
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
         wait_until(lambda: len(Role.made) == 5)
