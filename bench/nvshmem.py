@@ -36,6 +36,8 @@ LAYERS, HIDDEN, MOST_ROWS = 8, 4096, 512
 ROWS = (8, 64, 128, 512)
 TRANSPORTS = ("nvshmem", "mapped")
 _SECONDS = 120.0
+# Of processes that share a GPU: NVSHMEM leaves it behind a killed one, and then does not begin.
+_ONE_GPU = Path("/dev/shm/mps_shm_0")
 
 
 def terms() -> Terms:
@@ -56,6 +58,7 @@ def world(rank: int, folder: Path) -> symmetric.SymmetricEndpoints:
     nvshmem.configure(one_host=True)
     path = folder / "world"
     if rank == 0:
+        _ONE_GPU.unlink(missing_ok=True)
         path.with_suffix(".part").write_bytes(nvshmem.new_id())
         path.with_suffix(".part").rename(path)
     while not path.exists():
