@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
 from serving.functions.turn_keeper import ASK, ASK_FIELDS, BACK, GRANT, RECALL, TurnKeeper
 from serving.functions.turn_table import TurnTable
 
