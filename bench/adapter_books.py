@@ -22,8 +22,8 @@ from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
 from lora_jax.adapters.slots import size_slots
 from lora_jax.adapters.weights import AdapterWeights
-from serving.engine.metrics import EngineMetrics
-from serving.engine.registry_follower import RegistryFollower
+from serving.engine.loop.registry_follower import RegistryFollower
+from serving.engine.metrics.metrics import EngineMetrics
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.lora_residency import LoraResidency
 from serving.loading.residencies import Residencies

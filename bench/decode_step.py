@@ -37,7 +37,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.sharding import Split
 from serving.api.request import Request, ScheduledChunk, Sequence, StepPlan
 from serving.api.sampling import Sampling
-from serving.engine.devices import local_widths, make_cpu_devices
+from serving.engine.parts.devices import local_widths, make_cpu_devices
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 

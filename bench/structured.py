@@ -36,7 +36,7 @@ from tokenizers.models import WordLevel
 from bench.random_model import LlamaShape
 from serving import Engine, Sampling
 from serving.api.structured_outputs import StructuredOutputs
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
 from serving.text.token_text import byte_alphabet
 
 SHIPPED = Path("assets/tiny-moe")

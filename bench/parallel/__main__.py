@@ -25,7 +25,7 @@ from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
 from lora_jax.models import split as model_split
-from serving.engine.devices import make_cpu_devices
+from serving.engine.parts.devices import make_cpu_devices
 
 PARTS = ("exchange", "bits", "steps", "host", "graphs", "served", "cluster", "remote")
 HOST_SIZES = steps.Sizes(position=20)

@@ -27,7 +27,7 @@ _IDLE = messages.ASK_FIELDS.pack(messages.ASK, NEVER_S, 0.0, 0.0, NEVER_S)
 
 
 class TurnSide:
-    """Turns as the engine's thread takes them; see `serving.engine.loop_parts.AbstractTurns`."""
+    """Turns as the engine's thread takes them: `serving.engine.loop.loop_parts.AbstractTurns`."""
 
     def __init__(self, connection: socket.socket, slo_s: float | None, limit: int):
         """`slo_s` is that of the first token, `limit` the largest batch. Owns the connection."""

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
 from serving.functions.turn_keeper import TurnKeeper
 from serving.functions.turn_log import Stamps
 from serving.functions.turn_messages import (
