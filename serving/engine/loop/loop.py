@@ -94,8 +94,7 @@ class EngineLoop:
     def wake(self) -> None:
         """Make the loop look around if it sleeps."""
         with self._lock:
-            self._woken = True
-            self._wake.notify()
+            self._ring()
 
     def follow(self, commands: Iterable[Any]) -> None:
         """Do what another process's loop tells until it says no more, in place of `start`."""
@@ -126,15 +125,20 @@ class EngineLoop:
             self._live.add(make_live(sequences))
             if entry is not None:
                 self._parts.residencies.retain(entry)
-            self._woken = True
-            self._wake.notify()
+            self._ring()
 
     def abort(self, request_id: str) -> None:
         """End a request soon; unknown ones are ignored."""
         with self._lock:
             self._aborts.append(request_id)
-            self._woken = True
-            self._wake.notify()
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wake the loop, wherever it waits; under the lock."""
+        self._woken = True
+        self._wake.notify()
+        if self._parts.turns is not None:
+            self._parts.turns.look()
 
     def scheduler_stats(self) -> SchedulerStats:
         """Return where the sequences are."""
@@ -225,6 +229,8 @@ class EngineLoop:
         self._num_dispatched += 1
         if self._flying is None:
             self._alone = step, now
+        if self._parts.turns is not None:
+            self._parts.turns.dispatched()
         self._pacer.dispatched(now, follows=self._flying is not None)
         return step
 
@@ -248,6 +254,8 @@ class EngineLoop:
         if turns.is_due:
             step, self._flying = self._flying, None
             early, self._early = self._early, None
+            if step is not None and not step.waits:  # for masks, which the host makes
+                turns.pass_on()
             progress = (early or []) if step is None else self._read_results(step)
             turns.give_back()  # whose next holder need not wait for our callers
             self._hand_out(progress)
@@ -344,7 +352,7 @@ class EngineLoop:
         self._pacer.ended(step.plan.num_tokens, began)
         if self._parts.turns is not None and self._alone[0] is step:
             prompts = sum(c.sequence.num_prompt == c.start + c.num_tokens for c in step.plan.chunks)
-            self._parts.turns.ran(prompts, time.monotonic() - self._alone[1])
+            self._parts.turns.ran(prompts, self._alone[1], time.monotonic())
         failed, self._failed = [Failure(*one) for one in self._failed], []
         if step.plan.is_bound and self._parts.runner.was_late(step):
             failed = failures.of_late_masks(step.plan)

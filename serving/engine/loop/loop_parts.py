@@ -22,7 +22,7 @@ class AbstractTurns(Protocol):
 
     @property
     def is_due(self) -> bool:
-        """True if the turn is to be given back as soon as no step runs."""
+        """True if the turn is to be given back or passed on before the next step."""
         ...
 
     def take(self, arrivals: Callable[[], SequenceOf[float]], closing: Callable[[], bool]) -> None:
@@ -34,12 +34,27 @@ class AbstractTurns(Protocol):
         says so first."""
         ...
 
-    def give_back(self) -> None:
-        """Let others have the device."""
+    def look(self) -> None:
+        """Make a `take` or `take_idle` under way look again; any thread may call this."""
         ...
 
-    def ran(self, num_prompts: int, seconds: float) -> None:
-        """Note a step that had the device to itself, with the ends of so many prompts."""
+    def dispatched(self) -> None:
+        """Note that a step is on its way to the device."""
+        ...
+
+    def pass_on(self) -> None:
+        """Let others' steps follow the one that runs; `give_back` is called when it was read."""
+        ...
+
+    def give_back(self) -> None:
+        """Let others have the device, on which nothing of this process runs."""
+        ...
+
+    def ran(self, num_prompts: int, began: float, ended: float) -> None:
+        """Note a step beside which no other of this process ran, with the ends of so many prompts.
+
+        Times are those of time.monotonic.
+        """
         ...
 
 

@@ -52,6 +52,7 @@ class Runner:
     def __init__(self):
         self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
         self.order, self.status, self.asked_cold, self.has_cold = [], None, 0, False
+        self.waits = False
 
     def run_cold(self):
         self.asked_cold += 1
@@ -63,7 +64,7 @@ class Runner:
     def dispatch(self, plan, masks_first):
         self.trouble(plan)
         self.order.append("short" if plan.is_short else "dispatch")
-        return SimpleNamespace(plan=plan, remote_status=self.status)
+        return SimpleNamespace(plan=plan, remote_status=self.status, waits=self.waits)
 
     def read(self, step):
         self.order.append("read")
@@ -131,6 +132,34 @@ class NeverThere:
         pass
 
     def close(self):
+        pass
+
+
+class Turns:
+    """Turns that are always there; `order` is told of what the loop does with them."""
+
+    def __init__(self, order, *, is_due):
+        self._order, self.is_due = order, is_due
+
+    def take(self, arrivals, closing):
+        self._order.append("taken")
+
+    def take_idle(self, woken):
+        return False
+
+    def look(self):
+        pass
+
+    def dispatched(self):
+        pass
+
+    def pass_on(self):
+        self._order.append("passed on")
+
+    def give_back(self):
+        self._order.append("given back")
+
+    def ran(self, num_prompts, began, ended):
         pass
 
 
@@ -252,8 +281,8 @@ def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenize
             time.sleep(0.001)
         return is_free.is_set()
 
-    turns = SimpleNamespace(is_due=False, take=lambda *_: None, take_idle=take_idle)
-    turns.give_back, turns.ran = lambda: order.append("given back"), lambda *_: None
+    turns = Turns(order, is_due=False)
+    turns.take, turns.take_idle = lambda *_: None, take_idle
     sharing = Case(tokenizer, turns=turns)
     sharing.runner.order, sharing.runner.has_cold = order, True
     sharing.loop.wake()
@@ -272,8 +301,8 @@ def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenize
 def test_callers_have_their_tokens_before_the_next_turn(tokenizer, monkeypatch):
     monkeypatch.setattr(StepPlan, "has_drafts", property(lambda _: True))  # so it is read early
     order, told = [], []
-    turns = SimpleNamespace(is_due=True, take=lambda *_: order.append("taken"))
-    turns.take_idle, turns.give_back, turns.ran = lambda _: False, lambda: None, lambda *_: None
+    turns = Turns(order, is_due=True)
+    turns.give_back = lambda: None
     sharing = Case(tokenizer, turns=turns)
     sharing.runner.order = order
     sharing.ask(max_tokens=4, on_output=lambda delta: order.append("told") or told.append(delta))
@@ -281,6 +310,30 @@ def test_callers_have_their_tokens_before_the_next_turn(tokenizer, monkeypatch):
     assert " ".join(order).count("read told taken") == 3
     sharing.loop.close()
     sharing.compilations.close()
+
+
+def test_a_turn_is_passed_on_while_its_last_step_runs(tokenizer):
+    """The next holder plans and dispatches meanwhile; callers wait for neither."""
+    order, told = [], []
+    sharing = Case(tokenizer, turns=Turns(order, is_due=True))
+    sharing.runner.order = order
+    sharing.ask(max_tokens=3, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_until(lambda: ended(told))
+    turn = ["taken", "dispatch", "passed on", "read", "given back", "told"]
+    assert order[order.index("taken") :][:12] == turn * 2
+    sharing.loop.close()
+    sharing.compilations.close()
+
+
+def test_a_step_that_waits_for_masks_is_read_before_its_turn_is_given_back(tokenizer):
+    """It may have the device while it waits for the host."""
+    loop, order = EngineLoop.__new__(EngineLoop), []
+    loop._flying, loop._early, loop._lock = SimpleNamespace(waits=True), None, threading.Lock()
+    loop._parts = SimpleNamespace(scheduler=SimpleNamespace(has_work=True))
+    loop._read_results = lambda step: order.append("read") or []
+    loop._hand_out = lambda progress: order.append("told")
+    loop._take_turn(Turns(order, is_due=True))
+    assert order == ["read", "given back", "told", "taken"]
 
 
 def test_masks_that_are_made_late_are_posted_for_their_own_step():
