@@ -6,25 +6,25 @@ policy, for several shares of the top adapter; the rest asks for five others and
 `--primary` gives 90% of the requests to an engine of one merged adapter (`merge_adapter`) and the
 rest to another engine. `--costs` prints what serving.scheduling.merge_policy.StepCosts says.
 
-A figure is output tokens per second of processor time, so that other programs of the machine change
-little. Prompts are 4 tokens and answers 24, greedy; the policies take turns, request for request.
+A figure is output tokens per second, of processor time and of the clock; other programs of the
+machine change the first little. Prompts are 4 tokens and answers 24, greedy. In a turn every policy
+answers the same requests; requests and order are drawn anew for each turn. Plain weights take part
+twice: the difference of this equal pair is noise.
 """
 
 import argparse
 import collections
 import dataclasses
-import datetime
-import json
 import os
-import platform
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench import record
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from serving import Engine, Sampling
 from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
@@ -33,6 +33,8 @@ TOP, OTHERS = "a0", ("a1", "a2", "a3", "a4", "a5")
 SKEWS = (0.5, 0.7, 0.9, 0.95)
 RANK, ROWS, ANSWER = 64, 16, 24
 CHOOSING = 480  # requests in which our policy has chosen, with room to spare
+SHORT = 2  # tokens of the answers before a turn, which bring the weights
+RESAMPLES = 2000  # of the turns, for an interval
 
 
 class Fixed:
@@ -75,13 +77,25 @@ def names_of(skew: float, count: int, seed: int = 0) -> list[str | None]:
     return [TOP if rng.random() < skew else rng.choice([*OTHERS, None]) for _ in range(count)]
 
 
+class Seconds(NamedTuple):
+    """Time of some requests: processor time of all threads, and the clock's."""
+
+    processor: float
+    clock: float
+
+
+def timed(engine: Engine, names: Sequence[str | None], answer: int = ANSWER) -> Seconds:
+    """Return the time in which the engine answers a request of each name."""
+    prompts = [[3 + i % 1000, 5, 7, 11] for i in range(len(names))]
+    sampling = Sampling(max_tokens=answer, temperature=0.0, ignore_eos=True, detokenize=False)
+    busy, start = time.process_time(), time.perf_counter()
+    engine.generate(prompts, list(names), sampling)
+    return Seconds(time.process_time() - busy, time.perf_counter() - start)
+
+
 def seconds(engine: Engine, names: Sequence[str | None]) -> float:
     """Return the processor time in which the engine answers a request of each name."""
-    prompts = [[3 + i % 1000, 5, 7, 11] for i in range(len(names))]
-    sampling = Sampling(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, detokenize=False)
-    start = time.process_time()
-    engine.generate(prompts, list(names), sampling)
-    return time.process_time() - start
+    return timed(engine, names).processor
 
 
 def median_rate(run: Callable[[], float], count: int, turns: int) -> float:
@@ -95,62 +109,87 @@ class Contestant:
 
     policy: Any
     target: MergeTarget = dataclasses.field(default_factory=MergeTarget)
-    rates: list[float] = dataclasses.field(default_factory=list)
+    turns: list[Seconds] = dataclasses.field(default_factory=list)
     steps: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
-    def take_turn(self, engine: Engine, names: Sequence[str | None], *, timed: bool) -> None:
-        """Answer a request of each name; a few before them bring the weights of this policy."""
+    def take_turn(self, engine: Engine, names: Sequence[str | None], *, counts: bool) -> None:
+        """Answer a request of each name; short ones before bring the weights of this policy."""
         parts = engine._parts.loop._parts  # policies are no option of the engine
         modes, merged = parts.scheduler.modes, parts.runner.merged
         assert modes is not None
         assert merged is not None
         modes.policy = self.policy
         modes.reset(self.target)
-        seconds(engine, names[:ROWS])
+        timed(engine, names[:ROWS], SHORT)
         before = dict(merged.steps)
-        rate = len(names) * ANSWER / seconds(engine, names)
+        took = timed(engine, names)
         self.target = modes.target
-        if timed:
-            self.rates.append(rate)
+        if counts:
+            self.turns.append(took)
             self.steps.update({mode: n - before[mode] for mode, n in merged.steps.items()})
 
 
-def modes(root: Path, requests: int, turns: int, skews: Sequence[float]) -> list[dict]:
-    """Return a row for each skew: the rate under each policy, and how steps ran under ours.
-
-    In a turn every policy answers the same requests, each time in another order.
-    """
-    rows = []
+def modes(root: Path, requests: int, turns: int, skews: Sequence[float], seed: int) -> list[dict]:
+    """Return a row for each skew: the rate under each policy, and how its steps ran."""
+    rows, rng = [], random.Random(seed)
     with engine_of(root, lora_merge="auto") as engine:
         top = engine.registry.get(TOP).digest
         for skew in skews:
             policies = {
                 "unmerged": Contestant(Fixed(PLAIN)),
+                "unmerged again": Contestant(Fixed(PLAIN)),
                 "merged": Contestant(Fixed(top)),
                 "auto": Contestant(MergePolicy(mixture=True)),
             }
-            names, order = names_of(skew, requests), list(policies.values())
-            for _ in range(-(-CHOOSING // requests)):
-                policies["auto"].take_turn(engine, names, timed=False)
-            for _ in range(turns):
-                for policy in order:
-                    policy.take_turn(engine, names, timed=True)
-                order = [*order[1:], order[0]]
-            rows.append({"skew": skew} | compared(policies))
+            for turn in range(-(-CHOOSING // requests)):
+                policies["auto"].take_turn(engine, names_of(skew, requests, -turn), counts=False)
+            for turn in range(turns):
+                names = names_of(skew, requests, turn + 1)
+                for policy in rng.sample(list(policies.values()), len(policies)):
+                    policy.take_turn(engine, names, counts=True)
+            rows.append({"skew": skew} | compared(policies, requests * ANSWER))
             print(rows[-1], flush=True)
     return rows
 
 
-def compared(policies: Mapping[str, Contestant]) -> dict[str, Any]:
-    """Return median rates; `over_better` is the median over turns of ours by the better other's."""
-    rates = {name: statistics.median(one.rates) for name, one in policies.items()}
-    better = max(("unmerged", "merged"), key=rates.__getitem__)
-    pairs = zip(policies["auto"].rates, policies[better].rates, strict=True)
-    ratios = sorted(ours / other for ours, other in pairs)
-    results: dict[str, Any] = {name: round(rate, 1) for name, rate in rates.items()}
-    results |= {"better": better, "over_better": round(statistics.median(ratios), 3)}
-    results |= {"least": round(ratios[0], 3), "most": round(ratios[-1], 3)}
-    return results | {"steps": dict(policies["auto"].steps)}
+def compared(policies: Mapping[str, Contestant], tokens: int) -> dict[str, Any]:
+    """Return tokens a second of processor time and of the clock, and ratios of rates turn by turn.
+
+    `tokens` are those of a turn. `auto_over_better` compares ours with unmerged or merged, of which
+    the better has the higher median; `equal_pair` compares plain weights with themselves.
+    """
+    load = round(os.getloadavg()[1], 1)  # of the last five minutes
+    results: dict[str, Any] = {"turns": len(policies["auto"].turns), "load": load}
+    for kind in Seconds._fields:
+        rates = {
+            name: [tokens / getattr(turn, kind) for turn in one.turns]
+            for name, one in policies.items()
+        }
+        medians = {name: statistics.median(values) for name, values in rates.items()}
+        better = max(("unmerged", "merged"), key=medians.__getitem__)
+        results[kind] = {name: round(rate, 1) for name, rate in medians.items()} | {
+            "better": better,
+            "auto_over_better": ratio(rates["auto"], rates[better]),
+            "equal_pair": ratio(rates["unmerged again"], rates["unmerged"]),
+        }
+    return results | {"steps": {name: dict(one.steps) for name, one in policies.items()}}
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the ratios turn by turn, its 95% interval, the least and the most.
+
+    The interval is that of the medians of turns drawn anew with repetition (a bootstrap).
+    """
+    ratios, rng = sorted(a / b for a, b in zip(ours, theirs, strict=True)), random.Random(0)
+    drawn = (rng.choices(ratios, k=len(ratios)) for _ in range(RESAMPLES))
+    medians = sorted(map(statistics.median, drawn))
+    ends = medians[RESAMPLES // 40], medians[-1 - RESAMPLES // 40]
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "interval": [round(end, 3) for end in ends],
+        "least": round(ratios[0], 3),
+        "most": round(ratios[-1], 3),
+    }
 
 
 def primary(root: Path, requests: int, turns: int) -> list[dict]:
@@ -204,7 +243,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=160)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)
+    parser.add_argument("--seed", type=int, default=0, help="draws the order of the policies")
     args = parser.parse_args()
+    about = record.about()
     with tempfile.TemporaryDirectory() as tmp:
         write(Path(tmp))
         if args.primary:
@@ -212,18 +253,12 @@ def main() -> None:
         elif args.costs:
             name, rows = "merge_costs", costs(Path(tmp), args.turns)
         else:
-            name, rows = "merge_modes", modes(Path(tmp), args.requests, args.turns, args.skews)
-    result = {
-        "command": f"python -m bench.merge_modes ({name})",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "rows": rows,
-    }
+            sizes = args.requests, args.turns, args.skews, args.seed
+            name, rows = "merge_modes", modes(Path(tmp), *sizes)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        record.write(args.out / f"{name}_cpu.json", about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from serving.cli.flags import build_parser
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
-from serving.engine import logs
 from serving.engine.images.sources import MediaPolicy
+from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
@@ -177,7 +177,7 @@ def _show_plan(options: Options, text: str) -> None:
     from lora_jax.config import from_hf
     from lora_jax.models import model_class
     from serving.cli.plan import ModelSizes, plan_text, read_request
-    from serving.engine.storage import kv_dtype, lora_dtype
+    from serving.engine.memory.storage import kv_dtype, lora_dtype
 
     folder = Path(options.engine.model)
     try:

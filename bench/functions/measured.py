@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.functions import calibration
+from bench.functions import calibration, hand_overs
 from serving import Sampling
 from serving.functions import Agent, Function
 
@@ -95,9 +95,7 @@ def _run_s(pid: int) -> float:
     return ran / 1e9
 
 
-def _rates(
-    model: Path, adapter: Path, count: int, seconds: float, turns: bool
-) -> dict[str, float | list[float]]:
+def _rates(model: Path, adapter: Path, count: int, seconds: float, turns: bool) -> dict[str, Any]:
     """Return tokens a second of a lone function and of all at once, in alternating rounds.
 
     A lone one has the whole machine, as each of several has in its turn: `share` is the part of
@@ -112,10 +110,13 @@ def _rates(
         for round_ in range(4):
             lone.append(token_rate([functions[round_ % count]], _PROMPTS, _LONG, seconds))
             together.append(token_rate(functions, _PROMPTS, _LONG, seconds))
+        keeper = agent.turns
+        parts = {} if keeper is None else hand_overs.summary([*keeper.log.turns])
     return {
         "lone_tokens_per_s": round(statistics.median(lone)),
         "together_tokens_per_s": round(statistics.median(together)),
         "share": round(statistics.median(b / a for a, b in zip(lone, together, strict=True)), 3),
+        **({"hand_over_ms": parts} if parts else {}),
     }
 
 

@@ -84,7 +84,7 @@ def _sentence(details: dict[str, Any]) -> str:
 
 def metrics() -> str:
     """Return a table of the metrics, from the registries of an engine and of an HTTP server."""
-    from serving.engine.metrics import EngineMetrics
+    from serving.engine.metrics.metrics import EngineMetrics
     from serving.http.access.observe import HttpMetrics
 
     engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)

@@ -19,7 +19,7 @@ from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import lru_hits, top_share, zipf
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.sizing import LORA_SHARE
+from serving.engine.memory.sizing import LORA_SHARE
 
 _RANKS = (4, 16, 64, 256)
 _MONTH_H = 730

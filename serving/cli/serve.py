@@ -16,8 +16,8 @@ from starlette.types import ASGIApp
 from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
-from serving.engine import logs
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
+from serving.engine.metrics import logs
 from serving.http.access.front_only import FrontOnly
 from serving.http.access.local_names import LocalNames
 from serving.http.requests.bounds import Bounds

@@ -22,7 +22,7 @@ from serving.cluster.abstract_front import BodyLimits
 from serving.cluster.local import LocalCluster
 from serving.cluster.proxy import Proxy
 from serving.cluster.server_place import server_spec
-from serving.engine import logs
+from serving.engine.metrics import logs
 from serving.http.access.audit import AuditLog
 from serving.http.access.auth import Authenticate
 from serving.http.access.key_watch import KeyWatch

@@ -25,7 +25,7 @@ from serving.cli.serve import (
 )
 from serving.cluster.abstract_front import BodyLimits
 from serving.cluster.functions_proxy import FunctionsProxy
-from serving.engine import logs
+from serving.engine.metrics import logs
 from serving.functions.agent import Agent
 from serving.functions.messages import http_fields
 from serving.http.access.audit import AuditLog

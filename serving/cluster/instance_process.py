@@ -21,7 +21,7 @@ from serving.cli.serve import Started, StartError, serve
 from serving.cluster.addresses import Address, FarAddress, headers_of, new_socket
 from serving.cluster.node import NodeProcess, gang_of
 from serving.cluster.server_place import ServerPlace, server_access
-from serving.engine import logs
+from serving.engine.metrics import logs
 from serving.http.wire.uvicorn_server import bind
 from serving.lora_server.calls import Caller
 from serving.runtime import journal

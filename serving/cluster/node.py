@@ -12,7 +12,7 @@ from pathlib import Path
 from serving.api.cluster_config import ClusterConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
-from serving.engine import logs
+from serving.engine.metrics import logs
 from serving.runtime.about import about_of
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang import EXIT_LOST, Gang
@@ -90,7 +90,7 @@ def node_main(life: Connection, options: Options, place: GangPlace | None = None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.configure(options.log_level)
     threading.Thread(target=_answer, args=(life,), name="life", daemon=True).start()
-    from serving.engine.following import follow
+    from serving.engine.parts.following import follow
 
     devices = options.engine.tensor_parallel_size // options.cluster.nnodes
     try:

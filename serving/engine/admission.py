@@ -9,10 +9,10 @@ from serving.api.images import PlacedImages
 from serving.api.request import QueueFull, Request
 from serving.api.sampling import Sampling
 from serving.engine.classification import asked_head
-from serving.engine.generate_arguments import Adapter
-from serving.engine.image_inputs import with_placed
-from serving.engine.live_request import LiveRequest
-from serving.engine.parts import EngineParts
+from serving.engine.inputs.generate_arguments import Adapter
+from serving.engine.inputs.image_inputs import with_placed
+from serving.engine.loop.live_request import LiveRequest
+from serving.engine.parts.parts import EngineParts
 from serving.text.bad_words import BadWords
 
 

@@ -16,11 +16,11 @@ from serving.api.outputs import OutputCollector, RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo
-from serving.engine.batch import shown_name
-from serving.engine.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
 from serving.engine.engine import Engine, Piece
-from serving.engine.generate_arguments import Prompt, adapter_and_sampling
-from serving.engine.single_prompt import SinglePrompt, single_prompt
+from serving.engine.inputs.batch import shown_name
+from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
+from serving.engine.inputs.generate_arguments import Prompt, adapter_and_sampling
+from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
 from serving.runtime.mailbox import Mailbox
 
 

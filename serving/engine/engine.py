@@ -23,10 +23,11 @@ from serving.api.request import FinishReason, OutputDelta, Request, Share, Trace
 from serving.api.sampling import Sampling
 from serving.engine.adapter_info import AdapterInfo, adapter_info
 from serving.engine.admission import Admission
-from serving.engine.batch import Batch
-from serving.engine.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
 from serving.engine.classification import HEAD_SAMPLING, Classification, classified
-from serving.engine.generate_arguments import (
+from serving.engine.images.front import ImageFront
+from serving.engine.inputs.batch import Batch
+from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
+from serving.engine.inputs.generate_arguments import (
     Adapter,
     Adapters,
     Prompt,
@@ -37,14 +38,13 @@ from serving.engine.generate_arguments import (
     given_prompt,
     with_images,
 )
-from serving.engine.image_inputs import read_prompts
-from serving.engine.images.front import ImageFront
-from serving.engine.loop_parts import AbstractTurns
-from serving.engine.model_info import ModelInfo
-from serving.engine.parts import EngineParts, build_parts, engine_stats
-from serving.engine.single_prompt import single_prompt
-from serving.engine.stats import EngineStats
-from serving.engine.tier_metrics import tier_of
+from serving.engine.inputs.image_inputs import read_prompts
+from serving.engine.inputs.single_prompt import single_prompt
+from serving.engine.loop.loop_parts import AbstractTurns
+from serving.engine.metrics.stats import EngineStats
+from serving.engine.metrics.tier_metrics import tier_of
+from serving.engine.parts.model_info import ModelInfo
+from serving.engine.parts.parts import EngineParts, build_parts, engine_stats
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.gang import Gang

@@ -118,7 +118,7 @@ class Agent:
             self._tenants = Tenants(self._launch, apart=apart)
         self._isolation = isolation
         self._http, self._room = http, Room(memory_bytes)
-        self._turns: TurnKeeper | None = None
+        self.turns: TurnKeeper | None = None
         self._slo_s = ttft_slo_s
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
@@ -133,7 +133,7 @@ class Agent:
             self._published = Published(self.model, dtype)
             on_device = self._published.device != "cpu"
             if self._tenants is None and (ttft_slo_s is not None or on_device):
-                self._turns = TurnKeeper()
+                self.turns = TurnKeeper()
             self._zygote.expect_ready()
             if verify_s is not None:
                 self._guard = Guard(self._launch, verify_s, self._fail_over)
@@ -226,8 +226,8 @@ class Agent:
         if self._tenants is not None:
             self._tenants.close()
         self._zygote.close()
-        if self._turns is not None:
-            self._turns.close()
+        if self.turns is not None:
+            self.turns.close()
         if self._published is not None:
             self._published.close()
 
@@ -300,14 +300,14 @@ class Agent:
             isolation, device = self._isolation, self._backbone.device
             order["jail"] = jail.limits(order, isolation, device, self._room.limit)
             order["steps"] = self._steps
-            takes_turns = self._turns is not None and makes
+            takes_turns = self.turns is not None and makes
             order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
             if backbone:
                 self._backbone.send(ours, order | {"tenants": self._tenant_sizes})
             else:
                 send_header(ours, order)
-            if order["turns"] is not None and self._turns is not None:
-                with self._turns.open(order["name"]) as end:
+            if order["turns"] is not None and self.turns is not None:
+                with self.turns.open(order["name"]) as end:
                     send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
             ready = expect(ours, "ready")

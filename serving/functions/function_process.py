@@ -27,9 +27,9 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
-from serving.engine.brought_parts import needed_sizes
 from serving.engine.engine import Engine
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
+from serving.engine.parts.brought_parts import needed_sizes
 from serving.functions import guard_process, jail, rehearsal, tenant_process
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of

@@ -5,7 +5,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
 
 
 class ShortSwitches:

@@ -9,25 +9,23 @@ import logging
 import math
 import selectors
 import socket
-import struct
 import threading
 import time
 
+from serving.functions import turn_messages as messages
 from serving.functions.short_switches import short_switches
+from serving.functions.turn_log import Stamps, TurnLog
 from serving.functions.turn_table import Ask, TurnTable
 
 logger = logging.getLogger(__name__)
-
-ASK, BACK, GRANT, RECALL = b"a", b"b", b"g", b"r"
-ASK_FIELDS = struct.Struct("<c4d")  # with those of Ask
-_LONGEST = 64
 
 
 class TurnKeeper:
     """The turns of one device, on a thread of its own; any thread may call."""
 
     def __init__(self, table: TurnTable | None = None):
-        self._table = table or TurnTable()
+        self.table = table or TurnTable()
+        self.log = TurnLog()
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._sockets: dict[str, socket.socket] = {}
@@ -70,10 +68,10 @@ class TurnKeeper:
 
     def _look(self) -> None:
         """Wait for news or for the time of a decision, and decide."""
-        wait = self._table.next_look() - time.monotonic()
+        wait = self.table.next_look() - time.monotonic()
         for key, _ in self._selector.select(None if wait == math.inf else max(0.0, wait)):
             if key.data is None:
-                self._woken.recv(_LONGEST)
+                self._woken.recv(messages.LONGEST)
             else:
                 self._hear(key.data)
         self._decide()
@@ -83,19 +81,37 @@ class TurnKeeper:
         connection = self._sockets[key]
         while True:
             try:
-                message = connection.recv(_LONGEST)
+                message = connection.recv(messages.LONGEST)
             except BlockingIOError:
                 return
             except OSError:
                 message = b""
-            if message[:1] == ASK and len(message) == ASK_FIELDS.size:
-                fields = [_bounded(value) for value in ASK_FIELDS.unpack(message)[1:]]
-                self._table.asks(key, Ask(*fields), time.monotonic())
-            elif message == BACK:
-                self._table.gives_back(key)
-            else:  # its end, or no language of ours
+            if not self._take_in(key, message, time.monotonic()):  # its end, or no language of ours
                 self._forget(key)
                 return
+
+    def _take_in(self, key: str, message: bytes, now: float) -> bool:
+        """Note what a function says; return whether it was a message."""
+        letter, size = message[:1], len(message)
+        if letter == messages.ASK and size == messages.ASK_FIELDS.size:
+            fields = [_bounded(value) for value in messages.ASK_FIELDS.unpack(message)[1:]]
+            self.table.asks(key, Ask(*fields), now)
+        elif letter == messages.BACK and size == messages.BACK_FIELDS.size:
+            _, runs, *stamps = messages.BACK_FIELDS.unpack(message)
+            self.log.back(key, Stamps(*stamps), now)
+            if runs:
+                self.table.passes_on(key, now)
+            else:
+                self._end_turn(key, now)
+        elif message == messages.ENDED:
+            self._end_turn(key, now)
+        else:
+            return False
+        return True
+
+    def _end_turn(self, key: str, now: float) -> None:
+        self.table.gives_back(key)
+        self.log.ended(key, now)
 
     def _decide(self) -> None:
         while self._tell():  # a function that has gone leaves its turn to the next one
@@ -104,22 +120,34 @@ class TurnKeeper:
     def _tell(self) -> bool:
         """Grant and recall what is due; return whether a function was found to have gone."""
         now = time.monotonic()
-        taken, has_gone = self._table.num_taken, False
-        holder = self._table.holder
-        granted, recalled = self._table.grant(now), self._table.recall(now)
-        if self._table.num_taken > taken and holder is not None:
-            logger.warning("Function %s did not give its turn back in time.", holder.split()[0])
-        for key, word in ((granted, GRANT), (recalled, RECALL)):
-            if key is not None and key in self._sockets:
-                try:
-                    self._sockets[key].send(word)
-                except OSError:  # gone, or it does not read: its socket holds many words
-                    self._forget(key)
-                    has_gone = True
-        return has_gone
+        for key in self.table.take_late(now):
+            logger.warning("Function %s did not give its turn back in time.", key.split()[0])
+        told = True
+        if (alone := self.table.alone()) is not None:
+            told &= self._send(alone, messages.word(messages.ALONE, now))
+        if (granted := self.table.grant(now)) is not None:
+            self.log.granted(granted, now)
+            letter = messages.FOLLOW if self.table.is_shared else messages.GRANT
+            told &= self._send(granted, messages.word(letter, now))
+        if (recalled := self.table.recall(now)) is not None:
+            self.log.recalled(recalled, now)
+            told &= self._send(recalled, messages.word(messages.RECALL, now))
+        return not told
+
+    def _send(self, key: str, message: bytes) -> bool:
+        """Return whether a function was told; one that was not has gone."""
+        if (connection := self._sockets.get(key)) is None:
+            return True
+        try:
+            connection.send(message)
+        except OSError:  # gone, or it does not read: its socket holds many words
+            self._forget(key)
+            return False
+        return True
 
     def _forget(self, key: str) -> None:
-        self._table.gone(key)
+        self.table.gone(key)
+        self.log.ended(key, time.monotonic())
         with self._lock:
             connection = self._sockets.pop(key, None)
         if connection is not None:

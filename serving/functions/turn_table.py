@@ -3,7 +3,10 @@
 A turn is granted by margin (`policies.turns`) and has no end while nobody else asks. When somebody
 does, it is asked back at the end of its time, or when a batch expires that waits for the device
 (`policies.batching`) and can still be in time; one that is not given back by then is taken away.
-Where all batches are late, shorter turns would cost more hand-overs and save no deadline. Times are
+Where all batches are late, shorter turns would cost more hand-overs and save no deadline.
+
+A turn may be passed on while its last step runs: the next function plans and dispatches meanwhile.
+So two functions at most have steps on the device, the holder and the one before it. Times are
 arguments.
 """
 
@@ -14,7 +17,7 @@ from serving.functions.policies.turns import Contender, in_turn
 
 TURN_S = 0.1  # of steps, while others ask
 LEAST_S = 0.02  # for a turn that others' expired batches interrupt
-OVERDUE_S = 1.0  # from the asking back to the taking away; a step may be that long
+OVERDUE_S = 1.0  # from the asking back, or passing on, to the taking away; a step may be that long
 NEVER_S = 1e6  # of work that nobody waits for: it has the device when nobody else wants it
 
 
@@ -26,8 +29,8 @@ class Ask:
         slo_s: from its oldest request's arrival to the deadline.
         waited_s: of these, gone when it asks.
         run_s: that the work takes alone.
-        leaves_s: from the asking until its batch is full or expires; `slo_s` for answers that go
-            on, which interrupt nobody; NEVER_S: it takes no turn from others.
+        leaves_s: from the asking until its batch expires; `slo_s` for answers that go on, which
+            interrupt nobody; NEVER_S: it takes no turn from others.
     """
 
     slo_s: float
@@ -40,17 +43,22 @@ class Ask:
 class _Turn:
     name: str
     since: float
+    shared: bool  # with the last step of the turn before
     recalled: float = math.inf  # when it was asked back
 
 
 class TurnTable:
     """The turns of one device; one thread uses it."""
 
-    def __init__(self, turn_s: float = TURN_S, overdue_s: float = OVERDUE_S):
+    def __init__(
+        self, turn_s: float = TURN_S, overdue_s: float = OVERDUE_S, *, overlaps: bool = True
+    ):
+        """Unless it `overlaps`, a turn begins when nothing of the one before runs."""
         self._turn_s, self._overdue_s = turn_s, overdue_s
-        self._least_s = min(LEAST_S, turn_s)
+        self._least_s, self.overlaps = min(LEAST_S, turn_s), overlaps
         self._turn: _Turn | None = None
         self._asking: dict[str, tuple[Ask, float]] = {}  # and when
+        self._ending: dict[str, float] = {}  # functions that passed their turn on, and when
         self.num_taken = 0  # turns that were not given back in time
 
     @property
@@ -58,16 +66,29 @@ class TurnTable:
         """Name of the function whose turn it is."""
         return None if self._turn is None else self._turn.name
 
+    @property
+    def is_shared(self) -> bool:
+        """True while the last step of the turn before may run beside the holder's."""
+        return self._turn is not None and self._turn.shared
+
     def asks(self, name: str, ask: Ask, now: float) -> None:
         """A function waits for the device; a second time before its turn: with other work.
 
-        During its turn it had not heard of that when it asked, and the turn is its answer.
+        During its turn it had not heard of that when it asked, and the turn is its answer. One that
+        asks has read its last step.
         """
         if self.holder != name:
+            self._ending.pop(name, None)
             self._asking[name] = ask, now
+
+    def passes_on(self, name: str, now: float) -> None:
+        """A function's turn is over, and its last step runs; `gives_back` tells of its end."""
+        if self.holder == name:
+            self._turn, self._ending[name] = None, now
 
     def gives_back(self, name: str) -> None:
         """A function has nothing on the device; one whose turn was taken away may say so late."""
+        self._ending.pop(name, None)
         if self.holder == name:
             self._turn = None
 
@@ -76,17 +97,32 @@ class TurnTable:
         self.gives_back(name)
         self._asking.pop(name, None)
 
-    def grant(self, now: float) -> str | None:
-        """Return the function whose turn begins now, if one does."""
+    def take_late(self, now: float) -> list[str]:
+        """Take their turns from functions that did not end them in time; return their names."""
+        late = [name for name, since in self._ending.items() if now >= since + self._overdue_s]
         turn = self._turn
         if turn is not None and now >= turn.recalled + self._overdue_s:
-            self.num_taken += 1
-            self._turn = None
-        if self._turn is not None or not self._asking:
+            late.append(turn.name)
+        for name in late:
+            self.gives_back(name)
+        self.num_taken += len(late)
+        return late
+
+    def alone(self) -> str | None:
+        """Return the holder, once, when the last step of the turn before its own has ended."""
+        turn = self._turn
+        if turn is None or not turn.shared or self._ending:
+            return None
+        turn.shared = False
+        return turn.name
+
+    def grant(self, now: float) -> str | None:
+        """Return the function whose turn begins now, if one does."""
+        if self._turn is not None or not self._asking or len(self._ending) > self.overlaps:
             return None
         first = in_turn([self._contender(name, now) for name in self._asking])[0]
         del self._asking[first.name]
-        self._turn = _Turn(first.name, now)
+        self._turn = _Turn(first.name, now, shared=bool(self._ending))
         return first.name
 
     def recall(self, now: float) -> str | None:
@@ -98,13 +134,14 @@ class TurnTable:
         return turn.name
 
     def next_look(self) -> float:
-        """Return when `grant` or `recall` may say something without news; inf: never."""
+        """Return when `take_late` or `recall` may say something without news; inf: never."""
+        late_at = min(self._ending.values(), default=math.inf) + self._overdue_s
         turn = self._turn
         if turn is None:
-            return math.inf
+            return late_at
         if turn.recalled < math.inf:
-            return turn.recalled + self._overdue_s
-        return self._recall_at(turn)
+            return min(late_at, turn.recalled + self._overdue_s)
+        return min(late_at, self._recall_at(turn))
 
     def _recall_at(self, turn: _Turn) -> float:
         asking = [(ask, at) for ask, at in self._asking.values() if ask.leaves_s < NEVER_S]

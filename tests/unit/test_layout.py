@@ -13,7 +13,7 @@ from support.processes.server_process import ROOT
 WITHOUT_TEST = {
     "src/lora_jax/typing.py",
     "src/lora_jax/batch.py",
-    "serving/engine/loop_parts.py",
+    "serving/engine/loop/loop_parts.py",
 }
 # Tests of what only shows when the rooms work together.
 WITHOUT_MODULE = {

@@ -57,6 +57,11 @@ def largest_batch(time: PrefillTime, slo_s: float, limit: int) -> int:
     return max(1, guess)
 
 
+def expires_at(time: PrefillTime, slo_s: float, batch: int, first: float) -> float:
+    """Return when a batch that began to wait at `first` has to run to meet its deadline."""
+    return first + max(slo_s - time.seconds(batch), 0.0)
+
+
 def leaves_at(
     time: PrefillTime,
     slo_s: float,
@@ -80,7 +85,7 @@ def leaves_at(
     first, newest = arrivals[0], arrivals[count - 1]
     if count == largest:
         return newest
-    expires = first + max(slo_s - time.seconds(count), 0.0)
+    expires = expires_at(time, slo_s, count, first)
     if literal:
         return max(newest, expires)
     return max(newest, min(expires, free_at))

@@ -17,7 +17,7 @@ from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models.registry import abstract, model_class
 from lora_jax.sharding import Split, weight_sharding
-from serving.engine.devices import local_widths
+from serving.engine.parts.devices import local_widths
 from serving.steps import batch_sampler
 from serving.steps.compiled_step import _jit_steps
 from serving.steps.device_state import history_and_rest, init_row_state

@@ -23,7 +23,7 @@ from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
 from serving import Engine, FinishReason, Sampling
-from serving.engine.loop import EngineLoop
+from serving.engine.loop.loop import EngineLoop
 from serving.loading import esft_parts
 from serving.steps.model_runner import ModelRunner
 

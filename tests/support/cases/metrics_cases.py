@@ -3,9 +3,9 @@
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.engine.histograms import FinishedRequest
-from serving.engine.metrics import EngineMetrics
-from serving.engine.stats import EngineStats
+from serving.engine.metrics.histograms import FinishedRequest
+from serving.engine.metrics.metrics import EngineMetrics
+from serving.engine.metrics.stats import EngineStats
 
 STATS = EngineStats(
     running=3,

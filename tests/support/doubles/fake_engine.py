@@ -16,7 +16,7 @@ from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
-from serving.engine.stats import EngineStats
+from serving.engine.metrics.stats import EngineStats
 from serving.runtime.rollouts import Rollouts
 
 BOS = 256

@@ -14,7 +14,7 @@ jax.config.update("jax_platforms", "cpu")
 
 from serving import Engine, Sampling  # noqa: E402
 from serving.api.config import EngineConfig  # noqa: E402
-from serving.engine.following import follow  # noqa: E402
+from serving.engine.parts.following import follow  # noqa: E402
 from serving.runtime.about import about_of  # noqa: E402
 from serving.runtime.gang import Gang  # noqa: E402
 from serving.runtime.gang_stream import GangPlace  # noqa: E402

@@ -54,7 +54,7 @@ def served_here(
 
 @contextlib.contextmanager
 def _logging_kept() -> Iterator[None]:
-    """Set back the handlers, levels and filters that `serving.engine.logs.configure` sets."""
+    """Set back handlers, levels and filters, which `serving.engine.metrics.logs.configure` sets."""
     root, access = logging.getLogger(), logging.getLogger("serving.access")
     loggers = (root, *(logging.getLogger(name) for name in ("serving", "lora_jax", "uvicorn")))
     levels, handlers, filters = (

@@ -2,12 +2,13 @@
 
 import pytest
 
-from bench.merge_modes import Contestant, compared, names_of
+from bench.merge_modes import Contestant, Seconds, compared, names_of, ratio
 from serving.scheduling.merge_policy import PLAIN, MergeTarget
 
 
 def contestant(*rates: float, **steps: int) -> Contestant:
-    one = Contestant(policy=None, rates=list(rates))
+    """A policy with turns of 1,000 tokens; the clock takes twice the processor time."""
+    one = Contestant(policy=None, turns=[Seconds(1000 / rate, 2000 / rate) for rate in rates])
     one.steps.update(steps)
     return one
 
@@ -16,13 +17,26 @@ def test_ours_is_compared_turn_by_turn_with_the_better_other():
     """A slow second turn of the machine changes nothing."""
     policies = {
         "unmerged": contestant(100.0, 50.0, 100.0),
+        "unmerged again": contestant(101.0, 50.5, 102.0),
         "merged": contestant(90.0, 45.0, 90.0),
         "auto": contestant(99.0, 50.0, 98.0, plain=7),
     }
-    found = compared(policies)
-    assert (found["better"], found["over_better"]) == ("unmerged", 0.99)
-    assert (found["least"], found["most"], found["steps"]) == (0.98, 1.0, {"plain": 7})
-    assert found["auto"] == 98.0
+    found = compared(policies, 1000)
+    assert (found["turns"], found["steps"]["auto"]) == (3, {"plain": 7})
+    for kind, auto in (("processor", 98.0), ("clock", 49.0)):
+        row = found[kind]
+        assert (row["better"], row["auto"]) == ("unmerged", auto)
+        ours = row["auto_over_better"]
+        assert (ours["median"], ours["least"], ours["most"]) == (0.99, 0.98, 1.0)
+        assert row["equal_pair"]["median"] == 1.01
+
+
+def test_the_interval_of_a_ratio_holds_its_median_and_shrinks_with_turns():
+    """One turn in two is 10% faster: few turns say little, many say half of it."""
+    few, many = ratio([1.0, 1.1], [1.0, 1.0]), ratio([1.0, 1.05, 1.1] * 40, [1.0] * 120)
+    assert few["interval"] == [1.0, 1.1]
+    assert many["interval"] == [1.05, 1.05]
+    assert (few["median"], few["least"], few["most"]) == (1.05, 1.0, 1.1)
 
 
 def test_a_contestant_begins_with_plain_weights():

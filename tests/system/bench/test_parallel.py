@@ -14,7 +14,7 @@ from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
 from lora_jax.models.split import check_divides
-from serving.engine.devices import make_cpu_devices
+from serving.engine.parts.devices import make_cpu_devices
 
 
 @pytest.mark.parametrize("devices", [2, 4])

@@ -12,7 +12,7 @@ from bench.parallel import arrivals, cluster, remote, shapes
 from bench.parallel.arrivals import Load, Told
 from bench.parallel.quiet import Quiet
 from serving.cli.flags import build_parser
-from serving.engine.devices import make_cpu_devices
+from serving.engine.parts.devices import make_cpu_devices
 
 LOAD = Load(rate=40.0, seconds=0.5, prompt=5, answer=3, names=("base", "a0"), vocab=64)
 WAIT_S = 0.3

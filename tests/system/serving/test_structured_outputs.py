@@ -23,7 +23,7 @@ from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.http_server import client_of
 
 from serving import Engine, QueueFull, RequestFailed, Sampling
-from serving.engine import step_parts
+from serving.engine.parts import step_parts
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 from serving.steps.device_users import DeviceUsers

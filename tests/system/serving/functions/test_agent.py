@@ -53,7 +53,7 @@ def test_answers_are_those_of_one_engine_with_both_adapters(agent, coupled):
 
 def test_answers_stay_those_while_functions_have_the_device_in_turns(agent, coupled):
     """Turns of one step each, so that every answer is made in many of them."""
-    table = agent._turns._table
+    table = agent.turns.table
     before, granted = (table._turn_s, table._least_s), []
     table._turn_s = table._least_s = 0.0
     grant = table.grant

@@ -11,7 +11,7 @@ from lora_jax.memory.virtual import OutOfPages
 from lora_jax.models import load
 from lora_jax.models.expert_tensors import expert_blocks
 from serving.api.config import EngineConfig
-from serving.engine.parts import build_parts
+from serving.engine.parts.parts import build_parts
 from serving.loading import esft_parts
 from serving.loading.esft_parts import make_esft
 

@@ -102,7 +102,9 @@ def host(monkeypatch):
         made.follow()
 
     monkeypatch.setattr(module, "gang_of", gang_of)
-    monkeypatch.setitem(sys.modules, "serving.engine.following", SimpleNamespace(follow=follow))
+    monkeypatch.setitem(
+        sys.modules, "serving.engine.parts.following", SimpleNamespace(follow=follow)
+    )
     yield made
     made.over.set()
     for process in made.started:

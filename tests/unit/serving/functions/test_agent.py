@@ -155,7 +155,7 @@ def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_o
 
     send = lambda connection, order: orders.append(order["steps"])  # noqa: E731
     parts = {"_published": SimpleNamespace(device="cpu", send=send), "_room": Room(None)}
-    parts |= {"_zygote": SimpleNamespace(fork=fork), "_turns": None, "_tenant_sizes": None}
+    parts |= {"_zygote": SimpleNamespace(fork=fork), "turns": None, "_tenant_sizes": None}
     parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
     agent, (first, guards, tenants, last) = bare(**parts, _steps=[]), (c * 64 for c in "abcd")
     for steps, kind, backbone in (

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from serving.engine.pacing import SWITCH_S
+from serving.engine.loop.pacing import SWITCH_S
 from serving.functions.short_switches import ShortSwitches
 
 

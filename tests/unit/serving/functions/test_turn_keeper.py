@@ -6,11 +6,25 @@ import time
 
 import pytest
 
-from serving.engine.pacing import SWITCH_S
-from serving.functions.turn_keeper import ASK, ASK_FIELDS, BACK, GRANT, RECALL, TurnKeeper
+from serving.engine.loop.pacing import SWITCH_S
+from serving.functions.turn_keeper import TurnKeeper
+from serving.functions.turn_log import Stamps
+from serving.functions.turn_messages import (
+    ALONE,
+    ASK,
+    ASK_FIELDS,
+    BACK,
+    BACK_FIELDS,
+    ENDED,
+    FOLLOW,
+    GRANT,
+    RECALL,
+    WORD,
+)
 from serving.functions.turn_table import TurnTable
 
 _ASKS = ASK_FIELDS.pack(ASK, 1.0, 0.0, 0.01, 0.5)
+_GIVES_BACK, _PASSES_ON = (BACK_FIELDS.pack(BACK, runs, 1.0, 2.0, 3.0, 4.0) for runs in (0, 1))
 
 
 @pytest.fixture
@@ -26,14 +40,39 @@ def opened(keeper: TurnKeeper, name: str) -> socket.socket:
     return end
 
 
+def heard(end: socket.socket) -> bytes:
+    """Return the letter of the next word; b"" at the end."""
+    word = end.recv(99)
+    return WORD.unpack(word)[0] if word else b""
+
+
 def test_turns_go_round(keeper):
     with opened(keeper, "a") as a, opened(keeper, "b") as b:
         a.send(_ASKS)
-        assert a.recv(9) == GRANT
+        assert heard(a) == GRANT
         b.send(_ASKS)
-        assert a.recv(9) == RECALL
-        a.send(BACK)
-        assert b.recv(9) == GRANT
+        assert heard(a) == RECALL
+        a.send(_GIVES_BACK)
+        assert heard(b) == GRANT
+
+
+def test_the_next_turn_begins_while_the_last_step_of_the_one_before_runs(keeper):
+    with opened(keeper, "a") as a, opened(keeper, "b") as b:
+        a.send(_ASKS)
+        assert heard(a) == GRANT
+        b.send(_ASKS)
+        assert heard(a) == RECALL
+        a.send(_PASSES_ON)
+        assert heard(b) == FOLLOW
+        before = time.monotonic()
+        a.send(ENDED)
+        word, at = WORD.unpack(b.recv(99))
+        assert word == ALONE
+        assert before <= at <= time.monotonic()
+        first, second = keeper.log.turns
+        assert (first.name, second.name) == ("a 1", "b 2")
+        assert first.stamps == Stamps(1.0, 2.0, 3.0, 4.0)
+        assert first.granted < first.recalled < first.back <= second.granted < first.ended <= at
 
 
 def test_other_threads_of_the_agent_hold_a_hand_over_up_for_little_time():
@@ -42,7 +81,7 @@ def test_other_threads_of_the_agent_hold_a_hand_over_up_for_little_time():
     made = TurnKeeper(TurnTable(turn_s=0.0))
     with opened(made, "a") as a:
         a.send(_ASKS)
-        assert a.recv(9) == GRANT
+        assert heard(a) == GRANT
         assert sys.getswitchinterval() == pytest.approx(min(before, SWITCH_S))
     made.close()
     assert sys.getswitchinterval() == pytest.approx(before)
@@ -51,25 +90,25 @@ def test_other_threads_of_the_agent_hold_a_hand_over_up_for_little_time():
 def test_a_dead_function_gives_its_turn_back(keeper):
     a, b = opened(keeper, "a"), opened(keeper, "b")
     a.send(_ASKS)
-    assert a.recv(9) == GRANT
+    assert heard(a) == GRANT
     b.send(_ASKS)
     a.close()
-    assert b.recv(9) == GRANT
+    assert heard(b) == GRANT
     b.close()
 
 
 def test_a_turn_that_cannot_be_told_goes_to_the_next_function(keeper):
     with opened(keeper, "a") as a, opened(keeper, "dead") as dead, opened(keeper, "b") as b:
         a.send(_ASKS)
-        assert a.recv(9) == GRANT
+        assert heard(a) == GRANT
         dead.shutdown(socket.SHUT_RD)  # the keeper's next word fails, and nothing was heard before
         dead.send(ASK_FIELDS.pack(ASK, 0.1, 0.0, 0.01, 0.05))
         b.send(_ASKS)
-        assert a.recv(9) == RECALL
+        assert heard(a) == RECALL
         time.sleep(0.05)
-        a.send(BACK)
+        a.send(_GIVES_BACK)
         b.settimeout(10)
-        assert b.recv(9) == GRANT
+        assert heard(b) == GRANT
 
 
 WILD = {
@@ -84,16 +123,16 @@ def test_wild_talk_harms_its_sender_alone(keeper, words):
     with opened(keeper, "wild") as wild, opened(keeper, "b") as b:
         wild.send(words)
         b.send(_ASKS)
-        while (word := wild.recv(9)) == GRANT:  # numbers are bounded, and granted a turn
-            wild.send(BACK)
+        while (word := heard(wild)) == GRANT:  # numbers are bounded, and granted a turn
+            wild.send(_GIVES_BACK)
             wild.shutdown(socket.SHUT_RDWR)
         assert word in (b"", RECALL)
         wild.close()
-        assert b.recv(9) == GRANT
+        assert heard(b) == GRANT
 
 
 def test_the_end_leaves_functions_without_turns(keeper):
     with opened(keeper, "a") as a:
         keeper.close()
         keeper.close()
-        assert a.recv(9) == b""
+        assert heard(a) == b""

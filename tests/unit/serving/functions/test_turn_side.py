@@ -6,8 +6,18 @@ import time
 
 import pytest
 
+from serving.functions import turn_side
 from serving.functions.policies.batching import PrefillTime
-from serving.functions.turn_keeper import ASK_FIELDS, BACK, GRANT, RECALL
+from serving.functions.turn_messages import (
+    ALONE,
+    ASK_FIELDS,
+    BACK_FIELDS,
+    ENDED,
+    FOLLOW,
+    GRANT,
+    RECALL,
+    word,
+)
 from serving.functions.turn_side import TurnSide
 from serving.functions.turn_table import NEVER_S
 
@@ -28,24 +38,59 @@ def asked(agent: socket.socket) -> list[float]:
     return list(ASK_FIELDS.unpack(agent.recv(99))[1:])
 
 
+def given_back(agent: socket.socket) -> tuple[bool, list[float]]:
+    """Return whether a step still runs, and the stamps."""
+    _, runs, *stamps = BACK_FIELDS.unpack(agent.recv(99))
+    return runs, stamps
+
+
 def test_a_turn_is_taken_asked_back_and_given_back(pair):
     agent, side = pair
-    agent.send(RECALL)  # of a turn that was given back before it came
-    agent.send(GRANT)
+    agent.send(word(RECALL))  # of a turn that was given back before it came
+    agent.send(word(GRANT))
     side.take(list, never)
     slo_s, waited_s, _, leaves_s = asked(agent)
     assert (slo_s, waited_s, leaves_s) == (1.0, 0.0, 1.0)
     side.take(list, never)  # it has the device already
     assert not side.is_due
-    agent.send(RECALL)
+    agent.send(word(RECALL))
     assert side.is_due
     side.give_back()
     side.give_back()
-    assert agent.recv(9) == BACK
+    runs, (heard, began, noticed, passed) = given_back(agent)
+    assert not runs
+    assert 0 == began < heard <= noticed <= passed
     assert not side.is_due
+    agent.setblocking(False)
+    with pytest.raises(BlockingIOError):  # it is told once
+        agent.recv(99)
 
 
-def test_a_batch_that_fills_while_it_waits_is_asked_for_again(pair):
+def test_a_turn_is_passed_on_behind_a_step_and_ends_when_that_was_read(pair):
+    agent, side = pair
+    side.pass_on()  # there is no turn
+    agent.send(word(GRANT))
+    side.take(list, never)
+    asked(agent)
+    side.dispatched()
+    side.dispatched()
+    agent.send(word(RECALL))
+    assert side.is_due
+    side.pass_on()
+    runs, (heard, began, noticed, passed) = given_back(agent)
+    assert runs
+    assert heard <= began <= noticed <= passed
+    assert not side.is_due
+    side.give_back()
+    side.give_back()
+    assert agent.recv(99) == ENDED
+    agent.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        agent.recv(99)
+
+
+def test_a_request_that_comes_during_the_wait_is_asked_for_at_once(pair, monkeypatch):
+    monkeypatch.setattr(turn_side, "_LOOK_S", 60.0)
     agent, side = pair
     now = time.monotonic()
     arrivals = [now - 0.25]
@@ -55,9 +100,11 @@ def test_a_batch_that_fills_while_it_waits_is_asked_for_again(pair):
     assert waited_s >= 0.25
     assert leaves_s <= 0.75
     arrivals.append(now)
-    _, _, _, leaves_s = asked(agent)  # two are the largest batch: it leaves at once
-    assert leaves_s <= 0
-    agent.send(GRANT)
+    side.look()
+    _, waited_s, _, leaves_s = asked(agent)
+    assert waited_s >= 0.25
+    assert leaves_s > 0.7  # two are the largest batch, which interrupts nobody before it must run
+    agent.send(word(GRANT))
     thread.join(60)
     assert not thread.is_alive()
 
@@ -67,12 +114,12 @@ def test_work_that_nobody_waits_for_asks_for_a_free_device_and_makes_way(pair):
     assert not side.take_idle(lambda: True)  # a call has come
     slo_s, _, _, leaves_s = asked(agent)
     assert slo_s == leaves_s == NEVER_S
-    agent.send(GRANT)
+    agent.send(word(GRANT))
     assert side.take_idle(never)
     asked(agent)
     assert side.take_idle(never)  # it has the device already
     side.give_back()
-    assert agent.recv(9) == BACK
+    assert not given_back(agent)[0]
 
 
 def test_the_end_of_the_engine_or_of_the_agent_ends_the_wait(pair):
@@ -86,9 +133,28 @@ def test_the_end_of_the_engine_or_of_the_agent_ends_the_wait(pair):
 
 def test_prefill_times_are_fitted_to_what_ran(pair):
     _, side = pair
-    side.ran(0, 5.0)  # no prompt ended in it
-    side.ran(1, 0.1)
-    assert side._prefill == PrefillTime(0.1, 0.0)
-    side.ran(3, 0.2)
-    assert side._prefill.base_s == pytest.approx(0.1)
-    assert side._prefill.slope_s == pytest.approx(0.05)
+    side.ran(0, 1.0, 6.0)  # no prompt ended in it
+    side.ran(1, 1.0, 1.125)
+    assert side._prefill == PrefillTime(0.125, 0.0)
+    side.ran(3, 1.0, 1.25)
+    assert side._prefill.base_s == pytest.approx(0.125)
+    assert side._prefill.slope_s == pytest.approx(0.0625)
+
+
+def test_of_the_time_beside_anothers_last_step_half_counts(pair):
+    agent, side = pair
+    agent.send(word(FOLLOW))
+    side.take(list, never)
+    agent.send(word(ALONE, 1.5))
+    side.ran(1, 1.0, 2.0)
+    assert side._measured.pop() == (1, 0.75)
+    side.ran(1, 2.0, 3.0)
+    assert side._measured.pop() == (1, 1.0)
+    side.give_back()
+    agent.send(word(FOLLOW))  # and its end is not heard of
+    side.take(list, never)
+    side.ran(1, 1.0, 2.0)
+    assert side._measured.pop() == (1, 0.5)
+    side.pass_on()
+    side.ran(1, 2.0, 3.0)  # the next turn's steps may have run beside it
+    assert not side._measured

@@ -38,7 +38,7 @@ def test_the_least_margin_is_next_and_a_full_turn_is_asked_back_once():
     assert table.grant(0.2) == "patient"
 
 
-def test_an_expired_or_full_batch_interrupts_a_turn_but_not_at_once():
+def test_an_expired_batch_interrupts_a_turn_but_not_at_once():
     table = TurnTable(turn_s=0.1)
     table.asks("a", ask(), 0.0)
     table.grant(0.0)
@@ -106,10 +106,68 @@ def test_a_turn_that_is_not_given_back_is_taken_away():
     table.grant(0.0)
     table.asks("b", ask(), 0.0)
     assert table.recall(0.1) == "stuck"
+    assert table.take_late(1.0) == []
     assert table.grant(1.0) is None
+    assert table.take_late(1.1) == ["stuck"]
     assert (table.grant(1.1), table.num_taken) == ("b", 1)
     table.gives_back("stuck")  # late: it is another's turn
     assert table.holder == "b"
+
+
+def asking(names: str, **given) -> TurnTable:
+    table = TurnTable(turn_s=0.1, overdue_s=1.0, **given)
+    for name in names:
+        table.asks(name, ask(), 0.0)
+    return table
+
+
+def test_a_turn_may_begin_while_the_last_step_of_the_one_before_runs():
+    table = asking("abc")
+    assert (table.grant(0.0), table.is_shared) == ("a", False)
+    table.passes_on("a", 0.1)
+    assert (table.grant(0.1), table.is_shared, table.alone()) == ("b", True, None)
+    table.passes_on("b", 0.2)
+    assert table.grant(0.2) is None  # a's step and b's run
+    table.gives_back("a")
+    assert (table.grant(0.2), table.alone()) == ("c", None)
+    table.gives_back("b")
+    assert (table.alone(), table.is_shared, table.alone()) == ("c", False, None)
+
+
+def test_without_overlap_a_turn_begins_when_the_last_step_was_read():
+    table = asking("ab", overlaps=False)
+    assert table.grant(0.0) == "a"
+    table.passes_on("a", 0.1)
+    assert table.grant(0.1) is None
+    table.gives_back("a")
+    assert (table.grant(0.1), table.is_shared) == ("b", False)
+
+
+def test_a_last_step_that_never_ends_holds_others_up_for_its_limit():
+    table = asking("abc")
+    table.grant(0.0)
+    table.passes_on("a", 0.1)
+    table.grant(0.1)
+    table.passes_on("b", 0.2)
+    assert table.next_look() == pytest.approx(1.1)
+    assert table.take_late(1.09) == []
+    assert table.take_late(1.11) == ["a"]
+    assert (table.grant(1.11), table.num_taken) == ("c", 1)
+    table.passes_on("a", 1.2)  # late words change nothing
+    table.gives_back("a")
+    assert table.holder == "c"
+
+
+def test_one_that_asks_again_has_read_its_last_step_and_one_that_is_gone_runs_none():
+    table = asking("abc")
+    table.grant(0.0)
+    table.passes_on("a", 0.1)
+    table.grant(0.1)
+    table.asks("a", ask(), 0.1)
+    assert table.alone() == "b"
+    table.passes_on("b", 0.2)
+    table.gone("b")
+    assert (table.grant(0.2), table.is_shared) == ("c", False)
 
 
 def test_a_dead_function_has_no_turn_and_asks_for_none():
@@ -121,6 +179,42 @@ def test_a_dead_function_has_no_turn_and_asks_for_none():
     table.gone("a")
     table.gone("b")
     assert table.grant(0.0) == "c"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_functions_say_two_at_most_have_steps_on_the_device(seed):
+    """A random order of words, lies and deaths among them, against what the words mean."""
+    chance, table, now, running = random.Random(seed), TurnTable(0.1, 1.0), 0.0, {}
+    for _ in range(3000):
+        name, now = chance.choice("abcde"), now + chance.choice((0.0, 0.01, 0.3))
+        word = chance.choice(("asks", "asks", "passes_on", "gives_back", "gone"))
+        if word == "asks":
+            table.asks(name, ask(chance.uniform(0.1, 2.0)), now)
+        elif word == "passes_on":
+            table.passes_on(name, now)
+        else:
+            getattr(table, word)(name)
+        if word != "passes_on" and (word != "asks" or table.holder != name):
+            running.pop(name, None)
+        for late in table.take_late(now):
+            del running[late]
+        holder = table.holder
+        granted = table.grant(now)
+        if granted is not None:
+            assert holder is None
+            assert granted not in running
+            running[granted] = now
+        assert (table.holder is None) or table.holder in running
+        assert len(running) <= 2
+        assert table.is_shared <= (table.holder is not None)
+        assert (table.alone() is None) or len(running) == 1
+        table.recall(now)
+    for _ in "abcde-":  # nobody is kept from a turn, if no function says anything any more
+        table.recall(now)
+        now += 1.1
+        table.take_late(now)
+        table.grant(now)
+    assert not table._asking
 
 
 @pytest.mark.parametrize("seed", range(3))

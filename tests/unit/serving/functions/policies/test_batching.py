@@ -6,7 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from serving.functions.policies.batching import PrefillTime, fit, largest_batch, leaves_at
+from serving.functions.policies.batching import (
+    PrefillTime,
+    expires_at,
+    fit,
+    largest_batch,
+    leaves_at,
+)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.01, 0.1, 0.37])
@@ -53,6 +59,12 @@ def test_release_is_the_first_millisecond_that_a_rule_allows(arrivals, free_at, 
     time = PrefillTime(0.2, 0.05)
     found = leaves_at(time, 0.6, 4, arrivals, free_at, literal=literal)
     assert found == pytest.approx(search(time, 0.6, 4, arrivals, free_at, literal))
+
+
+def test_a_batch_expires_when_its_prefill_would_end_at_the_deadline():
+    time = PrefillTime(0.25, 0.125)
+    assert expires_at(time, 1.0, 3, 7.0) == 7.5
+    assert expires_at(time, 0.1, 3, 7.0) == 7.0  # it cannot meet it: at once
 
 
 def test_lone_request_does_not_wait_while_the_device_is_free():

@@ -1,0 +1,1 @@
+"""Prompts, images and arguments of Python callers, checked before the engine. No jax."""

@@ -1,0 +1,52 @@
+"""Prompts of Python callers as token ids with images placed in them. No jax."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from lora_jax.adapters.entries import AdapterEntry
+from serving.api.images import PlacedImages, PreparedImage
+from serving.api.request import Request
+from serving.engine.images.decode import pixels_of
+from serving.engine.images.front import TEXT_ONLY, ImageFront
+from serving.engine.inputs.generate_arguments import GivenPrompt
+from serving.text.tokenizer import Tokenizer
+
+
+def read_prompts(
+    tokenizers: Sequence[Tokenizer], front: ImageFront | None, prompts: Sequence[GivenPrompt]
+) -> tuple[list[list[int]], list[PlacedImages]]:
+    """Return token ids of each prompt, and its images where they stand in them.
+
+    Each prompt has its tokenizer. `front` is None where the model takes text only. ValueError for
+    images that do not fit.
+    """
+    ids, placed = [], []
+    for tokenizer, prompt in zip(tokenizers, prompts, strict=True):
+        prompt_ids = tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
+        prepared: list[PreparedImage] = []
+        starts: list[int] = []
+        if prompt.images:
+            if front is None:
+                raise ValueError(TEXT_ONLY)
+            front.check_count(len(prompt.images))
+            prepared = [front.prepare(pixels_of(image)) for image in prompt.images]
+            prompt_ids, starts = front.expand(prompt_ids, prepared)
+        ids.append(prompt_ids)
+        placed.append(tuple(zip(prepared, starts, strict=True)))
+    return ids, placed
+
+
+def with_placed(
+    request: Request,
+    front: ImageFront | None,
+    images: PlacedImages,
+    entry: AdapterEntry | None,
+) -> Request:
+    """Return a request with its images and their keys; ValueError when its prompt disagrees."""
+    if front is None:
+        if images:
+            raise ValueError(TEXT_ONLY)
+        return request
+    prepared, starts = [image for image, _ in images], [start for _, start in images]
+    placed = front.placed(request.prompt_ids, prepared, starts, entry, request.cache_salt)
+    return dataclasses.replace(request, images=placed)

@@ -1,0 +1,1 @@
+"""The engine's loop and what it drives: live requests, pacing, failures, changes of adapters."""

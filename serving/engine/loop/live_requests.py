@@ -1,0 +1,136 @@
+"""Requests between submit and their last delta: what a step gave reaches their callers.
+
+A caller whose callback raises loses its own request and no other.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from lora_jax.adapters.rollout_guard import Outcome
+from serving.api.request import FinishReason, Sequence
+from serving.engine.loop.live_request import LiveRequest
+from serving.engine.metrics.metrics import EngineMetrics
+from serving.engine.metrics.traces import Traces
+from serving.loading.residencies import Residencies
+from serving.scheduling.scheduler import Progress, Scheduler
+
+logger = logging.getLogger(__name__)
+
+_NO_OUTPUT = "The output of the request could not be processed."
+
+
+class LiveRequests:
+    """Live requests by id; the engine's thread uses it, other threads `in` and `add`.
+
+    `lock` guards the scheduler and the requests: who calls `in`, `add` or `check_integrity` holds
+    it, the other methods take it.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        scheduler: Scheduler,
+        residencies: Residencies,
+        metrics: EngineMetrics,
+        finished: Callable[[str | None, Outcome], None],
+        traces: Traces | None = None,
+    ):
+        """`finished` is told the adapter and the outcome of each request that counts as one,
+        `traces` every request.
+        """
+        self._traces = traces
+        self._lock, self._scheduler, self._residencies = lock, scheduler, residencies
+        self._metrics, self._finished = metrics, finished
+        self._live: dict[str, LiveRequest] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def add(self, live: LiveRequest) -> None:
+        """Keep a request until it ends."""
+        self._live[live.request.request_id] = live
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a request is live; for an idle engine."""
+        assert not self._live, f"live requests {sorted(self._live)}"
+
+    def deliver(self, progress: Progress, now: float) -> None:
+        """Hand out what one sequence got; its own trouble ends its request and no other."""
+        sequence = progress.sequence
+        live = self._live.get(sequence.request.request_id)
+        if live is None:
+            return
+        try:
+            stopped = live.deliver(progress, now)
+        except Exception:
+            logger.exception("Request %s failed.", live.request.request_id)
+            self._fail(live, _NO_OUTPUT)
+            return
+        if stopped:
+            with self._lock:
+                self._scheduler.finish(sequence, FinishReason.STOP)
+        if live.done:
+            self._retire(live, now)
+
+    def end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        retryable: bool = False,
+    ) -> None:
+        """Tell the caller that a sequence, already finished for the scheduler, has ended."""
+        live = self._live.get(sequence.request.request_id)
+        if live is None:
+            return
+        try:
+            live.end(sequence, reason, error, retryable=retryable)
+        except Exception:
+            logger.exception("Request %s failed.", live.request.request_id)
+            self._fail(live, _NO_OUTPUT)
+            return
+        if live.done:
+            self._retire(live, time.monotonic())
+
+    def close(self, error: str) -> None:
+        """End all requests with an error after which they may be tried again; never raises."""
+        with self._lock:
+            left, self._live = list(self._live.values()), {}
+        for live in left:
+            self._tell(live, error, retryable=True)
+
+    def _fail(self, live: LiveRequest, error: str) -> None:
+        """End what is left of a request with an error."""
+        with self._lock:
+            self._scheduler.abort(live.request.request_id)
+        self._tell(live, error, retryable=False)
+        self._retire(live, time.monotonic())
+
+    def _tell(self, live: LiveRequest, error: str, *, retryable: bool) -> None:
+        """Send the last deltas of a request; its callback may be what is broken."""
+        for sequence in live.unfinished():
+            try:
+                live.end(sequence, FinishReason.ERROR, error, retryable=retryable)
+            except Exception:
+                logger.exception(
+                    "The caller of request %s could not be notified.", live.request.request_id
+                )
+
+    def _retire(self, live: LiveRequest, now: float) -> None:
+        """Forget a request that has ended, and what was kept for it."""
+        with self._lock:
+            if self._live.pop(live.request.request_id, None) is None:
+                return
+            digest = live.request.adapter_digest
+            if digest:
+                self._residencies.drop(digest)
+        summary = live.summary(now)
+        self._metrics.request_done(summary)
+        if self._traces is not None:
+            self._traces.ended(live.request, summary)
+        outcome = summary.outcome()
+        if outcome is not None:
+            self._finished(summary.adapter, outcome)

@@ -1,0 +1,1 @@
+"""Counters, gauges, histograms, traces and log lines of an engine."""

@@ -1,0 +1,1 @@
+"""Builds the parts of an engine at its start: base model, steps, heads, devices, registries."""

@@ -1,0 +1,156 @@
+"""Parts of an engine that plan and run its steps: the scheduler and the model runner."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.task_head import SCORE
+from serving.api.config import EngineConfig
+from serving.engine.memory.sizing import CacheSize
+from serving.engine.memory.storage import kv_dtype, lora_dtype
+from serving.engine.parts.image_parts import make_encoder
+from serving.engine.parts.loaded_base import LoadedBase
+from serving.engine.parts.merging import AUTO
+from serving.engine.parts.over_hosts import teller
+from serving.loading.residencies import Residencies
+from serving.runtime.gang import Gang
+from serving.runtime.program_cache import step_files
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.kept_steps import KeptSteps, identity
+from serving.steps.mask_board import make_board
+from serving.steps.model_runner import ModelRunner
+from serving.steps.step import StepSizes
+
+logger = logging.getLogger(__name__)
+
+
+def make_runner(
+    config: EngineConfig,
+    base: LoadedBase,
+    spec: SlotsSpec,
+    end_ids: tuple[int, ...],
+    bringing: Set[int] = frozenset(),
+    gang: Gang | None = None,
+) -> ModelRunner:
+    """Return the runner of the model's steps with every program compiled.
+
+    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; with
+    `gang` the runners of all members are made together.
+    """
+    start = time.monotonic()
+    link = None if base.remote is None else base.remote.link
+    names, longest = base.catalogue.module_names, base.size.max_model_len
+    where = names, longest, base.split
+    encoder = base.images and make_encoder(config, base.images, base.config, *where)
+    sizes = _step_sizes(config, base)
+    alone = base.split is None and link is None and not base.source.is_shared
+    waits = config.structured_outputs and alone
+    runner = ModelRunner(
+        base.model,
+        base.model.kv_shape(base.config),
+        sizes,
+        max_tokens=config.max_num_batched_tokens,
+        vocab_size=base.config.vocab_size,
+        dtype=kv_dtype(config, base.dtype),
+        end_ids=end_ids,
+        slots=init_slots(
+            base.catalogue,
+            spec,
+            lora_dtype(config, base.dtype),
+            base.split,
+            None if base.pool is None else base.pool.room.rows.arrays,
+        ),
+        reroute_tables=None if base.esft is None else base.esft.tables,
+        link=link,
+        encoder=encoder,
+        # On a CPU the adapters' kernels return at once where no row has an adapter, but exchanges
+        # that nobody needs take a third of a small model's step.
+        compile_base_only_steps=config.compile_base_only_steps
+        and (jax.default_backend() != "cpu" or link is not None),
+        structured_outputs=config.structured_outputs,
+        split=base.split,
+        merged=base.merged,
+        mixture=config.lora_merge == AUTO,
+        bringing=bringing,
+        tell=teller(gang),
+        kept=_kept_steps(config, base),
+        pooled=None if base.pool is None else base.pool.room.pages.cache,
+        board=make_board(sizes, base.config.vocab_size) if waits else None,
+    )
+    # The first exchange waits half a minute for the others, and some hosts compile longer.
+    runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
+    logger.info(
+        "Compiled %d programs for steps of up to %s tokens in %.1f s.",
+        runner.num_programs,
+        ", ".join(map(str, runner.buckets)),
+        time.monotonic() - start,
+    )
+    return runner
+
+
+def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
+    """Return where steps are kept in files, which another start reads instead of tracing them.
+
+    On a GPU it was tried without ESFT adapters and page pool. Functions there compile none.
+    """
+    alone, backend = base.split is None and base.remote is None, jax.default_backend()
+    tried = backend == "gpu" and base.esft is None and base.pool is None
+    keeps = backend == "cpu" or tried or base.source.is_shared
+    files = step_files() if alone and keeps else None
+    if files is None:
+        return None
+    fields = dataclasses.asdict(config)
+    paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
+    # Functions start again and again. Programs of a CPU are small: a late one costs little.
+    starts = {"anew": base.source.is_shared, "lazy": backend == "cpu" or base.source.is_shared}
+    return KeptSteps(*files, identity(fields, Path(paths["model"])), **starts)
+
+
+def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
+    size, head = base.size, base.catalogue.modules.get(SCORE)
+    return StepSizes(
+        max_seqs=config.max_num_seqs,
+        max_len=size.max_model_len,
+        page_size=size.page_size,
+        num_pages=size.num_pages,
+        max_logit_rows=config.max_logit_rows,
+        max_rank=config.max_lora_rank,
+        max_drafts=config.max_drafts,
+        head_width=0 if head is None else head.d_out,
+        num_host_pages=size.num_host_pages,
+        pooled=base.pool is not None,
+        page_stride=1 if base.pool is None else base.pool.room.pages.stride,
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    size: CacheSize,
+    residencies: Residencies,
+    end_ids: tuple[int, ...],
+    num_encoder_rows: int,
+    **how: Any,
+) -> Scheduler:
+    """Return the scheduler within the config's limits and the cache's size."""
+    limits = SchedulerLimits(
+        num_pages=size.num_pages,
+        page_size=size.page_size,
+        max_model_len=size.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logit_rows=config.max_logit_rows,
+        max_queue=config.max_queue,
+        adapter_wait_s=config.adapter_wait_s,
+        enable_prefix_caching=config.enable_prefix_caching,
+        scheduling_policy=config.scheduling_policy,
+        num_encoder_rows=num_encoder_rows,
+        num_host_pages=size.num_host_pages,
+    )
+    fixed = {"eos_token_ids": end_ids, "seed": config.seed}
+    return Scheduler(limits, adapters=residencies, **fixed, **how)

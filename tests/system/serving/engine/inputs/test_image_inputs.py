@@ -1,0 +1,77 @@
+"""Images of Python callers in their prompts, and models that take none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.cases.tiny_vision import picture, png
+
+from lora_jax.config import VisionConfig
+from lora_jax.vision.processor import ProcessorSettings
+from serving.api.request import Request
+from serving.api.sampling import Sampling
+from serving.engine.images.front import ImageFront
+from serving.engine.inputs.generate_arguments import GivenPrompt
+from serving.engine.inputs.image_inputs import read_prompts, with_placed
+
+HALF = (0.5, 0.5, 0.5)
+CONFIG = VisionConfig(
+    family="qwen3_vl",
+    num_layers=1,
+    hidden_size=8,
+    num_heads=1,
+    intermediate_size=8,
+    patch_size=4,
+    temporal_patch_size=2,
+    merge_size=2,
+    out_size=8,
+    norm_eps=1e-6,
+    image_token_id=9,
+)
+SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=64)
+TOKENIZER: Any = SimpleNamespace(encode=lambda text: [9 if c == "*" else 1 for c in text])
+
+
+def request(ids: list[int]) -> Request:
+    return Request(
+        request_id="r",
+        prompt_ids=tuple(ids),
+        sampling=Sampling(),
+        adapter=None,
+        adapter_digest="",
+        on_output=lambda delta: None,
+        arrival_s=0.0,
+        deadline_s=0.0,
+    )
+
+
+def test_prompts_of_every_kind_have_their_images():
+    small = picture(16, 16)
+    prompts = [
+        GivenPrompt("a*b", None, (small,)),
+        GivenPrompt("words", None),
+        GivenPrompt(None, (9, 3), (png(picture(8, 8)),)),
+    ]
+    ids, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
+    assert ids == [[1, 9, 9, 9, 9, 1], [1] * 5, [9, 3]]
+    assert [[start for _, start in images] for images in placed] == [[1], [], [0]]
+    (image,) = with_placed(request(ids[0]), FRONT, placed[0], None).images
+    assert (image.start, image.end) == (1, 5)
+
+
+def test_a_model_of_text_takes_no_images():
+    prompts = [GivenPrompt("a*", None, (picture(8, 8),))]
+    with pytest.raises(ValueError, match="takes text only"):
+        read_prompts([TOKENIZER] * len(prompts), None, prompts)
+    _, placed = read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)
+    with pytest.raises(ValueError, match="takes text only"):
+        with_placed(request([1, 9]), None, placed[0], None)
+    plain = request([1, 9])
+    assert with_placed(plain, None, (), None) is plain
+
+
+def test_too_many_are_refused_before_any_is_decoded():
+    prompts = [GivenPrompt("***", None, ("no file",) * 3)]
+    with pytest.raises(ValueError, match="At most 2 image"):
+        read_prompts([TOKENIZER] * len(prompts), FRONT, prompts)

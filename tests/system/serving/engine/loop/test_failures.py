@@ -1,0 +1,56 @@
+"""Sequences that end for what a step gave, and the errors that their callers read."""
+
+import dataclasses
+
+from serving.api.request import (
+    Request,
+    ScheduledChunk,
+    Sequence,
+    SequenceResult,
+    SequenceState,
+    StepPlan,
+)
+from serving.api.sampling import Sampling
+from serving.engine.loop import failures
+from serving.steps.sampler import INVALID_TOKEN
+
+
+def sequence(*, bound=False, state=SequenceState.RUNNING, discarded=0, adapter=None, **fields):
+    request = Request("r", (7, 8), Sampling(**fields), adapter, "", print, 0.0, 0.0)
+    request = dataclasses.replace(request, grammar=object() if bound else None)
+    return Sequence(request, 0, 0, [7, 8], state=state, num_discarded=discarded)
+
+
+def test_late_masks_end_the_rows_that_drew_without_theirs_and_no_other(caplog):
+    waiting = SequenceState.WAITING  # preempted, with a token on its way
+    lost = [sequence(bound=True), sequence(bound=True, state=waiting)]
+    kept = [
+        sequence(),
+        sequence(bound=True, state=SequenceState.FINISHED),
+        sequence(bound=True, discarded=1),
+    ]
+    chunks = [ScheduledChunk(one, 1, 1, True) for one in (*lost, *kept)]
+    chunks.append(ScheduledChunk(sequence(bound=True), 0, 1, False))  # draws nothing yet
+    found = failures.of_late_masks(StepPlan(tuple(chunks)))
+    assert [one.sequence for one in found] == lost
+    assert all(one.retryable and "masks came more than 20 s late" in one.why for one in found)
+    assert "2 sequences end" in caplog.text
+
+
+def test_bad_logits_end_their_rows_but_void_results():
+    rows = [sequence(), sequence(bad_words=["x"]), sequence(discarded=1), sequence()]
+    tokens = [INVALID_TOKEN] * 3 + [5]
+    results = [
+        SequenceResult(ScheduledChunk(one, 1, 1, True), token)
+        for one, token in zip(rows, tokens, strict=True)
+    ]
+    found = failures.of_bad_logits(results)
+    assert [(one.sequence, one.retryable) for one in found] == [(rows[0], False), (rows[1], False)]
+    assert found[0].why == "The model's logits are not finite numbers."
+    assert "bad_words" in found[1].why
+
+
+def test_a_lost_server_is_named_by_the_adapter():
+    (found,) = failures.of_lost_server([sequence(adapter="sql")])
+    assert found.retryable
+    assert "'sql'" in found.why

@@ -1,0 +1,553 @@
+"""The loop over a device that answers at once, breaks, or hangs."""
+
+import dataclasses
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from support.cases import tiny_checkpoint
+from support.waiting import wait_until
+
+from serving.api.request import (
+    EngineDead,
+    FinishReason,
+    QueueFull,
+    Request,
+    SequenceResult,
+    SequenceState,
+    Share,
+    StepPlan,
+)
+from serving.api.sampling import Sampling
+from serving.engine.loop import loop as engine_loop
+from serving.engine.loop.live_request import LiveRequest
+from serving.engine.loop.loop import EngineLoop
+from serving.engine.loop.loop_parts import LoopParts
+from serving.engine.metrics.metrics import EngineMetrics
+from serving.runtime.compile_counter import CompileCounter
+from serving.scheduling.scheduler import Scheduler, SchedulerLimits
+from serving.steps.mask_board import MaskBoard
+from serving.steps.sampler import INVALID_TOKEN
+from serving.steps.step import StepSizes
+from serving.steps.step_results import InFlightStep
+from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import RowMasks
+from serving.text.tokenizer import Tokenizer
+
+LIMITS = SchedulerLimits(
+    num_pages=40,
+    page_size=4,
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    max_queue=6,
+)
+
+
+class Runner:
+    """Gives token 70 to everyone; `trouble` is called with each plan before it runs."""
+
+    def __init__(self):
+        self.slots, self.trouble, self.bad_prompts = None, lambda plan: None, set()
+        self.order, self.status, self.asked_cold, self.has_cold = [], None, 0, False
+        self.waits = False
+
+    def run_cold(self):
+        self.asked_cold += 1
+        if self.has_cold:
+            self.order.append("cold")
+        self.has_cold = False
+        return False
+
+    def dispatch(self, plan, masks_first):
+        self.trouble(plan)
+        self.order.append("short" if plan.is_short else "dispatch")
+        return SimpleNamespace(plan=plan, remote_status=self.status, waits=self.waits)
+
+    def read(self, step):
+        self.order.append("read")
+        return [self._result(chunk) for chunk in step.plan.chunks]
+
+    def wait(self):
+        self.order.append("wait")
+
+    def _result(self, chunk):
+        bad = chunk.sequence.request.prompt_ids in self.bad_prompts
+        token = INVALID_TOKEN if bad else 70
+        return SequenceResult(chunk, token if chunk.samples else None)
+
+
+class NeverThere:
+    """Adapters that never become resident."""
+
+    is_busy = False
+
+    def __init__(self):
+        self.kept, self.slot, self.affected = 0, None, frozenset()
+        self.here, self.asked = frozenset(), 0
+
+    def acquire(self, digest):
+        return self.slot
+
+    def is_loading(self, digest):
+        return False
+
+    def is_resident(self, digest):
+        return self.slot is not None
+
+    def protect(self, digests):
+        pass
+
+    def pool_of(self, digest):
+        return None
+
+    def retain(self, entry):
+        self.kept += 1
+
+    def drop(self, digest):
+        self.kept -= 1
+
+    def follow(self, changes):
+        self.changes = changes
+
+    def prepare(self, device, dispatched):
+        pass
+
+    def affected_by(self, status):
+        return frozenset() if status is None else self.affected
+
+    def servable_here(self, digests):
+        self.asked += 1
+        return self.here & digests
+
+    def release(self, digest):
+        pass
+
+    def check_integrity(self):
+        assert self.kept == 0
+
+    def rest(self):
+        pass
+
+    def close(self):
+        pass
+
+
+class Turns:
+    """Turns that are always there; `order` is told of what the loop does with them."""
+
+    def __init__(self, order, *, is_due):
+        self._order, self.is_due = order, is_due
+
+    def take(self, arrivals, closing):
+        self._order.append("taken")
+
+    def take_idle(self, woken):
+        return False
+
+    def look(self):
+        pass
+
+    def dispatched(self):
+        pass
+
+    def pass_on(self):
+        self._order.append("passed on")
+
+    def give_back(self):
+        self._order.append("given back")
+
+    def ran(self, num_prompts, began, ended):
+        pass
+
+
+class Registry:
+    def __init__(self):
+        self.generation, self.names = 0, []
+
+    def take_changes(self):
+        return [(name, SimpleNamespace(name=name)) for name in self.names]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_checkpoint.write_model(folder, tiny_checkpoint.TinyShape(hidden=8, width=8))
+    return Tokenizer(folder)
+
+
+class Case:
+    """A running loop; `ask` submits and returns the list its deltas go to."""
+
+    def __init__(self, tokenizer, wait_s=60.0, turns=None):
+        self.runner, self.residencies, self.registry = Runner(), NeverThere(), Registry()
+        self.metrics = EngineMetrics("tiny", 64, {}, 1)
+        self.tokenizer = tokenizer
+        self.compilations = CompileCounter()
+        limits = dataclasses.replace(LIMITS, adapter_wait_s=wait_s)
+        self.loop = EngineLoop(
+            LoopParts(
+                runner=self.runner,
+                scheduler=Scheduler(limits, adapters=self.residencies),
+                registry=self.registry,
+                residencies=self.residencies,
+                grammars=Grammars(None),
+                metrics=self.metrics,
+                compilations=self.compilations,
+                chunks_per_step=1,
+                turns=turns,
+            )
+        )
+        self.loop.start()
+
+    def ask(self, prompt=(5, 6), adapter=None, on_output=None, tenant="", **sampling):
+        deltas = []
+        request = Request(
+            request_id=f"r{len(prompt)}-{time.monotonic_ns()}",
+            prompt_ids=tuple(prompt),
+            sampling=Sampling(**{"max_tokens": 3, **sampling}),
+            adapter=adapter,
+            adapter_digest="" if adapter is None else f"digest of {adapter}",
+            on_output=on_output or deltas.append,
+            arrival_s=time.monotonic(),
+            deadline_s=time.monotonic(),
+            share=Share(tenant),
+        )
+        entry = None if adapter is None else SimpleNamespace(name=adapter)
+        self.loop.submit(
+            request, entry, lambda seqs: LiveRequest(request, seqs, self.tokenizer, self.metrics)
+        )
+        return request.request_id, deltas
+
+
+@pytest.fixture
+def case(tokenizer):
+    made = Case(tokenizer)
+    yield made
+    made.runner.trouble = lambda plan: None
+    made.loop.close()
+    made.compilations.close()
+
+
+def ended(deltas):
+    return bool(deltas) and deltas[-1].finish_reason is not None
+
+
+def test_a_step_is_dispatched_before_the_one_before_is_read(case):
+    _, deltas = case.ask(max_tokens=6)
+    wait_until(lambda: ended(deltas))
+    assert [token for delta in deltas for token in delta.token_ids] == [70] * 6
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    wait_until(lambda: len(case.runner.order) == 12)
+    assert case.runner.order[:4] == ["dispatch", "dispatch", "read", "dispatch"]
+    case.loop.check_integrity()
+
+
+def test_callers_get_their_tokens_before_adapters_are_loaded(case):
+    order = case.runner.order
+    case.residencies.advance = lambda *_: order.append("load") or []
+    case.residencies.is_busy, told = True, []
+    case.ask(max_tokens=6, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_until(lambda: ended(told))
+    case.residencies.is_busy = False
+    assert "dispatch read told load" in (done := " ".join(order))
+    assert "dispatch load read" not in done
+    case.loop.check_integrity()
+
+
+def test_a_short_step_is_read_before_the_next_is_dispatched(case):
+    case.runner.trouble = lambda plan: time.sleep(0.002)
+    _, flood = case.ask(tenant="flood", n=6, max_tokens=50)
+    wait_until(lambda: len(flood) > 8)
+    _, deltas = case.ask(tenant="caller", max_tokens=2)
+    wait_until(lambda: ended(deltas))
+    place = case.runner.order.index("short")
+    assert case.runner.order[place + 1 : place + 4] == ["read", "read", "dispatch"]
+    assert deltas[0].token_ids == (70,)
+    wait_until(lambda: sum(delta.finish_reason is not None for delta in flood) == 6)
+    assert sum(len(delta.token_ids) for delta in flood) == 300
+    case.loop.check_integrity()
+
+
+def test_cold_programs_run_in_idle_times_but_never_without_a_turn(case, tokenizer):
+    wait_until(lambda: case.runner.asked_cold)
+    order, is_free = [], threading.Event()
+
+    def take_idle(woken):
+        order.append("asked")
+        while not (is_free.is_set() or woken()):
+            time.sleep(0.001)
+        return is_free.is_set()
+
+    turns = Turns(order, is_due=False)
+    turns.take, turns.take_idle = lambda *_: None, take_idle
+    sharing = Case(tokenizer, turns=turns)
+    sharing.runner.order, sharing.runner.has_cold = order, True
+    sharing.loop.wake()
+    wait_until(lambda: "asked" in order)
+    _, deltas = sharing.ask(max_tokens=1)  # a call comes while others have the device
+    wait_until(lambda: ended(deltas))
+    assert "cold" not in order
+    is_free.set()
+    sharing.loop.wake()
+    wait_until(lambda: "cold" in order and order[-1] == "given back")
+    assert order[order.index("cold") - 1 :][:3] == ["asked", "cold", "given back"]
+    sharing.loop.close()
+    sharing.compilations.close()
+
+
+def test_callers_have_their_tokens_before_the_next_turn(tokenizer, monkeypatch):
+    monkeypatch.setattr(StepPlan, "has_drafts", property(lambda _: True))  # so it is read early
+    order, told = [], []
+    turns = Turns(order, is_due=True)
+    turns.give_back = lambda: None
+    sharing = Case(tokenizer, turns=turns)
+    sharing.runner.order = order
+    sharing.ask(max_tokens=4, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_until(lambda: ended(told))
+    assert " ".join(order).count("read told taken") == 3
+    sharing.loop.close()
+    sharing.compilations.close()
+
+
+def test_a_turn_is_passed_on_while_its_last_step_runs(tokenizer):
+    """The next holder plans and dispatches meanwhile; callers wait for neither."""
+    order, told = [], []
+    sharing = Case(tokenizer, turns=Turns(order, is_due=True))
+    sharing.runner.order = order
+    sharing.ask(max_tokens=3, on_output=lambda delta: order.append("told") or told.append(delta))
+    wait_until(lambda: ended(told))
+    turn = ["taken", "dispatch", "passed on", "read", "given back", "told"]
+    assert order[order.index("taken") :][:12] == turn * 2
+    sharing.loop.close()
+    sharing.compilations.close()
+
+
+def test_a_step_that_waits_for_masks_is_read_before_its_turn_is_given_back(tokenizer):
+    """It may have the device while it waits for the host."""
+    loop, order = EngineLoop.__new__(EngineLoop), []
+    loop._flying, loop._early, loop._lock = SimpleNamespace(waits=True), None, threading.Lock()
+    loop._parts = SimpleNamespace(scheduler=SimpleNamespace(has_work=True))
+    loop._read_results = lambda step: order.append("read") or []
+    loop._hand_out = lambda progress: order.append("told")
+    loop._take_turn(Turns(order, is_due=True))
+    assert order == ["read", "given back", "told", "taken"]
+
+
+def test_masks_that_are_made_late_are_posted_for_their_own_step():
+    posted, may = [], threading.Event()
+    host = SimpleNamespace(address=None, values=np.zeros(99, np.int32), post=posted.append)
+    board = MaskBoard(host, StepSizes(2, 8, 4, 9, 2, 4), 70)
+    masks = RowMasks(())
+    masks._few, masks._work = 0, lambda *_: may.wait(60)  # another thread's work
+    loop, plan = EngineLoop.__new__(EngineLoop), SimpleNamespace(chunks=())
+    loop._parts = SimpleNamespace(
+        runner=SimpleNamespace(board=board), grammars=SimpleNamespace(masks=masks)
+    )
+    loop._post_masks(plan, [], board.take_number())
+    next_number = board.take_number()  # the next step goes out meanwhile
+    assert posted == []
+    may.set()
+    wait_until(lambda: posted)
+    assert (posted, next_number) == ([1], 2)
+    masks.close()
+
+
+def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_for(case):
+    """What a caller's end frees may have the driver wait for the device, which waits for masks."""
+    loop, order = EngineLoop.__new__(EngineLoop), []
+    last = case.loop
+    sequence = SimpleNamespace(state=SequenceState.RUNNING, num_discarded=0)
+    sequence.request = SimpleNamespace(sampling=Sampling())
+    result = SimpleNamespace(token_id=INVALID_TOKEN, chunk=SimpleNamespace(sequence=sequence))
+    plan = SimpleNamespace(is_bound=False, num_tokens=1, chunks=(), has_drafts=False)
+    loop._flying = SimpleNamespace(plan=plan, remote_status=None)
+    plan = SimpleNamespace(is_bound=True, is_short=False, chunks=())
+    bound = InFlightStep(plan, (), None, scored=False, number=1, waits=True)
+    runner = SimpleNamespace(read=lambda step: [result])
+    books = SimpleNamespace(
+        finish=lambda one, reason: order.append("finish"), complete=lambda *_: []
+    )
+    parts = dataclasses.replace(last._parts, runner=runner, scheduler=books)
+    loop._parts, loop._lock, loop._pacer = parts, threading.Lock(), last._pacer
+    loop._planned = engine_loop._Planned(bound.plan, [sequence], [])
+    loop._failed, loop._untold, loop._early, loop.num_steps = [], [], None, 0
+    loop._send = lambda plan, now: bound
+    loop._post_masks = lambda *_: order.append("masks")
+    loop._live = SimpleNamespace(end=lambda one, reason, *_, **__: order.append(reason))
+    loop._iterate()
+    assert order == ["finish", "masks", FinishReason.ABORT, FinishReason.ERROR]
+
+
+def test_a_failing_step_kills_the_engine_and_everyone_is_told(case, caplog):
+    def trouble(plan):
+        if plan.chunks[0].start > 0:
+            raise RuntimeError("the device is gone")
+
+    case.runner.trouble = trouble
+    _, deltas = case.ask(max_tokens=50)
+    wait_until(lambda: ended(deltas))
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert deltas[-1].retryable
+    assert deltas[-1].error
+    wait_until(lambda: not case.loop.is_alive)
+    with pytest.raises(EngineDead):
+        case.ask()
+    assert "the device is gone" in caplog.text
+
+
+def test_closing_ends_live_requests_and_the_thread(tokenizer):
+    before = set(threading.enumerate())
+    case = Case(tokenizer)
+    (thread,) = set(threading.enumerate()) - before
+    _, deltas = case.ask(adapter="sql")
+    assert case.loop.is_alive
+    case.loop.close()
+    case.loop.close()
+    assert deltas[-1].finish_reason is FinishReason.ERROR
+    assert deltas[-1].retryable
+    assert not case.loop.is_alive
+    assert case.runner.order[-1] == "wait"  # the device is idle when the thread has ended
+    assert not thread.is_alive()
+    with pytest.raises(EngineDead):
+        case.ask()
+    case.compilations.close()
+
+
+def test_a_hanging_step_shows(case, monkeypatch):
+    monkeypatch.setattr(engine_loop, "STALL_S", 0.2)
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(30)
+    _, deltas = case.ask()
+    wait_until(lambda: not case.loop.is_alive)
+    hold.set()
+    wait_until(lambda: ended(deltas))
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_an_adapter_that_finds_no_slot_fails_its_request_in_time(tokenizer):
+    case = Case(tokenizer, wait_s=0.1)
+    _, waiting = case.ask(adapter="sql")
+    _, base = case.ask()
+    wait_until(lambda: ended(waiting) and ended(base))
+    assert base[-1].finish_reason is FinishReason.LENGTH
+    assert waiting[-1].finish_reason is FinishReason.ERROR
+    assert waiting[-1].retryable
+    assert "'sql'" in waiting[-1].error
+    wait_until(lambda: case.residencies.kept == 0)
+    case.loop.check_integrity()
+    case.loop.close()
+    case.compilations.close()
+
+
+def test_bad_logits_fail_one_request(case):
+    case.runner.bad_prompts.add((9, 9))
+    _, bad = case.ask((9, 9))
+    _, good = case.ask((9, 8))
+    wait_until(lambda: ended(bad) and ended(good))
+    assert (bad[-1].finish_reason, bad[-1].retryable) == (FinishReason.ERROR, False)
+    assert bad[-1].token_ids == ()
+    assert good[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_the_server_failed_ends_its_adapters_requests_only(case):
+    case.residencies.slot, case.residencies.affected = 0, frozenset({"digest of sql"})
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=60)
+    _, other = case.ask((5, 6, 8), adapter="law", max_tokens=30)
+    _, base = case.ask(max_tokens=30)
+    wait_until(lambda: len(affected) > 2 and other and base)
+    case.runner.status = "one rank did not answer"
+    wait_until(lambda: ended(affected))
+    case.runner.status = None
+    assert (affected[-1].finish_reason, affected[-1].retryable) == (FinishReason.ERROR, True)
+    assert "LoRA Server" in affected[-1].error
+    assert affected[-1].token_ids == ()
+    wait_until(lambda: ended(base) and ended(other))
+    for deltas in (base, other):
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert [token for delta in deltas for token in delta.token_ids] == [70] * 30
+    wait_until(lambda: case.residencies.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_those_that_can_be_served_without_the_server_go_on_and_lose_no_token(case):
+    case.residencies.slot, case.residencies.affected = 0, frozenset({"digest of sql"})
+    case.residencies.here = case.residencies.affected
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    _, affected = case.ask((5, 6, 7), adapter="sql", max_tokens=40)
+    _, scored = case.ask((5, 6, 9), adapter="sql", max_tokens=40, prompt_logprobs=0)
+    wait_until(lambda: len(affected) > 2)
+    case.runner.status = "one rank did not answer"
+    wait_until(lambda: case.residencies.asked > 2)
+    case.runner.status = None
+    wait_until(lambda: ended(affected) and ended(scored))
+    assert affected[-1].finish_reason is FinishReason.LENGTH
+    assert [token for delta in affected for token in delta.token_ids] == [70] * 40
+    wait_until(lambda: case.residencies.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_a_callback_that_raises_loses_only_its_own_request(case):
+    calls = []
+
+    def broken(delta):
+        calls.append(delta)
+        raise ValueError("no")
+
+    _, good = case.ask(max_tokens=20)
+    case.ask(on_output=broken, n=2)
+    wait_until(lambda: ended(good))
+    assert good[-1].finish_reason is FinishReason.LENGTH
+    assert len([delta for delta in calls if delta.finish_reason is not None]) == 2
+    assert case.loop.is_alive
+    wait_until(lambda: not case.loop.scheduler_stats().num_running)
+    case.loop.check_integrity()
+
+
+def test_a_stop_string_frees_the_row(case):
+    text = case.tokenizer.decode([70])
+    _, deltas = case.ask(max_tokens=50, stop=text * 2)
+    wait_until(lambda: ended(deltas))
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == (FinishReason.STOP, text * 2)
+    wait_until(lambda: not case.loop.scheduler_stats().num_running)
+    assert sum(len(delta.token_ids) for delta in deltas) == 2
+
+
+def test_aborts_reach_waiting_and_running_requests(case):
+    hold = threading.Event()
+    case.runner.trouble = lambda plan: hold.wait(0.01) and None
+    running_id, running = case.ask(max_tokens=60)
+    waiting_id, waiting = case.ask(adapter="sql", n=2)
+    wait_until(lambda: running)
+    for request_id in (running_id, waiting_id, waiting_id, "unknown"):
+        case.loop.abort(request_id)
+    wait_until(lambda: ended(running) and len(waiting) == 2)
+    ends = [*running[-1:], *waiting]
+    assert {delta.finish_reason for delta in ends} == {FinishReason.ABORT}
+    wait_until(lambda: case.residencies.kept == 0)
+    case.loop.check_integrity()
+
+
+def test_a_full_queue_refuses_without_a_trace(case):
+    ids = [case.ask(adapter="sql", n=2)[0] for _ in range(3)]
+    with pytest.raises(QueueFull):
+        case.ask(adapter="sql")
+    assert case.residencies.kept == 3
+    for request_id in ids:
+        case.loop.abort(request_id)
+    wait_until(lambda: case.residencies.kept == 0)
+
+
+def test_the_registry_is_followed(case):
+    wait_until(lambda: case.residencies.changes == [])
+    case.registry.names = ["law", "sql"]
+    case.registry.generation += 1
+    case.loop.wake()
+    wait_until(lambda: [name for name, _ in case.residencies.changes] == ["law", "sql"])
+    value = case.metrics.registry.get_sample_value
+    assert value("lora_jax:adapter_requests_total", {"adapter": "law"}) == 0.0

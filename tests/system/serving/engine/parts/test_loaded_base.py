@@ -1,0 +1,30 @@
+"""The base model is loaded in the dtype that is asked for, and a log line says what it is."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from support.cases import tiny_checkpoint
+
+from serving.api.config import EngineConfig
+from serving.engine.parts.loaded_base import load_model
+from serving.engine.parts.shared_backbone import source_of
+
+SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=40)
+
+
+@pytest.mark.parametrize(("asked", "loaded"), [("auto", jnp.float32), ("bfloat16", jnp.bfloat16)])
+def test_the_dtype_is_the_files_or_the_one_asked_for(tmp_path, caplog, asked, loaded):
+    folder = tmp_path / "tiny-model"
+    tiny_checkpoint.write_model(folder, SHAPE)
+    config = EngineConfig(str(folder), dtype=asked)
+    with caplog.at_level(logging.INFO, logger="serving"):
+        model, model_config, dtype, _ = load_model(config, source_of(config, None), None)
+    assert dtype == loaded
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model.embed))} == {jnp.dtype(loaded)}
+    assert model_config.hidden_size == 16
+    assert "Model tiny-model: llama, 0.0 M parameters" in caplog.text
+    assert jnp.dtype(loaded).name in caplog.text
+    assert str(folder) not in caplog.text

@@ -1,0 +1,80 @@
+"""Scheduler and model runner as a config asks for them."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.cases.engine_cases import GREEDY, SHAPES, make_engine
+
+from serving.api.config import EngineConfig
+from serving.api.request import Request
+from serving.api.sampling import Sampling
+from serving.engine.memory.sizing import CacheSize
+from serving.engine.parts import step_parts
+from serving.engine.parts.step_parts import make_scheduler
+from serving.steps.model_runner import ModelRunner
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_scheduler_keeps_the_limits_of_config_and_cache():
+    config = EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8, max_queue=3, seed=7)
+    size = CacheSize(num_pages=6, page_size=4, max_model_len=12)
+    scheduler = make_scheduler(config, size, None, (2,), 5)
+    limits = scheduler.limits
+    assert (limits.num_pages, limits.page_size, limits.max_model_len) == (6, 4, 12)
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_queue) == (2, 8, 3)
+    assert limits.num_encoder_rows == 5
+    times = {"arrival_s": 0.0, "deadline_s": 0.0}
+    (one,) = scheduler.add(Request("a", (3,) * 10, Sampling(), None, "", print, **times))
+    (two,) = make_scheduler(config, size, None, (2,), 5).add(one.request)
+    assert one.seed == two.seed  # the config's
+    assert [chunk.num_tokens for chunk in scheduler.plan(0.0).chunks] == [8]
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_function", "is_lazy"),
+    [("gpu", False, False), ("gpu", True, True), ("cpu", False, True)],
+)
+def test_a_gpu_server_is_ready_when_all_kept_programs_are_read(
+    backend, is_function, is_lazy, monkeypatch
+):
+    monkeypatch.setattr(step_parts.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(step_parts, "step_files", lambda: ("steps", "programs"))
+    monkeypatch.setattr(step_parts, "identity", lambda fields, model: "code")
+    base = SimpleNamespace(
+        split=None, remote=None, esft=None, pool=None, source=SimpleNamespace(is_shared=is_function)
+    )
+    kept = step_parts._kept_steps(EngineConfig("m"), base)
+    assert kept is not None
+    assert (kept.lazy, kept.anew) == (is_lazy, is_function)
+
+
+@pytest.mark.slow  # ahead-of-time compiling shows the programs; this compiles them all
+def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monkeypatch):
+    """The same tokens, whether a batch's adapters' kernels are in the program or not."""
+    used = []
+
+    class Specialized(ModelRunner):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **{**kwargs, "compile_base_only_steps": True})
+
+        def _run(self, table, program, number=0):
+            used.append((program.bucket, program.lora))
+            return super()._run(table, program, number)
+
+    batches = [[None] * 3, ["a1", None, "a7"], [None], ["a2"]]
+    prompts = [[5, 6, 7], list(range(4, 24)), [9]]
+    for name in ("usual", "own"):
+        (tmp_path / name).mkdir()
+    with make_engine(tmp_path / "usual", SHAPES["mixtral"]) as engine:
+        want = [tokens(engine.generate(prompts[: len(b)], b, GREEDY)) for b in batches]
+    monkeypatch.setattr(step_parts, "ModelRunner", Specialized)
+    with make_engine(tmp_path / "own", SHAPES["mixtral"]) as engine:
+        assert set(used) == {(8, True), (8, False), (32, True)}
+        for names, wanted in zip(batches, want, strict=True):
+            used.clear()
+            assert tokens(engine.generate(prompts[: len(names)], names, GREEDY)) == wanted
+            assert any(not lora for _, lora in used) == (names.count(None) == len(names))
+        assert engine.stats().compilations_after_warmup == 0
