@@ -68,7 +68,6 @@ def test_what_is_impossible_says_what_to_change(engine, fields, message):
         server_spec(engine, ClusterConfig(**fields))
 
 
-@pytest.mark.parametrize(("said", "dtype"), [("bfloat16", "bfloat16"), (None, "float32")])
 def test_a_world_has_instances_of_one_gpu(engine):
     cluster = ClusterConfig(instances=2, lora_server=2, lora_server_transport="nvshmem")
     assert server_spec(engine, cluster).transport == "nvshmem"
@@ -89,6 +88,7 @@ def test_an_instance_joins_its_servers_world_as_its_pe(engine, monkeypatch):
     assert asked == [{"separate_stream": False, "device": 0, "world": (world, 3)}]
 
 
+@pytest.mark.parametrize(("said", "dtype"), [("bfloat16", "bfloat16"), (None, "float32")])
 def test_a_model_without_weights_has_the_dtype_of_its_config(engine, tmp_path, said, dtype):
     raw = json.loads(Path(engine.model, "config.json").read_text())
     raw = {k: v for k, v in raw.items() if k not in ("dtype", "torch_dtype")} | {"dtype": said}
