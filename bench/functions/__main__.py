@@ -57,6 +57,13 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=SHAPES, help="run functions of a model of this shape on a GPU"
     )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=device_functions.PARTS,
+        default=device_functions.PARTS,
+        help="parts of --device",
+    )
     parser.add_argument("--importers", type=int, default=4, help="attaching processes of --pages")
     parser.add_argument("--tenants", type=int, default=8, help="tenants of --isolation")
     parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="levels to compare")
@@ -108,7 +115,9 @@ def main() -> None:
         result = device_pages.measure(given.pages, [given.importers])
     elif given.device:
         command, kind = f"--device {given.device} --seconds {given.seconds:g}", "device"
-        result = device_functions.measure(given.device, given.counts, given.seconds)
+        command += f" --counts {' '.join(map(str, given.counts))} --parts {' '.join(given.parts)}"
+        sizes = given.counts, given.seconds, given.parts
+        result = device_functions.measure(given.device, *sizes)
     else:
         command, kind = "--simulate", "simulated"
         command += "" if given.times is None else f" --times {given.times.name}"
