@@ -9,14 +9,13 @@ and while no request can be handed in.
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 import random
 import tempfile
 import time
 from pathlib import Path
 
+from bench import record
 from bench.adapter_load import adapter, catalogue
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
@@ -83,10 +82,8 @@ def main() -> None:
     parser.add_argument("--on-host", type=int, default=1000, help="copies in host memory")
     parser.add_argument("--misses", type=int, default=200)
     args = parser.parse_args()
-    told = {"date": datetime.date.today().isoformat(), "load_average": os.getloadavg()[0]}
-    result = told | measure(args.known, args.on_host, args.misses)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "adapter_books_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = record.about() | measure(args.known, args.on_host, args.misses)
+    record.write(args.out / "adapter_books_cpu.json", result)
     print(json.dumps(result, indent=1))
 
 

@@ -12,16 +12,16 @@ Traces name no sizes: mixed ranks are 8 to 128 in equal numbers, dealt out at ra
 
 import argparse
 import csv
-import datetime
 import gzip
 import itertools
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+
+from bench import record
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -218,14 +218,8 @@ def main() -> None:
         parser.exit(1, "--requests and --seeds must be at least 1.\n")
     traces = servegen(given.traces / SERVEGEN, given.requests)
     traces |= azure_2021(given.traces / AZURE)
-    result = {
-        "command": f"python -m bench.adapter_eviction --requests {given.requests} "
-        f"--seeds {given.seeds}",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "rows": measure(traces, given.seeds),
-    }
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "adapter_eviction.json").write_text(json.dumps(result, indent=1))
+    result = record.about() | {"rows": measure(traces, given.seeds)}
+    record.write(given.out / "adapter_eviction.json", result)
     plot_adapter_eviction(result, given.out / "adapter_eviction.png")
     for row in result["rows"]:
         told = f"{row['hit_ratio']:.3f} {row['read_ms_per_request']:.1f} ms/request"

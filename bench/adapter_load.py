@@ -13,7 +13,6 @@ table. The engine's thread does place, fence, begin and publish; the others pass
 import argparse
 import ctypes
 import dataclasses
-import datetime
 import functools
 import json
 import statistics
@@ -26,6 +25,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from bench import record
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
@@ -185,10 +185,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--loads", type=int, default=20)
     args = parser.parse_args()
-    device = jax.devices()[0].device_kind.replace(" ", "_").lower()
-    result = {"device": device, "date": datetime.date.today().isoformat()} | measure(args.loads)
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"adapter_load_{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    device = record.jax_device()
+    result = record.about(device) | measure(args.loads)
+    record.write(args.out / f"adapter_load_{record.in_file_name(device)}.json", result)
     print(json.dumps(result, indent=1))
 
 

@@ -9,9 +9,7 @@ the same noise of the machine; percentiles are of all turns together.
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 import queue
 import random
 import tempfile
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import record
 from bench.adapter_tiers import MODEL, write_adapters
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
@@ -137,11 +136,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=Case.turns)
     parser.add_argument("--requests", type=int, default=Case.requests)
     args = parser.parse_args()
-    before = os.getloadavg()[0]
-    result = on_shipped_model(Case(turns=args.turns, requests=args.requests))
-    result |= {"load_average_before": before, "date": datetime.date.today().isoformat()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "adapter_slots_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    about = record.about()
+    result = about | on_shipped_model(Case(turns=args.turns, requests=args.requests))
+    record.write(args.out / "adapter_slots_cpu.json", result)
     print(json.dumps(result, indent=1))
 
 

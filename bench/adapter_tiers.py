@@ -13,7 +13,6 @@ mean time to first tokens by the tier that adapters were in when they were asked
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import os
 import random
@@ -32,6 +31,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench import record
 from bench.crowd import Crowd, tier_hits
 from serving import Engine
 
@@ -198,13 +198,11 @@ def main() -> None:
     parser.add_argument("--lora-server", action="store_true", help="beside a LoRA Server")
     given = parser.parse_args()
     measured = measure_beside_server if given.lora_server else measure
-    date, cores = datetime.date.today().isoformat(), len(os.sched_getaffinity(0))
-    told = {"date": date, "cores": cores, "load_average": os.getloadavg()[0]}
+    told = record.about() | {"cores": len(os.sched_getaffinity(0))}
     case = Case(adapters=given.adapters, requests=given.requests, rounds=given.rounds)
     results = told | measured(case)
-    given.out.mkdir(parents=True, exist_ok=True)
     of_what = "lora_server" if given.lora_server else str(given.adapters)
-    (given.out / f"adapter_tiers_{of_what}_cpu.json").write_text(json.dumps(results, indent=1))
+    record.write(given.out / f"adapter_tiers_{of_what}_cpu.json", results)
     print(json.dumps(results, indent=1))
 
 

@@ -7,9 +7,7 @@ first request of a sum, which copies matrices, is told apart.
 """
 
 import argparse
-import datetime
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -18,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from serving import Engine, Sampling
 
@@ -73,12 +72,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
-    before = os.getloadavg()[0]
+    about = record.about()
     with tempfile.TemporaryDirectory() as place:
-        result = measure(Path(place), args.turns)
-    result |= {"load_average_before": before, "date": datetime.date.today().isoformat()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "composition_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        result = about | measure(Path(place), args.turns)
+    record.write(args.out / "composition_cpu.json", result)
     print(json.dumps(result, indent=1))
 
 

@@ -12,12 +12,9 @@ For a CPU without AVX-512: `XLA_FLAGS=--xla_cpu_max_isa=AVX2 LORA_JAX_MARCH=x86-
 """
 
 import argparse
-import datetime
 import importlib.util
-import json
 import multiprocessing
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -30,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import record
 from bench.llama_cpp import LlamaCpp, write_gguf
 from bench.random_model import LlamaShape, write_adapter, write_llama
 
@@ -194,6 +192,7 @@ def main() -> None:
     args = parser.parse_args()
     beside = all(importlib.util.find_spec(name) for name in ("xllamacpp", "gguf"))
     march = os.environ.get("LORA_JAX_MARCH", "native")
+    about = record.about()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         write_files(root, args.base, beside)
@@ -203,18 +202,15 @@ def main() -> None:
             for requests in REQUESTS:
                 print(f"{kind}, {requests} at once:\n{profile(root, kind, requests)}")
     result = {
-        "command": "python -m bench.cpu",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        **about,
         "march": march,
         "bound_to_cores": args.cores,
         "prompt_tokens": PROMPT,
         "output_tokens": ANSWER,
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     bound = f"_{args.cores}_core" if args.cores else ""
-    (args.out / f"cpu_{march}{bound}.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / f"cpu_{march}{bound}.json", result)
 
 
 if __name__ == "__main__":

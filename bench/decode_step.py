@@ -12,7 +12,6 @@ digest of them is in the results. `--quantization fp8` holds linear maps in that
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import hashlib
 import json
@@ -26,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from bench.quantised_model import FORMATS, quantised
 from bench.step_profile import profile_step, show_profile
 from lora_jax.adapters.catalogue import LoraCatalogue
@@ -243,7 +243,7 @@ def main() -> None:
         "--case", nargs="+", choices=[c.name for c in CASES], help="cases to run (default: all)"
     )
     parser.add_argument("--quantization", choices=FORMATS, help="format of the linear maps")
-    args = parser.parse_args()
+    args, about = parser.parse_args(), record.about()
     if args.quantization and args.devices > 1:
         parser.error("--quantization goes with one device")
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
@@ -267,10 +267,9 @@ def main() -> None:
     start(runner, plans["base"])
     tokens = digest(sampled(runner, plans["base"]))
     print(f"tokens of the base: {tokens}")
-    device = jax.devices()[0].device_kind
+    about["device"] = device = record.jax_device()
     result = {
-        "device": device,
-        "date": datetime.date.today().isoformat(),
+        **about,
         "model": changed,
         "rows": args.rows,
         "position": args.position,
@@ -282,11 +281,9 @@ def main() -> None:
         "step_ms": {name: statistics.median(took) for name, took in turns.items()},
         "turns_ms": turns,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
     over = "" if split is None else f"_x{split.size}_{split.experts}"
     over += f"_{args.quantization}" if args.quantization else ""
-    name = f"decode_step_{'_'.join(device.lower().split())}{over}.json"
-    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / f"decode_step_{record.in_file_name(device)}{over}.json", result)
 
 
 if __name__ == "__main__":

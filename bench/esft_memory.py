@@ -8,8 +8,6 @@ also what a server of ours takes (`bench.esft_speed` counts that).
 """
 
 import argparse
-import datetime
-import json
 from pathlib import Path
 
 import jax
@@ -18,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench import expert_cases as cases
+from bench import record
 from bench.counting_memory import CountingDriver
 from bench.report import plot_esft_memory
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
@@ -177,14 +176,14 @@ def main() -> None:
     parser.add_argument("--beside-bytes", type=float, help=text)
     args = parser.parse_args()
     out, beside = args.out, args.beside_bytes
-    device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
+    device = record.jax_device()
+    about = record.about()
     rows = measure(beside)
     print("\n".join(show(row) for row in rows))
-    about = {"device": device, "date": today, "budget_bytes": BUDGET_BYTES, "beside_bytes": beside}
-    result = {**about, "rows": rows}
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"esft_memory_{device.lower().replace(' ', '_')}"
-    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = about | {"device": device, "budget_bytes": BUDGET_BYTES, "beside_bytes": beside}
+    result |= {"rows": rows}
+    name = f"esft_memory_{record.in_file_name(device)}"
+    record.write(out / f"{name}.json", result)
     plot_esft_memory(result, out / f"{name}.png")
 
 

@@ -9,7 +9,6 @@ experts, more bytes, beside their floor.
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 import jax
 
-from bench import esft_loading
+from bench import esft_loading, record
 from bench.esft_model import SHAPES, MultiEsftModel, Shape
 from bench.esft_steps import (
     PROFILES,
@@ -244,7 +243,6 @@ class Results:
         self._rows: dict[str, dict] = {}
         if file.exists():
             self._rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
-        file.parent.mkdir(parents=True, exist_ok=True)
 
     def say(self, name: str, about: Any) -> None:
         """Add what holds for all rows and write the file."""
@@ -262,7 +260,7 @@ class Results:
 
     def _write(self) -> None:
         result = {**self._about, "rows": list(self._rows.values())}
-        self._file.write_text(json.dumps(result, indent=1) + "\n")
+        record.write(self._file, result)
 
 
 def parse_args() -> argparse.Namespace:
@@ -317,15 +315,14 @@ def main() -> None:
     bandwidth = copy_bandwidth(1 << 20 if args.model == "tiny" else 1 << 31)
     measurement = Measurement(multi_esft, programs, bandwidth, sizes)
     say(f"copies {measurement.bandwidth / 1e12:.2f} TB/s")
-    device = jax.devices()[0].device_kind
+    device = record.jax_device()
     about = {
-        "device": device,
-        "date": datetime.date.today().isoformat(),
+        **record.about(device),
         "model": shape.name,
         "layers": len(multi_esft.tensors.layers),
         "copy_tb_per_s": measurement.bandwidth / 1e12,
     }
-    results = Results(args.out / f"esft_speed_{device.lower().replace(' ', '_')}.json", about)
+    results = Results(args.out / f"esft_speed_{record.in_file_name(device)}.json", about)
     measure(measurement, args.only, args.seconds, results.keep)
     print(results.tables())
     results.say("beside_bytes", beside := programs.beside_bytes())

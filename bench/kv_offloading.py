@@ -7,9 +7,7 @@ host; without it they are computed. The two engines take turns; the tokens of bo
 """
 
 import argparse
-import datetime
 import json
-import os
 import random
 import statistics
 import tempfile
@@ -17,8 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from bench import record
 from bench.random_model import LlamaShape, llama_config
 from serving import Engine, Sampling
 
@@ -97,22 +94,15 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     args = parser.parse_args()
-    before = os.getloadavg()[0]
+    about = record.about()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(llama_config(SHAPE)))
         rows = [measure(length, str(folder)) for length in LENGTHS]
-    device = jax.devices()[0].device_kind.replace(" ", "_").lower()
-    result = {
-        "device": device,
-        "cores": os.cpu_count(),
-        "load_average_before": before,
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"kv_offloading_{device}.json").write_text(json.dumps(result, indent=1) + "\n")
+    device = record.jax_device()
+    result = about | {"device": device, "rows": rows}
+    record.write(args.out / f"kv_offloading_{record.in_file_name(device)}.json", result)
     print(json.dumps(result, indent=1))
 
 

@@ -15,10 +15,7 @@ twice: the difference of this equal pair is noise.
 import argparse
 import collections
 import dataclasses
-import datetime
-import json
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -27,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import record
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from serving import Engine, Sampling
 from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
@@ -132,7 +130,7 @@ class Contestant:
 
 
 def modes(root: Path, requests: int, turns: int, skews: Sequence[float], seed: int) -> list[dict]:
-    """Return a row for each skew: the rate under each policy, and how steps ran under ours."""
+    """Return a row for each skew: the rate under each policy, and how its steps ran."""
     rows, rng = [], random.Random(seed)
     with engine_of(root, lora_merge="auto") as engine:
         top = engine.registry.get(TOP).digest
@@ -174,7 +172,7 @@ def compared(policies: Mapping[str, Contestant], tokens: int) -> dict[str, Any]:
             "auto_over_better": ratio(rates["auto"], rates[better]),
             "equal_pair": ratio(rates["unmerged again"], rates["unmerged"]),
         }
-    return results | {"steps_of_auto": dict(policies["auto"].steps)}
+    return results | {"steps": {name: dict(one.steps) for name, one in policies.items()}}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
@@ -247,6 +245,7 @@ def main() -> None:
     parser.add_argument("--skews", type=float, nargs="+", default=SKEWS)
     parser.add_argument("--seed", type=int, default=0, help="draws the order of the policies")
     args = parser.parse_args()
+    about = record.about()
     with tempfile.TemporaryDirectory() as tmp:
         write(Path(tmp))
         if args.primary:
@@ -256,17 +255,10 @@ def main() -> None:
         else:
             sizes = args.requests, args.turns, args.skews, args.seed
             name, rows = "merge_modes", modes(Path(tmp), *sizes)
-    result = {
-        "command": f"python -m bench.merge_modes ({name})",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "rows": rows,
-    }
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / f"{name}_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        record.write(args.out / f"{name}_cpu.json", about | {"rows": rows})
 
 
 if __name__ == "__main__":

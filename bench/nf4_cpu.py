@@ -9,11 +9,8 @@ library's repacked product rounds the scales of blocks to bfloat16.
 """
 
 import argparse
-import datetime
 import importlib
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from bench.quantised_model import FORMATS
 from lora_jax.ops.grouped_matmul import CodedWeight, matmul
 from lora_jax.ops.grouped_matmul.orders import for_kernels
@@ -103,18 +101,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.nf4_cpu", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     args = parser.parse_args()
+    about = record.about()
     results = [measure(*shape, rows) for shape in SHAPES for rows in ROWS]
     for row in results:
         print(
             f"{row['d_out']:6} x {row['d_in']:5}, {row['rows']} rows: {row['us']:8.1f} us, "
             f"bitsandbytes {row['peer_us']:8.1f}, {row['rate_over_peer']:.2f} of its rate"
         )
-    args.out.mkdir(parents=True, exist_ok=True)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     march = os.environ.get("LORA_JAX_MARCH", "native")
-    device = {"device": f"{platform.machine()} CPU", "march": march, "date": today}
-    result = {"command": "python -m bench.nf4_cpu", **device, "products": results}
-    (args.out / f"nf4_cpu_{today}.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = about | {"march": march, "products": results}
+    record.write(args.out / f"nf4_cpu_{about['date']}.json", result)
 
 
 if __name__ == "__main__":

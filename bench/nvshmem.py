@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.transport import device_endpoints, device_memory, symmetric
@@ -185,8 +186,7 @@ def main() -> None:
         finally:
             server.kill()
     print(json.dumps(results))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "nvshmem.json").write_text(json.dumps(results, indent=2) + "\n")
+    record.write(options.out / "nvshmem.json", results)
     sys.stdout.flush()
     os._exit(0)  # NVSHMEM's end is collective, and the other PE has gone
 
@@ -194,7 +194,7 @@ def main() -> None:
 def compare(folder: Path, server: subprocess.Popen) -> dict[str, Any]:
     """Return what was measured of each transport."""
     endpoints = world(0, folder)
-    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "us_per_exchange": {}}
+    results = record.about(record.jax_device()) | {"us_per_exchange": {}}
     for name in TRANSPORTS:
         while not (folder / f"{name}.ready").exists():
             if server.poll() is not None:

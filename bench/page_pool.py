@@ -24,10 +24,8 @@ start at once, measure by turns.
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
 import json
-import os
 import random
 import tempfile
 import threading
@@ -36,10 +34,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from bench import tier_throughput
+from bench import record, tier_throughput
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from bench.turns import turn
 from serving import Engine, Sampling
@@ -325,26 +322,23 @@ def main() -> None:
         "--lock", type=Path, help="lock file that is held while an engine is measured"
     )
     args = parser.parse_args()
-    case, before = LARGE if args.large else SMALL, os.getloadavg()[0]
+    case, about = LARGE if args.large else SMALL, record.about()
     names = [args.engine] if args.engine else list(engines(case))
     with tempfile.TemporaryDirectory() as place:
         found = measure(Path(place), case, args.rounds, names, args.lock)
-    device = jax.devices()[0].device_kind.replace(" ", "_").lower()
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"page_pool_{device}.json"
+    args.out.mkdir(parents=True, exist_ok=True)  # before its lock file
+    about["device"] = record.jax_device()
+    file = args.out / f"page_pool_{record.in_file_name(about['device'])}.json"
     with turn(args.lock):
         told = json.loads(file.read_text()) if args.engine and file.exists() else {"engines": {}}
         all_found = {**told["engines"], **found}
         result = {
-            "device": device,
-            "cores": os.cpu_count(),
-            "load_average_before": before,
-            "date": datetime.date.today().isoformat(),
+            **about,
             "case": dataclasses.asdict(case),
             "summary": summary(all_found, case, "wall" if args.large else "processor"),
             "engines": all_found,
         }
-        file.write_text(json.dumps(result, indent=1) + "\n")
+        record.write(file, result)
     print(json.dumps(result["summary"], indent=1))
 
 

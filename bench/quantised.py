@@ -8,16 +8,13 @@ turns, the short prompt included.
 
 import argparse
 import contextlib
-import datetime
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.random_model import LlamaShape, write_llama
 from lora_jax.quantize import quantize
 from serving import Engine, Sampling
@@ -79,15 +76,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of quantised_cpu.json")
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
+    about = record.about()
     rows = measure(args.turns)
-    result = {
-        "command": "python -m bench.quantised",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "rows": rows,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "quantised_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / "quantised_cpu.json", about | {"rows": rows})
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
 

@@ -8,10 +8,7 @@ rate is bytes of weights and scales over that time. `float32` multiplies rows in
 """
 
 import argparse
-import datetime
-import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from bench.quantised_model import FORMATS
 from lora_jax.ops.grouped_matmul import Weight, matmul
 from lora_jax.ops.grouped_matmul.orders import for_kernels
@@ -105,14 +103,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS))
     parser.add_argument("--turns", type=int, default=TURNS)
     args = parser.parse_args()
-    march = os.environ.get("LORA_JAX_MARCH", "native")
+    march, about = os.environ.get("LORA_JAX_MARCH", "native"), record.about()
     products = [row for shape in SHAPES for row in measure(shape, tuple(args.rows), args.turns)]
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    device = {"device": f"{platform.machine()} CPU", "march": march, "date": today}
-    result = {"command": "python -m bench.quantised_products", **device, "products": products}
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"quantised_products_cpu_{march}_{today}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = args.out / f"quantised_products_cpu_{march}_{about['date']}.json"
+    record.write(path, about | {"march": march, "products": products})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ and results over the bandwidth of a copy.
 import argparse
 import fcntl
 import functools
-import json
 import math
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from bench.kernels.timing import cold_sets, copy_bandwidth, repeats_for, time_us
 from bench.quantised_model import FORMATS
 from lora_jax.ops.cases import popular
@@ -109,6 +109,7 @@ def main() -> None:
         "--bandwidth", type=float, help="copy bandwidth in bytes per second (default: measured)"
     )
     args = parser.parse_args()
+    about = record.about()
     bandwidth, results = args.bandwidth or copy_bandwidth(), []
     with Path(tempfile.gettempdir(), "quantised_tilings.lock").open("w") as lock:
         for what, (shape, tilings) in SHAPES.items():
@@ -116,11 +117,10 @@ def main() -> None:
                 us, floor_us = measure(args.format, shape, tiling, lock, bandwidth)
                 results.append({"shape": what, "tiling": tiling, "us": us, "floor_us": floor_us})
                 print(f"{args.format:8} {what:34} {tiling}: {us:.1f} us, floor {floor_us:.1f}")
-    device = jax.devices()[0].device_kind
-    result = {"device": device, "format": args.format, "bandwidth": bandwidth, "times": results}
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"quantised_tilings_{args.format}_{'_'.join(device.lower().split())}.json"
-    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    about["device"] = device = record.jax_device()
+    result = about | {"format": args.format, "bandwidth": bandwidth, "times": results}
+    name = f"quantised_tilings_{args.format}_{record.in_file_name(device)}.json"
+    record.write(args.out / name, result)
 
 
 if __name__ == "__main__":

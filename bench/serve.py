@@ -8,19 +8,15 @@ turn, so that a slow moment of the machine hits all of them; ratios are medians 
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench import peft_baseline, report
+from bench import peft_baseline, record, report
 from bench.random_model import LlamaShape, write_adapter, write_llama
 from serving import Engine, Sampling
 
@@ -108,7 +104,7 @@ def summary(num_out: int, seconds: dict[str, list[float]], agreement: list[float
 
 def main() -> None:
     """Run every dtype and write the JSON and the plot."""
-    args = parse_args()
+    args, about = parse_args(), record.about()
     with tempfile.TemporaryDirectory() as tmp:
         root, shape = Path(tmp), LlamaShape()
         parameters = write_llama(root / "model", shape)
@@ -117,14 +113,11 @@ def main() -> None:
         sizes = args.repeats, args.output_tokens
         rows = [measure(root, dtype, *sizes) for dtype in args.dtype]
     result = {
-        "command": "python -m bench.serve --cpu",
-        "date": date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
+        **about,
         "case": CASE | {"parameters": parameters, "output_tokens": args.output_tokens},
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "serve_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / "serve_cpu.json", result)
     report.plot_serve_cpu(result, args.out / "serve_cpu.png")
     for row in rows:
         rates = ", ".join(f"{k} {v:.0f} tok/s" for k, v in row["output_tokens_per_s"].items())

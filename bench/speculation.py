@@ -13,13 +13,10 @@ themselves now and then. The answers of all runs are compared bit for bit.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +26,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from bench import record
 from bench.random_model import LlamaShape, write_llama
 from serving import Engine, Sampling
 
@@ -224,16 +222,9 @@ def main() -> None:
     parser.add_argument("--work", choices=MEASURED, help="work to run (default: all)")
     args = parser.parse_args()
     chosen = MEASURED if args.work is None else {args.work: MEASURED[args.work]}
+    about = record.about()
     rows = [row for measure in chosen.values() for row in measure(args.turns)]
-    result = {
-        "command": " ".join(("python -m bench.speculation", *map(os.path.basename, sys.argv[1:]))),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "load_average": os.getloadavg()[0],
-        "rows": rows,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "speculation_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / "speculation_cpu.json", about | {"rows": rows})
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
 

@@ -13,12 +13,9 @@ worst, as all tokens that fit are about as likely.
 
 import argparse
 import base64
-import datetime
 import functools
 import gzip
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -29,10 +26,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
+from bench import record
 from bench.random_model import LlamaShape
 from serving import Engine, Sampling
 from serving.api.structured_outputs import StructuredOutputs
@@ -251,7 +248,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--turns", type=int, default=5)
-    args = parser.parse_args()
+    args, about = parser.parse_args(), record.about()
     sys.setswitchinterval(SWITCH_S)  # as in a server
     fields: dict[str, Any] = {"max_num_seqs": args.rows, "max_num_batched_tokens": args.rows}
     fields |= {"max_model_len": 512, "load_format": "dummy"}
@@ -266,22 +263,16 @@ def main() -> None:
         with Engine(str(model), **fields) as engine:
             rows = measure(engine, args.rows, args.steps, args.turns)
             compilations = engine.stats().compilations_after_warmup
-    device = jax.devices()[0]
-    on_cpu = device.platform == "cpu"
+    device = record.jax_device()
     result = {
-        "command": " ".join(("python -m bench.structured", *map(os.path.basename, sys.argv[1:]))),
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores"
-        if on_cpu
-        else device.device_kind,
+        **about,
+        "device": device,
         "vocabulary": args.tokens.name if args.tokens else "made up",
-        "load_average": os.getloadavg()[0],
         "compilations_after_warmup": compilations,
         "rows": rows,
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    name = f"structured_{args.model}_{'cpu' if on_cpu else device.device_kind.replace(' ', '_')}"
-    (args.out / f"{name.lower()}.json").write_text(json.dumps(result, indent=1) + "\n")
+    name = f"structured_{args.model}_{record.in_file_name(device)}"
+    record.write(args.out / f"{name.lower()}.json", result)
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
     print(f"compilations after warm-up: {compilations}")

@@ -9,15 +9,12 @@ of right answers is told, too.
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench import record
 from lora_jax.adapters.task_head import HeadKind
 from lora_jax.finetune.labelled import read_labelled
 from serving import Engine, Sampling
@@ -129,15 +126,9 @@ def main() -> None:
     parser.add_argument("--heldout", type=Path, help=".jsonl file with prompt and label")
     parser.add_argument("--turns", type=int, default=7)
     args = parser.parse_args()
+    about = record.about()
     rows = measure(args.model, args.turns, args.heldout)
-    result = {
-        "command": "python -m bench.task_heads",
-        "date": datetime.date.today().isoformat(),
-        "device": f"{platform.machine()} CPU, {os.cpu_count()} cores",
-        "rows": rows,
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "task_heads_cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / "task_heads_cpu.json", about | {"rows": rows})
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
 

@@ -13,7 +13,6 @@ which no order of loads can serve. `--small` runs the same on a CPU in a minute,
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import os
@@ -25,12 +24,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench import adapter_slots
+from bench import adapter_slots, record
 from bench.crowd import Crowd, tier_hits
 from bench.random_model import LlamaShape, llama_config
 from bench.turns import turn
@@ -235,10 +233,6 @@ def _keep_more(keep: Callable[[dict], None], known: dict, more: dict) -> None:
     keep(known | more)
 
 
-def _write(file: Path, result: dict[str, Any]) -> None:
-    file.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -254,12 +248,11 @@ def main() -> None:
     if args.small:
         case, shape = SMALL_CASE, SMALL
     parts = PARTS if args.part is None else (args.part,)
-    device = jax.devices()[0].device_kind.replace(" ", "_").lower()
-    told = {"device": device, "date": datetime.date.today().isoformat()}
-    args.out.mkdir(parents=True, exist_ok=True)
+    told = record.about(record.jax_device())
+    device = record.in_file_name(told["device"])
     of_part = f"_{args.part}" if args.part else ""
     file = args.out / f"tier_throughput{of_part}_{device}.json"
-    measure(case, shape, parts, args.lock, lambda result: _write(file, told | result))
+    measure(case, shape, parts, args.lock, lambda result: record.write(file, told | result))
 
 
 if __name__ == "__main__":

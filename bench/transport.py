@@ -15,8 +15,6 @@ import argparse
 import contextlib
 import json
 import multiprocessing
-import os
-import platform
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import record
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
 from serving.lora_server.transport import in_process, nixl, shared_memory, tcp
@@ -238,13 +237,6 @@ def shared(instances: int, depth: int, repeats: int) -> list[float]:
     return max(results)
 
 
-def cpu_name() -> str:
-    """Return what /proc/cpuinfo calls the processor."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    named = (line.split(": ")[1] for line in lines if line.startswith("model name"))
-    return next(named, platform.processor())
-
-
 def main() -> None:
     """Time every transport and write one JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.transport", description=__doc__)
@@ -254,9 +246,7 @@ def main() -> None:
     parser.add_argument("--instances", type=int, nargs="+", default=[1, 2, 3])
     options = parser.parse_args()
     result = {
-        "command": f"python -m bench.transport --out bench/results --repeats {options.repeats}",
-        "device": f"{cpu_name()}, {os.cpu_count()} cores",
-        "load_average_at_start": os.getloadavg()[0],
+        **record.about(),
         "round_trip_us": {},
         "per_layer_us": {},
     }
@@ -275,8 +265,7 @@ def main() -> None:
         for depth in (1, 2)
     }
     print(json.dumps(result["per_layer_us_of_instances"]))
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "transport_cpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    record.write(options.out / "transport_cpu.json", result)
 
 
 if __name__ == "__main__":

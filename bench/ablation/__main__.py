@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import record
 from bench.ablation.instance import Told
 from bench.ablation.system import COUPLED, FIGURE_14, STEPS, Split, System, require_gpus
 from bench.ablation.workload import (
@@ -295,19 +296,17 @@ def main() -> None:
         sys.exit(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # or stopped processes would stay
     result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
+        **record.about(),
         "options": {k: _said(v) for k, v in vars(options).items()},
-        "load_average_at_start": os.getloadavg()[0],
         "rows": [],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "ablation.json"
     with tempfile.TemporaryDirectory() as folder:
         adapters = adapters_of(options, Path(folder))
         for row in measure_all(options, adapters):
             result["rows"].append(row)
             print(json.dumps(row), flush=True)
-            path.write_text(json.dumps(result, indent=2) + "\n")
+            record.write(path, result)
     if any("rate" in row for row in result["rows"]) and importlib.util.find_spec("matplotlib"):
         importlib.import_module("bench.report").plot_ablation(result, path.with_suffix(".png"))
 

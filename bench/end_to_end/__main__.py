@@ -10,14 +10,11 @@ generator's own JSON of every point stays in DIR/raw. Two servers compare only o
 """
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.end_to_end.limits import CARDS, Limits
 from bench.end_to_end.plots import plot_end_to_end
 from bench.end_to_end.points import Point, Target, plan
@@ -52,16 +49,6 @@ def parse_args() -> argparse.Namespace:
         "--server-flags", default="", help="further flags of a started server, as one string"
     )
     return parser.parse_args()
-
-
-def device_name() -> str:
-    """Return the GPU's name, or the CPU's architecture."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return f"{platform.machine()} CPU"
-    return text.splitlines()[0].strip()
 
 
 def flags_of_ours(args: argparse.Namespace, modules: tuple[str, ...]) -> list[str]:
@@ -103,7 +90,7 @@ SHOWN = (
 
 def main() -> None:
     """Measure, print, write and draw."""
-    args = parse_args()
+    args, about = parse_args(), record.about()
     (args.out / "raw").mkdir(parents=True, exist_ok=True)
     if not args.client.is_file():
         raise SystemExit(f"no load generator at {args.client}: `make .cache/vllm-rs` fetches it")
@@ -124,9 +111,9 @@ def main() -> None:
         finally:
             if server:
                 server.stop()
-    device, today = device_name(), datetime.date.today().isoformat()
+    device = record.gpu()
     result: dict[str, Any] = {"server": args.label, "model": args.folder.name}
-    result |= {"device": device, "date": today, "start_s": server.start_s if server else None}
+    result |= about | {"device": device, "start_s": server.start_s if server else None}
     if card := CARDS.get(device):
         limits = Limits(args.folder / "config.json", card)
         result["limits"] = [
@@ -134,9 +121,9 @@ def main() -> None:
             for p in points
         ]
     result["rows"] = rows
-    place = device.lower().replace(" ", "_")
-    file = args.out / f"end_to_end_{args.label}_{args.folder.name}_{place}_{today}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
+    words = "end_to_end", args.label, args.folder.name, record.in_file_name(device), result["date"]
+    file = args.out / f"{'_'.join(words)}.json"
+    record.write(file, result)
     plot_end_to_end(result, file.with_suffix(".png"))
     print(file)
 

@@ -12,12 +12,12 @@ a GPU, with random weights of that shape.
 """
 
 import argparse
-import datetime
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+from bench import record
 from bench.functions import device_functions, device_pages, isolation, measured, policies
 from bench.functions.large_model import SHAPES
 from bench.functions.run import simulate
@@ -98,34 +98,26 @@ def main() -> None:
     if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
         parser.error(f"--simulate reads {WINDOWS} in --traces.")
     start = time.monotonic()
+    about = record.about(record.gpu() if given.pages or given.device else None)
     if given.policies:
-        command = f"--policies --instances {given.instances} --limit-s {given.limit_s:g}"
         kind, result = "policies", policies.measure(given.instances, given.limit_s)
     elif given.measure:
-        command, kind = f"--measure {given.measure.name} --seconds {given.seconds:g}", "measured"
-        command += f" --counts {' '.join(map(str, given.counts))} --slice-s {given.slice_s:g}"
+        kind = "measured"
         sizes = given.counts, given.seconds, given.slice_s
         result = measured.measure(given.measure, given.adapter, *sizes)
     elif given.isolation:
         sizes = given.tenants, given.seconds, given.rounds, given.levels
-        command = f"--isolation {given.isolation.name} --tenants {given.tenants}"
         kind, result = "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
     elif given.pages:
-        command, kind = f"--pages {' '.join(map(str, given.pages))}", "pages"
-        result = device_pages.measure(given.pages, [given.importers])
+        kind, result = "pages", device_pages.measure(given.pages, [given.importers])
     elif given.device:
-        command, kind = f"--device {given.device} --seconds {given.seconds:g}", "device"
-        command += f" --counts {' '.join(map(str, given.counts))} --parts {' '.join(given.parts)}"
         sizes = given.counts, given.seconds, given.parts
-        result = device_functions.measure(given.device, *sizes)
+        kind, result = "device", device_functions.measure(given.device, *sizes)
     else:
-        command, kind = "--simulate", "simulated"
-        command += "" if given.times is None else f" --times {given.times.name}"
-        result = tables(given.traces, read_times(given.times))
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    told = {"command": f"python -m bench.functions {command}", "date": date, kind: result}
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"functions_{kind}.json").write_text(json.dumps(told, indent=1))
+        kind, result = "simulated", tables(given.traces, read_times(given.times))
+    if kind == "device":  # the key of the results
+        about["gpu"] = about["device"]
+    record.write(given.out / f"functions_{kind}.json", about | {kind: result})
     print(json.dumps(result, indent=1))
     print(f"{time.monotonic() - start:.1f} s")
 

@@ -6,7 +6,6 @@ the same day, on the same kind of device.
 
 import argparse
 import collections
-import datetime
 import importlib
 import importlib.util
 import json
@@ -18,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from bench import record
 from bench.kernels.jobs import Job, Machine
 from bench.kernels.summary import say_grid, summarise, table
 from bench.kernels.timing import copy_bandwidth, dense_rate
@@ -61,10 +59,8 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Write the file, which is whole at any time."""
-        part = self.file.with_suffix(".part")
-        part.write_text(json.dumps(self.content, indent=1) + "\n")
-        part.replace(self.file)
+        """Write the file."""
+        record.write(self.file, self.content)
 
 
 def measure(jobs: list[Job]) -> Iterator[dict]:
@@ -111,16 +107,17 @@ def main() -> None:
     args = parser.parse_args()
     start = time.perf_counter()
     ffi.require()
-    device, today = jax.devices()[0].device_kind, datetime.date.today().isoformat()
-    args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / f"kernels_{device.lower().replace(' ', '_')}_{today}.json"
-    results = Results(file, {"device": device, "date": today, "jax": jax.__version__})
+    head = record.about(device := record.jax_device())
+    file = args.out / f"kernels_{record.in_file_name(device)}_{head['date']}.json"
+    results = Results(file, head)
     content = results.content
     if not content["rows"]:
         content["copy_tb_per_s"] = copy_bandwidth() / 1e12
         content["dense_tflop_per_s"] = dense_rate() / 1e12
     copied, dense = content["copy_tb_per_s"], content["dense_tflop_per_s"]
-    print(f"{device}, {today}, copy {copied:.2f} TB/s, dense {dense:.0f} TFLOP/s", flush=True)
+    print(
+        f"{device}, {head['date']}, copy {copied:.2f} TB/s, dense {dense:.0f} TFLOP/s", flush=True
+    )
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for part in args.only:
             run(part, results, Machine(copied * 1e12, dense * 1e12, threads))

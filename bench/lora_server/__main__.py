@@ -24,13 +24,13 @@ are, those of the other stage with the rows of its ranks that are there.
 
 import argparse
 import itertools
-import json
 import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench import record
 from bench.gpus import count_gpus
 from bench.lora_server.plans import (
     ECHO,
@@ -239,9 +239,8 @@ def _measure_all(
 ) -> None:
     case = bench.case
     result: dict = {
-        "device": f"{len(set(options.gpus))} x {bench.workers[0].call('kind')}",
+        **record.about(f"{len(set(options.gpus))} x {bench.workers[0].call('kind')}"),
         "shape": f"{case.name}, rank {case.rank}, Zipf 1.2, {case.layers} layers",
-        "date": time.strftime("%Y-%m-%d"),
         "gpus": options.gpus,  # of the workers: instances first, servers last
         "rows": [],
     }
@@ -250,7 +249,7 @@ def _measure_all(
         for row in rows_of_table(bench, [(PLANS[plan], tokens) for _, plan, tokens in rows], end):
             print(line_of(row), flush=True)
             result["rows"].append(row)
-            (options.out / "lora_server.json").write_text(json.dumps(result, indent=2) + "\n")
+            record.write(options.out / "lora_server.json", result)
     for name in options.trace:
         folder = options.out / name.replace(", ", "_").replace(" ", "_")
         folder.mkdir(exist_ok=True)

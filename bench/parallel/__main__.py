@@ -9,16 +9,16 @@ the own kernel. `--tiny` is for a CPU.
 """
 
 import argparse
-import datetime
 import json
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from bench import record
+
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
-import jax
 
 from bench.parallel import bits, cluster, graphs, host, remote, served, steps
 from bench.parallel.exchange import exchanges
@@ -95,20 +95,20 @@ def main() -> None:
     if args.exchange == "lax":
         model_split.open_group = lambda devices: None
     quiet = Quiet(args.lock)
+    about = record.about()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(args, Path(folder), quiet)
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    kind = jax.devices()[0].device_kind
+    about["device"] = device = record.jax_device()
     over = "_".join(map(str, args.devices))
     parts = [args.part, *([] if args.part == "exchange" else [args.model])]
     experts = {None: [], True: ["ep"], False: ["tp"]}[args.expert_parallel]
     lax = ["lax"] if args.exchange == "lax" else []
-    name = "_".join(["parallel", *parts, *experts, *lax, *kind.lower().split(), f"x{over}", date])
-    result = {"what": args.part, "device": kind, "date": date, "model": args.model}
+    words = ["parallel", *parts, *experts, *lax, record.in_file_name(device), f"x{over}"]
+    name = "_".join([*words, about["date"]])
+    result = about | {"what": args.part, "model": args.model}
     result |= {"layers": _shape(args)["num_hidden_layers"], "alone": quiet.was_alone}
     result |= {"rows": rows}
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    record.write(args.out / f"{name}.json", result)
     shown = (
         {k: v for k, v in rows.items() if k not in ("turns_ms", "kernels")}
         if isinstance(rows, dict)

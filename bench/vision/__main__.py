@@ -9,15 +9,13 @@ weights and need a GPU.
 """
 
 import argparse
-import datetime
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from bench import record
 from bench.vision import accuracy, applications, device, plots, shapes, task_heads
 
 PARTS = {
@@ -76,20 +74,19 @@ def main() -> None:
     chosen = [part for part in PARTS if getattr(args, part.replace("-", "_"))]
     if not chosen:
         parser.error(f"choose a part: {', '.join('--' + part for part in PARTS)}")
-    kind = jax.devices()[0].device_kind
+    kind = record.jax_device()
     for part in chosen:
+        told = record.about(kind)
         with tempfile.TemporaryDirectory() as folder:
             if part in RUNS:
                 found = RUNS[part](Path(folder))
             else:
                 found = run_with_data(part, args.data, args.heldout)
-        date = datetime.date.today().isoformat()
-        told = {"command": f"python -m bench.vision --{part}", "date": date, "device": kind}
         print(json.dumps(told | found), flush=True)
         if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            name = f"vision_{part.replace('-', '_')}_{kind.replace(' ', '_').lower()}_{date}.json"
-            (args.out / name).write_text(json.dumps(told | found, indent=1) + "\n")
+            words = "vision", part.replace("-", "_"), record.in_file_name(kind), told["date"]
+            name = "_".join(words) + ".json"
+            record.write(args.out / name, told | found)
             if plot := plots.PLOTS.get(part):
                 plot(told | found, (args.out / name).with_suffix(".png"))
 

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,40 @@ def test_the_key_follows_flags_machine_and_sources(library, monkeypatch):
     keys.add(library.key(compiler))
     assert len(keys) == 5
     assert library.key(compiler) in keys
+
+
+def test_features_are_those_that_the_system_tells(tmp_path, monkeypatch):
+    def tells(*lines):
+        (tmp_path / "cpuinfo").write_text("\n".join(lines))
+        return native.cpu_features()
+
+    monkeypatch.setattr(native, "Path", lambda name: tmp_path / "cpuinfo")
+    assert tells("model name\t: a CPU", "flags\t\t: fma avx2", "flags : other") == {"fma", "avx2"}
+    assert tells("Features\t: fp asimd") == {"fp", "asimd"}
+    assert tells("model name : a CPU") == frozenset()
+    (tmp_path / "cpuinfo").unlink()
+    assert native.cpu_features() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("march", "machine", "features", "tuned"),
+    [
+        (None, "x86_64", {"avx2", "fma"}, True),
+        (None, "x86_64", {"avx2", "fma", "avx512f"}, False),
+        (None, "x86_64", {"sse2"}, False),
+        (None, "aarch64", {"asimd"}, False),
+        ("x86-64-v3", "x86_64", {"avx2", "avx512f"}, True),
+        ("x86-64", "x86_64", {"avx2"}, False),
+        ("znver3", "x86_64", {"avx2"}, False),
+    ],
+)
+def test_code_for_avx2_is_tuned_as_measured_best(monkeypatch, march, machine, features, tuned):
+    monkeypatch.setenv("LORA_JAX_MARCH", march or "")
+    monkeypatch.setattr(native.platform, "machine", lambda: machine)
+    monkeypatch.setattr(native, "cpu_features", lambda: frozenset(features))
+    library = native.cpp_library("one", "test library", Path(__file__).parent, ())
+    flags = (f"-march={march or 'native'}", *(("-mtune=haswell",) if tuned else ()))
+    assert library.flags == (*CPP_FLAGS, *flags)
 
 
 def test_a_moved_tree_takes_the_library_of_before(library, tmp_path):

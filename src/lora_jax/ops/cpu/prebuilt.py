@@ -7,7 +7,6 @@ other sources, or for another interface, is never loaded.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import logging
@@ -20,7 +19,7 @@ from pathlib import Path
 import jax
 
 from lora_jax.ops import dispatch, native
-from lora_jax.ops.native import CPP_FLAGS, Compiler, Library
+from lora_jax.ops.native import AVX2_TUNING, CPP_FLAGS, Compiler, Library, cpu_features
 
 FOLDER = Path(__file__).parent
 # Of C++'s own library only what every Linux has is taken from the machine.
@@ -43,21 +42,11 @@ LEVELS = {
     "x86_64": (
         Level("x86-64-v4-bf16", ("-march=x86-64-v4", "-mavx512bf16"), _V4 | {"avx512_bf16"}),
         Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
-        Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
+        Level("x86-64-v3", ("-march=x86-64-v3", *AVX2_TUNING), _V3),
         Level("x86-64", ("-march=x86-64",), frozenset()),
     ),
     "aarch64": (Level("armv8-a", ("-march=armv8-a",), frozenset()),),
 }
-
-
-def cpu_features() -> frozenset[str]:
-    """Return the features of this machine's CPU; empty where Linux does not tell."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("flags", "Features"):
-                return frozenset(value.split())
-    return frozenset()
 
 
 def find(folder: Path = FOLDER) -> Path | None:

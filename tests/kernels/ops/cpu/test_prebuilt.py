@@ -59,17 +59,9 @@ def test_what_is_ready_is_not_compiled(folder, monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_features_are_those_that_the_system_tells(tmp_path, monkeypatch):
-    def tells(*lines):
-        (tmp_path / "cpuinfo").write_text("\n".join(lines))
-        return prebuilt.cpu_features()
-
-    monkeypatch.setattr(prebuilt, "Path", lambda name: tmp_path / "cpuinfo")
-    assert tells("model name\t: a CPU", "flags\t\t: fma avx2", "flags : other") == {"fma", "avx2"}
-    assert tells("Features\t: fp asimd") == {"fp", "asimd"}
-    assert tells("model name : a CPU") == frozenset()
-    (tmp_path / "cpuinfo").unlink()
-    assert prebuilt.cpu_features() == frozenset()
+def test_only_avx2_without_avx512_has_another_tuning():
+    tuned = {level.name for level in ALL if set(native.AVX2_TUNING) & set(level.flags)}
+    assert tuned == {"x86-64-v3"}
 
 
 @pytest.fixture
