@@ -16,7 +16,7 @@ _SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batc
 _PROMPTS = ["The court"] * 8
 _LONG = Sampling(temperature=0, max_tokens=128, ignore_eos=True)
 _SLO_S = 1.0
-_STARTS = 5
+_STARTS, _ROUNDS = 5, 6
 _AHEAD_S = 2.0  # from a start to the call that it was made for
 _ONE = Sampling(temperature=0, max_tokens=1, ignore_eos=True)
 _numbers = itertools.count(1000)
@@ -107,7 +107,7 @@ def _rates(model: Path, adapter: Path, count: int, seconds: float, turns: bool) 
         lone, together = [], []
         for function in functions:
             function.generate(_PROMPTS, Sampling(max_tokens=8))
-        for round_ in range(4):
+        for round_ in range(_ROUNDS):
             lone.append(token_rate([functions[round_ % count]], _PROMPTS, _LONG, seconds))
             together.append(token_rate(functions, _PROMPTS, _LONG, seconds))
         keeper = agent.turns
