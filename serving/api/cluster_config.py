@@ -89,6 +89,11 @@ class ClusterConfig:
                 "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
                 "--lora-server-transport auto."
             )
+        if self.local_expert_slots:
+            raise ValueError(
+                "--local-expert-slots let instances go on while the LoRA Server is lost, and with "
+                "--lora-server-transport nvshmem they restart with it; leave one of them out."
+            )
 
     def _check_nodes(self) -> None:
         """Raise ValueError for nodes that contradict each other."""

@@ -23,7 +23,7 @@ from serving.lora_server.transport import (
 )
 from serving.lora_server.transport.base import AbstractClient, AbstractServer
 from serving.lora_server.transport.compatibility import Terms
-from serving.lora_server.transport.socket_messages import Address, unix_listener
+from serving.lora_server.transport.socket_messages import Address, owned, unix_listener
 from serving.lora_server.transport.world import World
 
 AUTO, TCP, NIXL, NVSHMEM = TRANSPORTS = ("auto", "tcp", "nixl", "nvshmem")
@@ -69,7 +69,8 @@ class Door:
         terms, rank, address = self._terms, self._rank, self._place.address
         if self.world is not None:
             assert self._listening is not None, "members of a world do not know the address"
-            endpoints = world_library.join(self.world, rank, terms.shapes)
+            with owned(self._listening):
+                endpoints = world_library.join(self.world, rank, terms.shapes)
             secret = self._place.secret if isinstance(address, tuple) else None
             return symmetric.open_server(self._listening, terms, rank, endpoints, secret)
         if not isinstance(address, tuple):

@@ -34,12 +34,12 @@ def coupled(files):
         return [o.outputs[0].text for o in engine.generate(PROMPTS, MODELS, greedy)]
 
 
-def served(files, folder, stack, count):
+def served(files, folder, stack, count, *flags):
     """Return a server whose processes find the emulated library."""
     nvshmem_double.plugin(folder / "plugin")
     paths = [folder / "plugin", ROOT / "tests", ROOT / "src", ROOT]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    return WorldServer(files, folder / "log", stack, cases.engine_flags(), env, count)
+    return WorldServer(files, folder / "log", stack, [*cases.engine_flags(), *flags], env, count)
 
 
 def test_a_world_answers_as_one_engine(files, coupled, tmp_path):
@@ -52,7 +52,7 @@ def test_a_world_answers_as_one_engine(files, coupled, tmp_path):
 @pytest.mark.long
 def test_a_lost_member_restarts_all(files, coupled, tmp_path):
     with contextlib.ExitStack() as stack:
-        server = served(files, tmp_path, stack, 2)
+        server = served(files, tmp_path, stack, 2, "--lora-attention", "remote")
         assert server.answers(*ASKED) == coupled
         ends = [(0, signal.SIGKILL), (1, signal.SIGSTOP), (-1, signal.SIGKILL)]
         for role, number in ends:  # a rank, a hung one, an instance

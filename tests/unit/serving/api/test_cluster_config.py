@@ -46,6 +46,10 @@ def test_by_default_one_process_does_it_all():
             "--lora-separate-stream is for GPUs of one host",
         ),
         (
+            {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
+            "nvshmem they restart with it",
+        ),
+        (
             {"lora_server": 1, "lora_server_transport": "nvshmem", "nnodes": 2},
             "leave --instances and --lora-server out",
         ),
