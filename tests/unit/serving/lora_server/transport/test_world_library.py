@@ -25,10 +25,10 @@ class Library:
             raise self.error
         return b"one host" if one_host else b"several"
 
-    def join(self, *given, one_host):
+    def join(self, *given, servers, one_host):
         if self.error:
             raise self.error
-        self.joined = (*given, one_host)
+        self.joined = (*given, servers, one_host)
         return "endpoints"
 
 
@@ -54,7 +54,7 @@ def test_this_process_joins_as_its_pe_with_the_largest_slot(found):
     assert world_library.new_id(one_host=False) == b"several"
     assert world_library.join(WORLD, 2, SHAPES) == "endpoints"
     largest = max(SHAPES.request_slot, SHAPES.response_slot)
-    assert library.joined == (0, 2, 3, b"id", largest, True)
+    assert library.joined == (0, 2, 3, b"id", largest, 1, True)
 
 
 def test_a_world_that_does_not_begin_is_an_error_of_the_connection(found):
