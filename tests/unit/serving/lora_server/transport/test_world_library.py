@@ -1,9 +1,12 @@
 """The library of a platform is found by its entry point; its errors are those of a start."""
 
+import importlib.metadata
+import tomllib
 import types
 
 import jax
 import pytest
+from support.processes.server_process import ROOT
 
 from cuda_backend import nvshmem
 from serving.lora_server.transport import world_library
@@ -81,5 +84,16 @@ def test_a_platform_without_a_library_is_refused(monkeypatch):
 
 
 def test_nvidia_gpus_have_nvshmem(monkeypatch):
+    """The entry point is the one that the package declares; an older installation has none."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    value = declared[world_library.GROUP]["cuda"]
+    entry = importlib.metadata.EntryPoint("cuda", value, world_library.GROUP)
+    asked = []
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        world_library.importlib.metadata,
+        "entry_points",
+        lambda **wanted: asked.append(wanted) or [entry],
+    )
     assert isinstance(world_library.library(), nvshmem.Nvshmem)
+    assert asked == [{"group": world_library.GROUP, "name": "cuda"}]
