@@ -53,6 +53,11 @@ def library() -> WorldLibrary:
         group=GROUP, name=BACKENDS.get(platform, platform)
     ):
         return entry.load()()
+    if platform in BACKENDS:
+        raise NotImplementedError(
+            "This installation of lora-jax is of a release without the transport nvshmem: install "
+            "it anew."
+        )
     raise NotImplementedError(
         f"The transport nvshmem joins NVIDIA GPUs, and this process computes on {platform}: leave "
         "--lora-server-transport out, or choose tcp or nixl."

@@ -83,6 +83,13 @@ def test_a_platform_without_a_library_is_refused(monkeypatch):
             world_library.library()
 
 
+def test_an_installation_of_an_older_release_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(world_library.importlib.metadata, "entry_points", lambda **wanted: [])
+    with pytest.raises(NotImplementedError, match="install it anew"):
+        world_library.library()
+
+
 def test_nvidia_gpus_have_nvshmem(monkeypatch):
     """The entry point is the one that the package declares; an older installation has none."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
