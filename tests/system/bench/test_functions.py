@@ -209,18 +209,18 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
 
 
 def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for():
-    class Streaming:
-        prompts: list[str] = []
+    prompts = []
 
+    class Streaming:
         def stream(self, prompt, sampling):
-            self.prompts.append(prompt)
+            prompts.append(prompt)
             time.sleep(0.02)
             yield "a"
             time.sleep(0.1)
             yield "b"
 
     found = measured.first_tokens([Streaming(), Streaming()], 0.15)
-    assert len(found) == len(set(Streaming.prompts)) == 4  # two each, one after the other
+    assert len(found) == len(set(prompts)) == 4  # two each, one after the other
     assert all(0.02 <= seconds < 0.1 for seconds in found)
 
 
