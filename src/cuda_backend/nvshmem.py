@@ -110,10 +110,13 @@ def _calls() -> native.Calls:
         raise NotImplementedError(str(error)) from error
 
 
-def new_id() -> bytes:
-    """Return what all PEs of a new world are given; from one of them, on the host of PE 0."""
+def new_id(calls: native.Calls | None = None) -> bytes:
+    """Return the id of a new world, which all of its PEs are given.
+
+    PE 0's process must make it: it listens there until all PEs have joined. Raises RuntimeError.
+    """
     buffer = ctypes.create_string_buffer(ID_BYTES)
-    if code := _calls().id(buffer):
+    if code := (calls or _calls()).id(buffer):
         raise RuntimeError(f"nvshmemx_get_uniqueid: {code}")
     return buffer.raw
 
@@ -324,3 +327,19 @@ class NvshmemServerEndpoint(ServerEndpoint):
         site: int,
     ) -> Int[Array, "messages 8"]:
         return self._forwarding.after(super().answer(info, verdicts, deltas, site))
+
+
+class Nvshmem:
+    """The library as a transport chooses it by the entry point `lora_jax.transport_world`."""
+
+    def new_id(self, *, one_host: bool) -> bytes:
+        """Return the id of a new world, of which this process will be PE 0."""
+        configure(one_host=one_host)
+        return new_id()
+
+    def join(
+        self, device: int, pe: int, size: int, world: bytes, slot_bytes: int, *, one_host: bool
+    ) -> NvshmemDevice:
+        """Return a GPU of this process as a PE of the world; see NvshmemDevice for the errors."""
+        configure(one_host=one_host)
+        return NvshmemDevice(device, pe, size, world, slot_bytes)

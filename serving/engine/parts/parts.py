@@ -57,6 +57,7 @@ from serving.runtime.rollouts import Rollouts
 from serving.steps.device_users import USERS
 from serving.text.adapter_tokenizers import AdapterTokenizers
 from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import THREADS, THREADS_BESIDE_DEVICE
 from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
@@ -311,7 +312,9 @@ def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) 
     if not config.structured_outputs:
         off = "structured_outputs are off: start without --no-structured-outputs."
         return Grammars(None, why_none=off)
-    return Grammars(vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids))
+    vocabulary = vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids)
+    on_cpu = jax.default_backend() == "cpu"  # whose cores compute the step
+    return Grammars(vocabulary, most_threads=THREADS if on_cpu else THREADS_BESIDE_DEVICE)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

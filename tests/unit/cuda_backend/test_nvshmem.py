@@ -80,6 +80,17 @@ def test_settings_of_the_user_stay(monkeypatch):
     assert all(os.environ[name] == nvshmem.SEVERAL_HOSTS[name] for name in others)
 
 
+def test_a_launcher_joins_as_the_hosts_need_it(peer_device, monkeypatch):
+    configured, joined = [], []
+    monkeypatch.setattr(nvshmem, "configure", lambda one_host: configured.append(one_host))
+    monkeypatch.setattr(nvshmem, "new_id", lambda: b"id")
+    monkeypatch.setattr(nvshmem, "NvshmemDevice", lambda *given: joined.append(given))
+    library = nvshmem.Nvshmem()
+    assert library.new_id(one_host=True) == b"id"
+    library.join(0, 2, 3, b"id", 4096, one_host=False)
+    assert (configured, joined) == ([True, False], [(0, 2, 3, b"id", 4096)])
+
+
 @pytest.fixture
 def package(tmp_path, monkeypatch, on_hopper) -> Path:
     """A folder as the package's, whose host library is not loaded."""
