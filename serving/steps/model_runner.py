@@ -88,7 +88,7 @@ class ModelRunner:
         pooled: PagedKVCache | None = None,
         board: MaskBoard | None = None,
         in_place: bool | None = None,
-        copies_rows: bool = False,
+        row_writer: RowWriter = "programs",
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
@@ -101,8 +101,8 @@ class ModelRunner:
         the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
         for the runners of other processes to `follow`. `kept` are compiled steps of earlier
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
-        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs. With `copies_rows` a
-        copier writes rank rows, and no program that does is compiled.
+        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs. `row_writer`
+        writes rank rows where there is no pool.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._tell = vocab_size, tell
@@ -136,9 +136,7 @@ class ModelRunner:
         # committed only after its first step would make every program compile twice.
         place = functools.partial(put, sharding=self._step.sharding)
         self._pooled = pooled is not None
-        self._row_writer: RowWriter = (
-            "pool" if self._pooled else "copier" if copies_rows else "programs"
-        )
+        self._row_writer: RowWriter = "pool" if self._pooled else row_writer
         self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:

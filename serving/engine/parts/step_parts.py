@@ -83,7 +83,7 @@ def make_runner(
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
         board=make_board(sizes, base.config.vocab_size) if waits else None,
-        copies_rows=copies_rows,
+        row_writer="copier" if copies_rows else "programs",
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
