@@ -223,7 +223,8 @@ def _build(
         if not base.source.is_shared:  # else programs are read, not compiled, while files are
             loading.result()
         primary = merge_primary(config, base.model, registry)
-        runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
+        how = allocator.bringing, gang, copier is not None
+        runner = make_runner(config, base, spec, end_ids, *how)
         loading.result()
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
