@@ -46,6 +46,8 @@ _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _NO_MEMORY = "resource_exhausted", "out of memory", "out_of_memory"  # in an error of XLA
+# Temporary arrays of decode steps; a prompt's larger ones are given back between steps.
+_KEPT_BYTES = 32 << 20
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
 
@@ -82,6 +84,7 @@ def main(connection) -> None:
         # Programs are kept by these sizes: a process without the adapter can make them.
         sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
         engine = Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
+        memory.keep_freed(_KEPT_BYTES)
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except NotKept as error:
