@@ -24,11 +24,20 @@ class WorldLibrary(Protocol):
         ...
 
     def join(
-        self, device: int, pe: int, size: int, world: bytes, slot_bytes: int, *, one_host: bool
+        self,
+        device: int,
+        pe: int,
+        size: int,
+        world: bytes,
+        slot_bytes: int,
+        *,
+        servers: int,
+        one_host: bool,
     ) -> SymmetricEndpoints:
         """Return a device of this process as PE `pe` of `size`, when all of them have come.
 
-        `slot_bytes` is the size of the largest slot, equal on all PEs. Raises RuntimeError when
+        `slot_bytes` is the size of the largest slot, equal on all PEs. PEs below `servers` exchange
+        with the others only. Raises RuntimeError when
         the world does not begin, and NotImplementedError where the library cannot run.
         """
         ...
@@ -44,6 +53,11 @@ def library() -> WorldLibrary:
         group=GROUP, name=BACKENDS.get(platform, platform)
     ):
         return entry.load()()
+    if platform in BACKENDS:
+        raise NotImplementedError(
+            "This installation of lora-jax is of a release without the transport nvshmem: install "
+            "it anew."
+        )
     raise NotImplementedError(
         f"The transport nvshmem joins NVIDIA GPUs, and this process computes on {platform}: leave "
         "--lora-server-transport out, or choose tcp or nixl."
@@ -76,7 +90,15 @@ def join(world: World, pe: int, shapes: Shapes) -> SymmetricEndpoints:
         max(shapes.request_slot, shapes.response_slot),
     )
     try:
-        return library().join(number, pe, world.size, world.id, slot_bytes, one_host=world.one_host)
+        return library().join(
+            number,
+            pe,
+            world.size,
+            world.id,
+            slot_bytes,
+            servers=world.ranks,
+            one_host=world.one_host,
+        )
     except NotImplementedError:
         raise
     except RuntimeError as error:

@@ -34,11 +34,20 @@ class EmulatedNvshmem:
         return nvshmem.new_id(nvshmem.calls_of(compile_forward()))
 
     def join(
-        self, device: int, pe: int, size: int, world: bytes, slot_bytes: int, *, one_host: bool
+        self,
+        device: int,
+        pe: int,
+        size: int,
+        world: bytes,
+        slot_bytes: int,
+        *,
+        servers: int,
+        one_host: bool,
     ) -> nvshmem.NvshmemDevice:
         """See WorldLibrary."""
         del one_host
         found = importlib.metadata.distribution(_NAME).locate_file("")
         peer = EmulatedGpus(Path(tempfile.mkdtemp(dir=str(found)))).device(device)
-        calls = nvshmem.calls_of(compile_forward())
-        return nvshmem.NvshmemDevice(device, pe, size, world, slot_bytes, calls=calls, peer=peer)
+        options = {"calls": nvshmem.calls_of(compile_forward()), "peer": peer}
+        given = device, pe, size, world, slot_bytes
+        return nvshmem.NvshmemDevice(*given, servers=servers, **options)

@@ -71,8 +71,9 @@ class Library:
     def new_id(self, *, one_host):
         return b"one host" if one_host else b"several"
 
-    def join(self, device, pe, size, world, slot_bytes, *, one_host):
-        assert (device, pe, size, world, one_host) == (0, 0, 3, b"one host", True)
+    def join(self, device, pe, size, world, slot_bytes, *, servers, one_host):
+        assert (device, pe, size, world) == (0, 0, 3, b"one host")
+        assert (servers, one_host) == (1, True)
         raise RuntimeError("error 7")
 
 

@@ -1,9 +1,12 @@
 """The library of a platform is found by its entry point; its errors are those of a start."""
 
+import importlib.metadata
+import tomllib
 import types
 
 import jax
 import pytest
+from support.processes.server_process import ROOT
 
 from cuda_backend import nvshmem
 from serving.lora_server.transport import world_library
@@ -25,10 +28,10 @@ class Library:
             raise self.error
         return b"one host" if one_host else b"several"
 
-    def join(self, *given, one_host):
+    def join(self, *given, servers, one_host):
         if self.error:
             raise self.error
-        self.joined = (*given, one_host)
+        self.joined = (*given, servers, one_host)
         return "endpoints"
 
 
@@ -54,7 +57,7 @@ def test_this_process_joins_as_its_pe_with_the_largest_slot(found):
     assert world_library.new_id(one_host=False) == b"several"
     assert world_library.join(WORLD, 2, SHAPES) == "endpoints"
     largest = max(SHAPES.request_slot, SHAPES.response_slot)
-    assert library.joined == (0, 2, 3, b"id", largest, True)
+    assert library.joined == (0, 2, 3, b"id", largest, 1, True)
 
 
 def test_a_world_that_does_not_begin_is_an_error_of_the_connection(found):
@@ -80,6 +83,24 @@ def test_a_platform_without_a_library_is_refused(monkeypatch):
             world_library.library()
 
 
-def test_nvidia_gpus_have_nvshmem(monkeypatch):
+def test_an_installation_of_an_older_release_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(world_library.importlib.metadata, "entry_points", lambda **wanted: [])
+    with pytest.raises(NotImplementedError, match="install it anew"):
+        world_library.library()
+
+
+def test_nvidia_gpus_have_nvshmem(monkeypatch):
+    """The entry point is the one that the package declares; an older installation has none."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    value = declared[world_library.GROUP]["cuda"]
+    entry = importlib.metadata.EntryPoint("cuda", value, world_library.GROUP)
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(
+        world_library.importlib.metadata,
+        "entry_points",
+        lambda **wanted: asked.append(wanted) or [entry],
+    )
     assert isinstance(world_library.library(), nvshmem.Nvshmem)
+    assert asked == [{"group": world_library.GROUP, "name": "cuda"}]
