@@ -130,7 +130,7 @@ class Contestant:
 
 
 def modes(root: Path, requests: int, turns: int, skews: Sequence[float], seed: int) -> list[dict]:
-    """Return a row for each skew: the rate under each policy, and how steps ran under ours."""
+    """Return a row for each skew: the rate under each policy, and how its steps ran."""
     rows, rng = [], random.Random(seed)
     with engine_of(root, lora_merge="auto") as engine:
         top = engine.registry.get(TOP).digest
@@ -172,7 +172,7 @@ def compared(policies: Mapping[str, Contestant], tokens: int) -> dict[str, Any]:
             "auto_over_better": ratio(rates["auto"], rates[better]),
             "equal_pair": ratio(rates["unmerged again"], rates["unmerged"]),
         }
-    return results | {"steps_of_auto": dict(policies["auto"].steps)}
+    return results | {"steps": {name: dict(one.steps) for name, one in policies.items()}}
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:

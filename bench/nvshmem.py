@@ -3,7 +3,8 @@
 A process for each GPU; the server's is a program per message, as a rank's, that answers with
 multiples of the rows. What comes back is checked, bit for bit. Microseconds per exchange of eight
 in one program, [median, tenth percentile], with no computation in between. At last the server is
-killed while the client waits: the wait ends at once, and changes nothing.
+killed while the client waits: the wait ends at once, and changes nothing. With `--one-gpu` both
+processes take turns on one GPU: the bits and the end are shown, the times are not a network's.
 """
 
 import argparse
@@ -36,6 +37,8 @@ LAYERS, HIDDEN, MOST_ROWS = 8, 4096, 512
 ROWS = (8, 64, 128, 512)
 TRANSPORTS = ("nvshmem", "mapped")
 _SECONDS = 120.0
+# Of processes that share a GPU: NVSHMEM leaves it behind a killed one, and then does not begin.
+_ONE_GPU = Path("/dev/shm/mps_shm_0")
 
 
 def terms() -> Terms:
@@ -56,6 +59,7 @@ def world(rank: int, folder: Path) -> symmetric.SymmetricEndpoints:
     nvshmem.configure(one_host=True)
     path = folder / "world"
     if rank == 0:
+        _ONE_GPU.unlink(missing_ok=True)
         path.with_suffix(".part").write_bytes(nvshmem.new_id())
         path.with_suffix(".part").rename(path)
     while not path.exists():
@@ -171,15 +175,17 @@ def main() -> None:
     """Be the client, with the server in another process; or be that."""
     parser = argparse.ArgumentParser(prog="python -m bench.nvshmem", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    parser.add_argument("--one-gpu", action="store_true", help="both processes on GPU 0")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    use_gpu(0 if options.serve is None else 1)
+    use_gpu(0 if options.serve is None or options.one_gpu else 1)
     if options.serve is not None:
         serve(options.serve)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "bench.nvshmem", "--serve", name]
+        command += ["--one-gpu"] if options.one_gpu else []
         server = subprocess.Popen(command)
         try:
             results = compare(folder, server)

@@ -57,6 +57,13 @@ def main() -> None:
     parser.add_argument(
         "--device", choices=SHAPES, help="run functions of a model of this shape on a GPU"
     )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=device_functions.PARTS,
+        default=device_functions.PARTS,
+        help="parts of --device",
+    )
     parser.add_argument("--importers", type=int, default=4, help="attaching processes of --pages")
     parser.add_argument("--tenants", type=int, default=8, help="tenants of --isolation")
     parser.add_argument("--levels", nargs="+", default=ISOLATIONS, help="levels to compare")
@@ -104,7 +111,8 @@ def main() -> None:
     elif given.pages:
         kind, result = "pages", device_pages.measure(given.pages, [given.importers])
     elif given.device:
-        kind, result = "device", device_functions.measure(given.device, given.counts, given.seconds)
+        sizes = given.counts, given.seconds, given.parts
+        kind, result = "device", device_functions.measure(given.device, *sizes)
     else:
         kind, result = "simulated", tables(given.traces, read_times(given.times))
     if kind == "device":  # the key of the results

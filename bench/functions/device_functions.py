@@ -2,6 +2,7 @@
 turns, and answers beside those of one engine with all adapters. This process has no device."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -11,9 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.functions import hand_overs
 from bench.functions.large_model import SHAPES, write_adapters, write_large
 from bench.functions.measured import token_rate
 from serving import Sampling
@@ -30,9 +33,12 @@ FIELDS: dict[str, Any] = {
 PROMPTS = [list(range(100, 150)), list(range(200, 237))]  # of token ids
 _numbers = itertools.count(1)  # of prompts that no other one begins as
 _STARTS, _WARM, _ANSWER = 3, 15, 16
+_ANSWERING = 4  # functions whose answers are compared
 _NEXT = 2  # calls behind the first one of a pre-loaded function
 _AHEAD_S = 3.0  # from a start to the call that it was made for
 _BATCHES, _REPEATS, _DECODED = (1, 2, 4, 8), 5, 64
+_ROUNDS, _BATCH, _TURN_TOKENS = 3, 8, 32  # of turns: each call fills a function's rows
+PARTS = "turns", "starts", "answers"
 _SLO = 5  # times the first token of one request (ServerlessLoRA, 5.10)
 
 
@@ -40,18 +46,22 @@ def measure(
     shape: str,
     counts: list[int],
     seconds: float,
-    told: Any = print,
+    parts: Sequence[str] = PARTS,
+    told: Any = None,
     quiet: Any = contextlib.nullcontext,
 ) -> dict[str, Any]:
-    """Return what was found; `told` gets each part as it is known.
+    """Return what was found of these parts, in their order.
 
+    Each is printed as it is known, or given to `told`.
     `quiet()` is a context in which nothing else uses the device: times are taken there.
     """
+    told = told or functools.partial(print, flush=True)
     place = "/dev/shm" if os.path.isdir("/dev/shm") else None
     with tempfile.TemporaryDirectory(dir=place) as scratch:
         model, start = Path(scratch) / "model", time.perf_counter()
         write_large(model, SHAPES[shape])
-        adapters = write_adapters(Path(scratch) / "adapters", SHAPES[shape], max(counts))
+        num_adapters = max(*counts, _ANSWERING if "answers" in parts else 1)
+        adapters = write_adapters(Path(scratch) / "adapters", SHAPES[shape], num_adapters)
         found: dict[str, Any] = {"shape": shape, "fields": FIELDS}
         found["written_s"] = round(time.perf_counter() - start, 1)
 
@@ -61,11 +71,12 @@ def measure(
 
         told(json.dumps(found))
         add(bare_context_mib=_bare_context_mib())
-        _functions(model, adapters, counts, seconds, found, add, quiet)
-        add(coupled=_coupled(model, adapters[:4]))
-        same = [a == b for a, b in zip(found["answers"], found["coupled"]["answers"], strict=True)]
-        add(same_answers=same)
-        del found["answers"], found["coupled"]["answers"]
+        _functions(model, adapters, counts, seconds, parts, found, add, quiet)
+        if "answers" in parts:
+            add(coupled=_coupled(model, adapters[:_ANSWERING]))
+            pairs = zip(found["answers"], found["coupled"]["answers"], strict=True)
+            add(same_answers=[a == b for a, b in pairs])
+            del found["answers"], found["coupled"]["answers"]
         return found
 
 
@@ -74,6 +85,7 @@ def _functions(
     adapters: list[Path],
     counts: list[int],
     seconds: float,
+    parts: Sequence[str],
     found: dict[str, Any],
     add: Any,
     quiet: Any,
@@ -94,16 +106,19 @@ def _functions(
             used.append(device_mib() - before)
             add(**{f"start_{len(starts)}": (starts[-1], used[-1], functions[-1].start_times)})
         add(first_starts_s=starts, used_mib=used, overhead_mib=_overheads(used))
-        with quiet():
-            add(start=_starts(agent, functions[0]))
-            add(times=_times(found, functions[0]))
-        functions[1].offload()
-        os.kill(functions[2].pid, signal.SIGKILL)
-        time.sleep(0.2)
-        add(answers=[_answers(f) for f in functions[:4]])
-        with quiet():
-            for count in counts:
-                add(**{f"turns_{count}": _turns(functions[:count], seconds)})
+        if "turns" in parts:
+            with quiet():
+                for count in counts:
+                    add(**{f"turns_{count}": _turns(agent, functions[:count], seconds)})
+        if "starts" in parts:
+            with quiet():
+                add(start=_starts(agent, functions[0]))
+                add(times=_times(found, functions[0]))
+        if "answers" in parts:
+            functions[1].offload()
+            os.kill(functions[2].pid, signal.SIGKILL)
+            time.sleep(0.2)
+            add(answers=[_answers(f) for f in functions[:_ANSWERING]])
 
 
 def _overheads(used: list[float]) -> list[float]:
@@ -194,19 +209,33 @@ def _answers(function: Function) -> list[list[int]]:
     return [list(o.outputs[0].token_ids) for o in function.generate(PROMPTS, _greedy(_ANSWER))]
 
 
-def _turns(functions: list[Function], seconds: float) -> dict[str, Any]:
-    """Return tokens a second of a lone function and of all at once, in alternating rounds."""
-    lone, together = [], []
-    work = ([PROMPTS[0]] * 4, _greedy(64), seconds)
-    for number in range(3):
+def _turns(agent: Agent, functions: list[Function], seconds: float) -> dict[str, Any]:
+    """Return tokens a second of a lone function and of all at once, in alternating rounds.
+
+    "apart" is the rate of one round in which a turn begins when nothing of the one before runs;
+    the parts of a hand-over, in ms, stand beside both.
+    """
+    keeper, lone, together = agent.turns, [], []
+    assert keeper is not None, "functions without turns"
+    work = ([PROMPTS[0]] * _BATCH, _greedy(_TURN_TOKENS), seconds)
+    keeper.log.turns.clear()
+    for number in range(_ROUNDS):
         lone.append(token_rate([functions[number % len(functions)]], *work))
         together.append(token_rate(functions, *work))
+    parts = hand_overs.summary([*keeper.log.turns])
+    keeper.log.turns.clear()
+    keeper.table.overlaps = False
+    apart = token_rate(functions, *work)
+    keeper.table.overlaps = True
     share = statistics.median(b / a for a, b in zip(lone, together, strict=True))
     return {
         "functions": len(functions),
         "lone_tokens_per_s": [round(rate) for rate in lone],
         "together_tokens_per_s": [round(rate) for rate in together],
         "share": round(share, 3),
+        "hand_over_ms": parts,
+        "apart_tokens_per_s": round(apart),
+        "apart_hand_over_ms": hand_overs.summary([*keeper.log.turns]),
     }
 
 

@@ -16,7 +16,9 @@ _SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 512, "max_num_batc
 _PROMPTS = ["The court"] * 8
 _LONG = Sampling(temperature=0, max_tokens=128, ignore_eos=True)
 _SLO_S = 1.0
-_STARTS = 5
+_STARTS, _ROUNDS = 5, 6
+_STREAM = Sampling(temperature=0, max_tokens=64, ignore_eos=True)
+_STREAMED_S = 4.0  # of calls whose first tokens are timed
 _AHEAD_S = 2.0  # from a start to the call that it was made for
 _ONE = Sampling(temperature=0, max_tokens=1, ignore_eos=True)
 _numbers = itertools.count(1000)
@@ -99,7 +101,8 @@ def _rates(model: Path, adapter: Path, count: int, seconds: float, turns: bool) 
     """Return tokens a second of a lone function and of all at once, in alternating rounds.
 
     A lone one has the whole machine, as each of several has in its turn: `share` is the part of
-    the lone rate that all together keep, the median of the rounds.
+    the lone rate that all together keep, the median of the rounds. `p95_ttft_ms` is of streams of
+    64 tokens, one at a time to each function.
     """
     slo_s = _SLO_S if turns else None
     with Agent(model, ttft_slo_s=slo_s, max_lora_rank=16, **_SIZES) as agent:
@@ -107,15 +110,17 @@ def _rates(model: Path, adapter: Path, count: int, seconds: float, turns: bool) 
         lone, together = [], []
         for function in functions:
             function.generate(_PROMPTS, Sampling(max_tokens=8))
-        for round_ in range(4):
+        for round_ in range(_ROUNDS):
             lone.append(token_rate([functions[round_ % count]], _PROMPTS, _LONG, seconds))
             together.append(token_rate(functions, _PROMPTS, _LONG, seconds))
         keeper = agent.turns
         parts = {} if keeper is None else hand_overs.summary([*keeper.log.turns])
+        first = first_tokens(functions, _STREAMED_S)
     return {
         "lone_tokens_per_s": round(statistics.median(lone)),
         "together_tokens_per_s": round(statistics.median(together)),
         "share": round(statistics.median(b / a for a, b in zip(lone, together, strict=True)), 3),
+        "p95_ttft_ms": round(1e3 * sorted(first)[int(0.95 * len(first))], 1),
         **({"hand_over_ms": parts} if parts else {}),
     }
 
@@ -139,3 +144,23 @@ def token_rate(
     for thread in threads:
         thread.join()
     return made[0] / (time.perf_counter() - start)
+
+
+def first_tokens(functions: list[Function], seconds: float) -> list[float]:
+    """Return seconds to the first tokens of streams; each function always answers one."""
+    end, found = time.perf_counter() + seconds, []
+
+    def call(function: Function) -> None:
+        while (start := time.perf_counter()) < end:
+            pieces = iter(function.stream(_new_prompt(), _STREAM))
+            next(pieces)
+            found.append(time.perf_counter() - start)
+            for _ in pieces:
+                pass
+
+    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found

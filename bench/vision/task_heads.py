@@ -1,10 +1,11 @@
 """Latency of each shipped head against the LM head of its own adapter, on held-out images.
 
-The two are asked in turns, one request at a time, each with images that the engine has not seen, so
-that the tower computes them. No prefix is cached. Times are medians for a request, by the clock and
-by the processor time of all threads.
+The two are asked in turns, one request at a time. A frame is new, or its tower rows lie in the
+encoder cache because the adapter was asked about it before; either with reuse of prompt prefixes
+and without. Times are medians for a request, by the clock and by the processor time of all threads.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from serving import Engine, Sampling
 
 _SIZES: dict[str, Any] = {
     **{"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_esft_adapters": 0},
-    **{"structured_outputs": False, "enable_prefix_caching": False},
+    **{"structured_outputs": False},
 }
 _WARM_UP = 2  # turns that do not count
 _MOST_TOKENS = 64
@@ -27,7 +28,7 @@ Ask = Callable[[tasks.Example], int]  # returns the tokens of the answer
 
 
 def run(model: Path, data: Path, turns: int = 40) -> dict[str, Any]:
-    """Return a row for each head: both times, their ratio, and the tokens of the LM's answer.
+    """Return rows for each head: both times, their ratio, and the tokens of the LM's answer.
 
     An adapter that was trained with words writes its answer to the end. Another writes as many
     tokens as the right answer and its end are.
@@ -35,12 +36,15 @@ def run(model: Path, data: Path, turns: int = 40) -> dict[str, Any]:
     recipes = [recipe for recipe in RECIPES if recipe.head and (model / recipe.folder).is_dir()]
     sources = tasks.parts(tasks.read_sources(data))[True]
     adapters = {recipe.name: str(model / recipe.folder) for recipe in recipes}
-    with Engine(str(model), adapters, max_loras=len(adapters), **_SIZES) as engine:
-        rows = []
-        for recipe in recipes:
-            examples = tasks.draw(recipe.task, sources, 2 * (turns + _WARM_UP), 5)
-            rows.append(_row(recipe, ways_of(engine, recipe), examples))
-            print(rows[-1], flush=True)
+    rows = []
+    for reuse in (False, True):
+        sizes = {"max_loras": len(adapters), "enable_prefix_caching": reuse} | _SIZES
+        with Engine(str(model), adapters, **sizes) as engine:
+            for recipe, known in itertools.product(recipes, (False, True)):
+                examples = tasks.draw(recipe.task, sources, 2 * (turns + _WARM_UP), 5 + known)
+                row = _row(recipe, ways_of(engine, recipe), examples, known=known)
+                rows.append({"prefix_reuse": reuse} | row)
+                print(rows[-1], flush=True)
     return {"turns": turns, "rows": rows}
 
 
@@ -63,14 +67,21 @@ def ways_of(engine: Engine, recipe: Recipe) -> dict[str, Ask]:
     return {"task_head": by_head, "lm_head": in_words}
 
 
-def _row(recipe: Recipe, ways: dict[str, Ask], examples: Sequence[tasks.Example]) -> dict[str, Any]:
-    """Return the times of both ways, which take turns over the examples, and change places."""
+def _row(
+    recipe: Recipe, ways: dict[str, Ask], examples: Sequence[tasks.Example], *, known: bool = False
+) -> dict[str, Any]:
+    """Return the times of both ways, which take turns over the examples, and change places.
+
+    With `known` the head has been asked about each example just before, which is not timed.
+    """
     clock: dict[str, list[float]] = {way: [] for way in ways}
     worked: dict[str, list[float]] = {way: [] for way in ways}
     tokens, num_images = [], len(examples[0].images)
     for turn in range(len(examples) // 2):
         order = list(ways) if turn % 2 else list(ways)[::-1]
         for way, example in zip(order, examples[2 * turn : 2 * turn + 2], strict=True):
+            if known:
+                ways["task_head"](example)
             start, busy = time.perf_counter(), time.process_time()
             count = ways[way](example)
             took = time.perf_counter() - start, time.process_time() - busy
@@ -78,7 +89,8 @@ def _row(recipe: Recipe, ways: dict[str, Ask], examples: Sequence[tasks.Example]
                 clock[way].append(took[0])
                 worked[way].append(took[1])
                 tokens += [count] if way == "lm_head" else []
-    found: dict[str, Any] = {"head": recipe.name, "images": num_images}
+    frame = "in the encoder cache" if known else "new"
+    found: dict[str, Any] = {"head": recipe.name, "images": num_images, "frame": frame}
     found["answer_tokens"] = round(statistics.mean(tokens), 1)
     for kind, times in (("ms", clock), ("processor_ms", worked)):
         medians = {way: 1e3 * statistics.median(values) for way, values in times.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 
 LORA_KERNELS = ("fast", "reference")
-TRANSPORTS = ("auto", "tcp", "nixl")  # serving.lora_server.transport.selection
+TRANSPORTS = ("auto", "tcp", "nixl", "nvshmem")  # serving.lora_server.transport.selection
 BACKENDS = ("mp", "ray", "uni")  # uni is mp, as far as this server is concerned
 PLACES = ("local", "remote")
 
@@ -53,17 +53,11 @@ class ClusterConfig:
             raise ValueError(
                 f"local_expert_slots must be in [0, 4096], got {self.local_expert_slots}."
             )
-        if self.lora_server_transport == "nvshmem":
-            raise ValueError(
-                "The processes of an NVSHMEM group are fixed when it starts and none comes back, "
-                "but this command starts lost roles anew: GPUs of one host need "
-                "--lora-server-transport auto; between hosts, start Engine in Python with a client "
-                "of serving.lora_server.transport.symmetric."
-            )
         for name, allowed in CHOICES:
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         self._check_nodes()
+        self._check_world()
         if not self.lora_server and self.lora_attention == "remote":
             raise ValueError(
                 "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
@@ -79,6 +73,26 @@ class ClusterConfig:
             raise ValueError(
                 "--placement, --lora-server-adapters and --lora-server-memory-bytes say how a LoRA "
                 "Server is laid out; add --lora-server with its number of ranks."
+            )
+
+    def _check_world(self) -> None:
+        """Raise ValueError for what a world of NVSHMEM is not for."""
+        if self.lora_server_transport != "nvshmem":
+            return
+        if not self.lora_server:
+            raise ValueError(
+                "--lora-server-transport nvshmem carries rows to a LoRA Server; add --lora-server "
+                "with its number of ranks."
+            )
+        if self.lora_separate_stream:
+            raise ValueError(
+                "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
+                "--lora-server-transport auto."
+            )
+        if self.local_expert_slots:
+            raise ValueError(
+                "--local-expert-slots let instances go on while the LoRA Server is lost, and with "
+                "--lora-server-transport nvshmem they restart with it; leave one of them out."
             )
 
     def _check_nodes(self) -> None:

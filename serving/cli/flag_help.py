@@ -118,7 +118,8 @@ CLUSTER_HELP = {
     "lora_server_wait_s": "Maximum time that a layer waits for the LoRA Server, in seconds.",
     "lora_server_transport": "Transport between instances and the LoRA Server. auto: shared "
     "memory or GPU memory on one host, tcp between hosts. nixl: UCX, needs pip install "
-    "'lora-jax[nixl]'.",
+    "'lora-jax[nixl]'. nvshmem: GPUs of one host or several, needs pip install "
+    "'lora-jax[nvshmem]'; all processes restart together.",
     "distributed_executor_backend": "Starter of the processes. mp and uni: this command, on this "
     "host. ray: on the hosts of a Ray cluster, needs pip install 'lora-jax[cluster]'.",
     "lora_attention": "Place that computes adapters of attention layers. local: the instances. "

@@ -39,7 +39,10 @@ _KEY_LIMITS = {
         "tokens of prompts and answers of one key in a minute. A request beyond it gets status 429",
     ),
     "max_adapters": ("N", "adapters in host memory that requests of one key loaded"),
-    "max_adapter_bytes": ("BYTES", "bytes of these adapters"),
+    "max_adapter_bytes": (
+        "BYTES",
+        "bytes of adapters in host memory that requests of one key loaded",
+    ),
 }
 
 
@@ -54,7 +57,9 @@ def build_parser() -> ParserWithSource:
         allow_abbrev=False,
     )
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="Folder of the base model.")
-    parser.add_argument("--model", metavar="DIR", help="The same, as a flag.")
+    parser.add_argument(
+        "--model", metavar="DIR", help="Folder of the base model, in place of MODEL."
+    )
     parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
     text = "YAML file of flags, named without leading dashes. Default: none."
     parser.add_argument("--config", metavar="FILE", help=text)
@@ -138,11 +143,17 @@ def _add_http_flags(group) -> None:
             "--allowed-origins",
             "Origins whose web pages may call this server. '*': any. Default: [].",
         ),
-        ("--allowed-methods", 'HTTP methods that these pages may use. Default: ["*"].'),
-        ("--allowed-headers", 'Headers that these pages may send. Default: ["*"].'),
+        (
+            "--allowed-methods",
+            'HTTP methods that web pages of --allowed-origins may use. Default: ["*"].',
+        ),
+        (
+            "--allowed-headers",
+            'Headers that web pages of --allowed-origins may send. Default: ["*"].',
+        ),
     ):
         group.add_argument(flag, type=json_list, metavar="JSON", help=text)
-    text = "Let these pages send cookies. Default: off."
+    text = "Let web pages of --allowed-origins send cookies. Default: off."
     group.add_argument("--allow-credentials", action=pair, help=text)
     group.add_argument("--root-path", metavar="PATH", help="Path prefix that a proxy removes.")
     group.add_argument(
@@ -205,7 +216,7 @@ def _add_log_flags(group) -> None:
         "--disable-access-log-for-endpoints",
         type=json_list,
         metavar="PATH,PATH",
-        help="Paths whose requests are not logged. Probes never are. Default: none.",
+        help="Paths whose requests are not logged. Requests of probes never are. Default: none.",
     )
     text = (
         "Log model, token counts and sampling of each request for text, never its text. "
@@ -253,7 +264,10 @@ def _add_adapter_flags(group) -> None:
         help="Let clients load adapters of --lora-dir and unload them, with the admin key if "
         "there is one. Environment: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1.",
     )
-    text = "Folder that records these loads, so that a restart repeats them. Default: none."
+    text = (
+        "Folder that records adapter loads of clients, so that a restart repeats them. "
+        "Default: none."
+    )
     group.add_argument("--state-dir", metavar="FOLDER", help=text)
     hidden = argparse.SUPPRESS
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)

@@ -142,7 +142,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     Flags of ours get vLLM's other spellings of them.
     """
     group = parser.add_argument_group(
-        f"vLLM flags that ask for what is always so ({vllm_source()})"
+        f"vLLM flags that change nothing, as the server always behaves so ({vllm_source()})"
     )
     for fact in (*vllm_facts(), *_older_facts()):
         action = parser._option_string_actions.get(fact.flag)

@@ -8,9 +8,11 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.options import Options
 from serving.cli.serve import journal_of
 from serving.cluster.adapter_changes import AdapterChanges
@@ -21,13 +23,32 @@ from serving.cluster.server_place import ServerPlace
 from serving.lora_server.calls import serve_leases
 from serving.lora_server.group import ServerGroup
 from serving.lora_server.spec import ServerSpec
+from serving.lora_server.transport.selection import NVSHMEM
+from serving.lora_server.world_members import WorldMembers, instance_member
+from serving.runtime.all_or_none import all_or_none
 from serving.runtime.child_process import AbstractChild
 from serving.runtime.keeper import Keeper, end_keepers
-from serving.runtime.role_host import AbstractRoleHosts, OneHost
+from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts, OneHost
 
 logger = logging.getLogger(__name__)
 
 _RESTART_S = 1.0  # after an instance that did not come back
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seat:
+    """The hosts of an instance's next process, and its world's number among WorldMembers."""
+
+    number: int
+    hosts: tuple[AbstractRoleHost, ...]
+    world: int
+
+
+def _members(spec: ServerSpec | None, cluster: ClusterConfig) -> WorldMembers | None:
+    """Return the members of worlds if the rows travel within one."""
+    if spec is None or spec.transport != NVSHMEM:
+        return None
+    return WorldMembers(spec.ranks, cluster.instances)
 
 
 class LocalCluster:
@@ -61,14 +82,9 @@ class LocalCluster:
         names, merged = (module.name for module in options.adapters), options.engine.merge_adapter
         self.router = Router(cluster.instances, names, merged=merged)
         self.group: ServerGroup | None = None
+        self._members = _members(spec, cluster)
         try:
-            if spec is not None:
-                first_gpu = cluster.instances * options.engine.tensor_parallel_size
-                self.group = ServerGroup(spec, first_gpu, self._hosts, self._end_instances)
-            for number in range(cluster.instances):
-                self._processes.append(self._start(number))
-            for process in self._processes:
-                self._wait_ready(process)
+            self._start_all(spec)
         except BaseException:
             self.close()
             raise
@@ -82,6 +98,24 @@ class LocalCluster:
             )
             for number in range(cluster.instances)
         ]
+
+    def _start_all(self, spec: ServerSpec | None) -> None:
+        """Return when all roles answer. Raises ConnectionError, with processes left to `close`."""
+        cluster, members = self._cluster, self._members
+        if spec is not None:
+            first_gpu = cluster.instances * self._options.engine.tensor_parallel_size
+            self.group = ServerGroup(spec, first_gpu, self._hosts, self._end_instances, members)
+        seats = [self._enter(number) for number in range(cluster.instances)]
+        if self.group is not None and members is not None:
+            self.group.listen()
+        for seat in seats:
+            self._processes.append(self._start(seat))
+        calls: list[Callable[[], object]] = [
+            functools.partial(self._wait_ready, process) for process in self._processes
+        ]
+        if self.group is not None and members is not None:
+            calls.append(self.group.open)
+        all_or_none(calls, self._kill_all)
 
     @property
     def processes(self) -> list[InstanceProcess]:
@@ -113,6 +147,8 @@ class LocalCluster:
         """
         share_s = None if end_s is None else end_s / 2  # instances leave first, then ranks
         self._closing.set()
+        if self._members is not None:
+            self._members.close()
         end_keepers(self._keepers, lambda: self.processes)
         stops = [
             threading.Thread(target=process.stop, args=(share_s,)) for process in self.processes
@@ -127,18 +163,43 @@ class LocalCluster:
         for folder in (self._options.http.budgets_folder, self._folder):
             shutil.rmtree(folder or "", ignore_errors=True)
 
-    def _start(self, number: int) -> InstanceProcess:
-        group, place = self.group, None
+    def _enter(self, number: int) -> "_Seat":
+        """Return what a new process of the instance starts with, before it does.
+
+        Raises ConnectionError when there is no host for it.
+        """
+        members, name = self._members, instance_member(number)
+        world = 0 if members is None else members.enter(name)
+        try:
+            hosts = self._hosts.instance(number)
+        except ConnectionError:
+            if members is not None:
+                members.leave(world, name)
+            raise
+        if members is not None:
+            members.place(world, name, hosts[0].address)
+        return _Seat(number, hosts, world)
+
+    def _start(self, seat: "_Seat") -> InstanceProcess:
+        """Return a new process; a member of a world starts when all ranks listen.
+
+        Raises ConnectionError when its world has ended by then.
+        """
+        group, place, number, members = self.group, None, seat.number, self._members
         if group is not None:
-            place = ServerPlace(group.spec, group.places, self._cluster)
+            world = None if members is None else members.world(seat.world)
+            place = ServerPlace(group.spec, group.places, self._cluster, world, number)
         options, last = self._options, number == self._cluster.instances - 1
         if options.engine.merge_adapter is not None:
             changes = {"lora_merge": "off"} if last else {"merge_adapter": None}
             options = dataclasses.replace(
                 options, engine=dataclasses.replace(options.engine, **changes)
             )
-        hosts = self._hosts.instance(number)
-        return InstanceProcess(options, number, self._path(number), place, self._leases, hosts)
+        path, hosts = self._path(number), seat.hosts
+        process = InstanceProcess(options, number, path, place, self._leases, hosts)
+        if members is not None:
+            members.hold(seat.world, process)
+        return process
 
     def _path(self, number: int) -> str:
         return str(self._folder / f"instance-{number}")
@@ -173,6 +234,12 @@ class LocalCluster:
             with contextlib.suppress(ValueError):
                 process.kill()
 
+    def _kill_all(self) -> None:
+        """End all roles at once; `close` must still be called."""
+        self._end_instances()
+        if self.group is not None:
+            self.group.kill()
+
     def _leases(self, instance: str, connection: Connection) -> None:
         assert self.group is not None, "leases without a server"
         serve_leases(self.group.coordinator, instance, connection)
@@ -190,9 +257,9 @@ class LocalCluster:
         self.router.set_up(dead.number, False)
         dead.stop()
         try:
-            process = self._start(dead.number)
+            process = self._start(self._enter(dead.number))
         except ConnectionError as error:
-            logger.error("Instance %d has no host: %s", dead.number, error)
+            logger.error("Instance %d cannot start now: %s", dead.number, error)
             self._closing.wait(_RESTART_S)
             return
         with self._lock:

@@ -17,6 +17,7 @@ from serving.lora_server.transport import selection
 from serving.lora_server.transport.base import AbstractClient
 from serving.lora_server.transport.compatibility import Terms
 from serving.lora_server.transport.selection import RankPlace
+from serving.lora_server.transport.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ServerPlace:
     spec: ServerSpec
     ranks: tuple[RankPlace, ...]
     cluster: ClusterConfig
+    world: World | None = None  # that ranks and instances join
+    instance: int = 0  # number of the one that gets this
 
 
 def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | None:
@@ -35,6 +38,11 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
     """
     if not cluster.lora_server:
         return None
+    if cluster.lora_server_transport == selection.NVSHMEM and engine.tensor_parallel_size > 1:
+        raise ValueError(
+            "--lora-server-transport nvshmem has one GPU for each process, and --tensor-parallel-"
+            f"size {engine.tensor_parallel_size} gives an instance several: leave one of them out."
+        )
     folder, ranks = Path(engine.model), cluster.lora_server
     config = read_config(folder)
     adapters = cluster.lora_server_adapters or engine.max_loras * cluster.instances
@@ -85,6 +93,8 @@ def server_access(place: ServerPlace, caller: Caller, name: str) -> ServerAccess
     def connect(terms: Terms, device: int) -> AbstractClient:
         transport, separate = place.spec.transport, place.cluster.lora_separate_stream
         options = {"separate_stream": separate, "device": device}
+        if (world := place.world) is not None:
+            options["world"] = world, world.pe_of_instance(place.instance)
         return selection.open_client_at(place.ranks, terms, transport, **options)
 
     return ServerAccess(

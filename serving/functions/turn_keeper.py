@@ -111,7 +111,8 @@ class TurnKeeper:
 
     def _end_turn(self, key: str, now: float) -> None:
         self.table.gives_back(key)
-        self.log.ended(key, now)
+        if (seconds := self.log.ended(key, now)) is not None:
+            self.table.handed_over(seconds)
 
     def _decide(self) -> None:
         while self._tell():  # a function that has gone leaves its turn to the next one

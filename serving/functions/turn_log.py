@@ -50,7 +50,9 @@ class TurnLog:
         if (turn := self._open.get(name)) is not None and not turn.back:
             turn.stamps, turn.back = stamps, now
 
-    def ended(self, name: str, now: float) -> None:
-        """Note that nothing of a turn runs."""
-        if (turn := self._open.pop(name, None)) is not None:
-            turn.ended = now
+    def ended(self, name: str, now: float) -> float | None:
+        """Note that nothing of a turn runs; return how long after it was asked back, if it was."""
+        if (turn := self._open.pop(name, None)) is None:
+            return None
+        turn.ended = now
+        return now - turn.recalled if turn.recalled else None

@@ -1,8 +1,9 @@
 """Turns of functions on one device: the holder, its recall, and the next one. No jax.
 
 A turn is granted by margin (`policies.turns`) and has no end while nobody else asks. When somebody
-does, it is asked back at the end of its time, or when a batch expires that waits for the device
-(`policies.batching`) and can still be in time; one that is not given back by then is taken away.
+does, it is asked back at the end of its time, or earlier for a batch that waits for the device and
+can still be in time: by a hand-over before it expires (`policies.batching`). One that is not given
+back in time is taken away.
 Where all batches are late, shorter turns would cost more hand-overs and save no deadline.
 
 A turn may be passed on while its last step runs: the next function plans and dispatches meanwhile.
@@ -10,14 +11,17 @@ So two functions at most have steps on the device, the holder and the one before
 arguments.
 """
 
+import collections
 import dataclasses
 import math
+import statistics
 
 from serving.functions.policies.turns import Contender, in_turn
 
 TURN_S = 0.1  # of steps, while others ask
 LEAST_S = 0.02  # for a turn that others' expired batches interrupt
 OVERDUE_S = 1.0  # from the asking back, or passing on, to the taking away; a step may be that long
+_LAST = 15  # hand-overs, whose median is what the next one is expected to take
 NEVER_S = 1e6  # of work that nobody waits for: it has the device when nobody else wants it
 
 
@@ -59,6 +63,7 @@ class TurnTable:
         self._turn: _Turn | None = None
         self._asking: dict[str, tuple[Ask, float]] = {}  # and when
         self._ending: dict[str, float] = {}  # functions that passed their turn on, and when
+        self._hand_overs: collections.deque[float] = collections.deque(maxlen=_LAST)
         self.num_taken = 0  # turns that were not given back in time
 
     @property
@@ -91,6 +96,10 @@ class TurnTable:
         self._ending.pop(name, None)
         if self.holder == name:
             self._turn = None
+
+    def handed_over(self, seconds: float) -> None:
+        """Note how long after a turn was asked back its last step had ended."""
+        self._hand_overs.append(seconds)
 
     def gone(self, name: str) -> None:
         """A function's process has ended."""
@@ -148,8 +157,9 @@ class TurnTable:
         if not asking:
             return math.inf
         ends = [turn.since + self._turn_s]
+        ahead_s = statistics.median(self._hand_overs) if self._hand_overs else 0.0
         for ask, at in asking:
-            leaves = max(turn.since + self._least_s, at + ask.leaves_s)
+            leaves = max(turn.since + self._least_s, at + ask.leaves_s - ahead_s)
             if leaves < at + ask.slo_s - ask.waited_s:
                 ends.append(leaves)
         return min(ends)

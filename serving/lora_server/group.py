@@ -1,5 +1,6 @@
 """All ranks of a LoRA Server: started, watched, restarted when one dies."""
 
+import contextlib
 import functools
 import logging
 import secrets
@@ -8,13 +9,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serving.lora_server.coordinator import Coordinator
 from serving.lora_server.rank_process import RankProcess
 from serving.lora_server.spec import ServerSpec
 from serving.lora_server.transport.selection import TCP, RankPlace
+from serving.lora_server.world_members import WorldMembers, rank_member
+from serving.runtime.all_or_none import all_or_none
 from serving.runtime.child_process import AbstractChild
 from serving.runtime.keeper import Keeper, end_keepers
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts, OneHost
@@ -33,12 +35,15 @@ class ServerGroup:
         first_gpu: int = 0,
         hosts: AbstractRoleHosts | None = None,
         moved: Callable[[], None] = lambda: None,
+        members: WorldMembers | None = None,
     ):
         """Start all ranks, on GPUs from `first_gpu` on, and wait until instances may connect.
 
-        `moved` is called when a rank that was started anew has another address. Raises
-        ConnectionError when one of them ends instead; its own log says why.
+        `moved` is called when a rank that was started anew has another address. Members of a world
+        are started only: `listen` and `open` do the rest. Raises ConnectionError when one of them
+        ends instead; its own log says why.
         """
+        self.members = members
         self.spec, self._first_gpu, self._moved = spec, first_gpu, moved
         self._hosts = hosts or OneHost()
         self._folder = Path(tempfile.mkdtemp(prefix="lora-server-"))
@@ -48,15 +53,32 @@ class ServerGroup:
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes = [self._start(rank) for rank in range(spec.ranks)]
         self.coordinator = Coordinator([p.control for p in self._processes], spec.num_adapters)
+        self._keepers: list[Keeper] = []
+        if members is not None:
+            return
         try:
-            with ThreadPoolExecutor(spec.ranks) as pool:
-                list(pool.map(self._open, self._processes))
+            self.listen()
+            self.open()
         except BaseException:
             self._end()
             raise
+
+    def listen(self) -> None:
+        """Return when all ranks are ready, and have addresses where instances find them.
+
+        Raises ConnectionError when one ends instead.
+        """
+        self._on_all(self._make_ready)
+
+    def open(self) -> None:
+        """Return when instances may connect; members of a world wait until all have joined it.
+
+        Raises ConnectionError when a rank ends instead.
+        """
+        self._on_all(self._open)
         self._keepers = [
             Keeper(f"rank {rank}", functools.partial(self._rank, rank), self._rescue, self._closing)
-            for rank in range(spec.ranks)
+            for rank in range(self.spec.ranks)
         ]
 
     @property
@@ -80,9 +102,33 @@ class ServerGroup:
         """Return which ranks answer."""
         return [keeper.is_up for keeper in self._keepers]
 
+    def kill(self) -> None:
+        """End all ranks at once; `close` must still be called."""
+        for process in self.processes:
+            with contextlib.suppress(ValueError):  # it has been stopped
+                process.kill()
+
+    def _on_all(self, call: Callable[[RankProcess], None]) -> None:
+        calls = [functools.partial(call, process) for process in self.processes]
+        all_or_none(calls, self.kill)
+
     def _start(self, rank: int) -> RankProcess:
-        host = self._hosts.server_rank(rank)
-        return RankProcess(self.spec, rank, self._place(rank, host), self._first_gpu + rank, host)
+        """Return a new process of the rank, a member of the next world if there are worlds."""
+        members, name = self.members, rank_member(rank)
+        number = 0 if members is None else members.enter(name)
+        try:
+            host = self._hosts.server_rank(rank)
+            place = self._place(rank, host)
+            process = RankProcess(self.spec, rank, place, self._first_gpu + rank, host)
+        except ConnectionError:
+            if members is not None:
+                members.leave(number, name)
+            raise
+        process.world = number
+        if members is not None:
+            members.place(number, name, host.address)
+            members.hold(number, process)
+        return process
 
     def _place(self, rank: int, host: AbstractRoleHost) -> RankPlace:
         """Return where a new process of the rank is to listen: where the last one did."""
@@ -92,10 +138,27 @@ class ServerGroup:
         name = host.address or "127.0.0.1"
         return RankPlace((name, port if name == address else 0), self._secret)
 
-    def _open(self, process: RankProcess) -> None:
-        """Let instances in once the rank is ready."""
+    def _make_ready(self, process: RankProcess) -> None:
+        """Return when the rank has compiled, and listens if it will be in a world."""
         process.wait_ready()
-        process.open()
+        if (members := self.members) is None:
+            return
+        number, name = process.world, b""
+        if process.rank == 0:
+            name = process.new_world(one_host=members.is_one_host(number))
+        process.listen()
+        self._keep_address(process)
+        members.report_listening(number, name)
+
+    def _open(self, process: RankProcess) -> None:
+        """Let instances in; the rank is ready."""
+        if self.members is None:
+            process.open()
+            self._keep_address(process)
+        else:
+            process.join(self.members.world(process.world))
+
+    def _keep_address(self, process: RankProcess) -> None:
         if isinstance(process.place.address, tuple):
             self._addresses[process.rank] = process.place.address
 
@@ -118,6 +181,7 @@ class ServerGroup:
 
     def _replace(self, dead: RankProcess) -> None:
         rank, begun = dead.rank, time.monotonic()
+        before = self._addresses.get(rank)
         logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
         self.coordinator.lose(rank)
         dead.stop()
@@ -132,16 +196,15 @@ class ServerGroup:
         if self._closing.is_set():
             process.kill()
         try:
-            process.wait_ready()
+            self._make_ready(process)
             self.coordinator.restore(rank, process.control)
-            before = self._addresses.get(rank)
             self._open(process)
         except (ConnectionError, ValueError, RuntimeError) as error:
             logger.error("Rank %d of the LoRA Server could not be restarted: %s", rank, error)
             process.kill()
             self._closing.wait(_RESTART_S)
             return
-        if self._addresses.get(rank) != before:
+        if self.members is None and self._addresses.get(rank) != before:
             logger.warning("Rank %d has another address; restarting the instances.", rank)
             self._moved()
         logger.info("Rank %d was restarted in %.1f s.", rank, time.monotonic() - begun)

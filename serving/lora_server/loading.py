@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
-from lora_jax.adapters.lora_load_job import LoraLoadJob
+from lora_jax.adapters.lora_load_job import LoadFailed, LoraLoadJob
 from lora_jax.adapters.row_copies import Copier, LoraCopyJob
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.adapters.weights import AdapterWeights
@@ -51,6 +51,7 @@ class LayerwiseLoad:
         # The first layer of each job, and the end.
         self._next = collections.deque([*(group[0] for group in groups), self._num_layers])
         self._started = False
+        self.failure: LoadFailed | None = None  # why no further layer comes
 
     @property
     def num_ready(self) -> int:
@@ -67,11 +68,18 @@ class LayerwiseLoad:
         return not self._jobs
 
     def advance(self, slots: AdapterSlots, max_chunks: int) -> AdapterSlots:
-        """Return `slots` (donated) with up to `max_chunks` more chunks written."""
+        """Return `slots` (donated) with up to `max_chunks` more chunks written.
+
+        After a write that failed `failure` says why, and the load is to be dropped.
+        """
         while self._jobs and max_chunks > 0:
             job = self._jobs[0]
             before = job.remaining
-            slots = job.advance(slots, max_chunks)
+            try:
+                slots = job.advance(slots, max_chunks)
+            except LoadFailed as error:  # a return, not a raise: the caller needs the slots
+                self.failure = error
+                return slots
             begun = before - job.remaining
             max_chunks -= begun
             if job.done:

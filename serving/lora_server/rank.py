@@ -86,6 +86,7 @@ class ServerRank:
         device = jax.local_devices()[0]
         self.slots: AdapterSlots = jax.device_put(init_slots(local, spec, self.dtype), device)
         self._loads: dict[int, LayerwiseLoad] = {}  # by number, oldest first
+        self._failures: list[tuple[int, str]] = []
         self._digests: dict[int, str] = {}  # by number
         self._numbers = np.full(sizes.num_adapters, _FREE, np.int64)  # by place
         self._slots_of = np.full(sizes.num_adapters, _FREE, np.int32)  # by place
@@ -153,13 +154,22 @@ class ServerRank:
         """Write up to `max_chunks` of the oldest load; return its number if that made it known.
 
         It is known, and requests of it may come, from its first layer on; not `layerwise`, from
-        its last.
+        its last. A load that fails before is dropped (`take_failures`). Raises LoadFailed for one
+        that fails later: instances may use it, and only the end of this rank takes it from them.
         """
         if not self._loads:
             return None
         number, load = next(iter(self._loads.items()))
         index = number % self.sizes.num_adapters
         self.slots = load.advance(self.slots, max_chunks)
+        if load.failure is not None:
+            if number in self._digests:
+                raise load.failure
+            self._failures.append((number, str(load.failure)))
+            del self._loads[number]  # no copy of it is under way
+            self._allocator.abandon_loading(load.digest)
+            self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
+            return None
         self.changes += int(self._num_ready[index] != load.num_ready or load.done)
         self._num_ready[index] = load.num_ready
         if load.done:
@@ -191,6 +201,11 @@ class ServerRank:
         elif digest is not None:
             self._allocator.retire(digest)
         self.slots = clear_slots(self.slots, self._allocator.take_cleared_slots())
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Return, once, (number, why) of loads that failed and were dropped."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def bucket(self, num_rows: int) -> int:
         """Return the rows of the program for a request; ValueError when no program is so large."""
@@ -257,7 +272,7 @@ class ServerRank:
 
     def warm_up(self) -> None:
         """Compile everything that loading and requests will run."""
-        self.slots = warm_up(self.slots)
+        self.slots = warm_up(self.slots, rows="programs" if self._copier is None else "copier")
         cases = list(itertools.product(self.sites, self.sizes.buckets))
         with ThreadPoolExecutor(len(cases)) as pool:  # each takes seconds to compile on a GPU
             list(pool.map(self._compile, *zip(*cases, strict=True)))

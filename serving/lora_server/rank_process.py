@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,7 +20,9 @@ from serving.lora_server.calls import Caller, RemoteRank, answer_calls
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
-from serving.lora_server.transport.selection import Door, RankPlace
+from serving.lora_server.transport import world_library
+from serving.lora_server.transport.selection import NVSHMEM, Door, RankPlace
+from serving.lora_server.transport.world import World
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 300.0  # to import jax and compile, on a slow machine
 _END_S = 10.0
+_WORLD_S = 900.0  # for all members of a world to load their models and to join
 
 
 class RankProcess(AbstractChild):
@@ -51,6 +56,7 @@ class RankProcess(AbstractChild):
         self._pulse, pulse = host.pipe()
         self._asked = 0
         self.place = place
+        self.world = 0  # for which it was started: its number among WorldMembers
         args = theirs, pulse, spec, rank, place, 0 if host.has_own_gpus else gpu
         super().__init__(host.process(rank_main, args, f"lora-server-{rank}"), _END_S)
         theirs.close()
@@ -66,13 +72,31 @@ class RankProcess(AbstractChild):
 
     def open(self) -> None:
         """Let instances connect to the rank at `place`. Raises ConnectionError if it cannot."""
-        port = self._begin("open")
+        self._listens_at(self._begin("open"))
+
+    def listen(self) -> None:
+        """Let the rank listen at `place` before it joins a world. Raises ConnectionError."""
+        self._listens_at(self._begin("listen"))
+
+    def new_world(self, *, one_host: bool) -> bytes:
+        """Return the id of a new world, whose PE 0 the rank will be. Raises ConnectionError."""
+        return bytes.fromhex(self._begin("new_world", one_host))
+
+    def join(self, world: World) -> None:
+        """Let the rank join a world, then let instances connect; returns when all have joined.
+
+        Raises ConnectionError when that fails.
+        """
+        said = world.id.hex(), world.ranks, world.instances, world.one_host
+        self._begin("join", *said, limit_s=_WORLD_S)
+
+    def _listens_at(self, port: int) -> None:
         if isinstance(self.place.address, tuple):
             self.place = dataclasses.replace(self.place, address=(self.place.address[0], port))
 
-    def _begin(self, call: str) -> Any:
+    def _begin(self, call: str, *arguments: Any, limit_s: float | None = None) -> Any:
         try:
-            return self._caller.call(call)
+            return self._caller.call(call, *arguments, limit_s=limit_s)
         except ConnectionError:
             message = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
             raise ConnectionError(message) from None
@@ -114,6 +138,8 @@ def rank_main(
     try:
         use_gpu(gpu)
         keep_programs()
+        if spec.transport == NVSHMEM:
+            world_library.library()
         door = Door(design(spec).terms, rank, spec.transport, place)
         server = _make_server(spec, rank, door)
     except (ValueError, NotImplementedError, OSError) as error:  # what the user can change
@@ -126,6 +152,9 @@ def rank_main(
         "load": server.load,
         "unload": server.unload,
         "open": lambda: server.open() or door.port,
+        "listen": lambda: door.listen() or door.port,
+        "new_world": _said_if_not(rank, lambda on_one: world_library.new_id(one_host=on_one).hex()),
+        "join": _said_if_not(rank, functools.partial(_join, server, door)),
         "stats": lambda: dataclasses.asdict(server.stats()),
     }
     answer_calls(connection, functions)
@@ -134,6 +163,26 @@ def rank_main(
     if isinstance(place.address, str):
         with contextlib.suppress(OSError):  # others are still in it, or it has gone
             os.rmdir(os.path.dirname(place.address))
+
+
+def _join(server: RankServer, door: Door, *said: Any) -> None:
+    """Join the world that `RankProcess.join` has told of; then instances may connect."""
+    name, ranks, instances, one_host = said
+    door.world = World(bytes.fromhex(name), ranks, instances, one_host)
+    server.open()
+
+
+def _said_if_not(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call, whose error this process logs: its parent only says that there was one."""
+
+    def run(*arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except (ConnectionError, NotImplementedError) as error:
+            logger.error("Rank %d of the LoRA Server cannot start: %s", rank, error)
+            raise ConnectionError(str(error)) from error
+
+    return run
 
 
 def _echo(pulse: Connection) -> None:

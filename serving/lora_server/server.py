@@ -102,8 +102,8 @@ class RankServer:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
 
         That is when its first layer is here; a request of a later one waits for that. Raises
-        ValueError when the files are refused, are not those of `digest`, or have no room, and
-        ConnectionError when the rank has stopped.
+        ValueError when the files are refused, are not those of `digest`, have no room, or cannot be
+        copied to the device, and ConnectionError when the rank has stopped.
         """
         part = self._parts.get(digest)
         if part is None:
@@ -259,6 +259,10 @@ class RankServer:
         number = self._rank.advance(_CHUNKS)
         if number is not None:
             self._loading.pop(number).set_result(None)
+        for failed, why in self._rank.take_failures():
+            self._loading.pop(failed).set_exception(
+                ValueError(f"The adapter could not be loaded: {why}")
+            )
 
     def _run_commands(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.stages import Lowered
 
 from lora_jax.adapters.lora_load_job import RowChunk, SlotEntry, write
-from lora_jax.adapters.slots import AdapterSlots, warm_up
+from lora_jax.adapters.slots import AdapterSlots, RowWriter, warm_up
 from lora_jax.kv_cache import KVShape, PagedKVCache, pages_sharding
 from lora_jax.sharding import Split, put
 from lora_jax.typing import Array, Int
@@ -88,6 +88,7 @@ class ModelRunner:
         pooled: PagedKVCache | None = None,
         board: MaskBoard | None = None,
         in_place: bool | None = None,
+        row_writer: RowWriter = "programs",
     ):
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
@@ -100,7 +101,8 @@ class ModelRunner:
         the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
         for the runners of other processes to `follow`. `kept` are compiled steps of earlier
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
-        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs.
+        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs. `row_writer`
+        writes rank rows where there is no pool.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._tell = vocab_size, tell
@@ -134,6 +136,7 @@ class ModelRunner:
         # committed only after its first step would make every program compile twice.
         place = functools.partial(put, sharding=self._step.sharding)
         self._pooled = pooled is not None
+        self._row_writer: RowWriter = "pool" if self._pooled else row_writer
         self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:
@@ -165,7 +168,7 @@ class ModelRunner:
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
         if self.slots is not None:
-            self.slots = warm_up(self.slots, rows=not self._pooled)
+            self.slots = warm_up(self.slots, rows=self._row_writer)
             if self.remote_table is not None:
                 self.set_remote(np.full(self.slots.num_slots, -1), 0)
         packed = pack_row(Sampling(), (0,), 1, 0, (), self.sizes.max_len, self._vocab_size)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from lora_jax.memory.virtual import AbstractVirtualMemory
 
 if TYPE_CHECKING:
+    from cuda_backend.nvshmem import Nvshmem
     from cuda_backend.peer import PeerDevice
 
 
@@ -46,6 +47,13 @@ def transport(device: int = 0) -> "PeerDevice":
     from cuda_backend.peer import PeerDevice
 
     return PeerDevice(device)
+
+
+def transport_world() -> "Nvshmem":
+    """Return NVSHMEM, which joins GPUs of several hosts; nothing of it is loaded yet."""
+    from cuda_backend.nvshmem import Nvshmem
+
+    return Nvshmem()
 
 
 def virtual_memory(device: int = 0) -> AbstractVirtualMemory:

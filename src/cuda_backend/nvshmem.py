@@ -110,10 +110,13 @@ def _calls() -> native.Calls:
         raise NotImplementedError(str(error)) from error
 
 
-def new_id() -> bytes:
-    """Return what all PEs of a new world are given; from one of them, on the host of PE 0."""
+def new_id(calls: native.Calls | None = None) -> bytes:
+    """Return the id of a new world, which all of its PEs are given.
+
+    PE 0's process must make it: it listens there until all PEs have joined. Raises RuntimeError.
+    """
     buffer = ctypes.create_string_buffer(ID_BYTES)
-    if code := _calls().id(buffer):
+    if code := (calls or _calls()).id(buffer):
         raise RuntimeError(f"nvshmemx_get_uniqueid: {code}")
     return buffer.raw
 
@@ -153,13 +156,15 @@ class NvshmemDevice(PeerDevice):
         world: bytes,
         slot_bytes: int,
         *,
+        servers: int | None = None,
         calls: native.Calls | None = None,
         peer: PeerDevice | None = None,
     ):
         """Join the world `world` (`new_id`) of `size` PEs as PE `rank`; all of them must come.
 
-        `slot_bytes` is the size of the largest slot, equal on all PEs. Raises NotImplementedError
-        without NVSHMEM, and RuntimeError when the world does not begin.
+        `slot_bytes` is the size of the largest slot, equal on all PEs, as is `servers`: where PEs
+        below that exchange with the others only, there are slots for these pairs alone. Raises
+        NotImplementedError without NVSHMEM, and RuntimeError when the world does not begin.
         """
         if peer is None:
             super().__init__(number)
@@ -168,12 +173,14 @@ class NvshmemDevice(PeerDevice):
         self.rank, self.size = rank, size
         self.forwards = calls or _calls()
         self._room = -(-(PAGE + slot_bytes) // PAGE) * PAGE
+        self._servers = 0 if servers is None else servers
+        self._senders = max(self._servers, size - self._servers)  # that a PE has slots for
         with self.device.current():
             if code := self.forwards.init(rank, size, world, number):
                 raise RuntimeError(f"NVSHMEM does not begin as PE {rank} of {size}: error {code}")
             if code := self.forwards.load():
                 raise NotImplementedError(f"the NVSHMEM kernel does not load: CUDA error {code}")
-            num_bytes = 2 * size * _TURNS * self._room
+            num_bytes = 2 * self._senders * _TURNS * self._room
             self._heap = self.forwards.heap(num_bytes)
         if not self._heap:
             raise RuntimeError(f"NVSHMEM has no {num_bytes} bytes for slots")
@@ -217,17 +224,19 @@ class NvshmemDevice(PeerDevice):
 
     def _meet(self, peer: int, turn: int, *slots: int) -> tuple[int, int]:
         """Return where messages to a PE are staged and where its own land, both of them empty."""
-        if not 0 <= peer < self.size or PAGE + max(slots) > self._room:
+        is_pair = (peer < self._servers) != (self.rank < self._servers) or not self._servers
+        if not (is_pair and 0 <= peer < self.size) or PAGE + max(slots) > self._room:
             raise ValueError(f"PE {peer} with slots of {max(slots)} bytes is not of this world.")
         landing = self._place(peer, turn)
-        staging = landing + self.size * _TURNS * self._room
+        staging = landing + self._senders * _TURNS * self._room
         for address in (staging, landing):
             self.device.zero(address, PAGE)
         return staging, landing
 
     def _place(self, sender: int, turn: int) -> int:
         """Return the address at which a PE's messages land in the receiver's heap."""
-        return self._heap + (sender * _TURNS + turn % _TURNS) * self._room
+        place = sender if sender < self._servers else sender - self._servers
+        return self._heap + (place * _TURNS + turn % _TURNS) * self._room
 
 
 class _Forwarding:
@@ -324,3 +333,27 @@ class NvshmemServerEndpoint(ServerEndpoint):
         site: int,
     ) -> Int[Array, "messages 8"]:
         return self._forwarding.after(super().answer(info, verdicts, deltas, site))
+
+
+class Nvshmem:
+    """The library as a transport chooses it by the entry point `lora_jax.transport_world`."""
+
+    def new_id(self, *, one_host: bool) -> bytes:
+        """Return the id of a new world, of which this process will be PE 0."""
+        configure(one_host=one_host)
+        return new_id()
+
+    def join(
+        self,
+        device: int,
+        pe: int,
+        size: int,
+        world: bytes,
+        slot_bytes: int,
+        *,
+        servers: int,
+        one_host: bool,
+    ) -> NvshmemDevice:
+        """Return a GPU of this process as a PE of the world; see NvshmemDevice for the errors."""
+        configure(one_host=one_host)
+        return NvshmemDevice(device, pe, size, world, slot_bytes, servers=servers)

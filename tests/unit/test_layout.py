@@ -54,6 +54,7 @@ PARTS = {
     "test_config_quantization.py",
     "serving/engine/test_engine_answers.py",
     "serving/cluster/test_front_faults.py",
+    "serving/cluster/test_world_launch.py",  # of NVSHMEM
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",
     "serving/scheduling/test_scheduler_walks.py",

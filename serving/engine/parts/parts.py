@@ -57,6 +57,7 @@ from serving.runtime.rollouts import Rollouts
 from serving.steps.device_users import USERS
 from serving.text.adapter_tokenizers import AdapterTokenizers
 from serving.text.structured.grammars import Grammars
+from serving.text.structured.row_masks import THREADS, THREADS_BESIDE_DEVICE
 from serving.text.structured.vocabulary import vocabulary_of
 from serving.text.tokenizer import Tokenizer
 
@@ -222,7 +223,8 @@ def _build(
         if not base.source.is_shared:  # else programs are read, not compiled, while files are
             loading.result()
         primary = merge_primary(config, base.model, registry)
-        runner = make_runner(config, base, spec, end_ids, allocator.bringing, gang)
+        how = allocator.bringing, gang, copier is not None
+        runner = make_runner(config, base, spec, end_ids, *how)
         loading.result()
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
@@ -310,7 +312,9 @@ def _make_grammars(config: EngineConfig, tokenizer: Tokenizer, info: ModelInfo) 
     if not config.structured_outputs:
         off = "structured_outputs are off: start without --no-structured-outputs."
         return Grammars(None, why_none=off)
-    return Grammars(vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids))
+    vocabulary = vocabulary_of(tokenizer, info.vocab_size, info.end_token_ids)
+    on_cpu = jax.default_backend() == "cpu"  # whose cores compute the step
+    return Grammars(vocabulary, most_threads=THREADS if on_cpu else THREADS_BESIDE_DEVICE)
 
 
 def _make_metrics(config: EngineConfig, info: ModelInfo) -> EngineMetrics:

@@ -37,11 +37,12 @@ def make_runner(
     end_ids: tuple[int, ...],
     bringing: Set[int] = frozenset(),
     gang: Gang | None = None,
+    copies_rows: bool = False,
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
     `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; with
-    `gang` the runners of all members are made together.
+    `gang` the runners of all members are made together. `copies_rows`: a copier writes rank rows.
     """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
@@ -82,6 +83,7 @@ def make_runner(
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
         board=make_board(sizes, base.config.vocab_size) if waits else None,
+        row_writer="copier" if copies_rows else "programs",
     )
     # The first exchange waits half a minute for the others, and some hosts compile longer.
     runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)

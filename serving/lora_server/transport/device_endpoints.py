@@ -15,7 +15,7 @@ import numpy as np
 from lora_jax.typing import Array, Int
 
 GROUP = "lora_jax.transport"  # entry points: a function of the device's number
-_BACKENDS = {"gpu": "cuda", "cuda": "cuda"}
+BACKENDS = {"gpu": "cuda", "cuda": "cuda"}  # entry points' names by platform
 
 
 class Channel(Protocol):
@@ -214,7 +214,7 @@ def for_platform(platform: str, device: int = 0) -> DeviceEndpoints:
     Raises:
         NotImplementedError: no transport is known or installed for the platform, or it cannot run.
     """
-    name = _BACKENDS.get(platform)
+    name = BACKENDS.get(platform)
     for entry in importlib.metadata.entry_points(group=GROUP, name=name) if name else ():
         return entry.load()(device)
     raise NotImplementedError(

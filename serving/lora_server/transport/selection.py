@@ -2,10 +2,11 @@
 
 On one host by default ("auto") the one of the device's memory; "nixl" where it is to be as between
 hosts. "tcp" and "nixl" have their slots in host memory: between hosts they join CPUs, and GPUs need
-"nvshmem".
+"nvshmem", whose members begin as one world.
 """
 
 import dataclasses
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from serving.lora_server.transport import (
     device_memory,
     nixl,
     shared_memory,
+    symmetric,
     tcp,
+    world_library,
 )
 from serving.lora_server.transport.base import AbstractClient, AbstractServer
 from serving.lora_server.transport.compatibility import Terms
-from serving.lora_server.transport.socket_messages import Address
+from serving.lora_server.transport.socket_messages import Address, owned, unix_listener
+from serving.lora_server.transport.world import World
 
-AUTO, TCP, NIXL = TRANSPORTS = ("auto", "tcp", "nixl")
+AUTO, TCP, NIXL, NVSHMEM = TRANSPORTS = ("auto", "tcp", "nixl", "nvshmem")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +46,33 @@ class Door:
     def __init__(self, terms: Terms, rank: int, transport: str, place: RankPlace):
         self._terms, self._rank, self._transport, self._place = terms, rank, transport, place
         self.port = 0
+        self.world: World | None = None  # of the transport nvshmem, before `open`
+        self._listening: socket.socket | None = None
+
+    def listen(self) -> None:
+        """Have a port, or a Unix socket, before the server is opened. Raises OSError.
+
+        Members of a world are told the addresses before they join, and `open` waits for them.
+        """
+        address = self._place.address
+        if isinstance(address, tuple):
+            self._listening = tcp.listen(*address)
+            self.port = self._listening.getsockname()[1]
+        else:
+            self._listening = unix_listener(address)
 
     def open(self) -> AbstractServer:
-        """Return the server; see open_server for the errors. Raises OSError for a taken port."""
+        """Return the server; see open_server for the errors. Raises OSError for a taken port.
+
+        In a world it waits until all members have joined; see world_library.join for the errors.
+        """
         terms, rank, address = self._terms, self._rank, self._place.address
+        if self.world is not None:
+            assert self._listening is not None, "members of a world do not know the address"
+            with owned(self._listening):
+                endpoints = world_library.join(self.world, rank, terms.shapes)
+            secret = self._place.secret if isinstance(address, tuple) else None
+            return symmetric.open_server(self._listening, terms, rank, endpoints, secret)
         if not isinstance(address, tuple):
             return open_server(address, terms, rank, self._transport)
         far = nixl.open_far_server if self._transport == NIXL else tcp.open_server
@@ -78,11 +105,15 @@ def open_client_at(
     *,
     separate_stream: bool = True,
     device: int = 0,
+    world: tuple[World, int] | None = None,
 ) -> AbstractClient:
     """Return a client of the servers at the places, all of which are of one kind.
 
-    It is that of one `device`; see `open_client`.
+    It is that of one `device`; see `open_client`. The transport nvshmem needs the `world` and this
+    process's PE, and waits until all members have joined; see world_library.join for the errors.
     """
+    if world is not None:
+        return _open_in_world(places, terms, *world)
     far = [place.address for place in places if isinstance(place.address, tuple)]
     if not far:
         paths = [str(place.address) for place in places]
@@ -91,6 +122,15 @@ def open_client_at(
     _require_host_memory(transport)
     open_far = nixl.open_far_client if transport == NIXL else tcp.open_client
     return open_far(far, terms, places[0].secret)
+
+
+def _open_in_world(
+    places: Sequence[RankPlace], terms: Terms, world: World, pe: int
+) -> AbstractClient:
+    endpoints = world_library.join(world, pe, terms.shapes)
+    addresses = [place.address for place in places]
+    secret = places[0].secret if isinstance(addresses[0], tuple) else None
+    return symmetric.open_client(addresses, terms, endpoints, range(world.ranks), secret)
 
 
 def open_client(
@@ -120,7 +160,8 @@ def _require_host_memory(transport: str) -> None:
     if jax.default_backend() != "cpu":
         raise NotImplementedError(
             f"The transport {transport} has its slots in host memory: a program on "
-            f"{jax.default_backend()} needs --lora-server-transport auto, on one host."
+            f"{jax.default_backend()} needs --lora-server-transport auto, on one host, or "
+            "nvshmem."
         )
 
 

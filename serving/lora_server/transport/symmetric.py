@@ -2,7 +2,7 @@
 
 All slots are there when the world begins; the handshake only compares terms, and its connection
 says when the other side has gone. A process that has ended does not come back into the same world:
-`rejoin` goes on failing, and requests are served as while a server is lost.
+`rejoin` goes on failing, until whoever started the processes begins another world with new ones.
 """
 
 import socket

@@ -10,7 +10,7 @@ from serving.api.request import EngineDead, QueueFull
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured.checker import Checker, GrammarRefused
-from serving.text.structured.row_masks import RowMasks
+from serving.text.structured.row_masks import THREADS, RowMasks
 from serving.text.structured.vocabulary import Vocabulary, has_llguidance, parser_limits
 
 if TYPE_CHECKING:
@@ -76,13 +76,17 @@ class Grammars:
         max_bytes: int = MAX_BYTES,
         max_kept: int = MAX_KEPT,
         max_waiting: int = MAX_WAITING,
+        most_threads: int = THREADS,
         why_none: str = "structured_outputs need a model whose files name its end token.",
     ):
-        """Without a vocabulary every structure is refused, as `why_none` says."""
+        """Without a vocabulary every structure is refused, as `why_none` says.
+
+        `most_threads` is RowMasks'.
+        """
         self._why_none = why_none
         if vocabulary is not None and not has_llguidance():
             vocabulary, self._why_none = None, "structured_outputs need the package llguidance."
-        self.masks = RowMasks(() if vocabulary is None else vocabulary.end_ids)
+        self.masks = RowMasks(() if vocabulary is None else vocabulary.end_ids, most_threads)
         # Made now, not for the first grammar: llguidance holds Python's lock all the while, 1.4 s
         # of processor time for 152,000 random tokens, and the engine's loop would stand still.
         self._tokenizer = None if vocabulary is None else vocabulary.tokenizer()

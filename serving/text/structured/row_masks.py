@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 _TOO_HARD = "The answer's grammar cannot go on: {why}"
 _FEW = 4  # rows that one thread masks
-_THREADS = 4  # at most: a row takes 0.1 ms, and threads without work look for some all the time
+THREADS = 4  # at most beside a step that the CPU computes: threads without work look for some
+# At most beside a device: near a string's greatest length a row takes 3 ms, others 0.1. Of 64 bound
+# rows some are there in most steps, and their masks have to be done before the step's logits.
+THREADS_BESIDE_DEVICE = 12
 _BITS = 32
 _SAMPLED = 16  # one word of so many is counted
 _SOME, _NEARLY_ALL = 0.05, 0.99  # of the tokens
@@ -51,11 +54,14 @@ class BoundRow(NamedTuple):
 class RowMasks:
     """Fills masks; the engine's thread uses it."""
 
-    def __init__(self, end_ids: SequenceOf[int]):
-        """`end_ids` are the model's own end-of-sequence ids."""
+    def __init__(self, end_ids: SequenceOf[int], most_threads: int = THREADS):
+        """`end_ids` are the model's own end-of-sequence ids.
+
+        `most_threads` fill masks, or four fifths of this process's cores if those are fewer.
+        """
         self._end_ids = tuple(end_ids)
         self._executor: LLExecutor | None = None
-        self._num_threads = min(_THREADS, len(os.sched_getaffinity(0)) * 4 // 5)
+        self._num_threads = min(most_threads, len(os.sched_getaffinity(0)) * 4 // 5)
         self._few = _FEW if self._num_threads > 1 else 1 << 30  # fewer rows are the caller's work
         self._worker: ThreadPoolExecutor | None = None
         self._posted: Future[None] | None = None  # what `post` gave to the worker last

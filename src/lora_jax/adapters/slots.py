@@ -9,6 +9,7 @@ ones and donates the old.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -231,14 +232,18 @@ def chunk_rows(width: int, itemsize: int) -> int:
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // (width * itemsize)))
 
 
-def warm_up(slots: AdapterSlots, *, rows: bool = True) -> AdapterSlots:
-    """Return `slots` unchanged (donated) after compiling every write that loading will make.
+# What writes rank rows: programs (LoraLoadJob), a copier beside them (LoraCopyJob), or the memory
+# of a page pool.
+type RowWriter = Literal["programs", "copier", "pool"]
 
-    Without `rows` no program writes any.
-    """
-    if rows:
+
+def warm_up(slots: AdapterSlots, *, rows: RowWriter = "programs") -> AdapterSlots:
+    """Return `slots` unchanged (donated) after compiling every write that loading will make."""
+    if rows == "programs":
         pools = {key: written(pool, *empty_chunk(pool)) for key, pool in slots.pools.items()}
-        slots, _ = fenced(dataclasses.replace(slots, pools=pools))
+        slots = dataclasses.replace(slots, pools=pools)
+    elif rows == "copier":
+        slots, _ = fenced(slots)
     return set_slot(slots, slots.num_slots)  # out of range: written nowhere
 
 

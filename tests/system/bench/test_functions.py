@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from support.processes.server_process import ROOT
 
-from bench.functions import calibration, device_pages, isolation, measured, sweeps
+from bench.functions import calibration, device_pages, hand_overs, isolation, measured, sweeps
 from bench.functions.exact import best_value
 from bench.functions.policies import instance
 from bench.functions.run import simulate
@@ -18,6 +18,7 @@ from bench.functions.times import Times, read_times
 from bench.functions.traces import spread, thinned
 from serving import Sampling
 from serving.functions.policies.preload import plan, value_of
+from serving.functions.turn_log import Stamps, Turn
 
 
 def arrivals(seed: int, functions: int = 4, rate: float = 0.02) -> list[list[float]]:
@@ -205,3 +206,40 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
     rate = measured.token_rate(both, ["a prompt"] * 8, Sampling(), 0.05)
     most = sum(f.calls for f in both) * 24 / 0.05
     assert most / (time.perf_counter() - start) * 0.05 <= rate <= most
+
+
+def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for():
+    prompts = []
+
+    class Streaming:
+        def stream(self, prompt, sampling):
+            prompts.append(prompt)
+            time.sleep(0.02)
+            yield "a"
+            time.sleep(0.1)
+            yield "b"
+
+    found = measured.first_tokens([Streaming(), Streaming()], 0.15)
+    assert len(found) == len(set(prompts)) == 4  # two each, one after the other
+    assert all(0.02 <= seconds < 0.1 for seconds in found)
+
+
+def test_the_parts_of_a_hand_over_are_those_between_two_functions_turns():
+    def turn(name, granted, recalled, *stamps, back, ended):
+        return Turn(name, granted, recalled, back, ended, Stamps(*stamps))
+
+    turns = [
+        turn("a", 0.0, 0.0, 0.0, 0.5, 0.0, 1.0, back=1.0, ended=1.0),  # nobody asked it back
+        turn("a", 1.0, 2.0, 1.0, 1.25, 2.25, 2.5, back=2.625, ended=4.0),
+        turn("b", 2.75, 5.0, 3.0, 3.5, 5.5, 5.5, back=5.625, ended=6.0),
+        turn("a", 5.75, 8.0, 6.0, 7.0, 0.0, 0.0, back=0.0, ended=0.0),  # it goes on
+    ]
+    assert hand_overs.summary(turns[:2]) == {}
+    found = hand_overs.summary(turns)
+    assert (found["hand_overs"], found["turn"]) == (2, 2000.0)
+    assert found["recalled_to_noticed"] == 375.0  # 0.25 and 0.5 s
+    assert found["noticed_to_passed"] == 125.0
+    assert found["passed_to_ended"] == 1000.0
+    assert found["heard_to_dispatched"] == 750.0
+    assert found["idle"] == 500.0  # of 0 and 1 s: the first hand-over was hidden
+    assert found["idle_share"] == 0.2

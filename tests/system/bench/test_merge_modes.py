@@ -22,7 +22,7 @@ def test_ours_is_compared_turn_by_turn_with_the_better_other():
         "auto": contestant(99.0, 50.0, 98.0, plain=7),
     }
     found = compared(policies, 1000)
-    assert (found["turns"], found["steps_of_auto"]) == (3, {"plain": 7})
+    assert (found["turns"], found["steps"]["auto"]) == (3, {"plain": 7})
     for kind, auto in (("processor", 98.0), ("clock", 49.0)):
         row = found[kind]
         assert (row["better"], row["auto"]) == ("unmerged", auto)

@@ -22,7 +22,10 @@ from serving.launch import read_options
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += sorted((ROOT / "docs/how-to").glob("*.md"))
 NAMING = [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md", ROOT / "bench/README.md"]
-NAMING += sorted((ROOT / "docs/concepts").glob("*.md"))
+NAMING += [
+    *sorted((ROOT / "docs/concepts").glob("*.md")),
+    *sorted((ROOT / "docs/benchmarks").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LIVE = ROOT / "README.md", ROOT / "docs/getting-started.md"
 # Steps of few tokens, no grammars: by default, an engine compiles eight times as many programs.

@@ -157,11 +157,21 @@ def test_nothing_compiles_after_warm_up():
     assert (write_rows._cache_size(), write_slot._cache_size()) == sizes
 
 
-def test_warm_up_changes_nothing():
+def test_programs_that_write_rows_are_compiled_where_programs_write_them():
+    spec = make(num_slots=3, max_rank=5)[0]  # shapes of no other test
+    before = write_rows._cache_size()
+    slots = warm_up(warm_up(spec, rows="copier"), rows="pool")
+    assert write_rows._cache_size() == before
+    warm_up(slots)
+    assert write_rows._cache_size() > before
+
+
+@pytest.mark.parametrize("rows", ["programs", "copier", "pool"])
+def test_warm_up_changes_nothing(rows):
     slots, allocator = make()
     slots, _ = load(slots, allocator, cases.weights(CATALOGUE, 3))
     before = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(slots)]
-    after = jax.tree.leaves(warm_up(slots))
+    after = jax.tree.leaves(warm_up(slots, rows=rows))
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
 

@@ -50,6 +50,30 @@ def test_a_pe_is_named_by_its_rank_and_has_room_for_slots(peer_device):
     assert (channel.request_slot, channel.response_slot) == (4096, 8192)
 
 
+def test_a_pe_has_slots_for_those_that_it_exchanges_with(peer_device):
+    """Of PEs 0 to 3 the first is a server: others send to it, and get answers from it alone."""
+    asked = []
+    calls = world_calls()
+    calls.heap = lambda num_bytes: asked.append(num_bytes) or 1 << 30
+    peer_device.device.zero = lambda address, num_bytes: None
+
+    def joined(rank):
+        given = 0, rank, 4, b"world", 5000
+        return nvshmem.NvshmemDevice(*given, servers=1, calls=calls, peer=peer_device)
+
+    server, client = joined(0), joined(2)
+    room = 3 * 4096
+    assert asked == [2 * 3 * 4 * room] * 2
+    there, _ = server.create_channel("pe 2 turn 1", 4096, 4096, pull=False, local=False)
+    client.next_turn()
+    here = client.channel_to(0, 4096, 4096)
+    assert (here.target, there.target) == (there.request_counter, here.response_counter)
+    assert {c.request_counter for c in (here, there)} != {c.response_counter for c in (here, there)}
+    for device, pe in ((client, 1), (client, 2), (server, 0)):
+        with pytest.raises(ValueError, match=f"PE {pe} with slots .* is not of this world"):
+            device.channel_to(pe, 4096, 4096)
+
+
 @pytest.mark.parametrize(
     ("answers", "error", "why"),
     [
@@ -78,6 +102,19 @@ def test_settings_of_the_user_stay(monkeypatch):
     assert os.environ[first] == "the user's"
     others = set(nvshmem.SEVERAL_HOSTS) - {first}
     assert all(os.environ[name] == nvshmem.SEVERAL_HOSTS[name] for name in others)
+
+
+def test_a_launcher_joins_as_the_hosts_need_it(peer_device, monkeypatch):
+    configured, joined = [], []
+    monkeypatch.setattr(nvshmem, "configure", lambda one_host: configured.append(one_host))
+    monkeypatch.setattr(nvshmem, "new_id", lambda: b"id")
+    monkeypatch.setattr(
+        nvshmem, "NvshmemDevice", lambda *given, servers: joined.append((*given, servers))
+    )
+    library = nvshmem.Nvshmem()
+    assert library.new_id(one_host=True) == b"id"
+    library.join(0, 2, 3, b"id", 4096, servers=1, one_host=False)
+    assert (configured, joined) == ([True, False], [(0, 2, 3, b"id", 4096, 1)])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 
 import pytest
 from support.cases import lora_server_cases as cases
@@ -64,10 +65,32 @@ class Role:
 
 
 class Group:
-    def __init__(self, spec, first_gpu, hosts, moved):
+    def __init__(self, spec, first_gpu, hosts, moved, members):
         self.spec, self.places, self.closed = spec, ("rank",), False
+        self.members, self.worlds, self.killed = members, [], False
+        if members is not None:
+            self._begin()
         self.first_gpu = first_gpu
         self.coordinator = None
+
+    def _begin(self):
+        """Be rank 0 of the next world, as the keeper of a rank does."""
+        number = self.members.enter("rank")
+        self.members.place(number, "rank", None)
+        self.members.hold(number, self)
+        self.members.report_listening(number, b"id %d" % number)
+        self.worlds.append(number)
+
+    def listen(self):
+        pass
+
+    def open(self):
+        self.members.world(self.worlds[-1])
+
+    def kill(self):
+        self.killed = True
+        if self.members is not None and len(self.worlds) < 5:
+            threading.Thread(target=self._begin).start()
 
     def up(self):
         return [True]
@@ -108,6 +131,32 @@ def test_a_dead_instance_is_started_anew(options):
     assert all(role.stopped for role in Role.made)
     assert cluster.group.closed
     assert not os.path.exists(folder)
+
+
+def test_all_members_of_a_world_are_started_anew_with_one_of_them(options):
+    config = ClusterConfig(instances=2, lora_server=1, lora_server_transport="nvshmem")
+    options = dataclasses.replace(options, cluster=config)
+    cluster = LocalCluster(options, server_spec(options.engine, options.cluster))
+    first = cluster.processes
+    assert [role.place.world.id for role in first] == [b"id 0", b"id 0"]
+    pes = [role.place.world.pe_of_instance(role.place.instance) for role in first]
+    assert pes == [1, 2]
+    first[1].die()
+    wait_until(lambda: not set(first) & set(cluster.processes) and cluster.router.up == (0, 1))
+    assert cluster.group.killed
+    assert [role.place.world.id for role in cluster.processes] == [b"id 1", b"id 1"]
+    assert len(Role.made) == 4
+    cluster.close()
+    assert all(role.stopped for role in Role.made)
+
+
+def test_a_member_that_cannot_start_ends_the_wait_of_the_others(options, monkeypatch):
+    config = ClusterConfig(instances=2, lora_server=1, lora_server_transport="nvshmem")
+    options = dataclasses.replace(options, cluster=config)
+    monkeypatch.setattr(Role, "fail_from", 1)
+    with pytest.raises(ConnectionError, match="Instance 1 did not start"):
+        LocalCluster(options, server_spec(options.engine, options.cluster))
+    assert all(role.stopped for role in Role.made)
 
 
 def test_an_instance_that_leaves_at_the_end_is_not_replaced(options):
@@ -209,7 +258,7 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
         Role.made[0].die()
         wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
         wait_until(lambda: 0 in cluster.router.up)
-        assert "Instance 0 has no host: no room" in caplog.text
+        assert "Instance 0 cannot start now: no room" in caplog.text
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
         wait_until(lambda: len(Role.made) == 5)

@@ -11,7 +11,9 @@ from support.cases import lora_server_cases as cases
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
-from serving.cluster.server_place import server_spec
+from serving.cluster import server_place
+from serving.cluster.server_place import ServerPlace, server_access, server_spec
+from serving.lora_server.transport.world import World
 
 WITHOUT_HTTP = """
 import sys
@@ -64,6 +66,26 @@ def test_a_spec_follows_from_engine_and_roles(engine):
 def test_what_is_impossible_says_what_to_change(engine, fields, message):
     with pytest.raises(ValueError, match=message):
         server_spec(engine, ClusterConfig(**fields))
+
+
+def test_a_world_has_instances_of_one_gpu(engine):
+    cluster = ClusterConfig(instances=2, lora_server=2, lora_server_transport="nvshmem")
+    assert server_spec(engine, cluster).transport == "nvshmem"
+    split = dataclasses.replace(engine, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 2 gives an instance several"):
+        server_spec(split, cluster)
+
+
+def test_an_instance_joins_its_servers_world_as_its_pe(engine, monkeypatch):
+    cluster = ClusterConfig(instances=2, lora_server=2, lora_server_transport="nvshmem")
+    spec, asked = server_spec(engine, cluster), []
+    monkeypatch.setattr(
+        server_place.selection, "open_client_at", lambda *given, **more: asked.append(more)
+    )
+    world = World(b"id", 2, 2, one_host=True)
+    place = ServerPlace(spec, (), cluster, world, 1)
+    server_access(place, None, "instance-1 x").connect(None, 0)
+    assert asked == [{"separate_stream": False, "device": 0, "world": (world, 3)}]
 
 
 @pytest.mark.parametrize(("said", "dtype"), [("bfloat16", "bfloat16"), (None, "float32")])

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -206,6 +207,24 @@ def test_a_function_s_neighbours_cannot_trace_it_or_read_its_memory(agent):
         code = f"open('/proc/{pid}/mem', 'rb')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "PermissionError" in done.stderr
+
+
+def named_sockets(pid: int) -> set[str]:
+    """Return the names of a process' sockets on which others could ask it for descriptors."""
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {words[7] for words in lines if len(words) > 7 and words[6] in inodes}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may look at a function's descriptors")
+def test_nobody_can_ask_for_the_descriptors_of_the_backbone(agent):
+    """They go over sockets without a name, so none can be opened a second time."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"\0lora-jax-test-{os.getpid()}")
+        assert len(named_sockets(os.getpid())) == 1  # what this test would find
+    pids = [function.pid for function in agent.functions.values()]
+    assert [named_sockets(pid) for pid in (os.getpid(), *pids)] == [set()] * 3
 
 
 def test_functions_are_bound_by_the_kernel(agent):

@@ -9,6 +9,7 @@ from support.cases import adapter_cases
 from support.doubles.late_copier import LateCopier
 
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
@@ -171,6 +172,53 @@ def test_no_copy_of_a_load_taken_back_is_under_way(rank, monkeypatch):
         rank.advance(1)
     rank.unload(1)
     assert not copier.begun  # another's rows may come to their place now
+
+
+class FailingCopier(LateCopier):
+    """Copies so many times; after that the device takes nothing."""
+
+    def __init__(self, copies):
+        super().__init__()
+        self.left = copies
+
+    def begin_write_into(self, array, offset, data):
+        if not self.left:
+            raise OSError("the device took no copy")
+        self.left -= 1
+        super().begin_write_into(array, offset, data)
+
+
+def advance(rank, times=20):
+    for _ in range(times):
+        rank.advance(1)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_load_whose_copy_fails_is_dropped_alone(rank, monkeypatch, copies):
+    load(rank, 0, adapter(0))
+    monkeypatch.setattr(rank, "_copier", FailingCopier(copies))
+    rank.start_load(1, shard_part(adapter(1), SHARD))
+    advance(rank)
+    assert rank.take_failures() == [(1, "the device took no copy")]
+    assert not rank.take_failures()
+    assert not rank.is_loading
+    assert rank.held == {0: adapter(0).digest}
+    rank.check_integrity()
+    monkeypatch.setattr(rank, "_copier", LateCopier())
+    load(rank, 1, adapter(1))  # its place is free
+    assert rank.held == {0: adapter(0).digest, 1: adapter(1).digest}
+
+
+def test_a_copy_that_fails_behind_a_layer_in_use_ends_the_rank(rank, monkeypatch):
+    copier = FailingCopier(copies=1000)
+    monkeypatch.setattr(rank, "_copier", copier)
+    rank.start_load(1, shard_part(adapter(1), SHARD))
+    while rank.advance(1) is None:
+        pass
+    copier.left = 0
+    with pytest.raises(LoadFailed, match="took no copy"):
+        advance(rank)
+    rank.unload(1)
 
 
 def test_a_layer_may_be_used_before_the_next_has_come(rank):

@@ -65,6 +65,51 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     assert not path.exists()
 
 
+class Library:
+    """Makes ids, and has worlds that do not begin."""
+
+    def new_id(self, *, one_host):
+        return b"one host" if one_host else b"several"
+
+    def join(self, device, pe, size, world, slot_bytes, *, servers, one_host):
+        assert (device, pe, size, world) == (0, 0, 3, b"one host")
+        assert (servers, one_host) == (1, True)
+        raise RuntimeError("error 7")
+
+
+def test_a_rank_listens_before_it_joins_a_world_and_says_why_it_cannot(
+    files, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(rank_process, "use_gpu", lambda gpu: None)
+    monkeypatch.setattr(rank_process.world_library, "library", Library)
+    spec = cases.make_spec(files[0], "ep1-pp1", max_rows=8, transport="nvshmem")
+    path = tmp_path / "rank"
+    here, there = multiprocessing.Pipe()
+    _, echo = multiprocessing.Pipe()
+    said = []
+
+    def drive():
+        caller = Caller(here)
+        try:
+            said.append(caller.call("new_world", True))
+            said.append((caller.call("listen"), path.exists()))
+            caller.call("join", said[0], 1, 2, True, limit_s=60)
+        except ConnectionError as error:
+            said.append(str(error))
+        finally:
+            caller.close()
+
+    driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
+    driver.start()
+    try:
+        rank_main(there, echo, spec, 0, RankPlace(str(path)), 0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    driver.join(30)
+    assert said == [b"one host".hex(), (0, True), "PE 0 of 3: error 7"]
+    assert "Rank 0 of the LoRA Server cannot start: PE 0 of 3: error 7" in caplog.text
+
+
 def test_a_rank_that_cannot_start_is_told_of(tmp_path, capfd):
     process = RankProcess(
         cases.make_spec(str(tmp_path), "ep1-pp1"), 0, RankPlace(str(tmp_path / "rank"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from support.cases import lora_server_cases as cases
 from support.doubles.driver_double import cuda_double
+from support.doubles.late_copier import LateCopier
 
 from cuda_backend.vmm import CudaDriver
 from lora_jax.adapters import reader
@@ -194,6 +195,34 @@ def test_loads_that_cannot_be_leave_the_loop_alive(running, files, tmp_path):
     with pytest.raises(ValueError, match="place"):
         running.load("a2", 3)
     assert running.ask([0, 1], [2, 3]) is not REFUSED
+
+
+class RefusingCopier(LateCopier):
+    refuses = False
+
+    def begin_write_into(self, array, offset, data):
+        if self.refuses:
+            raise OSError("the device took no copy")
+        super().begin_write_into(array, offset, data)
+
+
+def test_a_copy_that_fails_is_told_and_the_loop_lives(made, files):
+    copier = RefusingCopier()
+    how = made.catalogue, made.layout.shard(3), made.sizes, jnp.dtype("float32")
+    rank = ServerRank(*how, copier=copier)
+    rank.warm_up()
+    loop = Running(made, rank, {name: Path(path) for name, path in files[1].items()})
+    load_within(30, loop, "a0", 0)
+    copier.refuses = True
+    with pytest.raises(ValueError, match="could not be loaded: the device took no copy"):
+        loop.load("a1", 1)
+    copier.refuses = False
+    assert loop.ask([1], [3]) is REFUSED
+    load_within(30, loop, "a1", 1)
+    assert loop.ask([0, 1], [2, 3]) is not REFUSED
+    loop.server.stop()
+    loop.thread.join(30)
+    assert loop.server.stats().compilations == 0
 
 
 def test_requests_are_answered_while_an_adapter_loads(running):

@@ -31,11 +31,27 @@ def test_by_default_one_process_does_it_all():
         ({"lora_attention": "remote"}, "add --lora-server"),
         (
             {"lora_server": 1, "lora_server_transport": "ucx"},
-            "one of auto, tcp, nixl, got 'ucx'",
+            "one of auto, tcp, nixl, nvshmem, got 'ucx'",
         ),
         (
-            {"lora_server": 1, "lora_server_transport": "nvshmem"},
-            "this command starts lost roles anew",
+            {"lora_server_transport": "nvshmem"},
+            "nvshmem carries rows to a LoRA Server; add --lora-server",
+        ),
+        (
+            {
+                "lora_server": 1,
+                "lora_server_transport": "nvshmem",
+                "lora_separate_stream": True,
+            },
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
+            "nvshmem they restart with it",
+        ),
+        (
+            {"lora_server": 1, "lora_server_transport": "nvshmem", "nnodes": 2},
+            "leave --instances and --lora-server out",
         ),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),

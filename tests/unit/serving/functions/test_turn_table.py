@@ -48,6 +48,20 @@ def test_an_expired_batch_interrupts_a_turn_but_not_at_once():
     assert table.recall(0.02) == "a"
 
 
+def test_a_turn_is_asked_back_a_hand_over_before_a_batch_expires():
+    table = TurnTable(turn_s=1.0)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.asks("b", ask(leaves_s=0.5), 0.0)
+    assert table.next_look() == 0.5
+    for seconds in (0.0625, 0.125, 0.25, 9.0):  # one of many may be wild
+        table.handed_over(seconds)
+    table.handed_over(0.125)
+    assert table.next_look() == 0.375
+    assert table.recall(0.37) is None
+    assert table.recall(0.375) == "a"
+
+
 def test_a_batch_that_cannot_be_in_time_any_more_waits_for_the_turns_end():
     """Else all turns of a device with too much work are the shortest, and hand-overs take it."""
     table = TurnTable(turn_s=0.1)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
+from support.doubles import nvshmem_double
 from support.processes.compiler import compile_fast
 from support.processes.member_loss import MemberLoss
 from support.processes.server_process import ROOT, free_port, post, wait_healthy
@@ -197,6 +198,29 @@ def test_instances_share_a_lora_server_over_tcp(model):
             assert server.status() == 200  # the others answer
             until(lambda role=role: members(nodes).get(role, first[role]) != first[role])
             until(lambda: answers(server, "model:a1") == want)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_world_of_nvshmem_over_nodes_restarts_as_a_whole(model, monkeypatch):
+    """The emulated library joins the roles of four nodes; a killed rank ends all of them."""
+    nvshmem_double.plugin(model / "plugin")
+    paths = [model / "plugin", ROOT / "tests", ROOT / "src", ROOT]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+    with contextlib.ExitStack() as stack:
+        nodes = RayNodes(model, stack, 4)
+        words = f"--data-parallel-size 2 --lora-server 2 --lora-dir {model / 'adapters'} "
+        words += "--lora-server-transport nvshmem --lora-server-wait-s 30"
+        server = Served(nodes, model, stack, words)
+        server.wait()
+        want = server.ask("model:a1")
+        first = members(nodes)
+        assert sorted(first) == ["instance-0", "instance-1", "lora-server-0", "lora-server-1"]
+        os.kill(first["lora-server-1"], signal.SIGKILL)
+        server.until(503)
+        server.until(200)
+        until(lambda: answers(server, "model:a1") == want)
+        assert not set(first.values()) & set(members(nodes).values())
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from serving.lora_server.transport.device_client import DeviceClient
 from serving.lora_server.transport.device_server import DeviceServer
 from serving.lora_server.transport.selection import RankPlace
 from serving.lora_server.transport.slots import SlotClient, SlotServer
+from serving.lora_server.transport.world import World
 
 TERMS = terms_of(ep=1)
 
@@ -50,6 +51,30 @@ def test_on_a_gpu_they_are_in_its_memory(tmp_path, monkeypatch, gpus):
     in_stream.close()
     client.close()
     server.close()
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_in_a_world_a_rank_listens_before_all_members_join(tmp_path, monkeypatch, far):
+    world, asked = World(b"id", 1, 2, one_host=not far), []
+    monkeypatch.setattr(
+        selection.world_library, "join", lambda *given: asked.append(given) or "gpu"
+    )
+    for name in ("open_server", "open_client"):
+        monkeypatch.setattr(selection.symmetric, name, lambda *given: asked.append(given))
+    secret = b"s" * 32
+    place = RankPlace(("127.0.0.1", 0) if far else str(tmp_path / "rank-0"), secret)
+    door = selection.Door(TERMS, 0, "nvshmem", place)
+    door.listen()
+    assert (door.port > 0) == far
+    door.world = world
+    door.open()
+    selection.open_client_at([place], TERMS, "nvshmem", world=(world, 2))
+    joined, server, client_joined, client = asked
+    server[0].close()
+    shapes, known = TERMS.shapes, secret if far else None
+    assert (joined, client_joined) == ((world, 0, shapes), (world, 2, shapes))
+    assert server[1:] == (TERMS, 0, "gpu", known)
+    assert client == ([place.address], TERMS, "gpu", range(1), known)
 
 
 def test_a_platform_without_a_transport_is_said(tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """The transport in a world of symmetric memory keeps the contract, over emulated GPUs."""
 
 import contextlib
+import ctypes
+import functools
 import itertools
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -24,7 +27,7 @@ from support.contracts.transport_contract import TransportContract
 from support.doubles.cuda_emulator import compile_forward
 from support.waiting import wait_until
 
-from cuda_backend.nvshmem import NvshmemDevice, calls_of
+from cuda_backend.nvshmem import ID_BYTES, NvshmemDevice, calls_of
 from serving.lora_server.transport import symmetric
 from serving.lora_server.transport.base import Status, TransportError
 from serving.lora_server.transport.device_server import no_ticket
@@ -46,7 +49,11 @@ class Worlds:
             pytest.skip("nothing is pulled from symmetric memory")
         if rank == 0:
             room = max(terms.shapes.request_slot, terms.shapes.response_slot)
-            self.devices = [self._device(pe, room) for pe in range(SIZE)]
+            name = ctypes.create_string_buffer(ID_BYTES)
+            assert self._calls.id(name) == 0
+            with ThreadPoolExecutor(SIZE) as pool:  # each of them waits for all
+                join = functools.partial(self._device, name.raw, room)
+                self.devices = list(pool.map(join, range(SIZE)))
             self._next = itertools.count(FIRST_CLIENT)
         listening = unix_listener(folder / f"rank-{rank}")
         return symmetric.open_server(listening, terms, rank, self.devices[rank])
@@ -56,10 +63,10 @@ class Worlds:
         device = self.devices[next(self._next)]
         return symmetric.open_client(paths, terms, device, range(len(servers)), **options)
 
-    def _device(self, pe, room):
+    def _device(self, world, room, pe):
         gpu = 1 if pe < FIRST_CLIENT else 0
         peer = self._gpus.device(gpu)
-        return NvshmemDevice(gpu, pe, SIZE, bytes(128), room, calls=self._calls, peer=peer)
+        return NvshmemDevice(gpu, pe, SIZE, world, room, calls=self._calls, peer=peer)
 
 
 @pytest.fixture(scope="module")

@@ -200,3 +200,8 @@ def test_rows_whose_masks_may_take_long_begin_pieces_of_their_own(sequence):
     assert order[::4] == [0, 1, 2, 3]
     assert order[1::4] == [8, 9, 10, 11]
     assert sorted(order) == list(range(16))
+
+
+def test_threads_are_bounded_by_the_cores(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(10)))
+    assert [RowMasks(ENDS, most)._num_threads for most in (4, 12)] == [4, 8]
