@@ -17,7 +17,7 @@ PARTS = {
     "send": ("send deltas back", "#6baed6"),
 }
 PAPER_US = 494  # receive + LoRA + send, EP4-PP2, 128 tokens
-MOST_ROWS = 12  # the rest is in the JSON and in bench/README.md
+MOST_ROWS = 12  # the rest is in the JSON and in docs/benchmarks/lora-server.md
 GREY, ADDED = "#9a9a9a", "#d95f02"
 
 

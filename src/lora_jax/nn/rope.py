@@ -2,8 +2,10 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from lora_jax.config import RopeConfig
 from lora_jax.typing import Array, Float, Int
@@ -56,7 +58,20 @@ def cos_sin(
     frequencies = jnp.asarray(inverse_frequencies(config))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None]
     magnitude = jnp.float32(config.magnitude)
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+    return computed_once(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)
+
+
+def computed_once(
+    cos: Float[Array, "rows half"], sin: Float[Array, "rows half"]
+) -> tuple[Float[Array, "rows half"], Float[Array, "rows half"]]:
+    """Return both as they are; on a CPU each program computes them once.
+
+    XLA would compute them anew in each fusion that reads them: for q and for k of every layer, on a
+    CPU by calls of sincosf.
+    """
+    if jax.default_backend() != "cpu":
+        return cos, sin
+    return lax.optimization_barrier((cos, sin))
 
 
 def frequency_axes(config: RopeConfig) -> np.ndarray:
@@ -81,4 +96,4 @@ def cos_sin_of_three(
     chosen = positions.astype(jnp.float32)[frequency_axes(config)].T
     angles = chosen * jnp.asarray(inverse_frequencies(config))[None]
     magnitude = jnp.float32(config.magnitude)
-    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+    return computed_once(jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude)

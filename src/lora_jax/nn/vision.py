@@ -17,6 +17,7 @@ from lora_jax.adapters.catalogue import LoraModule, NameRule
 from lora_jax.config import VisionConfig
 from lora_jax.nn.layers import Linear
 from lora_jax.nn.lora import AdapterRouting
+from lora_jax.nn.rope import computed_once
 from lora_jax.ops.grouped_matmul import dense_matmul, gelu_tanh
 from lora_jax.ops.image_attention import attend_windows, turned_attention
 from lora_jax.ops.rotary import rotate
@@ -92,7 +93,7 @@ def axial_cos_sin(
     wide = positions.astype(jnp.float32)[:, :, None]
     angles = wide * jnp.asarray(frequencies.astype(np.float32))[None, None]
     angles = angles.reshape(positions.shape[0], -1)
-    return jnp.cos(angles), jnp.sin(angles)
+    return computed_once(jnp.cos(angles), jnp.sin(angles))
 
 
 class VisionAttention(nnx.Module):

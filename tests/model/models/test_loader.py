@@ -1,6 +1,7 @@
 """Loading: complete or not at all, in the dtype asked for, slice by slice, in little memory."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,20 +223,27 @@ def test_each_device_is_given_its_own_slice(tmp_path, monkeypatch, devices, expe
 MEMORY_SCRIPT = """
 import re, sys
 from lora_jax.models import load
+from lora_jax.sharding import Split, make_mesh
+
+split = Split(make_mesh(2), sys.argv[3]) if sys.argv[3] else None
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-load(sys.argv[1])  # what the first load of all takes: kernels, caches
+load(sys.argv[1], split=split)  # what the first load of all takes: kernels, caches
 before = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")  # the peak starts anew
-model, _ = load(sys.argv[2])
+model, _ = load(sys.argv[2], split=split)
 print(before, status("VmHWM"), status("VmRSS"))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's counters")
-def test_peak_memory_is_the_model_and_its_largest_tensor(tmp_path):
+@pytest.mark.parametrize(
+    "experts", ["", *(pytest.param(name, marks=pytest.mark.long) for name in ("ep", "tp"))]
+)
+def test_peak_memory_is_the_model_and_its_largest_tensor(tmp_path, experts):
+    """On one device, and on two that have whole experts or parts of all."""
     small, large = tmp_path / "small", tmp_path / "large"
     small.mkdir()
     large.mkdir()
@@ -249,8 +257,12 @@ def test_peak_memory_is_the_model_and_its_largest_tensor(tmp_path):
     largest = 8 * 1024 * 512 * 2  # one matrix of all experts
     assert model_bytes > 120e6
     del tensors
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(small), str(large)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(small), str(large), experts]
+    flags = os.environ.get("XLA_FLAGS", "")
+    if experts:
+        flags = f"{flags} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags.strip()}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=env)
     before, peak, after = map(int, done.stdout.split())
     assert after - before > 0.9 * model_bytes  # the counters do see the model
     assert peak - before <= model_bytes + largest + 16e6, (peak - before, model_bytes)

@@ -1,11 +1,13 @@
 """Rotary embeddings against transformers' own functions and against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lora_jax.config import RopeConfig
 from lora_jax.nn.rope import cos_sin, inverse_frequencies
+from lora_jax.ops.rotary import rotate
 
 CONFIGS = {
     "default": RopeConfig("default", 16, 1e4),
@@ -60,3 +62,19 @@ def test_cos_and_sin_at_far_positions(name):
     cos, sin = cos_sin(config, jnp.asarray(positions))
     np.testing.assert_allclose(cos, config.magnitude * np.cos(angles), atol=1e-6)
     np.testing.assert_allclose(sin, config.magnitude * np.sin(angles), atol=1e-6)
+
+
+def test_a_program_on_a_cpu_computes_every_cos_and_sin_once():
+    """XLA put them into the fusion of each rotation: 6 of each here, for q and k of 3 layers."""
+
+    @jax.jit
+    def turned(x, positions):
+        angles = cos_sin(CONFIGS["default"], positions)
+        for _ in range(3):
+            q, k = rotate(x, *angles), rotate(x[:, :1], *angles)
+            x = jnp.tanh(q.reshape(8, 32) @ jnp.ones((32, 32))).reshape(8, 2, 16) + k
+        return x
+
+    x = jnp.ones((8, 2, 16), jnp.float32)
+    compiled = str(turned.lower(x, jnp.arange(8)).compile().as_text())
+    assert compiled.count(" cosine(") == compiled.count(" sine(") == 1

@@ -83,9 +83,34 @@ inline Panel<Wide<D>> decoded_panel(const PackedGemm<D>& g, Room<D>& room, int64
   return panel;
 }
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+// As write_tile for kCols columns, half a vector: a copy of a fixed size is quicker.
+template <class D>
+inline void write_whole_tile(const Gemm<D>& g, int64_t group, int64_t row, int64_t m, int64_t col,
+                             const float* sums) {
+  using T = typename D::T;
+  f32s bias = {};
+  if (g.bias) {
+    alignas(32) T of[kLanes] = {};
+    std::memcpy(of, g.bias + group * g.d_out + col, kCols * sizeof(T));
+    bias = load(of);
+  }
+  for (int64_t r = 0; r < m; ++r) {
+    float half __attribute__((vector_size(4 * kCols)));
+    std::memcpy(&half, sums + r * kCols, sizeof(half));
+    T all[kLanes];
+    store(all, __builtin_shufflevector(half, half, 0, 1, 2, 3, 0, 1, 2, 3) + bias);
+    std::memcpy(g.y + (row + r) * g.d_out + col, all, kCols * sizeof(T));
+  }
+}
+#endif
+
 template <class D>
 inline void write_tile(const Gemm<D>& g, int64_t group, int64_t row, int64_t m, int64_t col,
                        int64_t n, const float* sums) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+  if (n == kCols) return write_whole_tile(g, group, row, m, col, sums);
+#endif
   f32s bias = g.bias ? load(g.bias + group * g.d_out + col, n) : f32s{};
   for (int64_t r = 0; r < m; ++r)
     store(g.y + (row + r) * g.d_out + col, load(sums + r * kCols, n) + bias, n);

@@ -55,11 +55,29 @@ inline __m256i narrow(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
 #elif defined(__AVX512F__)
 inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32s)v); }
 #elif defined(__AVX2__)
+// Constants of tables, in memory: the compiler would make them anew for each table, as registers are
+// few.
+struct TableConstants {
+  alignas(32) uint32_t one[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+  alignas(32) uint32_t half[8] = {0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff};
+  // Low bytes of words i, of words i + 8, high bytes of i, of i + 8; in either half.
+  alignas(32) uint8_t fours[32] = {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15,
+                                   0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15};
+};
+inline const TableConstants* table_constants() {
+  static constexpr TableConstants kAll;
+  const TableConstants* all = &kAll;
+  asm("" : "+r"(all));
+  return all;
+}
 // The rounded word of a lane is its upper half.
 inline __m256i rounded(__m256 v) {
+  const TableConstants* all = table_constants();
+  __m256i one = _mm256_load_si256((const __m256i*)all->one);
+  __m256i half = _mm256_load_si256((const __m256i*)all->half);
   __m256i bits = _mm256_castps_si256(v);
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  return _mm256_add_epi32(_mm256_add_epi32(bits, half), odd);
 }
 inline __m256i narrow(__m256 first, __m256 second) {
   __m256i a = _mm256_srli_epi32(rounded(first), 16), b = _mm256_srli_epi32(rounded(second), 16);
@@ -144,9 +162,8 @@ struct WordTable {
     // Lane i has word i in its low half, word i + 8 in its high half. Their bytes by fours, of
     // lanes 0 to 3 and then 4 to 7: low bytes of i, of i + 8, high bytes of i, of i + 8.
     __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
-    __m256i fours = _mm256_shuffle_epi8(
-        both, _mm256_broadcastsi128_si256(
-                  _mm_setr_epi8(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15)));
+    __m256i fours =
+        _mm256_shuffle_epi8(both, _mm256_load_si256((const __m256i*)table_constants()->fours));
     low = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
     high = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7));
   }

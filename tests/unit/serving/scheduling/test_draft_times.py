@@ -40,7 +40,7 @@ def test_times_decide_whether_drafts_pay():
 
 
 def test_a_step_takes_as_many_guesses_as_give_the_most_tokens_a_second():
-    """Steps of 4 rows and a CPU, where a token costs 2.2 ms beside 14: see bench/README.md."""
+    """Steps of 4 rows and a CPU, where a token costs 2.2 ms beside 14."""
     choices = [(28, 21.0), (16, 15.0), (8, 7.6), (2, 1.9)]
     rates = [(4 + right) / (14 + 2.2 * (4 + count)) for count, right in choices]
     times = DraftTimes()
