@@ -19,6 +19,9 @@ from serving.functions.turn_table import Ask, TurnTable
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 16  # messages of one function
+_MOST_S = 1e6
+
 
 class TurnKeeper:
     """The turns of one device, on a thread of its own; any thread may call."""
@@ -77,9 +80,9 @@ class TurnKeeper:
         self._decide()
 
     def _hear(self, key: str) -> None:
-        """Take in all that a function has said."""
+        """Take in what a function has said; of one that never ends, a part before each decision."""
         connection = self._sockets[key]
-        while True:
+        for _ in range(_AT_ONCE):
             try:
                 message = connection.recv(messages.LONGEST)
             except BlockingIOError:
@@ -94,8 +97,9 @@ class TurnKeeper:
         """Note what a function says; return whether it was a message."""
         letter, size = message[:1], len(message)
         if letter == messages.ASK and size == messages.ASK_FIELDS.size:
-            fields = [_bounded(value) for value in messages.ASK_FIELDS.unpack(message)[1:]]
-            self.table.asks(key, Ask(*fields), now)
+            slo_s, waited_s, run_s, leaves_s = messages.ASK_FIELDS.unpack(message)[1:]
+            times = _bounded(slo_s, 0.0), _bounded(waited_s, 0.0), _bounded(run_s, 0.0)
+            self.table.asks(key, Ask(*times, _bounded(leaves_s, -_MOST_S)), now)
         elif letter == messages.BACK and size == messages.BACK_FIELDS.size:
             _, runs, *stamps = messages.BACK_FIELDS.unpack(message)
             self.log.back(key, Stamps(*stamps), now)
@@ -122,7 +126,7 @@ class TurnKeeper:
         """Grant and recall what is due; return whether a function was found to have gone."""
         now = time.monotonic()
         for key in self.table.take_late(now):
-            logger.warning("Function %s did not give its turn back in time.", key.split()[0])
+            logger.warning("The turn of function %s did not end in time.", key.split()[0])
         told = True
         if (alone := self.table.alone()) is not None:
             told &= self._send(alone, messages.word(messages.ALONE, now))
@@ -157,6 +161,6 @@ class TurnKeeper:
             connection.close()
 
 
-def _bounded(seconds: float) -> float:
-    """Return seconds that a policy can compare: between -1e6 and 1e6, 0 for no number."""
-    return min(max(seconds, -1e6), 1e6) if seconds == seconds else 0.0
+def _bounded(seconds: float, least: float) -> float:
+    """Return seconds that a policy can compare: between `least` and _MOST_S, 0 for no number."""
+    return min(max(seconds, least), _MOST_S) if seconds == seconds else 0.0

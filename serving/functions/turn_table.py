@@ -4,7 +4,8 @@ A turn is granted by margin (`policies.turns`) and has no end while nobody else 
 does, it is asked back at the end of its time, or earlier for a batch that waits for the device and
 can still be in time: by a hand-over before it expires (`policies.batching`). One that is not given
 back in time is taken away.
-Where all batches are late, shorter turns would cost more hand-overs and save no deadline.
+Where all batches are late, shorter turns would cost more hand-overs and save no deadline. A
+function that has waited very long has the next turn whatever the others claim.
 
 A turn may be passed on while its last step runs: the next function plans and dispatches meanwhile.
 So two functions at most have steps on the device, the holder and the one before it. Times are
@@ -21,6 +22,7 @@ from serving.functions.policies.turns import Contender, in_turn
 TURN_S = 0.1  # of steps, while others ask
 LEAST_S = 0.02  # for a turn that others' expired batches interrupt
 OVERDUE_S = 1.0  # from the asking back, or passing on, to the taking away; a step may be that long
+STARVED_S = 10.0  # after so long in the table work comes before all margins, which are claims
 _LAST = 15  # hand-overs, whose median is what the next one is expected to take
 NEVER_S = 1e6  # of work that nobody waits for: it has the device when nobody else wants it
 
@@ -129,10 +131,18 @@ class TurnTable:
         """Return the function whose turn begins now, if one does."""
         if self._turn is not None or not self._asking or len(self._ending) > self.overlaps:
             return None
-        first = in_turn([self._contender(name, now) for name in self._asking])[0]
-        del self._asking[first.name]
-        self._turn = _Turn(first.name, now, shared=bool(self._ending))
-        return first.name
+        name = self._starved(now)
+        if name is None:
+            name = in_turn([self._contender(name, now) for name in self._asking])[0].name
+        del self._asking[name]
+        self._turn = _Turn(name, now, shared=bool(self._ending))
+        return name
+
+    def _starved(self, now: float) -> str | None:
+        """Return the function that has asked longest, if that is STARVED_S or more ago."""
+        asked = {n: at for n, (ask, at) in self._asking.items() if ask.leaves_s < NEVER_S}
+        name = min(asked, key=lambda n: asked[n], default=None)
+        return name if name is not None and now >= asked[name] + STARVED_S else None
 
     def recall(self, now: float) -> str | None:
         """Return the function that is to give its turn back, once."""

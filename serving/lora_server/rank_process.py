@@ -88,7 +88,9 @@ class RankProcess(AbstractChild):
         Raises ConnectionError when that fails.
         """
         said = world.id.hex(), world.ranks, world.instances, world.one_host
+        self.is_ready = False  # who closes meanwhile does not wait for the other members
         self._begin("join", *said, limit_s=_WORLD_S)
+        self.is_ready = True
 
     def _listens_at(self, port: int) -> None:
         if isinstance(self.place.address, tuple):

@@ -57,6 +57,7 @@ class WorldMembers:
                 logger.warning("%s has left the NVSHMEM world; all members restart.", member)
                 now, before = _Now(now.number + 1), now.processes
                 self._now = now
+                now.entered.add(member)  # whatever a kill raises
                 for process in before:
                     _kill(process)
             now.entered.add(member)
@@ -147,5 +148,6 @@ def instance_member(number: int) -> str:
 
 
 def _kill(process: Process) -> None:
-    with contextlib.suppress(ValueError):  # its handle is closed: it has ended
+    # Its handle is closed, or just being closed: it has ended.
+    with contextlib.suppress(ValueError, AttributeError):
         process.kill()

@@ -73,6 +73,7 @@ class Door:
                 endpoints = world_library.join(self.world, rank, terms.shapes)
             secret = self._place.secret if isinstance(address, tuple) else None
             return symmetric.open_server(self._listening, terms, rank, endpoints, secret)
+        _require_no_world(self._transport)
         if not isinstance(address, tuple):
             return open_server(address, terms, rank, self._transport)
         far = nixl.open_far_server if self._transport == NIXL else tcp.open_server
@@ -114,6 +115,7 @@ def open_client_at(
     """
     if world is not None:
         return _open_in_world(places, terms, *world)
+    _require_no_world(transport)
     far = [place.address for place in places if isinstance(place.address, tuple)]
     if not far:
         paths = [str(place.address) for place in places]
@@ -154,6 +156,14 @@ def open_client(
     return device_memory.open_client(
         paths, terms, _endpoints(device), separate_stream=separate_stream
     )
+
+
+def _require_no_world(transport: str) -> None:
+    if transport == NVSHMEM:
+        raise NotImplementedError(
+            "The transport nvshmem joins the processes of one world, which the command begins: "
+            "start instances and LoRA Server by one `python -m serving.launch`."
+        )
 
 
 def _require_host_memory(transport: str) -> None:

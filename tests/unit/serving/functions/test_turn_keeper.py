@@ -132,6 +132,27 @@ def test_wild_talk_harms_its_sender_alone(keeper, words):
         assert heard(b) == GRANT
 
 
+class Loud:
+    """A socket on which a function has always said more."""
+
+    recvs = 0
+
+    def recv(self, size: int) -> bytes:
+        self.recvs += 1
+        assert self.recvs < 1000, "it is heard without end"
+        return _ASKS
+
+
+def test_a_function_that_never_stops_talking_is_heard_in_parts(monkeypatch):
+    keeper = TurnKeeper(TurnTable())
+    keeper.close()  # its thread has ended
+    loud = Loud()
+    monkeypatch.setitem(keeper._sockets, "loud", loud)
+    keeper._hear("loud")
+    assert 0 < loud.recvs < 100
+    assert keeper.table.grant(0.0) == "loud"
+
+
 def test_the_end_leaves_functions_without_turns(keeper):
     with opened(keeper, "a") as a:
         keeper.close()

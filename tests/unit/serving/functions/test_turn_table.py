@@ -21,6 +21,20 @@ def test_a_lone_function_keeps_its_turn():
     assert table.grant(1e6) is None
 
 
+def test_whatever_others_claim_work_that_waits_long_has_the_next_turn():
+    table, granted = TurnTable(turn_s=0.1), []
+    table.asks("honest", ask(slo_s=1.0), 0.0)
+    for now in range(12):
+        for name in ("a", "b"):  # they help one another
+            table.asks(name, ask(slo_s=0.0, waited_s=1e6), now)
+        granted.append(table.grant(now))
+        table.gives_back(granted[-1])
+    assert "honest" not in granted[:10]
+    assert granted[10] == "honest"
+    table.asks("idle", ask(leaves_s=NEVER_S), 0.0)  # waits for a device that nobody wants
+    assert table.grant(100.0) in ("a", "b")
+
+
 def test_the_least_margin_is_next_and_a_full_turn_is_asked_back_once():
     table = TurnTable(turn_s=0.1)
     table.asks("a", ask(), 0.0)

@@ -1,7 +1,7 @@
 """Members of a world begin together, end together, and are even over hosts."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_the_id_is_given_when_all_ranks_listen(members):
     with ThreadPoolExecutor(1) as pool:
         told = pool.submit(members.world, number)
         members.report_listening(number, b"id")
-        assert not told.done()
+        assert not wait([told], timeout=0.1).done
         members.report_listening(number)
         world = told.result(10)
     assert (world.id, world.size, world.one_host) == (b"id", 4, True)

@@ -134,6 +134,14 @@ def test_between_hosts_nixl_meets_over_tcp_and_gpus_are_told_what_to_take(monkey
             selection.open_client_at([place], TERMS, transport)
 
 
+def test_nvshmem_without_a_world_is_refused(tmp_path):
+    place = RankPlace(str(tmp_path / "rank"))
+    with pytest.raises(NotImplementedError, match="nvshmem joins the processes of one world"):
+        selection.Door(TERMS, 0, "nvshmem", place).open()
+    with pytest.raises(NotImplementedError, match="nvshmem joins the processes of one world"):
+        selection.open_client_at([place], TERMS, "nvshmem")
+
+
 def test_a_place_of_this_host_is_a_unix_socket(tmp_path):
     place = RankPlace(str(tmp_path / "rank-0"))
     door = selection.Door(TERMS, 0, "auto", place)
