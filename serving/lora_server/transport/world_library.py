@@ -37,8 +37,8 @@ class WorldLibrary(Protocol):
         """Return a device of this process as PE `pe` of `size`, when all of them have come.
 
         `slot_bytes` is the size of the largest slot, equal on all PEs. PEs below `servers` exchange
-        with the others only. Raises RuntimeError when
-        the world does not begin, and NotImplementedError where the library cannot run.
+        with the others only. Raises RuntimeError when the world does not begin, and
+        NotImplementedError where the library cannot run.
         """
         ...
 
