@@ -24,6 +24,7 @@ import jax
 from lora_jax import own_files
 from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
+from lora_jax.memory.virtual import AbstractVirtualMemory, MappingError, OutOfPages
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
@@ -84,7 +85,7 @@ def main(connection) -> None:
         # Programs are kept by these sizes: a process without the adapter can make them.
         sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
         engine = Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
-        memory.keep_freed(_KEPT_BYTES)
+        _keep_freed(memory)
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except NotKept as error:
@@ -115,6 +116,14 @@ def main(connection) -> None:
     with engine:
         adapter = name if adapters else None
         _Calls(connection, engine, arena, adapter, side, tenants and tenants.side).answer()
+
+
+def _keep_freed(memory: AbstractVirtualMemory) -> None:
+    """Spare steps the driver's work for their temporary arrays; without that they are slower."""
+    try:
+        memory.keep_freed(_KEPT_BYTES)
+    except (NotImplementedError, MappingError, OutOfPages) as error:
+        logger.warning("Freed memory is not kept between steps, which take longer: %s", error)
 
 
 def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:

@@ -52,15 +52,14 @@ class WorldMembers:
         It is a new one if the member was in the last one already; then the others are killed.
         """
         with self._changed:
-            now = self._now
+            now, before = self._now, list[Process]()
             if member in now.entered:
                 logger.warning("%s has left the NVSHMEM world; all members restart.", member)
                 now, before = _Now(now.number + 1), now.processes
                 self._now = now
-                now.entered.add(member)  # whatever a kill raises
-                for process in before:
-                    _kill(process)
-            now.entered.add(member)
+            now.entered.add(member)  # whatever a kill raises
+            for process in before:
+                _kill(process)
             self._changed.notify_all()
             return now.number
 

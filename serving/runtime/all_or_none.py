@@ -7,7 +7,7 @@ from typing import Any
 
 
 def all_or_none(calls: Sequence[Callable[[], Any]], end: Callable[[], None]) -> None:
-    """Run the calls at once and return when all have; raise the first error.
+    """Run the calls at once and return when all have; raise an error of theirs.
 
     After an error `end` must end what the other calls wait for; they are waited for.
     """

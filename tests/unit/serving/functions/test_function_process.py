@@ -16,6 +16,7 @@ from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
 from lora_jax.memory.host import HostMemory
+from lora_jax.memory.virtual import MappingError, OutOfPages
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
 from serving.api.outputs import RequestFailed
@@ -446,3 +447,12 @@ def test_turns_come_with_their_own_connection_and_the_functions_limits(monkeypat
         with connection:
             connection.send(b"x")
         assert end.recv(1) == b"x"
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, MappingError, OutOfPages])
+def test_a_driver_that_keeps_no_freed_memory_only_warns(error, caplog):
+    def keep_freed(num_bytes):
+        raise error("it has no pool")
+
+    function_process._keep_freed(SimpleNamespace(keep_freed=keep_freed))
+    assert "take longer: it has no pool" in caplog.text
