@@ -26,9 +26,10 @@ class RayProcess(AbstractFarProcess):
         environ: Mapping[str, str],
         ended: Callable[[bool], None],
     ):
-        """`ended` is told once whether the host was lost with the process."""
+        """`ended` is told once whether the host was lost, before `join` returns."""
         self._actor, self._payload, self._environ = actor, payload, environ
-        self._told, self._lock = ended, threading.Lock()
+        self._told: Callable[[bool], None] | None = ended
+        self._lock = threading.Lock()
         self._ended = threading.Event()
         self._read, self._write = os.pipe()
         self._is_closed = False
@@ -91,9 +92,12 @@ class RayProcess(AbstractFarProcess):
 
     def _finish(self, status: int, is_lost: bool) -> None:
         with self._lock:
-            if self._ended.is_set():
+            told, self._told = self._told, None
+            if told is None:
                 return
             self.exitcode = status
+        try:
+            told(is_lost)  # first: who waits for the end may start on this host again
+        finally:
             self._ended.set()
-        self._told(is_lost)
-        os.close(self._write)
+            os.close(self._write)

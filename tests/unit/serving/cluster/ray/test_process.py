@@ -79,6 +79,25 @@ def test_an_end_is_told_at_once_with_its_status(actor, process):
     assert (made.is_alive(), made.exitcode, told) == (False, 75, [False])
 
 
+def test_an_end_is_told_before_join_returns(actor):
+    is_told, may_go_on = threading.Event(), threading.Event()
+
+    def told(is_lost):
+        is_told.set()
+        may_go_on.wait(5)
+
+    made = RayProcess(actor, b"call", {}, told)
+    made.start()
+    actor.run.say(75)
+    assert is_told.wait(5)
+    made.join(0.05)
+    assert made.is_alive()
+    may_go_on.set()
+    made.join(5)
+    assert not made.is_alive()
+    made.close()
+
+
 def test_a_kill_ends_the_actor_and_the_host_is_not_lost(actor, process):
     made, told = process
     made.kill()
