@@ -4,8 +4,8 @@ import functools
 
 import jax
 
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
-from lora_jax.ops.rms_norm import reference, xla
+from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.rms_norm import cpu, reference, xla
 from lora_jax.typing import Array, Float
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -14,6 +14,7 @@ RMS_NORM = Op(
     "rms_norm",
     (
         Implementation("cuda", GPU, backend_kernel("cuda", "rms_norm")),
+        Implementation("ffi", CPU, cpu.add_rms_norm),
         Implementation("xla", ANY, xla.add_rms_norm, stands_in=True),
         Implementation("reference", ANY, reference.add_rms_norm),
     ),
