@@ -1,4 +1,4 @@
-"""Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper and on a CPU."""
+"""Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper and CPUs."""
 
 from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.kv_rows import CODED

@@ -37,5 +37,7 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     given = q, k, args.v, args.cos, args.sin, *pages, args.token_to_page_slot
     if args.in_place:
         return acting_call(name, out)(*given), *pages
-    outs = [out, *(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in pages)]
-    return tuple(jax.ffi.ffi_call(name, outs, input_output_aliases={5: 1, 6: 2})(*given))
+    written = [jax.ShapeDtypeStruct(p.shape, p.dtype) for p in (args.k_pages, args.v_pages)]
+    call = jax.ffi.ffi_call(name, [out, *written], input_output_aliases={5: 1, 6: 2})
+    turned_q, k_pages, v_pages = map(jnp.asarray, call(*given))
+    return turned_q, k_pages, v_pages
