@@ -59,8 +59,9 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache,
         routing: AdapterRouting,
     ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        out, cache = self.attn(self.input_norm(x), angles, batch, cache, routing)
-        x, normed = self.post_norm.of_sum(x, out)
+        normed = self.input_norm.of_rows(x, batch.num_tokens)
+        out, cache = self.attn(normed, angles, batch, cache, routing)
+        x, normed = self.post_norm.of_sum(x, out, batch.num_tokens)
         return x + self.mlp(normed, routing), cache
 
 
@@ -152,7 +153,7 @@ class AbstractCausalLM(nnx.Module):
             if batch.images is not None:
                 x = image_rows.add_after_layer(x, batch.images, number)
             new_cache.append(layer_cache)
-        return self.norm(x), tuple(new_cache)
+        return self.norm.of_rows(x, batch.num_tokens), tuple(new_cache)
 
     def _inputs(
         self, batch: ForwardBatch, routing: AdapterRouting

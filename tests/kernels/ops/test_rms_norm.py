@@ -33,6 +33,18 @@ def test_a_norm_is_the_meaning_and_depends_on_no_other_row(implementation, dtype
             np.testing.assert_array_equal(mine[0], its[row])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_padding_rows_cost_nothing_on_a_cpu(dtype):
+    rng = np.random.default_rng(3)
+    x, addend = (jnp.asarray(rng.standard_normal((9, 27)), dtype) for _ in range(2))
+    weight, options = jnp.ones(27, dtype), {"implementation": "ffi"}
+    want = add_rms_norm(x, addend, weight, 1e-5, **options)
+    got = add_rms_norm(x, addend, weight, 1e-5, num_rows=jnp.int32(4), **options)
+    for mine, its in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine[:4], its[:4])
+        np.testing.assert_array_equal(np.asarray(mine, np.float32)[4:], 0)
+
+
 def test_the_sum_is_rounded_before_its_norm_on_a_cpu():
     """XLA leaves the rounding to bfloat16 out inside of a program, and has other bits there."""
     rng = np.random.default_rng(2)

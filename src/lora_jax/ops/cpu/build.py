@@ -19,6 +19,8 @@ TARGETS = (
     "lora_jax_gemm_bfloat16",
     "lora_jax_rms_norm_float32",
     "lora_jax_rms_norm_bfloat16",
+    "lora_jax_silu_times_float32",
+    "lora_jax_silu_times_bfloat16",
     "lora_jax_place_heads_float32",
     "lora_jax_place_heads_bfloat16",
     "lora_jax_lora_float32",

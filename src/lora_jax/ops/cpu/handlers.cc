@@ -8,6 +8,7 @@
 #include "lora.h"
 #include "norm.h"
 #include "reroute.h"
+#include "silu.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -173,17 +174,29 @@ ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a_poo
 
 template <class T, ffi::DataType dtype>
 ffi::Error RmsNormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer addend,
-                       ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> out,
+                       ffi::AnyBuffer weight, S32 num_rows, ffi::Result<ffi::AnyBuffer> out,
                        ffi::RemainingRets sum, float eps) {
   if (!all_of<dtype>(x, addend, weight, *out)) return WrongTypes("rms_norm");
   RmsNorm<T> g{data<T>(x), data<T>(addend), data<T>(weight), nullptr, data<T>(out)};
   g.rows = x.dimensions()[0], g.size = x.dimensions()[1], g.eps = eps;
+  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
   if (g.addend) {
     auto total = sum.get<ffi::AnyBuffer>(0);
     if (!total || !all_of<dtype>(**total)) return WrongTypes("rms_norm");
     g.sum = data<T>(*total);
   }
   run_rms_norm(pool, g);
+  return ffi::Error::Success();
+}
+
+template <class T, ffi::DataType dtype>
+ffi::Error SiluTimesCall(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                         S32 num_rows, ffi::Result<ffi::AnyBuffer> out) {
+  if (!all_of<dtype>(gate, up, *out)) return WrongTypes("silu_times");
+  SiluTimes<T> g{data<T>(gate), data<T>(up), data<T>(out), int64_t(gate.dimensions()[0])};
+  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
+  g.width = gate.dimensions()[1];
+  run_silu_times(pool, g);
   return ffi::Error::Success();
 }
 
@@ -320,9 +333,18 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<S32>()                                         \
                                     .Ret<ffi::AnyBuffer>()                              \
                                     .RemainingRets()                                    \
                                     .Attr<float>("eps"))
+#define LORA_JAX_SILU_TIMES(name, T, dtype)                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::SiluTimesCall<T, dtype>),              \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<S32>()                                         \
+                                    .Ret<ffi::AnyBuffer>())
 #define LORA_JAX_PLACE_HEADS(name, T, dtype)                                            \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::PlaceHeadsCall<T, dtype>),             \
                                 ffi::Ffi::Bind()                                        \
@@ -358,6 +380,8 @@ LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_float32, float, ffi::F32);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_bfloat16, uint16_t, ffi::BF16);
+LORA_JAX_SILU_TIMES(lora_jax_silu_times_float32, float, ffi::F32);
+LORA_JAX_SILU_TIMES(lora_jax_silu_times_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_PLACE_HEADS(lora_jax_place_heads_float32, float, ffi::F32);
 LORA_JAX_PLACE_HEADS(lora_jax_place_heads_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32, float, ffi::F32);

@@ -1,6 +1,7 @@
 // s / sqrt(mean(s^2) + eps) * weight of rows s, which are x or x + addend, rounded to their type.
 //
-// Squares are summed as dot.h sums a row times itself, so that a row's result depends on it alone.
+// Squares are summed as dot.h sums a row times itself, so that a row's result depends on it alone. Of
+// padding rows sum and norm are zero.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -14,7 +15,7 @@ template <class T>
 struct RmsNorm {
   const T *x, *addend, *weight;  // addend may be null
   T *sum, *out;                  // sum is written where there is an addend
-  int64_t rows, size;
+  int64_t rows, real_rows, size;
   float eps;
 };
 
@@ -45,12 +46,15 @@ inline void norm_row(const RmsNorm<T>& g, int64_t row, float* wide) {
 
 template <class T>
 void run_rms_norm(xla::ffi::ThreadPool& pool, const RmsNorm<T>& g) {
-  int64_t pieces = (g.rows + kNormRows - 1) / kNormRows;
-  parallel_for(pool, pieces, double(g.rows) * g.size / 3e3, [&](int64_t i) {
+  int64_t pieces = (g.real_rows + kNormRows - 1) / kNormRows;
+  parallel_for(pool, pieces, double(g.real_rows) * g.size / 3e3, [&](int64_t i) {
     std::vector<float> wide(g.size);
-    for (int64_t row = i * kNormRows; row < std::min(g.rows, (i + 1) * kNormRows); ++row)
+    for (int64_t row = i * kNormRows; row < std::min(g.real_rows, (i + 1) * kNormRows); ++row)
       norm_row(g, row, wide.data());
   });
+  const int64_t first = g.real_rows * g.size, bytes = (g.rows - g.real_rows) * g.size * sizeof(T);
+  std::memset(g.out + first, 0, bytes);
+  if (g.addend) std::memset(g.sum + first, 0, bytes);
 }
 
 }  // namespace lora_jax

@@ -33,7 +33,10 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     q, k = args.q, args.k
     if args.scales is not None:
         q, k = rms_norm(q, args.scales[0], args.eps), rms_norm(k, args.scales[1], args.eps)
-    name, out = f"lora_jax_place_heads_{q.dtype.name}", jax.ShapeDtypeStruct(q.shape, q.dtype)
+    name, out = (
+        f"lora_jax_place_heads_{args.q.dtype.name}",
+        jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
+    )
     given = q, k, args.v, args.cos, args.sin, *pages, args.token_to_page_slot
     if args.in_place:
         return acting_call(name, out)(*given), *pages
