@@ -175,16 +175,20 @@ class AdapterWeights:
     def in_one_block(self) -> "AdapterWeights":
         """Return a copy whose matrices are views of one array, with those of one width together.
 
-        Within a width they keep the order of `matrices`; sites go on sharing theirs.
+        Within a width they keep the order of `matrices`; sites go on sharing theirs. An adapter
+        that is such a copy is returned as it is.
         """
-        matrices = sorted(self.matrices(), key=lambda matrix: matrix.shape[-1])  # stable
-        block = np.empty(sum(_room(matrix) for matrix in matrices), np.uint8)
+        matrices = block_order(self)
+        if _are_block(matrices):
+            return self
+        block = np.empty(sum(map(block_room, matrices)), np.uint8)
         made, start = {}, 0
         for matrix in matrices:
-            view = block[start : start + matrix.nbytes].view(matrix.dtype)
-            made[id(matrix)] = view.reshape(matrix.shape)
-            made[id(matrix)][...] = matrix
-            start += _room(matrix)
+            view = np.ndarray(matrix.shape, matrix.dtype, block, start)
+            bits = f"u{matrix.dtype.itemsize}"  # numpy copies these faster than bfloat16
+            view.view(bits)[...] = matrix.view(bits)
+            made[id(matrix)] = view
+            start += block_room(matrix)
         return self._with(made)
 
     def _with(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
@@ -194,6 +198,18 @@ class AdapterWeights:
             for key, site in self.sites.items()
         }
         return dataclasses.replace(self, sites=sites)
+
+    def known_as(
+        self,
+        demand: tuple[tuple[int, int], ...],
+        site_columns: SiteColumns,
+        rows_by_width: dict[int, int],
+        host_runs: tuple[HostRun, ...],
+    ) -> "AdapterWeights":
+        """Return this adapter, for which `prepared` would compute these."""
+        known = {"demand": demand, "site_columns": site_columns, "host_runs": host_runs}
+        vars(self).update(known | {"_rows_by_width": rows_by_width})
+        return self
 
     def prepared(self) -> "AdapterWeights":
         """Return this adapter with all computed that placing it on a device asks for.
@@ -215,9 +231,23 @@ class AdapterWeights:
         return rows
 
 
-def _room(matrix: np.ndarray) -> int:
+def block_order(weights: AdapterWeights) -> list[np.ndarray]:
+    """Return the matrices in the order of `AdapterWeights.in_one_block`."""
+    return sorted(weights.matrices(), key=lambda matrix: matrix.shape[-1])  # stable
+
+
+def block_room(matrix: np.ndarray) -> int:
     """Return the bytes of a matrix in a block, where the next one is aligned for any dtype."""
     return -(-matrix.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _are_block(matrices: list[np.ndarray]) -> bool:
+    """Return whether these are all the matrices of one block."""
+    block = matrices[0].base if matrices else None
+    if not isinstance(block, np.ndarray) or block.dtype != np.uint8:  # as nothing else is
+        return False
+    is_one = all(matrix.base is block for matrix in matrices)
+    return is_one and sum(map(block_room, matrices)) == block.nbytes
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
