@@ -34,6 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench import record
 from bench.crowd import Crowd, tier_hits
 from serving import Engine
+from serving.engine.loop.pacing import SWITCH_S
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
@@ -74,6 +75,7 @@ def measure(case: Case) -> dict[str, Any]:
     processor's seconds of a round, and where requests found their adapters.
     """
     rng, turns = random.Random(1), []
+    sys.setswitchinterval(SWITCH_S)  # as in a server
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), case.adapters)
         populations = {"one": 1, "device": case.on_device, "all": case.adapters}
