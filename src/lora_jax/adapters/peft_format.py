@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -49,25 +50,31 @@ class PeftReadLimits:
     file: FileLimits = dataclasses.field(default_factory=FileLimits)
 
 
-def read(
-    path: Path,
+def read(path: Path, *given: Any, root: Path | None = None, **more: Any) -> AdapterWeights:
+    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+
+    Raises FileNotFoundError when there is no such folder, and else as `read_folder`, which gets
+    the other arguments.
+    """
+    return read_folder(AdapterFolder(path, root), *given, **more)
+
+
+def read_folder(
+    folder: AdapterFolder,
     catalogue: LoraCatalogue,
     *,
     base_names: tuple[str, ...] = (),
     limits: PeftReadLimits | None = None,
-    root: Path | None = None,
     layouts: FileLayouts | None = None,
 ) -> AdapterWeights:
-    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+    """Return the adapter in a folder of which no file was read; its matrices lie in one block.
 
-    Its matrices lie in one block of memory. `layouts` are those known of earlier files: they
-    save time and change no result. Raises FileNotFoundError when there is no such folder, and
-    ValueError naming the file, key or tensor for everything else. `base_names` are the names of
-    the served base model: an adapter that names another one, or was trained over its weights in
-    another format, is read with a warning, since its shapes fit.
+    Raises ValueError naming the file, key or tensor. `base_names` are the names of the served base
+    model: an adapter that names another one, or was trained over its weights in another format, is
+    read with a warning, since its shapes fit. `layouts` are those known of earlier files: they
+    save time and change no result.
     """
     limits = limits or PeftReadLimits()
-    folder = AdapterFolder(path, root)
     has_head = head_format.HEAD_FILE in check_files(folder)
     head = head_format.read_head(folder) if has_head else None
     config = read_config(folder, has_head=has_head, brings=True)

@@ -37,12 +37,13 @@ def read(
     else; see peft_format.read and esft_format.read.
     """
     limits = limits or AdapterReadLimits()
-    files = AdapterFolder(path, root).files()
+    folder = AdapterFolder(path, root)
+    files = folder.files()
     if esft_format.CONFIG_FILE in files:
         if HEAD_FILE in files:
             raise ValueError(f"{HEAD_FILE} would be lost: an ESFT adapter has no task head here.")
         most = esft_format.EsftReadLimits(limits.max_file_bytes)
         return esft_format.read(path, catalogue, limits=most, root=root)
     most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
-    given = {"base_names": base_names, "limits": most, "root": root, "layouts": layouts}
-    return peft_format.read(path, catalogue, **given)
+    given = {"base_names": base_names, "limits": most, "layouts": layouts}
+    return peft_format.read_folder(folder, catalogue, **given)

@@ -10,6 +10,7 @@ import numpy as np
 from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.host_rows import HostRun, host_runs
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.row_ranges import need_of
 from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
 
@@ -178,9 +179,9 @@ class AdapterWeights:
         Within a width they keep the order of `matrices`; sites go on sharing theirs. An adapter
         that is such a copy is returned as it is.
         """
-        matrices = block_order(self)
-        if _are_block(matrices):
+        if self._is_block:
             return self
+        matrices = block_order(self)
         block = np.empty(sum(map(block_room, matrices)), np.uint8)
         made, start = {}, 0
         for matrix in matrices:
@@ -190,6 +191,16 @@ class AdapterWeights:
             made[id(matrix)] = view
             start += block_room(matrix)
         return self._with(made)
+
+    @functools.cached_property
+    def _is_block(self) -> bool:
+        """True if the matrices are all that lies in one array of bytes."""
+        matrices = block_order(self)
+        block = matrices[0].base if matrices else None
+        if not isinstance(block, np.ndarray) or block.dtype != np.uint8:  # as nothing else is
+            return False
+        is_one = all(matrix.base is block for matrix in matrices)
+        return is_one and sum(map(block_room, matrices)) == block.nbytes
 
     def _with(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
         """Return the adapter with each matrix replaced by that of its id."""
@@ -206,9 +217,9 @@ class AdapterWeights:
         rows_by_width: dict[int, int],
         host_runs: tuple[HostRun, ...],
     ) -> "AdapterWeights":
-        """Return this adapter, for which `prepared` would compute these."""
+        """Return this adapter, which lies in one block, and for which `prepared` computes these."""
         known = {"demand": demand, "site_columns": site_columns, "host_runs": host_runs}
-        vars(self).update(known | {"_rows_by_width": rows_by_width})
+        vars(self).update(known | {"_rows_by_width": rows_by_width, "_is_block": True})
         return self
 
     def prepared(self) -> "AdapterWeights":
@@ -225,10 +236,7 @@ class AdapterWeights:
 
     @functools.cached_property
     def _rows_by_width(self) -> dict[int, int]:
-        rows: dict[int, int] = {}
-        for width, count in self.demand:
-            rows[width] = rows.get(width, 0) + count
-        return rows
+        return need_of(self.demand)
 
 
 def block_order(weights: AdapterWeights) -> list[np.ndarray]:
@@ -239,15 +247,6 @@ def block_order(weights: AdapterWeights) -> list[np.ndarray]:
 def block_room(matrix: np.ndarray) -> int:
     """Return the bytes of a matrix in a block, where the next one is aligned for any dtype."""
     return -(-matrix.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _are_block(matrices: list[np.ndarray]) -> bool:
-    """Return whether these are all the matrices of one block."""
-    block = matrices[0].base if matrices else None
-    if not isinstance(block, np.ndarray) or block.dtype != np.uint8:  # as nothing else is
-        return False
-    is_one = all(matrix.base is block for matrix in matrices)
-    return is_one and sum(map(block_room, matrices)) == block.nbytes
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
