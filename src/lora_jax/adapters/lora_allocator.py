@@ -44,7 +44,7 @@ class LoraPlacement:
     cleared_slots: tuple[int, ...] = ()
 
 
-Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of rows that follow each other
+Rows = tuple[tuple[int, int, int], ...]  # (width, start, length) of each matrix
 
 
 class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
@@ -101,10 +101,10 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             self._free(victim)
         starts = take_all(self._pools, weights.demand, weights.rows_by_width())
         assert starts is not None, "the trial allocation found room that is not there"
-        rows = ((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
+        ranges = tuple((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
         slot = self._free_slots.pop(0)
         self._cleared_slots.discard(slot)
-        self._placed[digest] = Placed(slot, tuple(joined_rows(rows)), pinned)
+        self._placed[digest] = Placed(slot, ranges, pinned)
         if weights.report.brings:
             self.bringing.add(slot)
         entries, scaling = self._table(weights, starts)
@@ -156,7 +156,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         return list(self._placed.values())
 
     def _take_back(self, placed: Placed[Rows]) -> None:
-        for width, start, length in placed.room:
+        for width, start, length in joined_rows(placed.room):
             self._pools[width].give(start, length)
         self._return_slot(placed.slot)
         self.bringing.discard(placed.slot)
@@ -174,7 +174,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         num_victims = 0 if self._free_slots else 1
         for count in range(len(idle) + 1):
             if count:
-                for width, start, length in self._placed[idle[count - 1]].room:
+                for width, start, length in joined_rows(self._placed[idle[count - 1]].room):
                     if width in trial:
                         trial[width].give(start, length)
             if count >= num_victims and fits(trial, weights.demand, need):
