@@ -1,11 +1,11 @@
 """Processor time of the books of one adapter that is read again: of names, tiers and the engine.
 
-`python -m bench.adapter_books --out DIR`: no device. For the books there are no files; reading gives
-the same weights at once under another digest. So many names are known, so many copies lie in host memory, and one copy
-leaves for each that comes. *resolve* is what a caller's thread does, under Python's lock: the
-look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between two steps
-and while no request can be handed in. *read* is what the files of a shipped adapter take the
-caller's thread, with and without a known layout (`lora_jax.adapters.file_layouts`).
+`python -m bench.adapter_books --out DIR`: no device. So many names are known, so many copies lie in
+host memory, and one copy leaves for each that comes; for this there are no files, reading gives the
+same weights at once under another digest. *resolve* is what a caller's thread does, under Python's
+lock: the look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between
+two steps and while no request can be handed in. *read* is what the files of a shipped adapter take
+the caller's thread, with and without a known layout (`lora_jax.adapters.file_layouts`).
 """
 
 import argparse
