@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -208,20 +209,25 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
     assert most / (time.perf_counter() - start) * 0.05 <= rate <= most
 
 
-def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for():
-    prompts = []
+def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for(monkeypatch):
+    prompts, clock = [], threading.local()  # each thread's own, which only streams advance
+
+    def advance(seconds):
+        clock.now = getattr(clock, "now", 0.0) + seconds
+        return clock.now
 
     class Streaming:
         def stream(self, prompt, sampling):
             prompts.append(prompt)
-            time.sleep(0.02)
+            advance(0.02)
             yield "a"
-            time.sleep(0.1)
+            advance(0.1)
             yield "b"
 
+    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: advance(0.0)))
     found = measured.first_tokens([Streaming(), Streaming()], 0.15)
-    assert len(found) == len(set(prompts)) == 4  # two each, one after the other
-    assert all(0.02 <= seconds < 0.1 for seconds in found)
+    assert len(set(prompts)) == 4  # two each, one after the other
+    assert found == pytest.approx([0.02] * 4)
 
 
 def test_the_parts_of_a_hand_over_are_those_between_two_functions_turns():

@@ -1,39 +1,57 @@
 """Seconds of a device's programs are counted beside those who use the results."""
 
-import time
+import threading
+from types import SimpleNamespace
 
+import pytest
+
+from serving.steps import device_stopwatch
 from serving.steps.device_stopwatch import DeviceStopwatch
 
 
-class Late:
-    """A result that is there at a time."""
+class Clock:
+    """Time that passes as the device gives results."""
 
-    def __init__(self, seconds: float):
-        self._at = time.monotonic() + seconds
+    def __init__(self):
+        self.now, self.may_run = 0.0, threading.Event()
 
-    def block_until_ready(self) -> None:
-        time.sleep(max(0.0, self._at - time.monotonic()))
+    def late(self, at):
+        def block_until_ready():
+            assert self.may_run.wait(60)
+            self.now = at
 
+        return SimpleNamespace(block_until_ready=block_until_ready)
 
-class Failed:
-    """A result that never comes."""
+    def failed(self):
+        def block_until_ready():
+            raise RuntimeError("the device failed")
 
-    def block_until_ready(self) -> None:
-        raise RuntimeError("the device failed")
-
-
-def test_the_time_between_results_is_counted_and_nobody_waits():
-    watch, start = DeviceStopwatch(), time.monotonic()
-    watch.add(Late(0.2), Late(0.3))
-    assert time.monotonic() - start < 0.15
-    watch.settle()
-    assert watch.count == 1
-    assert 0.05 < watch.seconds < 0.2
+        return SimpleNamespace(block_until_ready=block_until_ready)
 
 
-def test_what_fails_on_the_device_is_not_counted():
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(device_stopwatch, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
+
+
+def test_the_time_between_results_is_counted_and_nobody_waits(clock):
     watch = DeviceStopwatch()
-    watch.add(Late(0), Failed())
-    watch.add(Late(0), Late(0))
+    watch.add(clock.late(0.25), clock.late(0.375))
+    assert (watch.count, watch.seconds) == (0, 0.0)  # the device has not run yet
+    clock.may_run.set()
     watch.settle()
-    assert watch.count == 1
+    assert (watch.count, watch.seconds) == (1, 0.125)
+    watch.add(clock.late(1.0), clock.late(1.5))
+    watch.settle()
+    assert (watch.count, watch.seconds) == (2, 0.625)
+
+
+def test_what_fails_on_the_device_is_not_counted(clock):
+    watch = DeviceStopwatch()
+    clock.may_run.set()
+    watch.add(clock.late(1.0), clock.failed())
+    watch.add(clock.late(2.0), clock.late(2.5))
+    watch.settle()
+    assert (watch.count, watch.seconds) == (1, 0.5)

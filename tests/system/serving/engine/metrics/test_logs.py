@@ -10,6 +10,7 @@ import time
 import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.kept_logging import kept_logging
+from support.waiting import wait_until
 
 from serving.api.examples import Examples
 from serving.engine.metrics.logs import (
@@ -167,10 +168,7 @@ def test_an_idle_engine_says_nothing():
 def test_the_thread_logs_while_busy_and_stops(caplog):
     caplog.set_level(logging.INFO, "serving.engine.metrics.logs")
     with PeriodicStats(Numbers(EngineStats(running=1)), every_s=0.02):
-        for _ in range(200):
-            if caplog.records:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: caplog.records)
     assert "Running: 1 reqs" in caplog.text
     count = len(caplog.records)
     time.sleep(0.06)
