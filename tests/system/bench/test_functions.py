@@ -209,24 +209,29 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
     assert most / (time.perf_counter() - start) * 0.05 <= rate <= most
 
 
-def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for(monkeypatch):
-    prompts, clock = [], threading.local()  # each thread's own, which only streams advance
+class Clock(threading.local):
+    """A clock of each thread, which stands until the thread advances it."""
 
-    def advance(seconds):
-        clock.now = getattr(clock, "now", 0.0) + seconds
-        return clock.now
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for(monkeypatch):
+    prompts, clock = [], Clock()
+    monkeypatch.setattr(measured, "time", clock)
 
     class Streaming:
         def stream(self, prompt, sampling):
             prompts.append(prompt)
-            advance(0.02)
+            clock.now += 0.02
             yield "a"
-            advance(0.1)
+            clock.now += 0.1
             yield "b"
 
-    monkeypatch.setattr(measured, "time", SimpleNamespace(perf_counter=lambda: advance(0.0)))
     found = measured.first_tokens([Streaming(), Streaming()], 0.15)
-    assert len(set(prompts)) == 4  # two each, one after the other
+    assert len(found) == len(set(prompts)) == 4  # two each, one after the other
     assert found == pytest.approx([0.02] * 4)
 
 

@@ -2,8 +2,7 @@
 
 import socket
 import threading
-import time
-import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,20 +90,22 @@ def test_a_turn_is_passed_on_behind_a_step_and_ends_when_that_was_read(pair):
 
 
 def test_a_request_that_comes_during_the_wait_is_asked_for_at_once(pair, monkeypatch):
+    now = 100.0
     monkeypatch.setattr(turn_side, "_LOOK_S", 60.0)
+    monkeypatch.setattr(turn_side, "time", SimpleNamespace(monotonic=lambda: now))
     agent, side = pair
-    now = time.monotonic()
     arrivals = [now - 0.25]
     thread = threading.Thread(target=side.take, args=(lambda: list(arrivals), never))
     thread.start()
     _, waited_s, _, leaves_s = asked(agent)
-    assert waited_s >= 0.25
-    assert leaves_s <= 0.75
+    assert waited_s == 0.25
+    assert leaves_s == pytest.approx(1.0 - 0.25 - turn_side._FIRST_S)
     arrivals.append(now)
     side.look()
     _, waited_s, _, leaves_s = asked(agent)
-    assert waited_s >= 0.25
-    assert leaves_s > 0.7  # two are the largest batch, which interrupts nobody before it must run
+    assert waited_s == 0.25
+    # Two are the largest batch, which interrupts nobody before it must run.
+    assert leaves_s == pytest.approx(1.0 - 0.25 - turn_side._FIRST_S)
     agent.send(word(GRANT))
     thread.join(60)
     assert not thread.is_alive()
@@ -192,7 +193,7 @@ def test_a_prefill_whose_turn_was_passed_on_has_half_of_the_device_from_then_on(
     agent, side = pair
     agent.send(word(GRANT))
     side.take(list, never)
-    monkeypatch.setattr(turn_side, "time", types.SimpleNamespace(monotonic=lambda: 2.5))
+    monkeypatch.setattr(turn_side, "time", SimpleNamespace(monotonic=lambda: 2.5))
     side.pass_on()
     side.ran(1, 1.0, 3.0)
     assert side._measured.pop() == (1, 1.75)
