@@ -70,7 +70,8 @@ def test_the_next_turn_begins_while_the_last_step_of_the_one_before_runs(keeper)
         assert word == ALONE
         assert before <= at <= time.monotonic()
         first, second = keeper.log.turns
-        assert keeper.table._hand_overs[0] == first.ended - first.recalled
+        back_s, last_step_s = first.back - first.recalled, first.ended - first.back
+        assert keeper.table._hand_overs[0] == back_s + 0.5 * last_step_s
         assert (first.name, second.name) == ("a 1", "b 2")
         assert first.stamps == Stamps(1.0, 2.0, 3.0, 4.0)
         assert first.granted < first.recalled < first.back <= second.granted < first.ended <= at

@@ -11,9 +11,9 @@ from support.cases.tiny_checkpoint import TinyShape
 ray = pytest.importorskip("ray")
 
 from serving.api.config import EngineConfig  # noqa: E402
+from serving.cluster.far import process  # noqa: E402
+from serving.cluster.far.actor import AUTH, RoleActor  # noqa: E402
 from serving.cluster.ray import hosts as module  # noqa: E402
-from serving.cluster.ray import process  # noqa: E402
-from serving.cluster.ray.actor import AUTH, RoleActor  # noqa: E402
 from serving.cluster.ray.groups import INSTANCE, RANK, Group  # noqa: E402
 from serving.cluster.ray.hosts import RayHosts, rooms  # noqa: E402
 

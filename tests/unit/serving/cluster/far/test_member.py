@@ -11,10 +11,10 @@ import pytest
 from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
-from serving.cluster.ray import member
-from serving.cluster.ray.switchboard import Switchboard
+from serving.cluster.far import member
+from serving.cluster.far.switchboard import Switchboard
 
-COMMAND = [sys.executable, "-m", "serving.cluster.ray.member"]
+COMMAND = [sys.executable, "-m", "serving.cluster.far.member"]
 
 
 ECHO = """

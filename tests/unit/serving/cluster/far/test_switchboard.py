@@ -8,8 +8,8 @@ from multiprocessing import AuthenticationError
 import pytest
 from support.waiting import wait_until
 
-from serving.cluster.ray import switchboard
-from serving.cluster.ray.switchboard import Switchboard
+from serving.cluster.far import switchboard
+from serving.cluster.far.switchboard import Switchboard
 
 
 @pytest.fixture
