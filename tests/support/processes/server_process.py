@@ -19,7 +19,7 @@ from support.processes.compiler import as_shipped
 ROOT = Path(__file__).parents[3]
 
 
-_LOWEST = 10_000
+_LOWEST = 20_000  # below are those of Ray's workers
 _kept: list[int] = []  # descriptors that keep this process's ports
 
 
@@ -29,7 +29,7 @@ def free_port() -> int:
     The kernel gives it to nobody who asks for any port: a server may take seconds to listen on it.
     """
     given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    highest = int(given[0]) if int(given[0]) > 2 * _LOWEST else 60_000
+    highest = int(given[0]) if int(given[0]) > _LOWEST + 1000 else 60_000
     for port in random.SystemRandom().sample(range(_LOWEST, highest), 500):
         with socket.socket(socket.AF_UNIX) as kept, socket.socket() as tried:
             try:
