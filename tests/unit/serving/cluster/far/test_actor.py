@@ -32,7 +32,7 @@ def test_it_runs_a_process_with_the_commands_variables(tmp_path):
     while actor.pid() == first:
         time.sleep(0.01)
     os.kill(actor.pid(), signal.SIGKILL)
-    thread.join(20)
+    thread.join(60)
     assert statuses == [-signal.SIGKILL]
 
 

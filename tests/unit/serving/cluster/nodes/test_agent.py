@@ -9,16 +9,24 @@ import pytest
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 from support.tcp_pair import tcp_pair
+from support.waiting import wait_until
 
 from serving.cli.serve import StartError
 from serving.cluster.far.member import call_bytes
 from serving.cluster.nodes import agent as module
+from serving.cluster.nodes import link
 from serving.cluster.nodes.agent import OwnNode, Starts, about_roles, answer_calls, serve_agent
 from serving.cluster.nodes.link import FarNode
 from serving.launch import read_options
 from serving.runtime.gang_stream import Connection, GangRefused
 
 ASLEEP = call_bytes("role", time.sleep, (100,))
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_is_no_silence(monkeypatch):
+    for side in (module, link):
+        monkeypatch.setattr(side, "SILENT_S", 60.0)
 
 
 def said_gpus(path):
@@ -64,9 +72,8 @@ def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
     agent = Agent()
     running = agent.node.call(1, "run", ASLEEP, (0, 1))
     assert not running.done()
-    actor = None
-    while actor is None or not actor.pid():
-        actor = agent.starts._actors.get(1)
+    wait_until(lambda: agent.starts._actors.get(1) and agent.starts._actors[1].pid())
+    actor = agent.starts._actors[1]
     if ending == "killed":
         agent.node.call(1, "kill")
         assert running.result(60) == -signal.SIGKILL
@@ -82,8 +89,8 @@ def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
 def test_rank_0s_own_node_answers_as_the_others_do():
     node = OwnNode("10.0.0.1")
     running = node.call(1, "run", ASLEEP, (0, 1))
-    while not node.call(1, "is_at_work").result(60) and running.done():
-        time.sleep(0.01)
+    wait_until(lambda: node._starts._actors.get(1) and node._starts._actors[1].pid())
+    assert isinstance(node.call(1, "is_at_work").result(60), bool)
     with pytest.raises(ConnectionError, match="KeyError"):
         node.call(1, "no_method").result(60)
     node.close()

@@ -13,7 +13,9 @@ from support.processes.server_process import free_port
 from support.waiting import wait_until
 
 from serving.cli.serve import StartError
+from serving.cluster.nodes import agent as node_agent
 from serving.cluster.nodes import hosts as module
+from serving.cluster.nodes import link
 from serving.cluster.nodes.agent import Starts, answer_calls
 from serving.cluster.nodes.hosts import NodeHosts, node_hosts
 from serving.cluster.nodes.seats import seats_of
@@ -28,6 +30,13 @@ def echo(connection):
     while True:
         connection.send_bytes(connection.recv_bytes() + b"%d" % os.getpid())
 """
+
+
+@pytest.fixture(autouse=True)
+def _a_busy_machine_is_no_silence(monkeypatch):
+    for side in (node_agent, link):
+        monkeypatch.setattr(side, "SILENT_S", 60.0)
+    monkeypatch.setattr(module, "_SHORT_S", 60.0)
 
 
 class Agent:

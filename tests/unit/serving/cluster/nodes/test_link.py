@@ -30,7 +30,8 @@ class Case:
 
 
 @pytest.fixture
-def case():
+def case(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 60.0)  # a beat too may find out that the other side ended
     made = Case()
     yield made
     made.far.close()
@@ -61,25 +62,40 @@ def test_a_node_that_ends_fails_its_calls_after_it_is_given_up(case):
         case.node.call(1, "kill").result(60)
 
 
-def test_a_silent_node_is_lost_and_one_that_beats_is_not(monkeypatch):
-    monkeypatch.setattr(module, "SILENT_S", 0.3)
-    case, told = Case(), threading.Event()
+class Beating:
+    """A connection from which three beats come, each in time, and no word after them."""
 
-    def beat():
-        while not told.wait(0.02):
-            case.far.beat(serving=True)
+    def __init__(self):
+        self.waits, self.is_silent, self.time_is_over = [], threading.Event(), threading.Event()
 
-    thread = threading.Thread(target=beat)
-    thread.start()
-    call = case.node.call(1, "run")
-    with pytest.raises(TimeoutError):
-        call.result(0.6)
-    assert not case.lost
-    told.set()
-    thread.join()
-    with pytest.raises(ConnectionError, match=r"no word for 0\.3 s"):
+    def receive(self, silent_s):
+        self.waits.append(silent_s)
+        if len(self.waits) <= 3:
+            return True, True
+        self.is_silent.set()
+        assert self.time_is_over.wait(60)
+        raise TimeoutError(f"no word for {silent_s:g} s")
+
+    def send(self, value):
+        """Nobody takes it."""
+
+    def beat(self, *, serving):
+        """Nobody hears it."""
+
+    def close(self):
+        """Nothing is held."""
+
+
+def test_a_silent_node_is_lost_and_one_that_beats_is_not():
+    beating, lost = Beating(), []
+    call = FarNode(beating, "10.0.0.7", lost.append).call(1, "run")
+    assert beating.is_silent.wait(60)
+    assert beating.waits == [module.SILENT_S] * 4  # each beat begins the time anew
+    assert (lost, call.done()) == ([], False)
+    beating.time_is_over.set()
+    with pytest.raises(ConnectionError, match="no word for 4 s"):
         call.result(60)
-    case.far.close()
+    assert lost == ["no word for 4 s"]
 
 
 def test_the_node_is_told_of_the_end_and_hears_beats_until_then(case, monkeypatch):
