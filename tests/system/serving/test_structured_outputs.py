@@ -318,18 +318,21 @@ def test_a_bomb_over_http_is_400_while_others_are_answered(client):
     answers = []
     bomb = {"structured_outputs": {"json": crossed_patterns(30)}}
     thread = threading.Thread(target=lambda: answers.append(ask(client, **bomb)))
+    started = time.monotonic()
+    assert ask(client, max_tokens=4).status_code == 200
+    alone = time.monotonic() - started  # long where other processes run
     thread.start()
     time.sleep(0.3)
     started = time.monotonic()
     assert ask(client, max_tokens=4).status_code == 200  # plain ones do not wait
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < max(4, 5 * alone)
     thread.join()
     assert answers[0].status_code == 400
     # Time or memory, whichever ends first on this machine.
     assert re.search("takes longer|too large", answers[0].json()["error"]["message"])
     again = time.monotonic()
     assert ask(client, **bomb).status_code == 400
-    assert time.monotonic() - again < 2  # remembered
+    assert time.monotonic() - again < max(2, 5 * alone)  # remembered
     fine = ask(client, structured_outputs={"choice": ["fine"]}).json()["choices"][0]
     assert fine["text"] == "fine"
 
