@@ -1,6 +1,7 @@
 """A real server in its own process, for tests that talk to it as users do."""
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -16,13 +17,28 @@ from typing import Any
 from support.processes.compiler import as_shipped
 
 ROOT = Path(__file__).parents[3]
+START_S = 600  # a cold start beside three busy workers takes minutes
+
+
+_FIRST_PORT = 10_240
+_numbers = itertools.count(97 * os.getpid())  # processes begin at different ones
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A TCP port that nobody listens on, and that the kernel gives to nobody who asks for any.
+
+    A server is started first and takes its port seconds later. One of the kernel's own choice may
+    be another process's by then.
+    """
+    own = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    count = int(own[0]) - _FIRST_PORT
+    assert count > 0, "the kernel gives away all ports"
+    for _ in range(count):
+        port = _FIRST_PORT + next(_numbers) % count
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 @contextlib.contextmanager
@@ -50,18 +66,19 @@ def serve_process(
             yield process, port
         finally:
             process.terminate()
-            process.wait(timeout=30)
+            process.wait(timeout=120)
 
 
 def wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     """Return once /health answers 200; fail with the log when the process dies first."""
-    for _ in range(1350):  # a cold start beside three busy workers takes minutes
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
         if process.poll() is not None:
             raise RuntimeError(f"server exited with {process.returncode}:\n{log.read_text()}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=1):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
             return
         time.sleep(0.2)
-    raise TimeoutError(f"server not healthy after 270 s:\n{log.read_text()}")
+    raise TimeoutError(f"server not healthy after {START_S} s:\n{log.read_text()}")
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:

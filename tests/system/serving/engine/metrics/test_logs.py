@@ -9,10 +9,11 @@ import time
 
 import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.logging_kept import logging_kept
+from support.waiting import wait_until
 
 from serving.api.examples import Examples
 from serving.engine.metrics.logs import (
-    LeaveOut,
     PeriodicStats,
     adapter_table,
     configure,
@@ -26,16 +27,8 @@ from serving.http.app import create_app
 
 @pytest.fixture
 def _restore_logging():
-    root = logging.getLogger()
-    names = ("serving", "lora_jax", "uvicorn")
-    before = root.handlers[:], root.level, [logging.getLogger(n).level for n in names]
-    yield
-    root.handlers[:], _ = before[0], root.setLevel(before[1])
-    for name, level in zip(names, before[2], strict=True):
-        logging.getLogger(name).setLevel(level)
-    access = logging.getLogger("serving.access")
-    for leave_out in [f for f in access.filters if isinstance(f, LeaveOut)]:
-        access.removeFilter(leave_out)
+    with logging_kept():
+        yield
 
 
 @pytest.mark.usefixtures("_restore_logging")
@@ -183,11 +176,7 @@ def test_an_idle_engine_says_nothing():
 def test_the_thread_logs_while_busy_and_stops(caplog):
     caplog.set_level(logging.INFO, "serving.engine.metrics.logs")
     with PeriodicStats(Numbers(EngineStats(running=1)), every_s=0.02):
-        for _ in range(200):
-            if caplog.records:
-                break
-            time.sleep(0.01)
-    assert "Running: 1 reqs" in caplog.text
-    count = len(caplog.records)
+        wait_until(lambda: "Running: 1 reqs" in caplog.text)
+    count = caplog.text.count("Running: 1 reqs")
     time.sleep(0.06)
-    assert len(caplog.records) == count
+    assert caplog.text.count("Running: 1 reqs") == count

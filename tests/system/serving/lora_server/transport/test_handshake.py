@@ -5,8 +5,7 @@ import socket
 
 import pytest
 from support.cases.transport_cases import LONG, open_client, open_servers, terms_of
-from support.processes.transport_faults import held_by_this_process
-from support.waiting import wait_until
+from support.processes.transport_faults import held_by_this_process, wait_given_back
 
 from serving.lora_server.transport import shared_memory, tcp
 from serving.lora_server.transport.base import TransportError
@@ -35,7 +34,7 @@ def test_sides_that_do_not_fit_are_refused_at_start(tmp_path, transport, other, 
         before = held_by_this_process()
         with pytest.raises(TransportError, match=said):
             open_client(transport, terms_of(**other), servers, tmp_path)
-        wait_until(lambda: held_by_this_process() == before)
+        wait_given_back(before)
         assert [server.clients() for server in servers] == [(), ()]
 
 
