@@ -214,9 +214,10 @@ def pytest_configure(config: pytest.Config) -> None:
     let it compile: jax's key leaves dumping out.
     """
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("suite", deadline=None)
+        slow = [HealthCheck.too_slow]  # to draw: it too counts seconds, not work
+        settings.register_profile("suite", deadline=None, suppress_health_check=slow)
         settings.load_profile("suite")
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)

@@ -55,9 +55,10 @@ def fake(monkeypatch, tmp_path, caplog):
     (root / "m" / "config.json").write_text("{}")
     monkeypatch.chdir(root)
     caplog.set_level(logging.INFO)
-    before = signal.getsignal(signal.SIGTERM)
+    before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
     yield made
     signal.signal(signal.SIGTERM, before)
+    sys.setswitchinterval(interval)
 
 
 def test_it_serves_until_sigterm_and_then_closes_the_engine(fake, caplog):
