@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ if os.environ.get("FAST_COMPILE"):
 import jax
 import pytest
 from support.checks import array_checks
+from support.kept_logging import kept_logging
 from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
@@ -130,6 +132,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture(autouse=True)
+def _kept_logging() -> Iterator[None]:
+    with kept_logging():
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

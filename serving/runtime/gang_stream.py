@@ -17,7 +17,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from serving.runtime.about import difference
@@ -151,7 +151,7 @@ def gather_followers(
             connection = Connection(sock)
             undo.callback(connection.close)
             try:
-                connections[_welcome(connection, place, about, coordinator, connections)] = (
+                connections[welcome(connection, place, about, coordinator, connections)] = (
                     connection
                 )
             except (OSError, KeyError, TypeError) as error:
@@ -194,14 +194,18 @@ def _connect(address: tuple[str, int]) -> socket.socket:
     return sock
 
 
-def _welcome(
+def welcome(
     connection: Connection,
     place: GangPlace,
     about: Mapping[str, Any],
     coordinator: str,
-    connections: Mapping[int, Connection],
+    taken: Container[int],
 ) -> int:
-    """Return the rank of a new member, after sending it the coordinator's address."""
+    """Return the rank of a new member, after sending it the coordinator's address.
+
+    Ranks that are `taken` have come. Raises OSError, KeyError, TypeError or ValueError for one that
+    is no member, and GangRefused for one that differs.
+    """
     nonce = secrets.token_bytes(_NONCE)
     connection.raw(nonce)
     text = connection.receive_text()
@@ -211,7 +215,7 @@ def _welcome(
     hello = json.loads(text)
     rank = hello["rank"]
     why = difference(about, hello["about"], "on rank 0")
-    if rank in connections or not 0 < rank < place.size:
+    if rank in taken or not 0 < rank < place.size:
         why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
     answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})
     connection.raw(_proof(place, bytes.fromhex(hello["nonce"]), answer))

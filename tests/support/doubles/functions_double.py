@@ -1,5 +1,6 @@
 """An agent whose functions are threads: each answers HTTP with its name."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -26,6 +27,7 @@ class FunctionsDouble:
     def __init__(self):
         self.functions: dict[str, Function] = {}
         self.starts: dict[str, int] = {}
+        self.asked = collections.Counter[str]()  # connections by name
         self.go = threading.Event()  # for "slow"
         self.crashing: set[str] = set()  # these end before they are ready,
         self.mortal = {"mortal"}  # with a request ("mortal" with its first one),
@@ -63,6 +65,7 @@ class FunctionsDouble:
                     send_header(connection, {"id": call["id"], "value": text})
                     continue
                 (fd,) = receive_fds(connection, 1)
+                self.asked[name] += 1
                 if name in self.mortal and (name != "mortal" or self.starts[name] == 1):
                     os.close(fd)  # whoever asks learns it before the process has ended
                     receive_nothing(connection)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from support.logging_kept import logging_kept
+from support.kept_logging import kept_logging
 
 from serving.cli.options import Options
 
@@ -36,7 +36,7 @@ def served_here(
     before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
     thread: threading.Thread | None = None
     try:
-        with socket.create_server(("127.0.0.1", 0)) as sock, logging_kept():
+        with socket.create_server(("127.0.0.1", 0)) as sock, kept_logging():
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             thread = threading.Thread(target=client, args=(url,))
             serve(options, sock, announce=lambda started: thread.start())

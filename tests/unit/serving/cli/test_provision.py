@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from support.logging_kept import logging_kept
 from support.processes.server_process import ROOT
 
 from lora_jax.config import from_hf
@@ -151,8 +150,7 @@ def test_files_are_named_in_errors(tmp_path):
 def test_the_command_prints_the_provisioning(tmp_path, capsys):
     path = tmp_path / "workload.json"
     path.write_text(json.dumps(workload()))
-    with logging_kept():
-        assert launch.main([str(TINY), "--provision", str(path)]) == 0
+    assert launch.main([str(TINY), "--provision", str(path)]) == 0
     assert capsys.readouterr().out.splitlines() == provisioning(workload())
 
 

@@ -145,7 +145,7 @@ def test_a_request_that_its_functions_die_of_is_refused(client, agent):
     answer = ask(client, "law")
     assert answer.status_code == 503
     assert "Two instances ended while they worked" in answer.json()["error"]["message"]
-    assert agent.starts["law"] == 2
+    assert agent.asked["law"] == 2
     assert ask(client, "base").text == "base"
 
 

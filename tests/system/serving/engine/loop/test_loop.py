@@ -220,6 +220,7 @@ def test_a_turn_is_passed_on_while_its_last_step_runs(tokenizer):
     turn = ["taken", "dispatch", "passed on", "read", "given back", "told"]
     assert order[order.index("taken") :][:12] == turn * 2
     sharing.loop.close()
+    assert order[-2:] == ["wait", "closed"]  # nothing runs when others have the device
     sharing.compilations.close()
 
 

@@ -1,4 +1,4 @@
-"""Settings of Python's logging that a server sets for its whole process, set back behind a test."""
+"""Logging as it was before a test; a server configures it for the whole process."""
 
 import contextlib
 import logging
@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def logging_kept() -> Iterator[None]:
+def kept_logging() -> Iterator[None]:
     """Set back handlers, levels and filters, which `serving.engine.metrics.logs.configure` sets.
 
-    A handler that outlives its test writes the lines of later ones to a stdout that is closed.
+    A handler that stays writes to the output of a test that has ended, which is closed.
     """
     root, access = logging.getLogger(), logging.getLogger("serving.access")
     loggers = (root, *(logging.getLogger(name) for name in ("serving", "lora_jax", "uvicorn")))

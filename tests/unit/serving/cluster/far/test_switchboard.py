@@ -2,13 +2,14 @@
 
 import dataclasses
 import socket
+import threading
 from multiprocessing import AuthenticationError
 
 import pytest
 from support.waiting import wait_until
 
-from serving.cluster.ray import switchboard
-from serving.cluster.ray.switchboard import Switchboard
+from serving.cluster.far import switchboard
+from serving.cluster.far.switchboard import Switchboard
 
 
 @pytest.fixture
@@ -73,8 +74,12 @@ def test_a_wrong_secret_is_refused_and_a_ticket_is_good_once(board, caplog):
 
 
 def test_a_stranger_who_says_nothing_does_not_stop_others(board, monkeypatch, caplog):
+    limit, limited = switchboard._limit, threading.Event()
+    monkeypatch.setattr(switchboard, "_limit", lambda *given: (limit(*given), limited.set()))
     monkeypatch.setattr(switchboard, "_PROOF_S", 1)
     with socket.create_connection(board.address):
+        assert limited.wait(60)
+        monkeypatch.setattr(switchboard, "_PROOF_S", 60)  # for the next one
         _, ticket = board.ticket()
         ticket.redeem().close()
         wait_until(lambda: "which is no role of this cluster" in caplog.text)
