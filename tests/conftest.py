@@ -218,14 +218,16 @@ def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Set what plugins and the compiler of tests need.
 
-    A case's time is no promise, and machines are busy. Where tests read what the compiler dumps,
-    let it compile: jax's key leaves dumping out.
+    A case's time is no promise, and machines are busy. `make test` draws the same cases in each
+    run, `make test-all` draws others. Where tests read what the compiler dumps, let it compile:
+    jax's key leaves dumping out.
     """
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
 
-        slow = [HealthCheck.too_slow]  # to draw: it too counts seconds, not work
-        settings.register_profile("suite", deadline=None, suppress_health_check=slow)
+        drawn = {"derandomize": True, "database": None} if os.environ.get("FAST_COMPILE") else {}
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("suite", deadline=None, suppress_health_check=slow, **drawn)
         settings.load_profile("suite")
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)

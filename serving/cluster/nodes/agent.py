@@ -13,12 +13,11 @@ from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster.far.actor import RoleActor
 from serving.cluster.node import place_of
-from serving.cluster.nodes.link import AbstractNode
+from serving.cluster.nodes.link import SILENT_S, AbstractNode
 from serving.engine.metrics import logs
 from serving.runtime.about import about_of
 from serving.runtime.gang_stream import (
     BEAT_S,
-    SILENT_S,
     Connection,
     GangRefused,
     join_leader,

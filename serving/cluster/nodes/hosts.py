@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _SHORT_S = 10.0  # for an agent's answer
 _AT_WORK_S = 1.0
+_FREE_S = 3.0  # for a node that comes back, until its old connection is given up
 
 
 class NodeProcess(AbstractActorProcess):
@@ -126,9 +127,8 @@ class NodeHosts(AbstractRoleHosts):
         self._starts = itertools.count()
         own = socket.gethostbyname(place.address[0])
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
-        self._listening = _listen(place.address)
+        self._listening, self._board = _listen(place.address), Switchboard(own)
         try:
-            self._board = Switchboard(own)
             threading.Thread(target=self._accept, name="nodes", daemon=True).start()
             self._wait_for_all()
         except BaseException:
@@ -172,8 +172,7 @@ class NodeHosts(AbstractRoleHosts):
         self._listening.close()
         for node in nodes:
             node.close()
-        if hasattr(self, "_board"):
-            self._board.close()
+        self._board.close()
 
     def _host(self, role: Role) -> NodeHost:
         seat = self._seats[role]
@@ -209,7 +208,7 @@ class NodeHosts(AbstractRoleHosts):
         """Take a node that knows the secret and fits."""
         connection = Connection(sock)
         try:
-            rank = welcome(connection, self._place, self._about, "", self._nodes)
+            rank = welcome(connection, self._place, self._about, "", _Taken(self._is_free))
         except (OSError, KeyError, TypeError, ValueError) as error:
             logger.warning("Rejected a connection from %s: %s", address, error)
             connection.close()
@@ -229,12 +228,28 @@ class NodeHosts(AbstractRoleHosts):
         else:
             connection.close()
 
+    def _is_free(self, rank: int) -> bool:
+        """Return whether no node has this rank, or leaves it soon."""
+        with self._changed:
+            return self._changed.wait_for(lambda: rank not in self._nodes, _FREE_S)
+
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:
             if self._closed:
                 return
             del self._nodes[rank]
+            self._changed.notify_all()
         logger.error("Node %d is lost, and its roles wait for it: %s", rank, why)
+
+
+class _Taken(Container[int]):
+    """The ranks that are not free."""
+
+    def __init__(self, is_free: Callable[[int], bool]):
+        self._is_free = is_free
+
+    def __contains__(self, rank: object) -> bool:
+        return isinstance(rank, int) and not self._is_free(rank)
 
 
 def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from serving.runtime.gang_stream import BEAT_S, SILENT_S, Connection
+from serving.runtime.gang_stream import BEAT_S, Connection
+
+# Longer than between members of an instance: keepers find a hung process sooner, and here a busy
+# machine's late beat would cost all roles of a node.
+SILENT_S = 12.0
 
 
 class AbstractNode(abc.ABC):

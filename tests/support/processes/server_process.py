@@ -1,9 +1,9 @@
 """A real server in its own process, for tests that talk to it as users do."""
 
 import contextlib
-import itertools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -20,25 +20,27 @@ ROOT = Path(__file__).parents[3]
 START_S = 600  # a cold start beside three busy workers takes minutes
 
 
-_FIRST_PORT = 10_240
-_numbers = itertools.count(97 * os.getpid())  # processes begin at different ones
+_LOWEST = 20_000  # below are those of Ray's workers
+_kept: list[int] = []  # descriptors that keep this process's ports
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and that the kernel gives to nobody who asks for any.
+    """Return a TCP port that nobody listens on, and no other caller gets while this process lives.
 
-    A server is started first and takes its port seconds later. One of the kernel's own choice may
-    be another process's by then.
+    The kernel gives it to nobody who asks for any port: a server may take seconds to listen on it.
     """
-    own = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    count = int(own[0]) - _FIRST_PORT
-    assert count > 0, "the kernel gives away all ports"
-    for _ in range(count):
-        port = _FIRST_PORT + next(_numbers) % count
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    highest = int(given[0]) if int(given[0]) > _LOWEST + 1000 else 60_000
+    for port in random.SystemRandom().sample(range(_LOWEST, highest), 500):
+        with socket.socket(socket.AF_UNIX) as kept, socket.socket() as tried:
+            try:
+                kept.bind(f"\0port {port} of a test of lora-jax")
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            _kept.append(kept.detach())
             return port
-    raise AssertionError("no port is free")
+    raise RuntimeError(f"no port between {_LOWEST} and {highest} is free")
 
 
 @contextlib.contextmanager

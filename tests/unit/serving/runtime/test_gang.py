@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from support.processes.server_process import free_port
 
 from serving.runtime import gang as module
 from serving.runtime.gang import Gang
@@ -30,9 +31,7 @@ class Lost:
 @pytest.fixture
 def pair():
     """Two members of one process, and what each is told; jax is not started."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        address = sock.getsockname()[:2]
+    address = "127.0.0.1", free_port()
     lost = Lost(), Lost()
     with ThreadPoolExecutor() as pool:
         places = [GangPlace(rank, 2, address, b"s" * 32, 60.0) for rank in (0, 1)]

@@ -5,6 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.processes.server_process import free_port
 
 from serving.runtime.gang_stream import (
     Connection,
@@ -20,9 +21,7 @@ ABOUT = {"--max-loras": "2", "version of jax": "1"}
 
 @pytest.fixture
 def port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    return free_port()
 
 
 def place(port, rank, secret=SECRET, size=2, wait_s=60.0):

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,18 @@ class Agent:
 
     def __init__(self, port, about=ABOUT):
         self.place = GangPlace(1, 2, ("127.0.0.1", port), SECRET, 60.0)
-        self.about, self.said, self.connection = about, [], None
+        self.about, self.said, self.joined = about, [], Future()
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self):
         try:
-            self.connection, _ = join_leader(self.place, self.about)
+            connection, _ = join_leader(self.place, self.about)
         except GangRefused as error:
             self.said.append(str(error))
             return
-        self.said.append(answer_calls(self.connection, Starts()))
+        self.joined.set_result(connection)
+        self.said.append(answer_calls(connection, Starts()))
 
     def end(self):
         self.thread.join(60)
@@ -106,7 +108,7 @@ def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_pat
     with pytest.raises(EOFError):
         line.recv_bytes()  # its connection ends with it
 
-    agent.connection.close()  # as when the node's host is lost
+    agent.joined.result(60).close()  # as when the node's host is lost
     two.join(60)
     assert two.exitcode == -signal.SIGKILL
     wait_until(lambda: not Path(f"/proc/{far}").exists())
@@ -135,7 +137,23 @@ def test_a_node_that_does_not_fit_ends_the_start_with_what_differs(port):
     assert "--max-loras is '3' there and '2' on rank 0" in said
 
 
-def test_a_stranger_is_sent_away_and_a_second_node_of_a_rank_too(port, caplog):
+def test_a_node_that_is_back_before_it_is_missed_waits_until_it_is(port):
+    """As after a pause of this process, in which the node has given up its connection."""
+    agent, hosts = Agent(port), new_hosts(port)
+    old = hosts._nodes[1]
+    back = Agent(port)
+    with pytest.raises(TimeoutError):
+        back.joined.result(0.1)
+    old._end("no word")
+    assert agent.end() == ["the connection was closed"]
+    back.joined.result(60)
+    wait_until(lambda: hosts._nodes.get(1) not in (None, old))
+    hosts.close()
+    assert back.end() == [None]
+
+
+def test_a_stranger_is_sent_away_and_a_second_node_of_a_rank_too(port, caplog, monkeypatch):
+    monkeypatch.setattr(module, "_FREE_S", 0.05)
     agent, hosts = Agent(port), new_hosts(port)
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(b"\0" * 100)

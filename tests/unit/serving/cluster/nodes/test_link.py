@@ -93,9 +93,9 @@ def test_a_silent_node_is_lost_and_one_that_beats_is_not():
     assert beating.waits == [module.SILENT_S] * 4  # each beat begins the time anew
     assert (lost, call.done()) == ([], False)
     beating.time_is_over.set()
-    with pytest.raises(ConnectionError, match="no word for 4 s"):
+    with pytest.raises(ConnectionError, match="no word for 12 s"):
         call.result(60)
-    assert lost == ["no word for 4 s"]
+    assert lost == ["no word for 12 s"]
 
 
 def test_the_node_is_told_of_the_end_and_hears_beats_until_then(case, monkeypatch):
