@@ -105,7 +105,7 @@ class AdapterFolders:
         """Return what is told of where a folder is."""
         if not confined or self._root is None:
             return os.path.basename(real)
-        return os.path.relpath(real, os.path.realpath(self._root)).replace(os.sep, "/")
+        return Path(real).relative_to(os.path.realpath(self._root)).as_posix()
 
 
 def _rejected(name: str, folder: Path, why: str) -> AdapterRejected:

@@ -68,9 +68,7 @@ class FileLayout:
     matrices: tuple[_Matrix, ...]  # in the order of a block
     num_bytes: int  # of a block
     sites: tuple[tuple[tuple[str, int], _Pair, float], ...]
-    experts: tuple[
-        _Pair, ...
-    ]  # B of gate and of up: apart in a file, they would have half the rank
+    experts: tuple[_Pair, ...]  # B of gate and of up, which are not apart (peft_experts)
     report: AdapterReport
     demand: tuple[tuple[int, int], ...]
     site_columns: SiteColumns
@@ -134,14 +132,14 @@ class LayoutSearch:
 
     def __init__(self, layouts: FileLayouts, catalogue: LoraCatalogue, meaning: str):
         self._layouts, self._catalogue, self._meaning = layouts, catalogue, meaning.encode()
-        self._header = self._key = b""
+        self._header, self._file_bytes, self._key = b"", 0, b""
         self._found: FileLayout | None = None
 
     def __call__(self, raw: bytes, file_bytes: int, /) -> bool:
         """Return whether a layout is known of a file of this header and of so many bytes."""
         parts = raw, str(file_bytes).encode(), self._meaning
         hashes = (hashlib.sha256(part).digest() for part in parts)
-        self._header, self._key = raw, b"".join(hashes)
+        self._header, self._file_bytes, self._key = raw, file_bytes, b"".join(hashes)
         found = self._layouts.find(self._key)
         self._found = found if found and found.catalogue is self._catalogue else None
         return self._found is not None
@@ -151,7 +149,7 @@ class LayoutSearch:
 
         That tells, too, what is wrong with a file whose values no layout takes.
         """
-        if self._found is None or not self._is_header_of(file):
+        if self._found is None or not self._is_of(file):
             return None
         return self._found.weights(file.data, folder)
 
@@ -162,15 +160,16 @@ class LayoutSearch:
         block. No layout is kept of a file whose matrices were computed from its tensors, or do
         not have all of their values.
         """
-        if not self._is_header_of(file):
+        if not self._is_of(file):
             return
         layout = _layout(self._catalogue, file.data, len(self._header), found, packed)
         if layout is not None:
             self._layouts.keep(self._key, layout)
 
-    def _is_header_of(self, file: WholeFile) -> bool:
-        """Return whether the header did not change while the file was read."""
-        return file.data[: len(self._header)] == self._header
+    def _is_of(self, file: WholeFile) -> bool:
+        """Return whether neither header nor size changed while the file was read."""
+        same_size = len(file.data) == self._file_bytes
+        return same_size and file.data[: len(self._header)] == self._header
 
 
 def _layout(

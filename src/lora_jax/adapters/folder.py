@@ -46,7 +46,7 @@ class AdapterFolder:
 
     def files(self, below: str = "") -> tuple[str, ...]:
         """Return the names in the folder, or in the one `below` it, in order."""
-        inner = os.path.realpath(self._path(below)) if below else self._real
+        inner = os.path.realpath(self._path(below))
         if not self._inside(inner):
             raise ValueError(f"{below} leads outside of the adapter directory.")
         return tuple(sorted(os.listdir(inner)))

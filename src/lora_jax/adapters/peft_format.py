@@ -4,9 +4,7 @@ The tensors are the truth about what was trained; the config gives rank, alpha a
 tensor is placed, every A has its B, every shape is the base model's, or the read fails by name.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,7 +26,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_experts import Fused
 from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
-from lora_jax.adapters.safetensors_file import FileLimits, WholeFile
+from lora_jax.adapters.safetensors_file import FileLimits, WholeFile, naming
 from lora_jax.adapters.task_head import SCORE, TaskHead
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 
@@ -108,7 +106,7 @@ def _read(
     if head is not None and warnings:
         # LoRA's shapes say that it fits. A head would tell its labels of states it does not know.
         raise ValueError(f"{CONFIG_FILE}: the task head was {warnings[0]}")
-    with _naming(WEIGHTS_FILE):
+    with naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
         of_outputs = gains.take_tensors(tensors, config)
@@ -155,18 +153,9 @@ def read_config(
     folder: AdapterFolder, *, has_head: bool = False, brings: bool = False
 ) -> peft_config.PeftConfig:
     """Return the folder's config, see peft_config.parse. ValueError names the file and the key."""
-    with _naming(CONFIG_FILE):
+    with naming(CONFIG_FILE):
         data = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
         return peft_config.parse(data, has_head=has_head, brings=brings)
-
-
-@contextlib.contextmanager
-def _naming(file_name: str) -> Iterator[None]:
-    """Put the file's name before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file_name}: {error}") from None
 
 
 def check_files(folder: AdapterFolder) -> tuple[str, ...]:

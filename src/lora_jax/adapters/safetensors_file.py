@@ -99,7 +99,7 @@ def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits)
 
     Nothing but the header is read. ValueError naming what is wrong with it.
     """
-    with _naming(file_name):
+    with naming(file_name):
         return _header(_raw_header(read, file_bytes, limits), file_bytes, limits)
 
 
@@ -153,7 +153,7 @@ def read_whole(
     headers: list[Header | None] = []
 
     def check(read: Read, file_bytes: int) -> None:
-        with _naming(file_name):
+        with naming(file_name):
             raw = _raw_header(read, file_bytes, limits)
             is_known = knows is not None and knows(raw, file_bytes)
             headers.append(None if is_known else _header(raw, file_bytes, limits))
@@ -184,7 +184,7 @@ def tensors_of(file: WholeFile, file_name: str) -> tuple[dict[str, AdapterTensor
 
 
 @contextlib.contextmanager
-def _naming(file_name: str) -> Iterator[None]:
+def naming(file_name: str) -> Iterator[None]:
     """Put the file's name before the message of a ValueError."""
     try:
         yield

@@ -151,6 +151,23 @@ def test_a_file_that_changes_while_it_is_read_is_read_without_a_layout(
     assert_same(read(tmp_path / "first", layouts), read(tmp_path / "first"))
 
 
+@pytest.mark.parametrize("left", [0, 100, -4])
+def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(
+    tmp_path, layouts, monkeypatch, left
+):
+    path, real = tmp_path / "first" / "adapter_model.safetensors", os.preadv
+    whole = path.stat().st_size
+
+    def late(handle, buffers, start):
+        if os.fstat(handle).st_size == whole:
+            os.truncate(path, left % whole)
+        return real(handle, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", late)
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: (truncated|not a safe)"):
+        read(tmp_path / "first", layouts)
+
+
 def test_gate_and_up_that_are_apart_have_half_the_rank(tmp_path, parsed):
     """Whether they are is a matter of values: one header has two layouts."""
     source, catalogue = cases.FIXTURES / "0.21.2-mixtral-both", cases.catalogue_of("a-mixtral-b")
