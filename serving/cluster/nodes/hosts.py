@@ -21,6 +21,7 @@ from typing import Any
 
 from serving.cli.options import Options
 from serving.cli.serve import StartError
+from serving.cluster.far.callers import take_callers
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
 from serving.cluster.far.switchboard import Switchboard, Ticket
@@ -129,7 +130,7 @@ class NodeHosts(AbstractRoleHosts):
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
         self._listening, self._board = _listen(place.address), Switchboard(own)
         try:
-            threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+            take_callers(self._listening, self._admit, "nodes")
             self._wait_for_all()
         except BaseException:
             self.close()
@@ -194,15 +195,6 @@ class NodeHosts(AbstractRoleHosts):
                         f"Nodes {missing} of {self._place.size} have not come within "
                         f"{self._place.wait_s:g} s."
                     )
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = self._listening.accept()
-            except OSError:  # closed
-                return
-            run = threading.Thread(target=self._admit, args=(sock, peer[0]), daemon=True)
-            run.start()
 
     def _admit(self, sock: socket.socket, address: str) -> None:
         """Take a node that knows the secret and fits."""
