@@ -49,7 +49,7 @@ class WorldServer:
         """End the server, which must leave as it should."""
         if self.process.poll() is None:
             self.process.terminate()
-        assert self.process.wait(60) == self.status, self.log.read_text()[-3000:]
+        assert self.process.wait(120) == self.status, self.log.read_text()[-3000:]
 
     def answers(
         self, models: Sequence[str | None], prompts: Sequence[object], max_tokens: int
