@@ -21,11 +21,12 @@ from typing import Any
 
 from serving.cli.options import Options
 from serving.cli.serve import StartError
+from serving.cluster.far.callers import take_callers
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
 from serving.cluster.far.switchboard import Switchboard, Ticket
 from serving.cluster.node import place_of
-from serving.cluster.nodes.agent import OwnNode, about_roles
+from serving.cluster.nodes.agent import OwnNode, about_roles, leave
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
 from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, welcome
@@ -129,7 +130,7 @@ class NodeHosts(AbstractRoleHosts):
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
         self._listening, self._board = _listen(place.address), Switchboard(own)
         try:
-            threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+            take_callers(self._listening, self._admit, "nodes")
             self._wait_for_all()
         except BaseException:
             self.close()
@@ -195,15 +196,6 @@ class NodeHosts(AbstractRoleHosts):
                         f"{self._place.wait_s:g} s."
                     )
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = self._listening.accept()
-            except OSError:  # closed
-                return
-            run = threading.Thread(target=self._admit, args=(sock, peer[0]), daemon=True)
-            run.start()
-
     def _admit(self, sock: socket.socket, address: str) -> None:
         """Take a node that knows the secret and fits."""
         connection = Connection(sock)
@@ -225,8 +217,11 @@ class NodeHosts(AbstractRoleHosts):
                 self._changed.notify_all()
         if is_wanted:
             logger.info("Node %d is there, at %s.", rank, address)
-        else:
-            connection.close()
+            return
+        if self._closed:  # since it was welcomed: it is not to wait for this command
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        connection.close()
 
     def _is_free(self, rank: int) -> bool:
         """Return whether no node has this rank, or leaves it soon."""
@@ -255,8 +250,10 @@ class _Taken(Container[int]):
 def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts for all roles when all nodes are there, and the options of each role.
 
-    Raises StartError for nodes that do not come or do not fit.
+    Until the front answers, SIGTERM ends the other nodes with this process. Raises StartError for
+    nodes that do not come or do not fit.
     """
+    signal.signal(signal.SIGTERM, leave)
     cluster, devices = options.cluster, options.engine.tensor_parallel_size
     seats = seats_of(cluster.instances, devices, cluster.lora_server, cluster.nnodes)
     try:
