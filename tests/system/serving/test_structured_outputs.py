@@ -312,7 +312,7 @@ def test_what_cannot_bind_is_refused_by_name_and_the_next_is_answered(engine):
 
 def ask(client: httpx.Client, **fields):
     body = {"prompt": "x", "max_tokens": 200, "seed": 1, **fields}
-    return client.post("/v1/completions", json=body, timeout=60)
+    return client.post("/v1/completions", json=body, timeout=120)
 
 
 def test_a_bomb_over_http_is_400_while_others_are_answered(engine, client, monkeypatch):
@@ -350,7 +350,7 @@ def test_a_stream_adds_up_to_the_answer(client):
     whole = ask(client, **fields).json()["choices"][0]
     pieces = []
     body = {"prompt": "x", "max_tokens": 200, "seed": 1, "stream": True, **fields}
-    with client.stream("POST", "/v1/completions", json=body, timeout=60) as stream:
+    with client.stream("POST", "/v1/completions", json=body, timeout=120) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
                 pieces.append(json.loads(line[6:])["choices"][0])
@@ -392,7 +392,7 @@ def chat(client, **fields):
         {"role": "tool", "tool_call_id": "c", "content": "done"},
     ]
     body = {"messages": history, "tools": TOOLS, "seed": 3, "max_tokens": 150, **fields}
-    return client.post("/v1/chat/completions", json=body, timeout=60)
+    return client.post("/v1/chat/completions", json=body, timeout=120)
 
 
 def check_call(call):
