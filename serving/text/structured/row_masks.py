@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from serving.api.request import ScheduledChunk, Sequence, SequenceState, StepPlan
+from serving.api.sampling import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -175,20 +176,20 @@ class RowMasks:
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
         behind = [(sequence, new) for sequence, new in behind if new]
-        single = [(s.grammar_state.matcher, new[0]) for s, new in behind if len(new) == 1]
-        if len(single) < max(self._few, len(behind)):
+        if len(behind) < self._few or any(len(new) > 1 for _, new in behind):
             done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
         else:  # each has one new token, as in most steps
+            single = [(s.grammar_state.matcher, new[0]) for s, new in behind]
             done = self._threads().consume_token_par(single)
         return {id(s) for (s, _), is_done in zip(behind, done, strict=True) if not is_done}
 
     def _compute(self, filling: "Filling") -> None:
-        words = filling.words
+        words, lost = filling.words, filling.lost
         alone, drafted, size = [], [], words.shape[1] * words.itemsize
         rows = list(zip(filling.rows, filling.places, strict=False))
         shared = len(rows) >= self._few
         for row, place in _dealt(rows, self._num_threads) if shared else rows:
-            if id(row.sequence) in filling.lost:
+            if lost and id(row.sequence) in lost:
                 continue
             matcher = row.sequence.grammar_state.matcher
             if row.drafts:
@@ -196,12 +197,12 @@ class RowMasks:
                 drafted.append((matcher, place, list(row.drafts)))
             else:
                 alone.append((matcher, place))
-        where = words.ctypes.data, size, words.shape[0]
+        where = address, size, _ = words.ctypes.data, size, words.shape[0]
         if len(alone) >= self._few:
             self._threads().unsafe_compute_mask_ptr(alone, *where)
         else:
             for matcher, place in alone:
-                matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+                matcher.unsafe_compute_mask_ptr(address + place * size, size)
         if drafted:
             self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if shared:
@@ -218,8 +219,12 @@ class RowMasks:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
         by_ends: dict[tuple[int, ...], list[int]] = {}
         for row, place in zip(filling.rows, filling.places, strict=False):
+            sampling = row.sequence.request.sampling
+            if not (sampling.ignore_eos or sampling.min_tokens):
+                continue
+            length = len(row.sequence.token_ids) - row.sequence.num_prompt
             for ahead in range(1 + len(row.drafts)):
-                if ends := self._held_ends(row.sequence, ahead):
+                if ends := self._held_ends(sampling, length + ahead):
                     by_ends.setdefault(ends, []).append(place + ahead)
         bits = filling.words.view(np.uint32)
         for ends, rows in by_ends.items():
@@ -236,10 +241,9 @@ class RowMasks:
             empty = np.flatnonzero(~_any_bit(bits[rows]))
             bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
 
-    def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
-        """Return the tokens that may not end an answer that is `ahead` tokens longer than now."""
-        sampling = sequence.request.sampling
-        if sampling.min_tokens and len(sequence.output_ids) + ahead < sampling.min_tokens:
+    def _held_ends(self, sampling: Sampling, length: int) -> tuple[int, ...]:
+        """Return the tokens that may not end an answer of this many tokens."""
+        if length < sampling.min_tokens:
             return (*self._end_ids, *sampling.stop_token_ids)
         return self._end_ids if sampling.ignore_eos else ()
 
