@@ -5,7 +5,9 @@ the step runs. Tokens are fed to a matcher when they are in the sequence, so a p
 keeps its place, and a step whose results are void changes nothing.
 """
 
+import collections
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -140,11 +142,11 @@ class RowMasks:
 
     def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         self._hold_back(filling)
-        words, failed = filling.words, []
+        words, lost, failed = filling.words, filling.lost, []
         fits = _any_bit(words[: filling.places[-1]]).tolist()
         for row, place in zip(filling.rows, filling.places, strict=False):
             matcher = row.sequence.grammar_state.matcher
-            if id(row.sequence) in filling.lost:
+            if lost and id(row.sequence) in lost:
                 failed.append((row.sequence, _why(matcher, "a token")))
             elif matcher.is_error() or not fits[place]:
                 failed.append((row.sequence, _why(matcher, "no token fits.")))
@@ -162,8 +164,8 @@ class RowMasks:
 
     @staticmethod
     def _filling(rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
-        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
-        return Filling(rows, places, words)
+        counts = (1 + len(row.drafts) for row in rows)
+        return Filling(rows, list(itertools.accumulate(counts, initial=0)), words)
 
     def _in_thread(self, work: Callable[[], None]) -> Future[None]:
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -175,13 +177,12 @@ class RowMasks:
 
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
-        behind = [(sequence, new) for sequence, new in behind if new]
-        if len(behind) < self._few or any(len(new) > 1 for _, new in behind):
-            done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
-        else:  # each has one new token, as in most steps
-            single = [(s.grammar_state.matcher, new[0]) for s, new in behind]
-            done = self._threads().consume_token_par(single)
-        return {id(s) for (s, _), is_done in zip(behind, done, strict=True) if not is_done}
+        behind = [(s, s.grammar_state.matcher, new) for s, new in behind if new]
+        if len(behind) < self._few or any(len(new) > 1 for *_, new in behind):
+            return {id(s) for s, matcher, new in behind if not matcher.consume_tokens(new)}
+        # Each has one new token, as in most steps.
+        done = self._threads().consume_token_par([(matcher, new[0]) for _, matcher, new in behind])
+        return {id(s) for (s, *_), is_done in zip(behind, done, strict=True) if not is_done}
 
     def _compute(self, filling: "Filling") -> None:
         words, lost = filling.words, filling.lost
@@ -217,15 +218,16 @@ class RowMasks:
 
     def _hold_back(self, filling: "Filling") -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
-        by_ends: dict[tuple[int, ...], list[int]] = {}
+        by_ends = collections.defaultdict[tuple[int, ...], list[int]](list)
         for row, place in zip(filling.rows, filling.places, strict=False):
             sampling = row.sequence.request.sampling
-            if not (sampling.ignore_eos or sampling.min_tokens):
-                continue
-            length = len(row.sequence.token_ids) - row.sequence.num_prompt
-            for ahead in range(1 + len(row.drafts)):
-                if ends := self._held_ends(sampling, length + ahead):
-                    by_ends.setdefault(ends, []).append(place + ahead)
+            if sampling.min_tokens:
+                length = len(row.sequence.token_ids) - row.sequence.num_prompt
+                for ahead in range(1 + len(row.drafts)):
+                    by_ends[self._held_ends(sampling, length + ahead)].append(place + ahead)
+            elif sampling.ignore_eos:
+                by_ends[self._end_ids] += range(place, place + 1 + len(row.drafts))
+        by_ends.pop((), None)
         bits = filling.words.view(np.uint32)
         for ends, rows in by_ends.items():
             kept = dict.fromkeys((token // _BITS for token in ends), (1 << _BITS) - 1)
