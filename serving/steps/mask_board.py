@@ -10,7 +10,6 @@ import os
 import threading
 
 import jax
-import numpy as np
 
 from lora_jax.ops import dispatch
 from lora_jax.ops.cpu.host_board import HostBoard

@@ -177,12 +177,12 @@ class RowMasks:
 
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
-        behind = [(s, s.grammar_state.matcher, new) for s, new in behind if new]
-        if len(behind) < self._few or any(len(new) > 1 for *_, new in behind):
-            return {id(s) for s, matcher, new in behind if not matcher.consume_tokens(new)}
+        new_of = [(s, s.grammar_state.matcher, new) for s, new in behind if new]
+        if len(new_of) < self._few or any(len(new) > 1 for *_, new in new_of):
+            return {id(s) for s, matcher, new in new_of if not matcher.consume_tokens(new)}
         # Each has one new token, as in most steps.
-        done = self._threads().consume_token_par([(matcher, new[0]) for _, matcher, new in behind])
-        return {id(s) for (s, *_), is_done in zip(behind, done, strict=True) if not is_done}
+        done = self._threads().consume_token_par([(matcher, new[0]) for _, matcher, new in new_of])
+        return {id(s) for (s, *_), is_done in zip(new_of, done, strict=True) if not is_done}
 
     def _compute(self, filling: "Filling") -> None:
         words, lost = filling.words, filling.lost
@@ -198,7 +198,8 @@ class RowMasks:
                 drafted.append((matcher, place, list(row.drafts)))
             else:
                 alone.append((matcher, place))
-        where = address, size, _ = words.ctypes.data, size, words.shape[0]
+        address = words.ctypes.data
+        where = address, size, words.shape[0]
         if len(alone) >= self._few:
             self._threads().unsafe_compute_mask_ptr(alone, *where)
         else:
