@@ -74,7 +74,11 @@ class LocalCluster:
         if options.state_dir is None:  # instances are started anew; their server is not
             folder = str(self._folder)
             options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
-        budgets = self._budgets_folder(options)
+        try:
+            budgets = self._budgets_folder(options)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         http = dataclasses.replace(options.http, budgets_folder=str(budgets))
         self._options = options = dataclasses.replace(options, http=http)
         self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
@@ -208,7 +212,8 @@ class LocalCluster:
         """Return a new folder where instances share the tokens a minute of keys.
 
         It is below --state-dir where the instances are on other hosts, which must then see it, for
-        this and for the journal. Raises ConnectionError for a host that does not.
+        this and for the journal. Raises ConnectionError for a host that does not, and for a folder
+        that this host cannot have.
         """
         budgets = self._folder / BUDGETS
         budgets.mkdir(mode=0o700)
@@ -217,9 +222,17 @@ class LocalCluster:
         if self._hosts.are_this_host or not (limits or http.enable_runtime_lora):
             return budgets
         assert options.state_dir is not None, "a folder for what lasts as long as the server"
-        self._hosts.require_folder(options.state_dir)
         budgets = Path(options.state_dir, f"{BUDGETS}-{os.getpid()}")
-        budgets.mkdir(mode=0o700, exist_ok=True)
+        try:
+            Path(options.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._hosts.require_folder(options.state_dir)
+            budgets.mkdir(mode=0o700, exist_ok=True)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionError(
+                f"Cannot use --state-dir {options.state_dir}: {error.strerror}."
+            ) from error
         return budgets
 
     def _wait_ready(self, process: InstanceProcess) -> None:
