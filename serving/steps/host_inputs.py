@@ -52,6 +52,9 @@ class HostInputs:
     def add_pages(self, row: int, first: int, pages: np.ndarray) -> None:
         """Put pages into a row of the block tables, from place `first` on, before the next step."""
         self._tables[row, first : first + len(pages)] = pages
+        if not self._in_place:  # the tables go out whole
+            self._new = [self._tables]
+            return
         places = np.arange(first, first + len(pages), dtype=np.int32)
         self._new.append(np.stack([np.full_like(places, row), places, pages]))
 
