@@ -121,6 +121,9 @@ class Turns:
     def give_back(self):
         self._order.append("given back")
 
+    def close(self):
+        self._order.append("closed")
+
     def ran(self, num_prompts, began, ended):
         pass
 

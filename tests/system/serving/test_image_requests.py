@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from support.cases.engine_cases import settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_vision import (
     HOLDER,
@@ -64,7 +65,7 @@ def engine(folder: Path, oracle, adapters) -> Iterator[Engine]:
     sizes = {"max_num_batched_tokens": 32, "max_lora_cls_labels": 3}
     with Engine(folder, adapters, **sizes, **FIELDS) as engine:
         yield engine
-        engine.check_integrity()
+        settle(engine)
         assert engine.stats().compilations_after_warmup == 0
 
 
@@ -120,7 +121,7 @@ def test_two_devices_answer_with_the_bits_of_one(engine: Engine, folder: Path, a
         assert [bits(together[0]), bits(together[2])] == [answers[0], answers[2]]
         assert bits(together[1]) == bits(alone[0])
         assert two.stats().compilations_after_warmup == 0
-        two.check_integrity()
+        settle(two)
 
 
 def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Path):
@@ -217,7 +218,7 @@ def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Pat
         outputs = small.generate(prompts, None, asked, images=images)
         assert [bits(output) for output in outputs] == want
         assert small.stats().preemptions > 0
-        small.check_integrity()
+        settle(small)
 
 
 @pytest.mark.long

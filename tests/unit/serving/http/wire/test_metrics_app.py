@@ -15,10 +15,10 @@ def test_metrics_of_all_registries_and_nothing_else():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        with serve_metrics(sock, registries):
-            answer = httpx.get(f"{url}/metrics")
+        with serve_metrics(sock, registries), httpx.Client(timeout=60) as client:
+            answer = client.get(f"{url}/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert "one_total 1.0" in answer.text
             assert "two_total 1.0" in answer.text
-            assert httpx.get(f"{url}/v1/models").status_code == 404
-            assert httpx.post(f"{url}/metrics").status_code == 404
+            assert client.get(f"{url}/v1/models").status_code == 404
+            assert client.post(f"{url}/metrics").status_code == 404

@@ -145,7 +145,8 @@ READY = "print('{}', flush=True); input(); "
 
 
 def test_a_process_that_ends_or_is_silent_refuses_the_structure_and_another_one_starts(scripted):
-    checker, started = scripted(READY + "input()")  # it ends with the first question
+    # It ends with the first question.
+    checker, started = scripted(READY + "input()", limit_s=60.0)
     for number in (1, 2):
         with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
             checker.check(GOOD)

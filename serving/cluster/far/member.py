@@ -1,7 +1,7 @@
-"""The process of a role on a host of a Ray cluster: `python -m serving.cluster.ray.member`.
+"""The process of a role on another host: `python -m serving.cluster.far.member`.
 
-An actor of Ray starts it and writes to its standard input what it is to do; the end of that input
-is the end of the actor. It speaks with the command's host by its own connections: no Ray is here.
+An actor starts it and writes to its standard input what it is to do; the end of that input is the
+end of the actor. It speaks with the command's host by its own connections: no Ray is here.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from serving.cluster.ray.switchboard import Ticket
+from serving.cluster.far.switchboard import Ticket
 
 EXIT_LOST = 75  # as serving.runtime.gang has it: what started this process has gone
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
