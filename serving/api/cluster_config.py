@@ -117,6 +117,11 @@ class ClusterConfig:
                 f"--lora-server {self.lora_server} have processes: start fewer nodes, or more "
                 "instances."
             )
+        if self.master_addr in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"--master-addr {self.master_addr} is no address that other nodes can connect to: "
+                "give the address of host 0 that they reach, the same on all nodes."
+            )
         if self.nodes_secret_file is None:
             raise ValueError(
                 f"--nnodes {self.nnodes} needs --nodes-secret-file, the same on all nodes: whoever "

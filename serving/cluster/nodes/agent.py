@@ -27,6 +27,7 @@ from serving.runtime.gpu_assignment import first_of
 logger = logging.getLogger(__name__)
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_END_S = 5.0  # of a killed process, which may wait for a driver
 
 
 class Starts:
@@ -50,21 +51,32 @@ class Starts:
         if method == "run":
             payload, gpus = arguments
             return actor.run(payload, {_VISIBLE: first_of(os.environ.get(_VISIBLE), *gpus)})
+        if method == "kill":
+            self._kill(start, actor)
+            return None
         methods = {
             "free_port": actor.free_port,
             "sees": actor.sees,
-            "kill": actor.kill,
             "is_at_work": actor.is_at_work,
         }
         return methods[method](*arguments)
 
+    def _kill(self, start: int, actor: RoleActor) -> None:
+        """Kill a start's process; nothing comes for one that has ended, which is forgotten."""
+        actor.kill()
+        if actor.has_ended:
+            with self._lock:
+                self._actors.pop(start, None)
+
     def end(self) -> None:
-        """Kill all processes; none is started any more."""
+        """Kill all processes and wait for their ends; none is started any more."""
         with self._lock:
             self._has_ended = True
             actors = list(self._actors.values())
         for actor in actors:
             actor.kill()
+        for actor in actors:
+            actor.join(_END_S)
 
 
 class OwnNode(AbstractNode):
@@ -154,7 +166,7 @@ def serve_agent(options: Options) -> None:
     cluster = options.cluster
     where = cluster.node_rank, cluster.nnodes, cluster.master_addr, cluster.master_port
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, leave)
     while True:
         logger.info("Node %d of %d takes roles from rank 0 at %s:%d.", *where)
         try:
@@ -167,5 +179,6 @@ def serve_agent(options: Options) -> None:
         logger.error("Node %d has lost rank 0: %s.", cluster.node_rank, why)
 
 
-def _leave(*_: Any) -> None:
+def leave(*_: Any) -> None:
+    """End this process in order, as the handler of a signal."""
     raise SystemExit(0)

@@ -26,7 +26,7 @@ from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
 from serving.cluster.far.switchboard import Switchboard, Ticket
 from serving.cluster.node import place_of
-from serving.cluster.nodes.agent import OwnNode, about_roles
+from serving.cluster.nodes.agent import OwnNode, about_roles, leave
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
 from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, welcome
@@ -217,8 +217,11 @@ class NodeHosts(AbstractRoleHosts):
                 self._changed.notify_all()
         if is_wanted:
             logger.info("Node %d is there, at %s.", rank, address)
-        else:
-            connection.close()
+            return
+        if self._closed:  # since it was welcomed: it is not to wait for this command
+            with contextlib.suppress(OSError):
+                connection.send(None)
+        connection.close()
 
     def _is_free(self, rank: int) -> bool:
         """Return whether no node has this rank, or leaves it soon."""
@@ -247,8 +250,10 @@ class _Taken(Container[int]):
 def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts for all roles when all nodes are there, and the options of each role.
 
-    Raises StartError for nodes that do not come or do not fit.
+    Until the front answers, SIGTERM ends the other nodes with this process. Raises StartError for
+    nodes that do not come or do not fit.
     """
+    signal.signal(signal.SIGTERM, leave)
     cluster, devices = options.cluster, options.engine.tensor_parallel_size
     seats = seats_of(cluster.instances, devices, cluster.lora_server, cluster.nnodes)
     try:

@@ -438,6 +438,27 @@ def test_aborts_reach_waiting_and_running_requests(case):
     wait_sound(case)
 
 
+@pytest.mark.parametrize("way", ["length", "stop", "abort"])
+def test_a_caller_that_has_the_end_finds_its_adapters_memory_free(case, way):
+    """Before: its next request with another adapter could be refused for a moment."""
+    case.residencies.slot, kept = 0, []
+
+    def on_output(delta):
+        if delta.finish_reason is not None:
+            kept.append((str(delta.finish_reason), case.residencies.kept))
+        elif way == "abort":
+            case.loop.abort(request_id)
+
+    stop = {"stop": case.tokenizer.decode([70]) * 2} if way == "stop" else {}
+    asked = threading.Event()
+    case.runner.trouble = lambda plan: asked.wait(60)
+    request_id, _ = case.ask(adapter="sql", on_output=on_output, max_tokens=50, **stop)
+    asked.set()
+    wait_until(lambda: kept)
+    assert kept == [(way, 0)]
+    wait_sound(case)
+
+
 def test_a_full_queue_refuses_without_a_trace(case):
     ids = [case.ask(adapter="sql", n=2)[0] for _ in range(3)]
     with pytest.raises(QueueFull):

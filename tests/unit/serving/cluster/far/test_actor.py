@@ -31,13 +31,18 @@ def test_it_runs_a_process_with_the_commands_variables(tmp_path):
     thread.start()
     while actor.pid() == first:
         time.sleep(0.01)
+    actor.join(0.01)  # no longer
     os.kill(actor.pid(), signal.SIGKILL)
+    actor.join(60)
+    assert actor._process is not None
+    assert actor._process.returncode == -signal.SIGKILL
     thread.join(60)
     assert statuses == [-signal.SIGKILL]
 
 
 def test_a_process_that_was_killed_before_it_ran_does_not_stay():
     actor = RoleActor()
+    actor.join(60)  # of none there is nothing to wait for
     actor.kill()
     assert actor.run(call_bytes("role", time.sleep, (100,)), {}) == -signal.SIGKILL
 

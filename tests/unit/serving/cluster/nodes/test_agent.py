@@ -77,6 +77,8 @@ def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
     if ending == "killed":
         agent.node.call(1, "kill")
         assert running.result(60) == -signal.SIGKILL
+        assert agent.node.call(1, "kill").result(60) is None  # as its handle is closed
+        assert not agent.starts._actors
     elif ending == "lost":
         agent.node._connection.close()
     agent.end()
@@ -84,6 +86,25 @@ def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
     assert actor._process.wait(60) == -signal.SIGKILL
     with pytest.raises(ConnectionError, match="this node's agent ends"):
         agent.starts.call(2, "is_at_work", ())
+
+
+def test_an_end_is_waited_for_after_all_were_killed():
+    """The next start of a role needs the GPU."""
+
+    class Actor:
+        def __init__(self, name):
+            self.name = name
+
+        def kill(self):
+            said.append(("kill", self.name))
+
+        def join(self, limit_s):
+            said.append(("join", self.name))
+
+    said, starts = [], Starts()
+    starts._actors = {1: Actor("a"), 2: Actor("b")}
+    starts.end()
+    assert said == [("kill", "a"), ("kill", "b"), ("join", "a"), ("join", "b")]
 
 
 def test_rank_0s_own_node_answers_as_the_others_do():
@@ -126,7 +147,7 @@ def test_an_agent_comes_back_to_a_rank_0_that_was_lost(options, monkeypatch, cap
     assert signals == [signal.SIGTERM, signal.SIGINT]
     assert "Node 1 has lost rank 0: silence" in caplog.text
     with pytest.raises(SystemExit):
-        module._leave()
+        module.leave()
 
 
 @pytest.mark.parametrize("why", ["refused", "secret"])

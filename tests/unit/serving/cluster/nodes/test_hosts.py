@@ -167,16 +167,36 @@ def test_a_stranger_is_sent_away_and_a_second_node_of_a_rank_too(port, caplog, m
     assert agent.end() == [None]
 
 
-def test_a_node_that_does_not_come_and_a_taken_port_are_refused(port, tmp_path):
-    with pytest.raises(GangRefused, match=r"Nodes \[1\] of 2 have not come within 0\.05 s"):
-        new_hosts(port, 0.05)
+@pytest.fixture
+def options(port, tmp_path):
+    """Options of rank 0; signals are as before when the test ends."""
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "config.json").write_text("{}")
-    words = [str(tmp_path), "--instances", "2", "--nnodes", "2", "--master-port", str(port)]
-    options = read_options([*words, "--nodes-secret-file", str(tmp_path / "secret")], {})
+    words = [str(tmp_path), "--instances", "3", "--master-port", str(port), "--nnodes"]
+    before = signal.getsignal(signal.SIGTERM)
+    yield lambda nodes: read_options(
+        [*words, str(nodes), "--nodes-secret-file", str(tmp_path / "secret")], {}
+    )
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_node_that_does_not_come_and_a_taken_port_are_refused(port, options):
+    with pytest.raises(GangRefused, match=r"Nodes \[1\] of 2 have not come within 0\.05 s"):
+        new_hosts(port, 0.05)
     said = f"2 nodes: Cannot listen on .* --master-port {port}"
     with socket.create_server(("127.0.0.1", port)), pytest.raises(StartError, match=said):
-        node_hosts(options)
+        node_hosts(options(2))
+
+
+def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
+    """They would wait ten minutes for it to come back."""
+    given = options(3)
+    agent = Agent(port, node_agent.about_roles(given))
+    agent.joined.add_done_callback(lambda joined: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as ending:
+        node_hosts(given)
+    assert ending.value.code == 0
+    assert agent.end() == [None]
 
 
 def test_a_folder_that_a_node_does_not_see_is_refused(port, tmp_path, monkeypatch):
