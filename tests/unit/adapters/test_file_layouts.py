@@ -82,6 +82,8 @@ def test_another_file_of_the_layout_has_its_own_values_and_report(tmp_path, layo
     assert got.report.folder == "second"
     assert got.digest != read(tmp_path / "first").digest
     assert_same(got, want)
+    for form in (AdapterWeights.in_8_bits, lambda one: one.narrowed(np.dtype(np.float16))):
+        assert_same(form(got).in_one_block(), form(want).in_one_block())
 
 
 @pytest.mark.parametrize(
