@@ -83,8 +83,10 @@ class Echo:
 
     def _end_if_due(self) -> None:
         if self._has_ended and self._is_keeping:
-            self._leave()
-            os._exit(1)
+            try:
+                self._leave()
+            finally:  # also where something could not be removed
+                os._exit(1)
 
 
 def wait_alive(

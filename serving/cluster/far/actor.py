@@ -81,6 +81,11 @@ class RoleActor:
             if self._process is not None:
                 self._process.kill()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has run and ended."""
+        return self._process is not None and self._process.returncode is not None
+
     def join(self, limit_s: float) -> None:
         """Wait for the end of a process that was killed, and of its hold on files and GPUs."""
         if self._process is not None:

@@ -30,7 +30,7 @@ def call_bytes(name: str, target: Callable[..., None], args: tuple[Any, ...]) ->
 
 
 def main() -> None:
-    """Do what the standard input says, and end with it."""
+    """Do what the standard input says, and end with it; status 1 where it cannot start."""
     die_with_parent()
     source = sys.stdin.buffer
     (length,) = struct.unpack("<Q", source.read(8))
@@ -38,7 +38,11 @@ def main() -> None:
     threading.Thread(target=_watch, args=(source.fileno(),), name="actor", daemon=True).start()
     name, target, args = pickle.loads(payload)
     _show(name)
-    target(*(arg.redeem() if isinstance(arg, Ticket) else arg for arg in args))
+    try:
+        args = [arg.redeem() if isinstance(arg, Ticket) else arg for arg in args]
+    except ConnectionError as error:
+        raise SystemExit(f"{name} cannot start. {error}") from None
+    target(*args)
 
 
 def die_with_parent() -> None:

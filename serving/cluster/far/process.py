@@ -69,7 +69,11 @@ class AbstractActorProcess(AbstractFarProcess):
         os.close(self._read)
 
     def _watch(self, running: Any) -> None:
-        self._finish(self._status(running), False)
+        status = -signal.SIGKILL  # where nothing can be learnt of it any more
+        try:
+            status = self._status(running)
+        finally:
+            self._finish(status, False)
 
     def _kill(self) -> None:
         self._end_actor()

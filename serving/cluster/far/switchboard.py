@@ -15,13 +15,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from serving.cluster.addresses import notice_lost_hosts
 from serving.cluster.far.callers import take_callers
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_S = 4.0  # to the command's host: some packets may be lost
 _PROOF_S = 10.0  # for a caller to prove itself, and to name its ticket
 _MOST_TICKET = 64  # bytes
 
@@ -35,11 +36,24 @@ class Ticket:
     name: bytes = dataclasses.field(repr=False)
 
     def redeem(self) -> Connection:
-        """Return the connection, in the process that it is for. Raises OSError, EOFError."""
-        connection = Client(self.address, "AF_INET", authkey=self.secret)
-        with _socket_of(connection) as sock:
+        """Return the connection, in the process that it is for.
+
+        Raises ConnectionError where the command's host cannot be reached, or ends it.
+        """
+        try:
+            sock = socket.create_connection(self.address, _CONNECT_S)
+            sock.settimeout(None)
             notice_lost_hosts(sock)
-        connection.send_bytes(self.name)
+            connection = Connection(sock.detach())
+            answer_challenge(connection, self.secret)
+            deliver_challenge(connection, self.secret)
+            connection.send_bytes(self.name)
+        except (OSError, EOFError) as error:
+            (host, port), why = self.address, str(error) or "it was ended"
+            raise ConnectionError(
+                f"No connection to the command's host at {host}:{port} ({why}): its free "
+                "ports must be open to this host."
+            ) from error
         return connection
 
     def close(self) -> None:

@@ -51,13 +51,22 @@ class Starts:
         if method == "run":
             payload, gpus = arguments
             return actor.run(payload, {_VISIBLE: first_of(os.environ.get(_VISIBLE), *gpus)})
+        if method == "kill":
+            self._kill(start, actor)
+            return None
         methods = {
             "free_port": actor.free_port,
             "sees": actor.sees,
-            "kill": actor.kill,
             "is_at_work": actor.is_at_work,
         }
         return methods[method](*arguments)
+
+    def _kill(self, start: int, actor: RoleActor) -> None:
+        """Kill a start's process; nothing comes for one that has ended, which is forgotten."""
+        actor.kill()
+        if actor.has_ended:
+            with self._lock:
+                self._actors.pop(start, None)
 
     def end(self) -> None:
         """Kill all processes and wait for their ends; none is started any more."""

@@ -52,6 +52,18 @@ def test_by_default_one_process_does_it_all():
             "--lora-separate-stream is for GPUs of one host",
         ),
         (
+            {"lora_server": 1, "lora_server_transport": "tcp", "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            RAY | {"lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            {"nnodes": 2, "nodes_secret_file": "s", "lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
             {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
             "nvshmem they restart with it",
         ),
@@ -68,6 +80,10 @@ def test_by_default_one_process_does_it_all():
         ),
         ({"distributed_executor_backend": "slurm"}, "must be one of mp, ray, uni, got 'slurm'"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "leave --node-rank out"),
+        (
+            {"nnodes": 2, "master_addr": "0.0.0.0", "nodes_secret_file": "s"},
+            r"--master-addr 0\.0\.0\.0 is no address that other nodes can connect to",
+        ),
         (RAY | {"master_port": 7, "master_addr": "h"}, "leave --master-addr, --master-port out"),
         (RAY | {"nodes_secret_file": "s"}, "leave --nodes-secret-file out"),
         (RAY | {"nnodes": 2, "lora_server": 1}, "leave --nnodes 2 out"),

@@ -1,14 +1,13 @@
 """Members meet only if they know the secret and are alike; every refusal says what to change."""
 
-import fcntl
 import os
-import resource
 import socket
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.high_descriptor import high_descriptor
 from support.processes.server_process import free_port
 from support.tcp_pair import tcp_pair
 
@@ -167,14 +166,9 @@ def test_a_stranger_who_sends_little_by_little_holds_nobody_for_long(monkeypatch
 def test_a_connection_of_a_process_with_many_others_is_heard():
     """The descriptor of a node that comes back is above those of the front's clients."""
     ours, theirs = tcp_pair()
-    limit, number = resource.getrlimit(resource.RLIMIT_NOFILE), 1200
-    if limit[0] <= number:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, limit[1]), limit[1]))
-    high = socket.socket(fileno=fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, number))
-    theirs.close()
-    one, other = Connection(ours), Connection(high)
-    one.send("there?")
-    assert other.receive(60.0) == (False, "there?")
-    one.close()
-    other.close()
-    resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with high_descriptor(theirs.detach()) as high:
+        one, other = Connection(ours), Connection(socket.socket(fileno=high))
+        one.send("there?")
+        assert other.receive(60.0) == (False, "there?")
+        one.close()
+        other.close()

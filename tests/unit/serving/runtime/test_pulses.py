@@ -81,6 +81,22 @@ def test_a_process_that_waits_no_more_ends_in_order(monkeypatch):
     theirs.close()
 
 
+def test_a_process_that_cannot_remove_something_ends_too(monkeypatch):
+    def leave():
+        raise PermissionError("read-only")
+
+    ended = []
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    ours, theirs = multiprocessing.Pipe()
+    echo = Echo(theirs, leave)
+    ours.close()
+    wait_until(lambda: echo._has_ended)
+    with pytest.raises(PermissionError), echo.ending_the_process():
+        pass
+    assert ended
+    theirs.close()
+
+
 def test_late_answers_do_not_count_and_questions_do_not_fill_the_connection(pair):
     pulses, end = pair
     assert not pulses.answered(0.0)

@@ -51,6 +51,24 @@ def test_it_calls_the_function_with_connections_for_tickets(tmp_path, monkeypatc
     ours.close()
 
 
+def test_one_that_cannot_reach_the_commands_host_says_where_it_is():
+    board = Switchboard("127.0.0.1")
+    ours, ticket = board.ticket()
+    board.close()
+    call = member.call_bytes("instance-1", print, (ticket,))
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(COMMAND, cwd=ROOT, **pipes) as process:
+        process.stdin.write(call)
+        process.stdin.flush()
+        said = process.stderr.read().decode()
+        assert process.wait(60) == 1
+    assert said.startswith(
+        f"instance-1 cannot start. No connection to the command's host at 127.0.0.1:"
+        f"{ticket.address[1]} ([Errno 111] Connection refused): its free ports must be open"
+    )
+    ours.close()
+
+
 # It reads its input when it has asked the kernel: the pipe is empty from then on.
 PARENT = """
 import array, fcntl, struct, subprocess, sys, termios, time

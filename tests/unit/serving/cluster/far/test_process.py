@@ -69,3 +69,15 @@ def test_a_kill_that_nobody_answers_is_the_end_of_the_host(monkeypatch):
     assert (made.exitcode, told, made.ends) == (-signal.SIGKILL, [True], 2)
     with pytest.raises(ValueError, match="closed"):
         _ = made.sentinel
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_fails_is_the_end_of_the_process(monkeypatch):
+    """Else nobody who waits for it would ever go on."""
+    monkeypatch.setattr(Process, "_status", lambda made, running: 1 // 0)
+    told = []
+    made = Process(told.append)
+    made.start()
+    made.join(60)
+    assert (made.is_alive(), made.exitcode, told) == (False, -signal.SIGKILL, [False])
+    made.close()

@@ -77,6 +77,8 @@ def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
     if ending == "killed":
         agent.node.call(1, "kill")
         assert running.result(60) == -signal.SIGKILL
+        assert agent.node.call(1, "kill").result(60) is None  # as its handle is closed
+        assert not agent.starts._actors
     elif ending == "lost":
         agent.node._connection.close()
     agent.end()
