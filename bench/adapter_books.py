@@ -1,26 +1,35 @@
 """Processor time of the books of one adapter that is read again: of names, tiers and the engine.
 
-`python -m bench.adapter_books --out DIR`: no device and no files; reading gives the same weights at
-once under another digest. So many names are known, so many copies lie in host memory, and one copy
-leaves for each that comes. *resolve* is what a caller's thread does, under Python's lock: the
-look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between two steps
-and while no request can be handed in.
+`python -m bench.adapter_books --out DIR`: no device. So many names are known, so many copies lie in
+host memory, and one copy leaves for each that comes; for this there are no files, reading gives the
+same weights at once under another digest. *resolve* is what a caller's thread does, under Python's
+lock: the look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between
+two steps and while no request can be handed in. *read* is what the files of a shipped adapter take
+the caller's thread, with and without a known layout (`lora_jax.adapters.file_layouts`).
 """
 
 import argparse
 import dataclasses
 import json
 import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
 from bench import record
 from bench.adapter_load import adapter, catalogue
+from bench.adapter_tiers import ADAPTER, MODEL
+from lora_jax.adapters import reader
+from lora_jax.adapters.file_layouts import FileLayouts
+from lora_jax.adapters.host_copier import HostCopier
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits
+from lora_jax.adapters.row_copies import pin_matrices
 from lora_jax.adapters.slots import size_slots
 from lora_jax.adapters.weights import AdapterWeights
+from lora_jax.models import model_class
+from lora_jax.models.loader import read_config
 from serving.engine.loop.registry_follower import RegistryFollower
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.loading.adapter_loader import AdapterLoader
@@ -73,6 +82,24 @@ def measure(known: int, on_host: int, misses: int) -> dict:
     }
 
 
+def measure_reads(count: int) -> dict[str, float]:
+    """Return median milliseconds of processor time of a read, in turns with and without layouts.
+
+    A read ends with what the host keeps, ready to be placed; the files are in the page cache.
+    """
+    config, copier = read_config(MODEL), HostCopier()
+    modules = model_class(config.model_type).catalogue(config)
+    ways = {"without_layout": None, "with_layout": FileLayouts()}
+    spent: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(count + 1):  # the first one learns
+        for way, layouts in ways.items():
+            begun = time.thread_time()
+            weights = reader.read(ADAPTER, modules, root=ADAPTER.parent, layouts=layouts)
+            pin_matrices(weights, copier).prepared()
+            spent[way].append(time.thread_time() - begun)
+    return {way: 1e3 * statistics.median(seconds[1:]) for way, seconds in spent.items()}
+
+
 def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -83,6 +110,7 @@ def main() -> None:
     parser.add_argument("--misses", type=int, default=200)
     args = parser.parse_args()
     result = record.about() | measure(args.known, args.on_host, args.misses)
+    result["read_processor_ms"] = measure_reads(args.misses)
     record.write(args.out / "adapter_books_cpu.json", result)
     print(json.dumps(result, indent=1))
 

@@ -4,7 +4,8 @@
 adapter, which differ in a config of their own and so in their digests, 30 on the device, 300 on the
 host, the rest on the disk. A crowd of callers asks for 32 tokens, each again when it is answered.
 Rounds of one adapter, of as many as lie on the device, and of all take turns; a ratio is the median
-of those of a turn.
+of those of a turn. With `--base-share` so many of the requests ask the base model, and the time
+between two of their tokens is told.
 
 `--lora-server` asks an engine beside a LoRA Server of one rank instead, over HTTP, and prints the
 mean time to first tokens by the tier that adapters were in when they were asked for.
@@ -34,6 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench import record
 from bench.crowd import Crowd, tier_hits
 from serving import Engine
+from serving.engine.loop.pacing import SWITCH_S
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
@@ -74,6 +76,7 @@ def measure(case: Case) -> dict[str, Any]:
     processor's seconds of a round, and where requests found their adapters.
     """
     rng, turns = random.Random(1), []
+    sys.setswitchinterval(SWITCH_S)  # as in a server
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), case.adapters)
         populations = {"one": 1, "device": case.on_device, "all": case.adapters}
@@ -87,13 +90,13 @@ def measure(case: Case) -> dict[str, Any]:
             for _ in range(case.rounds + 1):
                 turns.append({kind: _round(engine, crowd) for kind, crowd in crowds.items()})
     counted = turns[1:]  # the first warms up
+    kinds = ("tokens_per_s", "processor_s", *(("base_tpot_ms",) if case.base_share else ()))
     return {
         **dataclasses.asdict(case),
-        "tokens_per_s": {kind: _median(counted, kind, "tokens_per_s") for kind in populations},
-        "processor_s": {kind: _median(counted, kind, "processor_s") for kind in populations},
-        "ratio": statistics.median(
-            turn["all"]["tokens_per_s"] / turn["one"]["tokens_per_s"] for turn in counted
-        ),
+        **{what: {kind: _median(counted, kind, what) for kind in populations} for what in kinds},
+        "ratios": {
+            what: {kind: _ratio(counted, kind, what) for kind in populations} for what in kinds
+        },
         "turns": counted,
     }
 
@@ -102,8 +105,8 @@ def _round(engine: Engine, crowd: Crowd) -> dict[str, Any]:
     """Return the figures of so many answers of a crowd that asks all the time."""
     crowd.begin()
     before, busy = tier_hits(engine), time.process_time()
-    rate = crowd.round()["tokens_per_s"]
-    figures = {"tokens_per_s": rate, "processor_s": time.process_time() - busy}
+    figures = crowd.round()
+    figures["processor_s"] = time.process_time() - busy
     after = tier_hits(engine)
     crowd.end()
     return figures | {"hits": {tier: after[tier] - before[tier] for tier in after}}
@@ -111,6 +114,11 @@ def _round(engine: Engine, crowd: Crowd) -> dict[str, Any]:
 
 def _median(turns: list[dict[str, dict[str, Any]]], kind: str, what: str) -> float:
     return statistics.median(turn[kind][what] for turn in turns)
+
+
+def _ratio(turns: list[dict[str, dict[str, Any]]], kind: str, what: str) -> float:
+    """Return the median of what a kind has over what one adapter has in the same turn."""
+    return statistics.median(turn[kind][what] / turn["one"][what] for turn in turns)
 
 
 def measure_beside_server(case: Case) -> dict:
@@ -195,13 +203,16 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=Case.adapters)
     parser.add_argument("--requests", type=int, default=Case.requests)
     parser.add_argument("--rounds", type=int, default=Case.rounds)
+    parser.add_argument("--base-share", type=float, default=0.0, help="requests for no adapter")
     parser.add_argument("--lora-server", action="store_true", help="beside a LoRA Server")
     given = parser.parse_args()
     measured = measure_beside_server if given.lora_server else measure
     told = record.about() | {"cores": len(os.sched_getaffinity(0))}
-    case = Case(adapters=given.adapters, requests=given.requests, rounds=given.rounds)
+    sizes = {name: getattr(given, name) for name in ("adapters", "requests", "rounds")}
+    case = Case(**sizes, base_share=given.base_share)
     results = told | measured(case)
     of_what = "lora_server" if given.lora_server else str(given.adapters)
+    of_what += "_with_base" if given.base_share else ""
     record.write(given.out / f"adapter_tiers_{of_what}_cpu.json", results)
     print(json.dumps(results, indent=1))
 

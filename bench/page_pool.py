@@ -286,10 +286,11 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "seconds_of_all_phases": total,
         "best_share": best,
         "pool_to_best_share": ratios,
-        "p99_gap_to_best_share": {
-            phase: _p99_gap_ms(found["pool"], phase) / _p99_gap_ms(found[best], phase)
-            for phase in PHASES
-        },
+        "p99_gap_to_best_share": _p99_gaps(found["pool"], found[best]),
+        # Whose steps have as many rows: what is more than 1 is the pool's own doing.
+        "p99_gap_to_ceiling": _p99_gaps(found["pool"], found[CEILING])
+        if CEILING in rates
+        else None,
         "in_worst_phase_of_the_split": max(ratios.values()),
         "all_phases": total[best] / total["pool"],
         "pool_to_best_share_of_each_phase": of_phase,
@@ -301,6 +302,11 @@ def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
         "failed": {name: one["failed"] for name, one in found.items()},
         "same_answers": len({one["answers"] for one in found.values()}) == 1,
     }
+
+
+def _p99_gaps(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Return the P99 gap between two tokens in each phase, over that of another engine."""
+    return {phase: _p99_gap_ms(one, phase) / _p99_gap_ms(other, phase) for phase in PHASES}
 
 
 def _p99_gap_ms(of_engine: dict[str, Any], phase: str) -> float:

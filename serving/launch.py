@@ -139,6 +139,11 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
+    if options.cluster.node_rank and options.cluster.spreads_roles:
+        from serving.cluster.nodes.agent import serve_agent
+
+        serve_agent(options)
+        return
     if options.cluster.node_rank:
         from serving.cluster.node import serve_node
 

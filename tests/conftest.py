@@ -4,6 +4,7 @@ import gc
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ if os.environ.get("FAST_COMPILE"):
 import jax
 import pytest
 from support.checks import array_checks
+from support.kept_logging import kept_logging
 from support.late_files import LateFile, late_file
 
 ROOT = Path(__file__).parents[1]
@@ -132,6 +134,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
 
 
+@pytest.fixture(autouse=True)
+def _kept_logging() -> Iterator[None]:
+    with kept_logging():
+        yield
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave what was imported and collected out of each later collection of garbage."""
     gc.collect()
@@ -210,13 +218,16 @@ def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Set what plugins and the compiler of tests need.
 
-    A case's time is no promise, and machines are busy. Where tests read what the compiler dumps,
-    let it compile: jax's key leaves dumping out.
+    A case's time is no promise, and machines are busy. `make test` draws the same cases in each
+    run, `make test-all` draws others. Where tests read what the compiler dumps, let it compile:
+    jax's key leaves dumping out.
     """
     if config.pluginmanager.hasplugin("hypothesispytest"):
-        from hypothesis import settings
+        from hypothesis import HealthCheck, settings
 
-        settings.register_profile("suite", deadline=None)
+        drawn = {"derandomize": True, "database": None} if os.environ.get("FAST_COMPILE") else {}
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("suite", deadline=None, suppress_health_check=slow, **drawn)
         settings.load_profile("suite")
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)

@@ -22,7 +22,7 @@ class ClusterConfig:
     lora_attention: str = "local"  # where adapters' attention is: "remote", on the LoRA Server too
     local_expert_slots: int = 0  # adapters that an instance takes over while the server is lost
     distributed_executor_backend: str = "mp"  # what starts processes: this command, or Ray
-    nnodes: int = 1  # hosts of the instance, each with an equal part of its devices
+    nnodes: int = 1  # hosts of one instance, with equal parts of its devices, or of all roles
     node_rank: int = 0  # of this host; 0 answers requests
     master_addr: str = "127.0.0.1"  # of rank 0, for the other nodes
     master_port: int = 29501
@@ -57,7 +57,7 @@ class ClusterConfig:
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         self._check_nodes()
-        self._check_world()
+        self._check_transport()
         if not self.lora_server and self.lora_attention == "remote":
             raise ValueError(
                 "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
@@ -75,19 +75,20 @@ class ClusterConfig:
                 "Server is laid out; add --lora-server with its number of ranks."
             )
 
-    def _check_world(self) -> None:
-        """Raise ValueError for what a world of NVSHMEM is not for."""
+    def _check_transport(self) -> None:
+        """Raise ValueError for what other transports than that of one host are not for."""
+        far = self.uses_ray or self.spreads_roles
+        if self.lora_separate_stream and (far or self.lora_server_transport != "auto"):
+            raise ValueError(
+                "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
+                "--lora-server-transport auto on one host."
+            )
         if self.lora_server_transport != "nvshmem":
             return
         if not self.lora_server:
             raise ValueError(
                 "--lora-server-transport nvshmem carries rows to a LoRA Server; add --lora-server "
                 "with its number of ranks."
-            )
-        if self.lora_separate_stream:
-            raise ValueError(
-                "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
-                "--lora-server-transport auto."
             )
         if self.local_expert_slots:
             raise ValueError(
@@ -111,10 +112,16 @@ class ClusterConfig:
             return
         if self.nnodes == 1:
             return
-        if self.instances > 1 or self.lora_server:
+        if self.spreads_roles and self.instances + self.lora_server < self.nnodes:
             raise ValueError(
-                f"--nnodes {self.nnodes} is one instance over several hosts: leave --instances and "
-                "--lora-server out, or let Ray place them (--distributed-executor-backend ray)."
+                f"--nnodes {self.nnodes} has more hosts than --instances {self.instances} and "
+                f"--lora-server {self.lora_server} have processes: start fewer nodes, or more "
+                "instances."
+            )
+        if self.master_addr in ("", "0.0.0.0", "::"):
+            raise ValueError(
+                f"--master-addr {self.master_addr} is no address that other nodes can connect to: "
+                "give the address of host 0 that they reach, the same on all nodes."
             )
         if self.nodes_secret_file is None:
             raise ValueError(
@@ -145,6 +152,11 @@ class ClusterConfig:
     def uses_ray(self) -> bool:
         """True if Ray places the processes."""
         return self.distributed_executor_backend == "ray"
+
+    @property
+    def spreads_roles(self) -> bool:
+        """True if --nnodes are hosts of several roles, each of which fits a host."""
+        return self.nnodes > 1 and not self.uses_ray and self.instances + self.lora_server > 1
 
     @property
     def is_single(self) -> bool:

@@ -1,6 +1,7 @@
 """Load formats: sources of the weights of a base model and its adapters."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.dummy import DummyAdapters
+from lora_jax.adapters.file_layouts import FileLayouts
 from lora_jax.adapters.weights import AnyWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy
@@ -33,7 +35,8 @@ def weight_source(load_format: str) -> WeightSource:
     if load_format == "dummy":
         adapters = DummyAdapters()
         return WeightSource(True, make_dummy, lambda config, _: dummy_dtype(config), adapters.read)
-    return WeightSource(False, load, _dtype_of_files, reader.read)
+    read = functools.partial(reader.read, layouts=FileLayouts())
+    return WeightSource(False, load, _dtype_of_files, read)
 
 
 def _dtype_of_files(config: ModelConfig, folder: Path) -> jnp.dtype:

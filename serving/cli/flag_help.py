@@ -126,7 +126,8 @@ CLUSTER_HELP = {
     "remote: the LoRA Server.",
     "local_expert_slots": "Maximum adapters that an instance computes itself while the LoRA "
     "Server is lost. 0: requests for adapters then end with status 503.",
-    "nnodes": "Number of hosts that one instance is split over. Each starts the same command.",
+    "nnodes": "Number of hosts that one instance is split over, or that several instances and a "
+    "LoRA Server are spread over. Each starts the same command.",
     "node_rank": "Number of this host. Host 0 answers requests.",
     "master_addr": "Address of host 0 that the other hosts connect to.",
     "master_port": "Port of host 0 that the other hosts connect to.",

@@ -57,7 +57,7 @@ class Options:
             )
         self._check_server_devices()
         nodes, size = self.cluster.nnodes, self.engine.tensor_parallel_size
-        if size % nodes:
+        if size % nodes and not self.cluster.spreads_roles:
             raise ValueError(
                 f"--tensor-parallel-size {size} must be a multiple of --nnodes {nodes}: each node "
                 "has an equal part of the devices."

@@ -90,6 +90,10 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
 
 def _hosts_of(options: Options) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts of all roles, and the options as they are on them. Raises StartError."""
+    if options.cluster.spreads_roles:
+        from serving.cluster.nodes.hosts import node_hosts  # here: others have one host
+
+        return node_hosts(options)
     if not options.cluster.uses_ray:
         return options, OneHost()
     from serving.cluster.ray.joining import ray_hosts  # here: others have no ray

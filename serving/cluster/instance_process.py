@@ -28,6 +28,7 @@ from serving.runtime import journal
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang_stream import GangPlace
 from serving.runtime.gpu_assignment import use_gpu
+from serving.runtime.pulses import Echo, Pulses, wait_alive
 from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,8 @@ class InstanceProcess(AbstractChild):
         """
         host, *others = hosts
         self._life, life = host.pipe()
+        asking, pulse = host.pipe()
+        self._pulses = Pulses(asking)
         leases, theirs = host.pipe() if place is not None else (None, None)
         self.number, self.path = number, _address_on(host, path)
         self._talking = threading.Lock()
@@ -74,9 +77,10 @@ class InstanceProcess(AbstractChild):
         devices = options.engine.tensor_parallel_size // len(hosts)
         first_gpu = 0 if host.has_own_gpus else number * devices
         seat = InstanceSeat(name, number, self.path, first_gpu, gang[0] if gang else None)
-        args = life, theirs, options, seat, place
+        args = life, pulse, theirs, options, seat, place
         super().__init__(host.process(instance_main, args, f"instance-{number}"), _END_S)
         life.close()
+        pulse.close()
         if leases is not None and theirs is not None:
             theirs.close()
             serve_leases(name, leases)
@@ -89,10 +93,14 @@ class InstanceProcess(AbstractChild):
             raise
 
     def wait_ready(self) -> None:
-        """Return when the instance answers. Raises ConnectionError if it ended instead."""
-        watched = [self._life, *(follower.sentinel for follower in self._followers)]
+        """Return when the instance answers. Raises ConnectionError if it ended or hung instead."""
+        followers = [follower.sentinel for follower in self._followers]
+
+        def has_news(seconds: float) -> bool:
+            return bool(multiprocessing.connection.wait([self._life, *followers], seconds))
+
         try:
-            if self._life in multiprocessing.connection.wait(watched, _START_S):
+            if self._wait(has_news, _START_S) and self._life.poll(0):
                 words = self._life.recv_bytes().removeprefix(_READY).split()
                 self.body_bytes = int(words[0])
                 if isinstance(self.path, FarAddress):
@@ -111,11 +119,14 @@ class InstanceProcess(AbstractChild):
         with self._talking:
             try:
                 self._life.send_bytes(_REPLAY)
-                if self._life.poll(_REPLAY_S):
+                if self._wait(self._life.poll, _REPLAY_S):
                     return json.loads(self._life.recv_bytes())
             except (EOFError, OSError, ValueError):
                 pass
         raise ConnectionError(f"Instance {self.number} did not repeat the journal.")
+
+    def _wait(self, is_there: Callable[[float], bool], limit_s: float) -> bool:
+        return wait_alive(self, f"Instance {self.number}", self._pulses, is_there, limit_s)
 
     def pulse(self, limit_s: float) -> Pulse:
         """See AbstractChild: the answer to GET /ready."""
@@ -143,8 +154,12 @@ class InstanceProcess(AbstractChild):
             follower.stop(_FOLLOWER_S)
 
     def hang_up(self) -> None:
-        """Close the connection that keeps the process, which then finishes what it does."""
+        """Close the connections that keep the process, which then finishes what it does.
+
+        One that has not started yet ends at once.
+        """
         self._life.close()
+        self._pulses.close()
 
 
 def _address_on(host: AbstractRoleHost, path: Address) -> Address:
@@ -176,18 +191,25 @@ class InstanceSeat:
 
 def instance_main(
     life: Connection,
+    pulse: Connection,
     leases: Connection | None,
     options: Options,
     seat: InstanceSeat,
     place: ServerPlace | None,
 ) -> None:
-    """Be an instance until the other side of `life` has gone; exit status 1: it cannot start."""
+    """Be an instance until the other side of `life` has gone; exit status 1: it cannot start.
+
+    Until it answers, it ends at once with the other side of `pulse`, whatever it waits for.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us closes `life`
     logs.configure(options.log_level)
+    echo = Echo(pulse, functools.partial(_leave, seat.address, orphaned=True))
     devices = options.engine.tensor_parallel_size // options.cluster.nnodes
     use_gpu(seat.first_gpu, devices)
     try:
         with ExitStack() as stack:
+            starting = stack.enter_context(ExitStack())
+            starting.enter_context(echo.ending_the_process())
             orphaned = threading.Event()
             sock = stack.enter_context(_listening(seat.address, orphaned))
             access = None
@@ -195,7 +217,9 @@ def instance_main(
                 caller = Caller(leases)
                 stack.callback(caller.close)
                 access = server_access(place, caller, seat.name)
-            announce = functools.partial(_announce, life, sock, orphaned=orphaned)
+            announce = functools.partial(
+                _announce, life, sock, orphaned=orphaned, starting=starting
+            )
             if options.functions.functions is not None:
                 from serving.cluster.functions_front import serve_functions  # here: of few
 
@@ -208,9 +232,17 @@ def instance_main(
 
 
 def _announce(
-    life: Connection, sock: socket.socket, started: Started, orphaned: threading.Event
+    life: Connection,
+    sock: socket.socket,
+    started: Started,
+    *,
+    orphaned: threading.Event,
+    starting: ExitStack,
 ) -> None:
-    """Report that the instance answers, repeat the journal on demand, end with the parent."""
+    """Report that the instance answers, repeat the journal on demand, end with the parent.
+
+    `starting` is closed: from then on the process ends in order.
+    """
     port = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
     life.send_bytes(_READY + b"%d %d" % (started.body_bytes, port))
 
@@ -222,6 +254,7 @@ def _announce(
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="life", daemon=True).start()
+    starting.close()
 
 
 def _listening(
@@ -237,9 +270,8 @@ def _listening(
 def _listening_at(path: str, orphaned: threading.Event) -> Iterator[socket.socket]:
     """Yield a Unix socket at `path` that only this user can reach.
 
-    Who started us removes the folder; orphaned instances do, the last one.
+    It is removed at the end; see `_leave`.
     """
-    folder = os.path.dirname(path)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -248,10 +280,22 @@ def _listening_at(path: str, orphaned: threading.Event) -> Iterator[socket.socke
         try:
             yield sock
         finally:
-            with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
-                os.unlink(path)
-                left = set(os.listdir(folder)) - {BUDGETS}
-                if orphaned.is_set() and all(map(journal.is_ours, left)):
-                    shutil.rmtree(os.path.join(folder, BUDGETS), ignore_errors=True)
-                    journal.remove(folder)
-                os.rmdir(folder)
+            _leave(path, orphaned=orphaned.is_set())
+
+
+def _leave(address: Address, *, orphaned: bool) -> None:
+    """Remove an instance's Unix socket.
+
+    Who started us removes its folder; orphaned instances do, the last one.
+    """
+    if not isinstance(address, str):
+        return
+    folder = os.path.dirname(address)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)
+    with contextlib.suppress(OSError):  # others are still in the folder, or it has gone
+        left = set(os.listdir(folder)) - {BUDGETS}
+        if orphaned and all(map(journal.is_ours, left)):
+            shutil.rmtree(os.path.join(folder, BUDGETS), ignore_errors=True)
+            journal.remove(folder)
+        os.rmdir(folder)

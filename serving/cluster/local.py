@@ -70,11 +70,16 @@ class LocalCluster:
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes: list[InstanceProcess] = []
         self._keepers: list[Keeper] = []
+        self._no_host: dict[int, str] = {}  # why, as it was said, by instance
         self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
         if options.state_dir is None:  # instances are started anew; their server is not
             folder = str(self._folder)
             options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
-        budgets = self._budgets_folder(options)
+        try:
+            budgets = self._budgets_folder(options)
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         http = dataclasses.replace(options.http, budgets_folder=str(budgets))
         self._options = options = dataclasses.replace(options, http=http)
         self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
@@ -208,7 +213,8 @@ class LocalCluster:
         """Return a new folder where instances share the tokens a minute of keys.
 
         It is below --state-dir where the instances are on other hosts, which must then see it, for
-        this and for the journal. Raises ConnectionError for a host that does not.
+        this and for the journal. Raises ConnectionError for a host that does not, and for a folder
+        that this host cannot have.
         """
         budgets = self._folder / BUDGETS
         budgets.mkdir(mode=0o700)
@@ -217,9 +223,17 @@ class LocalCluster:
         if self._hosts.are_this_host or not (limits or http.enable_runtime_lora):
             return budgets
         assert options.state_dir is not None, "a folder for what lasts as long as the server"
-        self._hosts.require_folder(options.state_dir)
         budgets = Path(options.state_dir, f"{BUDGETS}-{os.getpid()}")
-        budgets.mkdir(mode=0o700, exist_ok=True)
+        try:
+            Path(options.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._hosts.require_folder(options.state_dir)
+            budgets.mkdir(mode=0o700, exist_ok=True)
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise ConnectionError(
+                f"Cannot use --state-dir {options.state_dir}: {error.strerror}."
+            ) from error
         return budgets
 
     def _wait_ready(self, process: InstanceProcess) -> None:
@@ -253,15 +267,20 @@ class LocalCluster:
         self._replace(dead)
 
     def _replace(self, dead: InstanceProcess) -> None:
-        logger.warning("Instance %d has ended; restarting it.", dead.number)
+        why = self._no_host.get(dead.number)
+        if why is None:
+            logger.warning("Instance %d has ended; restarting it.", dead.number)
         self.router.set_up(dead.number, False)
         dead.stop()
         try:
             process = self._start(self._enter(dead.number))
         except ConnectionError as error:
-            logger.error("Instance %d cannot start now: %s", dead.number, error)
+            if str(error) != why:  # a node may be away for long
+                logger.error("Instance %d cannot start now: %s", dead.number, error)
+            self._no_host[dead.number] = str(error)
             self._closing.wait(_RESTART_S)
             return
+        self._no_host.pop(dead.number, None)
         with self._lock:
             self._processes[dead.number] = process
         if self._closing.is_set():

@@ -38,12 +38,13 @@ def gang_of(options: Options, place: GangPlace | None = None) -> Gang | None:
     if cluster.nnodes == 1:
         return None
     try:
-        return Gang(place or _place_of(cluster), about_of(options.engine))
+        return Gang(place or place_of(cluster), about_of(options.engine))
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot serve on {cluster.nnodes} nodes: {error}") from error
 
 
-def _place_of(cluster: ClusterConfig) -> GangPlace:
+def place_of(cluster: ClusterConfig) -> GangPlace:
+    """Return this node's place, as the flags say. Raises GangRefused, OSError for the secret."""
     secret = Path(cluster.nodes_secret_file or "").read_bytes().strip()
     address = (cluster.master_addr, cluster.master_port)
     return GangPlace(cluster.node_rank, cluster.nnodes, address, secret)

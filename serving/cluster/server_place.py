@@ -77,7 +77,8 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
 def _transport(cluster: ClusterConfig) -> str:
     """Return the transport that both sides take: between hosts there is a default of its own."""
     chosen = cluster.lora_server_transport
-    return selection.TCP if cluster.uses_ray and chosen == selection.AUTO else chosen
+    is_far = cluster.uses_ray or cluster.spreads_roles
+    return selection.TCP if is_far and chosen == selection.AUTO else chosen
 
 
 def _dtype(engine: EngineConfig, config: ModelConfig) -> str:

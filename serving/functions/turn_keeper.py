@@ -115,8 +115,8 @@ class TurnKeeper:
 
     def _end_turn(self, key: str, now: float) -> None:
         self.table.gives_back(key)
-        if (seconds := self.log.ended(key, now)) is not None:
-            self.table.handed_over(seconds)
+        if (times := self.log.ended(key, now)) is not None:
+            self.table.handed_over(*times)
 
     def _decide(self) -> None:
         while self._tell():  # a function that has gone leaves its turn to the next one

@@ -50,9 +50,16 @@ class TurnLog:
         if (turn := self._open.get(name)) is not None and not turn.back:
             turn.stamps, turn.back = stamps, now
 
-    def ended(self, name: str, now: float) -> float | None:
-        """Note that nothing of a turn runs; return how long after it was asked back, if it was."""
+    def ended(self, name: str, now: float) -> tuple[float, float] | None:
+        """Note that nothing of a turn runs.
+
+        Return how long after it was asked back it was over, and its last step after that; None of a
+        turn that was not asked back.
+        """
         if (turn := self._open.pop(name, None)) is None:
             return None
         turn.ended = now
-        return now - turn.recalled if turn.recalled else None
+        if not turn.recalled:
+            return None
+        back = turn.back or now
+        return back - turn.recalled, now - back

@@ -40,7 +40,7 @@ class TurnSide:
         self._waits = False
         self._holds = self._is_due = self._alone = False
         self._is_ending = False  # the turn is passed on, and its last step was not read
-        self._stamps, self._shared_until = Stamps(), 0.0
+        self._stamps, self._shared_until, self._passed = Stamps(), 0.0, 0.0
         self._measured: collections.deque[tuple[int, float]] = collections.deque(maxlen=_MEASURED)
         self._prefill = PrefillTime(_FIRST_S, 0.0)
 
@@ -102,24 +102,36 @@ class TurnSide:
             self._tell_back()
 
     def give_back(self) -> None:
-        """Let others have the device, on which nothing of this function runs."""
+        """Let others have the device, on which nothing of this function runs.
+
+        That includes a turn which an earlier `take_idle` asked for, and which comes only now.
+        """
+        self._hear(0.0)
         if self._is_ending:
             self._is_ending = False
             self._send(messages.ENDED)
-        elif self._holds:
+        if self._holds:
             self._tell_back()
+
+    def close(self) -> None:
+        """Leave the turns to others; nothing of this function runs on the device any more."""
+        self._alone = True
+        self._connection.close()
 
     def ran(self, num_prompts: int, began: float, ended: float) -> None:
         """Note a step that no other step of this function ran beside.
 
         It had the first tokens of so many prompts; times are those of time.monotonic. While the
-        last step of another turn ran beside it, it had half of the device. One that the next turn
-        may have run beside is not noted.
+        last step of another turn ran beside it, it had half of the device, and so while the steps
+        of the turn ran that it was passed on to.
         """
-        if num_prompts < 1 or ended <= began or self._is_ending:
+        if num_prompts < 1 or ended <= began:
             return
         self._hear(0.0)
-        seconds = ended - began - 0.5 * min(max(self._shared_until - began, 0.0), ended - began)
+        shared = max(self._shared_until - began, 0.0)
+        if self._is_ending:
+            shared += ended - max(self._passed, began)
+        seconds = ended - began - 0.5 * min(shared, ended - began)
         self._measured.append((num_prompts, seconds))
         sizes, times = zip(*self._measured, strict=True)
         line = PrefillTime(max(min(times), 1e-6), 0.0)
@@ -171,7 +183,8 @@ class TurnSide:
 
     def _tell_back(self) -> None:
         self._holds = self._is_due = False
-        stamps = self._stamps._replace(passed=time.monotonic())
+        self._passed = time.monotonic()
+        stamps = self._stamps._replace(passed=self._passed)
         self._send(messages.BACK_FIELDS.pack(messages.BACK, self._is_ending, *stamps))
 
     def _send(self, message: bytes) -> None:

@@ -99,9 +99,12 @@ class TurnTable:
         if self.holder == name:
             self._turn = None
 
-    def handed_over(self, seconds: float) -> None:
-        """Note how long after a turn was asked back its last step had ended."""
-        self._hand_overs.append(seconds)
+    def handed_over(self, back_s: float, last_step_s: float) -> None:
+        """Note how long after a turn was asked back it was over, and its last step after that.
+
+        While that step runs, the next turn has half of the device, if it may have begun.
+        """
+        self._hand_overs.append(back_s + last_step_s * (0.5 if self.overlaps else 1.0))
 
     def gone(self, name: str) -> None:
         """A function's process has ended."""

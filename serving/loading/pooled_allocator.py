@@ -237,9 +237,10 @@ class PooledSlotAllocator(SlotAllocator):
 
     def _missing(self, weights: AdapterWeights) -> int | None:
         """Return the pages that the adapter would take where it would lie; None: no rows."""
-        if any(width not in self._pools for width in weights.rows_by_width()):
+        need = weights.rows_by_width()
+        if any(width not in self._pools for width in need):
             return None
-        starts = take_all(self._pools, weights.demand)
+        starts = take_all(self._pools, weights.demand, need)
         if starts is None:
             return None
         rows = ((w, start, n) for (w, n), start in zip(weights.demand, starts, strict=True))

@@ -28,16 +28,24 @@ class Caller:
         self._lock = threading.Lock()
         self._closing = threading.Lock()  # a descriptor closed twice is another's the second time
 
-    def call(self, name: str, *arguments: Any, limit_s: float | None = None) -> Any:
+    def call(
+        self,
+        name: str,
+        *arguments: Any,
+        limit_s: float | None = None,
+        wait: Callable[[Callable[[float], bool], float], bool] | None = None,
+    ) -> Any:
         """Return what the other side's function returns, or raise what it raises.
 
-        `limit_s` bounds this wait. Raises ConnectionError when nobody answers (in time).
+        `limit_s` bounds this wait. `wait`, given a function that waits for the answer and the
+        limit, returns whether it came. Raises ConnectionError when nobody answers (in time).
         """
         limit_s = self._limit_s if limit_s is None else limit_s
         with self._lock:
             try:
                 self._connection.send_bytes(json.dumps([name, *arguments]).encode())
-                if not self._connection.poll(limit_s):
+                poll = self._connection.poll
+                if not (poll(limit_s) if wait is None else wait(poll, limit_s)):
                     raise EOFError(f"no answer to {name} within {limit_s} s")
                 answer = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError) as error:

@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,6 +26,7 @@ from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
+from serving.runtime.pulses import Echo, Pulses, wait_alive
 from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class RankProcess(AbstractChild):
         there.
         """
         ours, theirs = host.pipe()
-        self._pulse, pulse = host.pipe()
-        self._asked = 0
+        asking, pulse = host.pipe()
+        self._pulses = Pulses(asking)
         self.place = place
         self.world = 0  # for which it was started: its number among WorldMembers
         args = theirs, pulse, spec, rank, place, 0 if host.has_own_gpus else gpu
@@ -97,11 +97,12 @@ class RankProcess(AbstractChild):
             self.place = dataclasses.replace(self.place, address=(self.place.address[0], port))
 
     def _begin(self, call: str, *arguments: Any, limit_s: float | None = None) -> Any:
+        name = f"Rank {self.rank} of the LoRA Server"
+        wait = functools.partial(wait_alive, self, name, self._pulses)
         try:
-            return self._caller.call(call, *arguments, limit_s=limit_s)
+            return self._caller.call(call, *arguments, limit_s=limit_s, wait=wait)
         except ConnectionError:
-            message = f"Rank {self.rank} of the LoRA Server did not start; its log says why."
-            raise ConnectionError(message) from None
+            raise ConnectionError(f"{name} did not start; its log says why.") from None
 
     def stats(self) -> dict[str, int]:
         """Return the fields of server.RankStats."""
@@ -109,20 +110,12 @@ class RankProcess(AbstractChild):
 
     def pulse(self, limit_s: float) -> Pulse:
         """See AbstractChild; a load under way does not delay the answer."""
-        end_s = time.monotonic() + limit_s
-        self._asked += 1
-        wanted = b"%d" % self._asked
-        with contextlib.suppress(EOFError, OSError):
-            self._pulse.send_bytes(wanted)
-            while self._pulse.poll(max(0.0, end_s - time.monotonic())):
-                if self._pulse.recv_bytes() == wanted:  # else a late answer to an earlier question
-                    return Pulse.UP
-        return Pulse.SILENT
+        return Pulse.UP if self._pulses.answered(limit_s) else Pulse.SILENT
 
     def hang_up(self) -> None:
         """Close the connection that keeps the process."""
         self._caller.close()
-        self._pulse.close()
+        self._pulses.close()
 
 
 def rank_main(
@@ -136,7 +129,7 @@ def rank_main(
     """Be rank `rank` until the connection's other side has gone; status 1: it cannot start."""
     for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # whoever started us closes the connection
         signal.signal(sent_to_all, signal.SIG_IGN)
-    threading.Thread(target=_echo, args=(pulse,), name="pulse", daemon=True).start()
+    echo = Echo(pulse, functools.partial(_leave, place))
     try:
         use_gpu(gpu)
         keep_programs()
@@ -156,22 +149,33 @@ def rank_main(
         "open": lambda: server.open() or door.port,
         "listen": lambda: door.listen() or door.port,
         "new_world": _said_if_not(rank, lambda on_one: world_library.new_id(one_host=on_one).hex()),
-        "join": _said_if_not(rank, functools.partial(_join, server, door)),
+        "join": _said_if_not(rank, functools.partial(_join, server, door, echo)),
         "stats": lambda: dataclasses.asdict(server.stats()),
     }
     answer_calls(connection, functions)
     server.stop()
     loop.join()
+    _leave(place)
+
+
+def _leave(place: RankPlace) -> None:
+    """Remove the rank's Unix socket, and the folder with the last one."""
     if isinstance(place.address, str):
+        with contextlib.suppress(OSError):
+            os.unlink(place.address)
         with contextlib.suppress(OSError):  # others are still in it, or it has gone
             os.rmdir(os.path.dirname(place.address))
 
 
-def _join(server: RankServer, door: Door, *said: Any) -> None:
-    """Join the world that `RankProcess.join` has told of; then instances may connect."""
+def _join(server: RankServer, door: Door, echo: Echo, *said: Any) -> None:
+    """Join the world that `RankProcess.join` has told of; then instances may connect.
+
+    The world waits for its last member, perhaps for ever: the process ends with its supervisor.
+    """
     name, ranks, instances, one_host = said
     door.world = World(bytes.fromhex(name), ranks, instances, one_host)
-    server.open()
+    with echo.ending_the_process():
+        server.open()
 
 
 def _said_if_not(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,13 +189,6 @@ def _said_if_not(rank: int, call: Callable[..., Any]) -> Callable[..., Any]:
             raise ConnectionError(str(error)) from error
 
     return run
-
-
-def _echo(pulse: Connection) -> None:
-    """Send back what comes: the process is not stopped, and its interpreter runs."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            pulse.send_bytes(pulse.recv_bytes())
 
 
 def _run(server: RankServer) -> None:

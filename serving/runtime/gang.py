@@ -61,6 +61,7 @@ class Gang:
         self._sending = threading.Lock()
         self._closing = threading.Event()
         self._serving = self._closed = False
+        self._starting, self._all_serve = set(range(place.size)) - {place.rank}, threading.Event()
         if self.is_leader:
             self._coordinator = f"{place.address[0]}:{_free_port(place.address[0])}"
             self._peers = gather_followers(place, about, self._coordinator)
@@ -120,8 +121,14 @@ class Gang:
             self._commands.get()
 
     def serve(self) -> None:
-        """Say that this member has started: from now on it is never long silent."""
+        """Say that this member has started: from now on it is never long silent.
+
+        Rank 0 returns when all others have said so: one that hangs from then on is found soon.
+        """
         self._serving = True
+        self._beat_once()
+        if self.is_leader:
+            self._all_serve.wait()
 
     def commands(self) -> Iterator[Any]:
         """Yield what rank 0 tells until the instance ends."""
@@ -162,7 +169,9 @@ class Gang:
             while True:
                 is_beat, value = connection.receive(silent_s)
                 if is_beat:
-                    silent_s = self._silent_s if value else STARTING_S
+                    if value:
+                        silent_s = self._silent_s
+                        self._note_start(rank)
                     continue
                 if value is _STOP:
                     self._closing.set()
@@ -170,19 +179,28 @@ class Gang:
         except Exception as error:  # whatever it is, no more is heard
             self._gone(f"node {rank}: {error}")
 
+    def _note_start(self, rank: int) -> None:
+        self._starting.discard(rank)
+        if not self._starting:
+            self._all_serve.set()
+
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
-            for rank, connection in self._peers.items():
-                # While a long command is on its way, it says that this member is there.
-                if self._sending.acquire(timeout=BEAT_S):
-                    try:
-                        connection.beat(serving=self._serving)
-                    except OSError as error:
-                        self._gone(f"node {rank}: {error}")
-                    finally:
-                        self._sending.release()
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        for rank, connection in self._peers.items():
+            # While a long command is on its way, it says that this member is there.
+            if self._sending.acquire(timeout=BEAT_S):
+                try:
+                    connection.beat(serving=self._serving)
+                except OSError as error:
+                    self._gone(f"node {rank}: {error}")
+                finally:
+                    self._sending.release()
 
     def _gone(self, why: str) -> None:
+        self._all_serve.set()  # nobody is waited for any more
         if not self._closing.is_set():
             self._lost(why)
 

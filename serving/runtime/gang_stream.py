@@ -11,13 +11,14 @@ import hashlib
 import hmac
 import json
 import logging
+import math
 import pickle
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from serving.runtime.about import difference
@@ -46,7 +47,7 @@ class GangPlace:
     rank: int
     size: int
     address: tuple[str, int]  # where rank 0 listens
-    secret: bytes
+    secret: bytes = dataclasses.field(repr=False)
     wait_s: float = 600.0  # for the other members
 
     def __post_init__(self) -> None:
@@ -83,11 +84,14 @@ class Connection:
             return True, length == _BEATS[1]
         return False, pickle.loads(self.exactly(length, silent_s))
 
-    def exactly(self, size: int, silent_s: float) -> bytes:
-        """Return so many bytes; raises as `receive`."""
+    def exactly(self, size: int, silent_s: float, end_s: float = math.inf) -> bytes:
+        """Return so many bytes, before `end_s` of time.monotonic; raises as `receive`."""
         parts, left = [], size
+        poll = select.poll()  # a front of many connections has descriptors above select's last one
+        poll.register(self._sock, select.POLLIN)
         while left:
-            if not select.select([self._sock], [], [], silent_s)[0]:
+            wait_s = min(silent_s, end_s - time.monotonic())
+            if wait_s <= 0 or not poll.poll(1000 * wait_s):
                 raise TimeoutError(f"no word for {silent_s:g} s")
             part = self._sock.recv(min(left, 1 << 20))
             if not part:
@@ -104,10 +108,15 @@ class Connection:
 
     def receive_text(self) -> bytes:
         """Return the bytes of JSON; ConnectionError for too many."""
-        (length,) = struct.unpack("<Q", self.exactly(8, _HELLO_S))
+        end_s = time.monotonic() + _HELLO_S
+        (length,) = struct.unpack("<Q", self.exactly(8, _HELLO_S, end_s))
         if length > _MOST_HELLO:
             raise ConnectionError(f"a greeting of {length} bytes")
-        return self.exactly(length, _HELLO_S)
+        return self.exactly(length, _HELLO_S, end_s)
+
+    def receive_proof(self, size: int) -> bytes:
+        """Return so many bytes of a proof, which come soon; raises as `receive`."""
+        return self.exactly(size, _HELLO_S, time.monotonic() + _HELLO_S)
 
     def raw(self, data: bytes) -> None:
         """Send bytes without a frame."""
@@ -151,7 +160,7 @@ def gather_followers(
             connection = Connection(sock)
             undo.callback(connection.close)
             try:
-                connections[_welcome(connection, place, about, coordinator, connections)] = (
+                connections[welcome(connection, place, about, coordinator, connections)] = (
                     connection
                 )
             except (OSError, KeyError, TypeError) as error:
@@ -194,24 +203,28 @@ def _connect(address: tuple[str, int]) -> socket.socket:
     return sock
 
 
-def _welcome(
+def welcome(
     connection: Connection,
     place: GangPlace,
     about: Mapping[str, Any],
     coordinator: str,
-    connections: Mapping[int, Connection],
+    taken: Container[int],
 ) -> int:
-    """Return the rank of a new member, after sending it the coordinator's address."""
+    """Return the rank of a new member, after sending it the coordinator's address.
+
+    Ranks that are `taken` have come. Raises OSError, KeyError, TypeError or ValueError for one that
+    is no member, and GangRefused for one that differs.
+    """
     nonce = secrets.token_bytes(_NONCE)
     connection.raw(nonce)
     text = connection.receive_text()
-    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, nonce, text)):
+    if not hmac.compare_digest(connection.receive_proof(32), _proof(place, nonce, text)):
         connection.send_text({"why": "the secret is not rank 0's: give all nodes the same file"})
         raise ConnectionError("a wrong secret")
     hello = json.loads(text)
     rank = hello["rank"]
     why = difference(about, hello["about"], "on rank 0")
-    if rank in connections or not 0 < rank < place.size:
+    if rank in taken or not 0 < rank < place.size:
         why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
     answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})
     connection.raw(_proof(place, bytes.fromhex(hello["nonce"]), answer))
@@ -222,7 +235,7 @@ def _welcome(
 
 def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any]) -> str:
     """Return the coordinator's address from rank 0, to which this process proves itself."""
-    nonce, own_nonce = connection.exactly(_NONCE, _HELLO_S), secrets.token_bytes(_NONCE)
+    nonce, own_nonce = connection.receive_proof(_NONCE), secrets.token_bytes(_NONCE)
     hello = {"rank": place.rank, "nonce": own_nonce.hex(), "about": dict(about)}
     text = connection.send_text(hello)
     connection.raw(_proof(place, nonce, text))
@@ -230,7 +243,7 @@ def _introduce(connection: Connection, place: GangPlace, about: Mapping[str, Any
     verdict = json.loads(answer)
     if "why" in verdict:
         raise GangRefused(f"Rank 0 refuses node {place.rank}: {verdict['why']}.")
-    if not hmac.compare_digest(connection.exactly(32, _HELLO_S), _proof(place, own_nonce, answer)):
+    if not hmac.compare_digest(connection.receive_proof(32), _proof(place, own_nonce, answer)):
         raise GangRefused("Rank 0 does not know the secret: give all nodes the same file.")
     return verdict["coordinator"]
 

@@ -94,7 +94,7 @@ class CompiledStep:
 
         With `split` the model lies on several devices, and a step runs on all of them. With `kept`
         programs outlive the process; not together with `split` or `link`. With `board` steps may be
-        bound by masks, in place and on one device.
+        bound by masks, on one device.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         self._pooled, self._is_split = sizes.pooled, split is not None

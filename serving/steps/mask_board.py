@@ -6,13 +6,14 @@ device idle while masks are made, nor has the host a second program to send.
 """
 
 import logging
+import os
 import threading
-from typing import Protocol
 
 import jax
-import numpy as np
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.cpu.host_board import HostBoard
+from lora_jax.ops.host_board import AbstractHostBoard
 from lora_jax.typing import Array, Float, Int, UInt32
 from serving.steps.device_users import USERS, DeviceUsers
 from serving.steps.step import StepSizes
@@ -23,33 +24,6 @@ logger = logging.getLogger(__name__)
 _MOST = 2**31 - 1
 
 
-class AbstractBoard(Protocol):
-    """int32 values in host memory that programs wait for, such as cuda_backend.host_board."""
-
-    values: np.ndarray
-    address: np.ndarray
-
-    def post(self, number: int) -> None:
-        """Tell the device that the values of this number are written."""
-        ...
-
-    def end(self) -> None:
-        """Let every step go on; nothing is posted any more."""
-        ...
-
-    def was_late(self, number: int) -> bool:
-        """Return whether a step that has ended did not get the values of this number."""
-        ...
-
-    def read(
-        self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
-    ) -> Int[Array, "values"]:
-        """Return the values when they are posted and `after` is computed; else -1s: at once for
-        number 0, after a while for values that do not come.
-        """
-        ...
-
-
 class MaskBoard:
     """Masks of the one step that reads some; the runner's thread uses all but `post`.
 
@@ -58,14 +32,19 @@ class MaskBoard:
 
     def __init__(
         self,
-        board: AbstractBoard,
+        board: AbstractHostBoard,
         sizes: StepSizes,
         vocab_size: int,
         users: DeviceUsers = USERS,
+        most_waits: int = 0,
     ):
-        """`users` are those of the devices, of which the engine is one."""
+        """`users` are those of the devices, of which the engine is one.
+
+        Beside others at most `most_waits` steps wait, those of other engines included.
+        """
         self._board, self._sizes, self._vocab_size = board, sizes, vocab_size
-        self._users, self._waiting = users, set[int]()  # numbers of steps that wait
+        self._users, self._most_waits = users, most_waits
+        self._waiting = set[int]()  # numbers of steps
         self._number = 0  # of the newest step that reads the board
         self._posting, self._has_ended = threading.Lock(), False
         self.address = board.address
@@ -80,7 +59,7 @@ class MaskBoard:
 
         Then they must be posted next.
         """
-        may = self._users.begin_wait()
+        may = self._users.begin_wait(self._most_waits)
         if may:
             with self._posting:
                 self._waiting.add(number)
@@ -130,14 +109,26 @@ class MaskBoard:
 def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
     """Return a board for steps on the default device; None where programs cannot wait for one.
 
-    On a GPU the log says why not.
+    On a CPU or a GPU the log says why not.
     """
-    if jax.default_backend() != "gpu":
+    make = _BOARDS.get(backend := jax.default_backend())
+    if make is None:
         return None
     count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
     try:
-        board = dispatch.backend_kernel("cuda", "HostBoard")(count)
+        board = make(count)
     except NotImplementedError as error:  # Declined too
         logger.info("Steps with token masks are two programs: %s", error)
         return None
-    return MaskBoard(board, sizes, vocab_size)
+    # A step that waits may keep two threads of XLA's pool on a CPU, which has one for each core.
+    most_waits = 0 if backend == "gpu" else len(os.sched_getaffinity(0)) // 2
+    return MaskBoard(board, sizes, vocab_size, most_waits=most_waits)
+
+
+def _on_cpu(count: int) -> AbstractHostBoard:
+    if (named := dispatch.requested()) not in (None, "ffi"):
+        raise dispatch.Declined(f"{dispatch.ENV} asks for {named}, not for ffi")
+    return HostBoard(count)
+
+
+_BOARDS = {"gpu": dispatch.backend_kernel("cuda", "HostBoard"), "cpu": _on_cpu}

@@ -11,15 +11,13 @@ import numpy as np
 
 from cuda_backend import ffi
 from cuda_backend.peer_memory import Device
+from lora_jax.ops.host_board import HEADER_BYTES, AbstractHostBoard
 from lora_jax.typing import Array, Int, UInt32
 
-_HEADER_BYTES = 64  # kBoardHeader: the number of the newest values, then those of late ones
-_LATE_PLACES = 7  # kBoardLatePlaces
-_ANY = 2**64 - 1  # kBoardAny
 _MACHINES = "x86_64", "AMD64"  # whose stores other devices see in their order
 
 
-class HostBoard:
+class HostBoard(AbstractHostBoard):
     """One array of the host that the device reads in place when the host has posted it."""
 
     def __init__(self, count: int, device: int = 0):
@@ -36,16 +34,9 @@ class HostBoard:
                 f"only {' and '.join(_MACHINES)} keep the order"
             )
         ffi.require()
-        self._share(Device(device).allocate_host(_HEADER_BYTES + 4 * count), count)
-
-    def _share(self, address: int, count: int) -> None:
-        """Use this host memory, which is zeros and which the device reads at the same address."""
-        num_bytes = _HEADER_BYTES + 4 * count
-        memory = (ctypes.c_ubyte * num_bytes).from_address(address)
-        self._newest = np.frombuffer(memory, np.uint64, 1)
-        self._late = np.frombuffer(memory, np.uint64, _LATE_PLACES, 8)
-        self.values = np.frombuffer(memory, np.int32, count, _HEADER_BYTES)
-        self.address = np.array([address & 0xFFFFFFFF, address >> 32], np.uint32)
+        num_bytes = HEADER_BYTES + 4 * count
+        address = Device(device).allocate_host(num_bytes)
+        self._share(np.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), np.uint8))
 
     def post(self, number: int) -> None:
         """Tell the device that the values of this number, 1 to 2**31 - 1, are written.
@@ -53,14 +44,6 @@ class HostBoard:
         They must stay as they are until the step that waits for them has ended.
         """
         self._newest[0] = number
-
-    def end(self) -> None:
-        """Let every step go on that waits, or will: nobody may post any more."""
-        self._newest[0] = _ANY
-
-    def was_late(self, number: int) -> bool:
-        """Return whether a step that has ended went on without the values of this number."""
-        return bool(self._late[number % _LATE_PLACES] == number)
 
     def read(
         self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array

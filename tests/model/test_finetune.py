@@ -15,6 +15,8 @@ import pytest
     ],
 )
 def test_the_short_name_trains_lora_or_a_head(monkeypatch, capsys, flags, shown):
+    # The import hook of array checks would be compiled into the cached module that users run.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "argv", ["finetune", *flags, "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("lora_jax.finetune", run_name="__main__")

@@ -15,7 +15,7 @@ CHOICE = "as_shipped and not (gpu or multigpu or aot or slow or long)"
 
 
 @pytest.mark.skipif(not os.environ.get("FAST_COMPILE"), reason="all tests compile as shipped")
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_tests_of_bits_pass_as_shipped():
     environment = as_shipped({k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")})
     environment["FAST_COMPILE"] = ""

@@ -43,6 +43,6 @@ def test_texts_count_as_one_value_whatever_is_in_them():
 
 def test_counting_stops_at_the_limit():
     data = b"[" + b"0," * (8 << 20) + b"0]"
-    start = time.perf_counter()
+    start = time.thread_time()
     assert too_many_values(data, 1000)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1

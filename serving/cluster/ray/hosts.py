@@ -22,11 +22,11 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serving.api.config import EngineConfig
-from serving.cluster.ray.actor import AUTH, RoleActor
+from serving.cluster.far.actor import AUTH, RoleActor
+from serving.cluster.far.member import call_bytes
+from serving.cluster.far.switchboard import Switchboard, Ticket
 from serving.cluster.ray.groups import INSTANCE, RANK, Group, HostRoom
-from serving.cluster.ray.member import call_bytes
 from serving.cluster.ray.process import RayProcess
-from serving.cluster.ray.switchboard import Switchboard, Ticket
 from serving.runtime.about import about_of, difference
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 

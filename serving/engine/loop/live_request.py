@@ -1,5 +1,7 @@
 """A request between submit and its last delta: turns tokens into deltas and keeps its times."""
 
+from collections.abc import Callable
+
 from serving.api.request import (
     FinishReason,
     HeadAnswer,
@@ -41,26 +43,34 @@ class LiveRequest:
         """Return the choices that have not ended."""
         return [choice.sequence for choice in self._choices if choice.finish_reason is None]
 
-    def deliver(self, progress: Progress, now: float) -> bool:
-        """Hand out what a step gave one choice; returns whether a stop string ended it.
+    def deliver(
+        self,
+        progress: Progress,
+        now: float,
+        ending: Callable[["LiveRequest", Sequence, bool], None] = lambda *_: None,
+    ) -> None:
+        """Hand out what a step gave one choice.
 
-        Then the scheduler does not know yet. Tokens that come after the end are ignored.
+        Before a choice's last delta goes out, `ending` is called with the request, the choice's
+        sequence, and whether a stop string ended it: then the scheduler does not know yet. Tokens
+        that come after the end are ignored.
         """
         choice = self._choices[progress.sequence.index]
         if choice.finish_reason is not None:
-            return False
+            return
         if progress.result.token_id is not None:
             self._time_token(choice, now)
         delta = choice.take(progress)
         if delta is None:
-            return False
+            return
         if not self._counted:
             self._counted, cached = True, choice.sequence.num_cached_tokens
             self._metrics.prompt_scheduled(len(self.request.prompt_ids) - cached, cached)
-        choice.finish_reason = delta.finish_reason
-        self._num_open -= delta.finish_reason is not None
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason
+            self._num_open -= 1
+            ending(self, progress.sequence, progress.finish_reason is None)
         self.request.on_output(delta)
-        return delta.finish_reason is not None and progress.finish_reason is None
 
     def end(
         self, sequence: Sequence, reason: FinishReason, error: str | None, *, retryable: bool

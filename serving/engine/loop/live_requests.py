@@ -58,19 +58,14 @@ class LiveRequests:
 
     def deliver(self, progress: Progress, now: float) -> None:
         """Hand out what one sequence got; its own trouble ends its request and no other."""
-        sequence = progress.sequence
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
+        if (live := self._of(progress.sequence)) is None:
             return
         try:
-            stopped = live.deliver(progress, now)
+            live.deliver(progress, now, self._ending)
         except Exception:
             logger.exception("Request %s failed.", live.request.request_id)
             self._fail(live, _NO_OUTPUT)
             return
-        if stopped:
-            with self._lock:
-                self._scheduler.finish(sequence, FinishReason.STOP)
         if live.done:
             self._retire(live, now)
 
@@ -83,9 +78,10 @@ class LiveRequests:
         retryable: bool = False,
     ) -> None:
         """Tell the caller that a sequence, already finished for the scheduler, has ended."""
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
+        if (live := self._of(sequence)) is None:
             return
+        if live.unfinished() == [sequence]:
+            self._release(live)
         try:
             live.end(sequence, reason, error, retryable=retryable)
         except Exception:
@@ -94,6 +90,11 @@ class LiveRequests:
             return
         if live.done:
             self._retire(live, time.monotonic())
+
+    def _of(self, sequence: Sequence) -> LiveRequest | None:
+        """Return a sequence's request, None where it has ended: its id may be another's by now."""
+        live = self._live.get(sequence.request.request_id)
+        return live if live is not None and live.request is sequence.request else None
 
     def close(self, error: str) -> None:
         """End all requests with an error after which they may be tried again; never raises."""
@@ -104,8 +105,10 @@ class LiveRequests:
 
     def _fail(self, live: LiveRequest, error: str) -> None:
         """End what is left of a request with an error."""
-        with self._lock:
-            self._scheduler.abort(live.request.request_id)
+        if live.unfinished():
+            with self._lock:
+                self._scheduler.abort(live.request.request_id)
+        self._release(live)
         self._tell(live, error, retryable=False)
         self._retire(live, time.monotonic())
 
@@ -119,14 +122,30 @@ class LiveRequests:
                     "The caller of request %s could not be notified.", live.request.request_id
                 )
 
-    def _retire(self, live: LiveRequest, now: float) -> None:
-        """Forget a request that has ended, and what was kept for it."""
+    def _ending(self, live: LiveRequest, sequence: Sequence, by_stop_string: bool) -> None:
+        """A choice has ended, and its caller is told next."""
+        if by_stop_string:
+            with self._lock:
+                self._scheduler.finish(sequence, FinishReason.STOP)
+        if live.done:
+            self._release(live)
+
+    def _release(self, live: LiveRequest) -> None:
+        """Forget a request, and what was kept for it; a second call does nothing.
+
+        Before its caller has the last delta: who asks again then finds the id and the memory free.
+        """
+        request_id, digest = live.request.request_id, live.request.adapter_digest
         with self._lock:
-            if self._live.pop(live.request.request_id, None) is None:
+            if self._live.get(request_id) is not live:  # the id may be another request's by now
                 return
-            digest = live.request.adapter_digest
+            del self._live[request_id]
             if digest:
                 self._residencies.drop(digest)
+
+    def _retire(self, live: LiveRequest, now: float) -> None:
+        """Release a request that has ended, and count it."""
+        self._release(live)
         summary = live.summary(now)
         self._metrics.request_done(summary)
         if self._traces is not None:

@@ -391,6 +391,8 @@ class EngineLoop:
             self._parts.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
+        if self._parts.turns is not None:
+            self._parts.turns.close()
         self._parts.residencies.close()
         self._parts.grammars.close()
         if self._parts.traces is not None:

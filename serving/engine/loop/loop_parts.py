@@ -50,6 +50,10 @@ class AbstractTurns(Protocol):
         """Let others have the device, on which nothing of this process runs."""
         ...
 
+    def close(self) -> None:
+        """Take and keep no turn any more; nothing of this process runs on the device."""
+        ...
+
     def ran(self, num_prompts: int, began: float, ended: float) -> None:
         """Note a step beside which no other of this process ran, with the ends of so many prompts.
 

@@ -51,10 +51,12 @@ def make_registry(
     `on_read` is told how many seconds each read from the disk took; `fitted` may refuse weights.
     """
 
+    folder_name = Path(config.model).resolve().name
+
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
         # Adapters name the base as its folder, whatever name it is served under.
-        more["base_names"] = (*more.get("base_names", ()), Path(config.model).resolve().name)
+        more["base_names"] = (*more.get("base_names", ()), folder_name)
         weights = base.source.read_adapter(*given, **more)
         on_read(time.perf_counter() - begun)
         for text in weights.report.warnings:

@@ -186,7 +186,7 @@ def budget_of(name: str, per_minute: float, folder: str | None) -> TokenBudget:
     if folder is None:
         return TokenBudget(per_minute)
     file = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return TokenBudget(per_minute, file=Path(folder, file))
+    return TokenBudget(per_minute, time.time, Path(folder, file))
 
 
 def _salt(key: str) -> str:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+_SKEW_S = 5.0  # by which clocks of hosts may differ that share a budget
+
 
 class TokenBucket:
     """Lets `rate` requests per second through, and as many as one second's worth at once."""
@@ -36,7 +38,8 @@ class TokenBudget:
     A request begins while something is left and is charged for what it really takes, so the
     balance may go below zero; nothing begins until it is above. Over time the rate is exact. The
     engine's thread and the server's may call it. With a `file` the balance is that of all processes
-    of this host that name it; `clock` is then the same in all of them, as time.monotonic is.
+    that name it; their clocks then agree within 5 s, as time.time does on several hosts. Of clocks
+    that differ the foremost counts, so that none of them lets more through.
     """
 
     def __init__(
@@ -53,9 +56,13 @@ class TokenBudget:
         """Return 0 while something is left, else the seconds until then."""
         with self._balance() as balance:
             now, rate = self._clock(), self.per_minute / 60
-            balance.left = min(self.per_minute, balance.left + (now - balance.seen) * rate)
-            balance.seen = now
-            return 0.0 if balance.left >= 1.0 else (1.0 - balance.left) / rate
+            behind_s = balance.seen - now
+            if behind_s > _SKEW_S:  # the other clock was wrong, or was set back
+                behind_s, balance.seen = 0.0, now
+            if behind_s <= 0:
+                balance.left = min(self.per_minute, balance.left - behind_s * rate)
+                balance.seen = now
+            return 0.0 if balance.left >= 1.0 else (1.0 - balance.left) / rate + max(0.0, behind_s)
 
     def spend(self, tokens: int) -> None:
         """Charge tokens."""

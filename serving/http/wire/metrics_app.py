@@ -32,9 +32,10 @@ def metrics_app(registries: Sequence[CollectorRegistry]) -> ASGIApp:
 
 @contextlib.contextmanager
 def serve_metrics(sock: socket.socket, registries: Sequence[CollectorRegistry]) -> Iterator[None]:
-    """Answer on the bound socket until the block ends."""
+    """Answer on the bound socket until the block ends; a caller that comes at once waits."""
     config = uvicorn_config(metrics_app(registries), lifespan="off")
     server = uvicorn.Server(config)
+    sock.listen(config.backlog)  # the thread would do so a moment later
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [sock]}, name="metrics", daemon=True
     )

@@ -118,9 +118,9 @@ def open_client(
 ) -> SlotClient:
     """Return a client of the servers at `addresses`, in the order of their ranks.
 
-    Waits up to `patience` seconds for each to listen. Raises ValueError for a number of addresses
-    that is not the plan's, and TransportError, saying what to change, where a server is not there
-    or does not agree with `terms`.
+    Waits up to `patience` seconds for each to listen, and as long for its answer. Raises ValueError
+    for a number of addresses that is not the plan's, and TransportError, saying what to change,
+    where a server is not there or does not agree with `terms`.
     """
     return SlotClient(terms.shapes, callers(transport, addresses, terms, patience), pull=pull)
 
@@ -147,11 +147,17 @@ class _Connector(AbstractConnector):
 
     def __init__(self, transport: AbstractTransport, address: Address, terms: Terms, rank: int):
         self._transport, self._address, self._terms, self._rank = transport, address, terms, rank
+        self._patience = 0.0  # with the next answer
         self._connection: socket.socket | None = None
         self._watch: Watch | None = None
 
     def wait_for(self, seconds: float) -> None:
-        """Return when somebody listens. Raises TransportError if nobody does for `seconds`."""
+        """Return when somebody listens. Raises TransportError if nobody does for `seconds`.
+
+        The first `join` then waits for an answer as long: a rank of a busy machine is late with
+        both. Later ones ask ranks that were lost, and are tried again.
+        """
+        self._patience = seconds
         try:
             wait_for_listener(self._address, seconds)
         except OSError as error:
@@ -161,10 +167,10 @@ class _Connector(AbstractConnector):
         transport = self._transport
         greeting = {"facts": self._terms.facts(self._rank), "last_epoch": last_epoch}
         greeting |= transport.greeting()
+        patience, self._patience = self._patience, 0.0
+        how = transport.num_fds, transport.admit_server, patience
         try:
-            connection, answer, fds = call(
-                self._address, greeting, transport.num_fds, transport.admit_server
-            )
+            connection, answer, fds = call(self._address, greeting, *how)
         except TransportError:
             raise
         except OSError as error:

@@ -153,5 +153,6 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    ready, _, _ = select.select([connection], [], [], 0)
-    return bool(ready)  # nothing is said any more: what can be read is the end
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))  # nothing is said any more: what can be read is the end

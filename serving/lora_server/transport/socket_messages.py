@@ -155,15 +155,21 @@ def _refuse(connection: socket.socket, why: str) -> None:
 
 
 def call(
-    address: Address, message: dict, num_fds: int, admit: Admit | None = None
+    address: Address,
+    message: dict,
+    num_fds: int,
+    admit: Admit | None = None,
+    patience: float = 0.0,
 ) -> tuple[socket.socket, dict, list[int]]:
     """Return a connection to the listener at `address`, its answer and its descriptors.
+
+    Each step may take `patience` seconds, or as long as usual where that is more.
 
     Raises:
         ConnectionError: nobody listens there.
         TransportError: a refusal, in the listener's words, or an answer that cannot be read.
     """
-    connection = connect(address)
+    connection = connect(address, max(_SECONDS, patience))
     fds: list[int] = []
     try:
         if admit is not None:
@@ -185,15 +191,16 @@ def call(
     return connection, answer, fds
 
 
-def connect(address: Address) -> socket.socket:
+def connect(address: Address, seconds: float | None = None) -> socket.socket:
     """Return a connection whose every step is bounded. Raises OSError if nobody listens."""
+    seconds = _SECONDS if seconds is None else seconds
     if isinstance(address, tuple):
-        connection = socket.create_connection(address, _SECONDS)
+        connection = socket.create_connection(address, seconds)
         _set_options(connection)
         return connection
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(_SECONDS)
+        connection.settimeout(seconds)
         connection.connect(str(address))
     except BaseException:
         connection.close()

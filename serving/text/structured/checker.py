@@ -108,10 +108,11 @@ class Checker:
     def _line(self, process: subprocess.Popen[bytes], until: float) -> bytes | None:
         """Return the next line, b"" when the process ends, None when there is none in time."""
         assert process.stdout is not None
-        fd = process.stdout.fileno()
+        fd, poll = process.stdout.fileno(), select.poll()  # select takes no descriptor above 1023
+        poll.register(fd, select.POLLIN)
         while b"\n" not in self._pending:
             left = until - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
+            if left <= 0 or not poll.poll(1000 * left):
                 return None
             data = os.read(fd, 1 << 16)
             if not data:

@@ -5,7 +5,9 @@ the step runs. Tokens are fed to a matcher when they are in the sequence, so a p
 keeps its place, and a step whose results are void changes nothing.
 """
 
+import collections
 import dataclasses
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from serving.api.request import ScheduledChunk, Sequence, SequenceState, StepPlan
+from serving.api.sampling import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -139,11 +142,11 @@ class RowMasks:
 
     def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         self._hold_back(filling)
-        words, failed = filling.words, []
+        words, lost, failed = filling.words, filling.lost, []
         fits = _any_bit(words[: filling.places[-1]]).tolist()
         for row, place in zip(filling.rows, filling.places, strict=False):
             matcher = row.sequence.grammar_state.matcher
-            if id(row.sequence) in filling.lost:
+            if lost and id(row.sequence) in lost:
                 failed.append((row.sequence, _why(matcher, "a token")))
             elif matcher.is_error() or not fits[place]:
                 failed.append((row.sequence, _why(matcher, "no token fits.")))
@@ -161,8 +164,8 @@ class RowMasks:
 
     @staticmethod
     def _filling(rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
-        places = np.cumsum([0, *(1 + len(row.drafts) for row in rows)]).tolist()
-        return Filling(rows, places, words)
+        counts = (1 + len(row.drafts) for row in rows)
+        return Filling(rows, list(itertools.accumulate(counts, initial=0)), words)
 
     def _in_thread(self, work: Callable[[], None]) -> Future[None]:
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
@@ -174,21 +177,20 @@ class RowMasks:
 
     def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
         """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
-        behind = [(sequence, new) for sequence, new in behind if new]
-        single = [(s.grammar_state.matcher, new[0]) for s, new in behind if len(new) == 1]
-        if len(single) < max(self._few, len(behind)):
-            done = [s.grammar_state.matcher.consume_tokens(new) for s, new in behind]
-        else:  # each has one new token, as in most steps
-            done = self._threads().consume_token_par(single)
-        return {id(s) for (s, _), is_done in zip(behind, done, strict=True) if not is_done}
+        new_of = [(s, s.grammar_state.matcher, new) for s, new in behind if new]
+        if len(new_of) < self._few or any(len(new) > 1 for *_, new in new_of):
+            return {id(s) for s, matcher, new in new_of if not matcher.consume_tokens(new)}
+        # Each has one new token, as in most steps.
+        done = self._threads().consume_token_par([(matcher, new[0]) for _, matcher, new in new_of])
+        return {id(s) for (s, *_), is_done in zip(new_of, done, strict=True) if not is_done}
 
     def _compute(self, filling: "Filling") -> None:
-        words = filling.words
+        words, lost = filling.words, filling.lost
         alone, drafted, size = [], [], words.shape[1] * words.itemsize
         rows = list(zip(filling.rows, filling.places, strict=False))
         shared = len(rows) >= self._few
         for row, place in _dealt(rows, self._num_threads) if shared else rows:
-            if id(row.sequence) in filling.lost:
+            if lost and id(row.sequence) in lost:
                 continue
             matcher = row.sequence.grammar_state.matcher
             if row.drafts:
@@ -196,12 +198,13 @@ class RowMasks:
                 drafted.append((matcher, place, list(row.drafts)))
             else:
                 alone.append((matcher, place))
-        where = words.ctypes.data, size, words.shape[0]
+        address = words.ctypes.data
+        where = address, size, words.shape[0]
         if len(alone) >= self._few:
             self._threads().unsafe_compute_mask_ptr(alone, *where)
         else:
             for matcher, place in alone:
-                matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, size)
+                matcher.unsafe_compute_mask_ptr(address + place * size, size)
         if drafted:
             self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         if shared:
@@ -216,11 +219,16 @@ class RowMasks:
 
     def _hold_back(self, filling: "Filling") -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
-        by_ends: dict[tuple[int, ...], list[int]] = {}
+        by_ends = collections.defaultdict[tuple[int, ...], list[int]](list)
         for row, place in zip(filling.rows, filling.places, strict=False):
-            for ahead in range(1 + len(row.drafts)):
-                if ends := self._held_ends(row.sequence, ahead):
-                    by_ends.setdefault(ends, []).append(place + ahead)
+            sampling = row.sequence.request.sampling
+            if sampling.min_tokens:
+                length = len(row.sequence.token_ids) - row.sequence.num_prompt
+                for ahead in range(1 + len(row.drafts)):
+                    by_ends[self._held_ends(sampling, length + ahead)].append(place + ahead)
+            elif sampling.ignore_eos:
+                by_ends[self._end_ids] += range(place, place + 1 + len(row.drafts))
+        by_ends.pop((), None)
         bits = filling.words.view(np.uint32)
         for ends, rows in by_ends.items():
             kept = dict.fromkeys((token // _BITS for token in ends), (1 << _BITS) - 1)
@@ -236,10 +244,9 @@ class RowMasks:
             empty = np.flatnonzero(~_any_bit(bits[rows]))
             bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
 
-    def _held_ends(self, sequence: Sequence, ahead: int) -> tuple[int, ...]:
-        """Return the tokens that may not end an answer that is `ahead` tokens longer than now."""
-        sampling = sequence.request.sampling
-        if sampling.min_tokens and len(sequence.output_ids) + ahead < sampling.min_tokens:
+    def _held_ends(self, sampling: Sampling, length: int) -> tuple[int, ...]:
+        """Return the tokens that may not end an answer of this many tokens."""
+        if length < sampling.min_tokens:
             return (*self._end_ids, *sampling.stop_token_ids)
         return self._end_ids if sampling.ignore_eos else ()
 

@@ -87,6 +87,7 @@ class AdapterFolders:
         explicit: bool = True,
     ) -> AdapterEntry:
         """Return an entry that is not published yet and so has no generation."""
+        real = os.path.realpath(folder)
         return AdapterEntry(
             name=name,
             kind=weights.report.kind,
@@ -94,17 +95,17 @@ class AdapterFolders:
             generation=0,
             weights=weights,
             pinned=pinned,
-            path=self._shown_path(folder, confined),
-            folder=os.path.realpath(folder),
+            path=self._shown_path(real, confined),
+            folder=real,
             confined=confined,
             explicit=explicit,
         )
 
-    def _shown_path(self, folder: Path, confined: bool) -> str:
-        real = Path(os.path.realpath(folder))
+    def _shown_path(self, real: str, confined: bool) -> str:
+        """Return what is told of where a folder is."""
         if not confined or self._root is None:
-            return real.name
-        return real.relative_to(os.path.realpath(self._root)).as_posix()
+            return os.path.basename(real)
+        return Path(real).relative_to(os.path.realpath(self._root)).as_posix()
 
 
 def _rejected(name: str, folder: Path, why: str) -> AdapterRejected:

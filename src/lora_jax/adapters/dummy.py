@@ -15,6 +15,7 @@ import numpy as np
 
 from lora_jax.adapters import peft_format, reader
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from lora_jax.adapters.file_layouts import FileLayouts
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.reader import AdapterReadLimits
@@ -29,6 +30,7 @@ class DummyAdapters:
 
     def __init__(self, bank_values: int = _BANK_VALUES):
         self._bank_values = bank_values
+        self._layouts = FileLayouts()
         self._bank: Any = None
         self._lock = threading.Lock()
 
@@ -48,7 +50,8 @@ class DummyAdapters:
         """
         folder = AdapterFolder(path, root)
         if folder.files() != (peft_format.CONFIG_FILE,):
-            return reader.read(path, catalogue, base_names=base_names, limits=limits, root=root)
+            given = {"limits": limits, "root": root, "layouts": self._layouts}
+            return reader.read(path, catalogue, base_names=base_names, **given)
         config, matrices = peft_format.read_config(folder), _Matrices(self._random())
         sites = {
             (module.name, layer): matrices.site(module, config)

@@ -9,12 +9,13 @@ of its pieces: several threads read and hash those, where one sha256 takes 0.6 s
 
 import hashlib
 import itertools
-import mmap
 import os
 import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 PIECE_BYTES = 16 << 20
 _THREADS = 8
@@ -31,21 +32,21 @@ class AdapterFolder:
 
     def __init__(self, path: Path, root: Path | None = None):
         """Raise FileNotFoundError when there is no such folder, ValueError when it escapes."""
-        self._real = Path(os.path.realpath(path))
-        self._root = Path(os.path.realpath(root)) if root else None
-        if self._root and not self._inside(self._real):
+        self._real = os.path.realpath(path)
+        self._root = os.path.realpath(root) if root else None
+        if not self._inside(self._real):
             raise ValueError("the path leads outside of the adapter directory.")
-        if not self._real.is_dir():
+        if not os.path.isdir(self._real):
             # Who may name any folder is told where it was looked for; others only what they said.
             shown = path.name if root else str(path.absolute())
             raise FileNotFoundError(f"there is no folder {shown!r}.")
-        self.name = self._real.name
+        self.name = os.path.basename(self._real)
         self.hashes: dict[str, str] = {}
         self.num_bytes = 0
 
     def files(self, below: str = "") -> tuple[str, ...]:
         """Return the names in the folder, or in the one `below` it, in order."""
-        inner = Path(os.path.realpath(self._real / below))
+        inner = os.path.realpath(self._path(below))
         if not self._inside(inner):
             raise ValueError(f"{below} leads outside of the adapter directory.")
         return tuple(sorted(os.listdir(inner)))
@@ -61,7 +62,7 @@ class AdapterFolder:
         """
         try:
             # Non-blocking, or opening a pipe would wait for its writer for ever.
-            handle = os.open(self._real / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            handle = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise ValueError(f"{name} cannot be opened: {error.strerror}.") from None
         try:
@@ -92,24 +93,27 @@ class AdapterFolder:
         if status.st_size > max_bytes:
             raise ValueError(f"{name} has {status.st_size} bytes, at most {max_bytes} allowed.")
 
-    def _inside(self, real: Path) -> bool:
-        return self._root is None or real.is_relative_to(self._root)
+    def _path(self, name: str) -> str:
+        return os.path.join(self._real, name)
+
+    def _inside(self, real: str) -> bool:
+        root = self._root
+        return root is None or real == root or real.startswith(os.path.join(root, ""))
 
     def _is_inside_file(self, name: str, opened: os.stat_result) -> bool:
         """Return whether the file that was opened is the one the resolved path names inside."""
-        real = os.path.realpath(self._real / name)
+        real = os.path.realpath(self._path(name))
         try:
             stats = os.stat(real)
         except OSError:
             return False
         same = (stats.st_dev, stats.st_ino) == (opened.st_dev, opened.st_ino)
-        return same and self._inside(Path(real))
+        return same and self._inside(real)
 
 
 def _read_hashed(handle: int, size: int) -> tuple[memoryview, str]:
     """Return the first `size` bytes of a file, or all where it has become shorter; their hash."""
-    # Memory that nobody has filled with zeros before; a mapping cannot be empty.
-    view = memoryview(mmap.mmap(-1, max(1, size)))
+    view = memoryview(np.empty(size, np.uint8))  # memory that nobody has filled with zeros before
 
     def piece(start: int) -> tuple[int, bytes]:
         count = _read_at(handle, view[start : min(size, start + PIECE_BYTES)], start)

@@ -131,7 +131,7 @@ def take_site(
             raise ValueError(f"{BIAS} has shape {bias.shape}, not {(labels,)}.")
         b = b.astype(np.result_type(a.dtype, bias.dtype), copy=False)
         b[labels, :labels] = bias.read()
-    return SiteWeights(a[None].copy(), b[None], 1.0)
+    return SiteWeights(a[None], b[None], 1.0)
 
 
 def most_values(catalogue: LoraCatalogue) -> int:

@@ -83,7 +83,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         for width, count in weights.rows_by_width().items():  # thousands may be asked about
             if width not in self._pools or self._pools[width].num_free < count:
                 return False
-        return fits(self._pools, weights.demand)
+        return fits(self._pools, weights.demand, weights.rows_by_width())
 
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         """Give the adapter a slot and rows, evicting idle ones as needed; it is then loading.
@@ -99,7 +99,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
             raise ValueError(f"There is no room for the adapter {digest[:12]} now.")
         for victim in victims:
             self._free(victim)
-        starts = take_all(self._pools, weights.demand)
+        starts = take_all(self._pools, weights.demand, weights.rows_by_width())
         assert starts is not None, "the trial allocation found room that is not there"
         ranges = tuple((w, s, n) for (w, n), s in zip(weights.demand, starts, strict=True))
         slot = self._free_slots.pop(0)
@@ -177,7 +177,7 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
                 for width, start, length in joined_rows(self._placed[idle[count - 1]].room):
                     if width in trial:
                         trial[width].give(start, length)
-            if count >= num_victims and fits(trial, weights.demand):
+            if count >= num_victims and fits(trial, weights.demand, need):
                 return tuple(idle[:count])
         return None
 

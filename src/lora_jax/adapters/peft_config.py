@@ -25,6 +25,8 @@ _METADATA = frozenset(
         *("revision", "runtime_config", "target_modules", "task_type"),
     )
 )
+# Of these nothing is kept; the others of _METADATA are told of an adapter.
+_SILENT = _METADATA - {"base_model_name_or_path", "peft_version", "target_modules"}
 _APPLIED = frozenset(
     (
         *("alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern"),
@@ -84,6 +86,7 @@ class PeftConfig:
     token_ids: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     saved: tuple[str, ...] = ()
     ties_weights: bool = False  # a tied head follows a saved embedding
+    meaning: str = ""  # the same in two files only if all fields above are
 
     @property
     def has_gains(self) -> bool:
@@ -118,6 +121,7 @@ def parse(data: bytes, *, has_head: bool = False, brings: bool = False) -> PeftC
     caller takes adapters with more than LoRA.
     """
     config = strict_json.read_object(data, _MAX_VALUES)
+    meaning = _meaning(config)
     more = _take_more(config) if brings else {}
     if has_head and isinstance(saved := config.get("modules_to_save"), list):
         config["modules_to_save"] = [name for name in saved if name not in HEAD_NAMES]
@@ -132,8 +136,15 @@ def parse(data: bytes, *, has_head: bool = False, brings: bool = False) -> PeftC
         target_parameters=_strings(config, "target_parameters"),
         base_model=_base_model(config),
         peft_version=_text(config, "peft_version"),
+        meaning=meaning,
         **more,
     )
+
+
+def _meaning(config: dict[str, Any]) -> str:
+    """Return all of a config that decides what `parse` returns, as a text."""
+    # Within a value order may matter: the first pattern that matches counts.
+    return json.dumps(sorted((k, v) for k, v in config.items() if k not in _SILENT))
 
 
 def _take_more(config: dict[str, Any]) -> dict[str, Any]:

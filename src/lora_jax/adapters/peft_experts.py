@@ -5,6 +5,8 @@
   index fastest; delta_e = scaling * B[:, :, e] A[e]. `experts.base_layer` is gate_up when both
   parameters are trained. Which side is the input depends on the PEFT version: see `natural`.
 - Shared outer: 3-D A [1 or E, r, in] and B [E or 1, out, r], a leading 1 for all experts.
+
+Rows of the last two are views of the file's tensors.
 """
 
 import dataclasses
@@ -177,8 +179,7 @@ def _unstack(fused: Fused, pair: LoraPair, is_natural: bool) -> tuple[np.ndarray
     a, b = pair.a.read(), pair.b.read()
     by_expert = a.reshape(fused.num_experts, -1, a.shape[1])
     by_rank = b.reshape(b.shape[0], -1, fused.num_experts).transpose(2, 1, 0)
-    first, second = (by_expert, by_rank) if is_natural else (by_rank, by_expert)
-    return first.copy(), second.copy()
+    return (by_expert, by_rank) if is_natural else (by_rank, by_expert)
 
 
 def _gate_up(
@@ -190,12 +191,21 @@ def _gate_up(
     ranks of the one meet the outputs of the other; those are given back their own rank.
     """
     size, half = b.shape[2] // 2, a.shape[1] // 2
-    parts = (b[..., ::2], b[..., 1::2]) if interleaved else (b[..., :size], b[..., size:])
-    gate, up = (part.copy() for part in parts)
-    if a.shape[1] % 2 or gate[:, half:].any() or up[:, :half].any():
+    gate, up = (b[..., ::2], b[..., 1::2]) if interleaved else (b[..., :size], b[..., size:])
+    if not are_apart(gate, up):
         return (a, gate), (a, up)
-    first, second = a[:, :half].copy(), a[:, half:].copy()
-    return (first, gate[:, :half].copy()), (second, up[:, half:].copy())
+    return (a[:, :half], gate[:, :half]), (a[:, half:], up[:, half:])
+
+
+def are_apart(gate: np.ndarray, up: np.ndarray) -> bool:
+    """Return whether B of gate and B of up [experts, rank, width] use half of the rank each."""
+    half = gate.shape[1] // 2
+    return gate.shape[1] % 2 == 0 and not (_any(gate[:, half:]) or _any(up[:, :half]))
+
+
+def _any(values: np.ndarray) -> bool:
+    """Return values.any(), at once where a number of the first row is not zero."""
+    return bool(values[:1, :1].any() or values.any())
 
 
 def find_shared(path: str, catalogue: LoraCatalogue) -> Target | None:
@@ -221,7 +231,7 @@ def read_shared(pair: LoraPair, target: Target, config: PeftConfig) -> _SITES:
         )
     rank = a[1]
     _check_rank(pair, rank, config.rank_of(pair.path))
-    rows_a, rows_b = pair.a.read().copy(), pair.b.read().transpose(0, 2, 1).copy()
+    rows_a, rows_b = pair.a.read(), pair.b.read().transpose(0, 2, 1)
     scaling = config.scaling_of(pair.path, rank)
     return {(module.name, target.layer): SiteWeights(rows_a, rows_b, scaling)}
 

@@ -4,10 +4,9 @@ The tensors are the truth about what was trained; the config gives rank, alpha a
 tensor is placed, every A has its B, every shape is the base model's, or the read fails by name.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +20,13 @@ from lora_jax.adapters import (
 )
 from lora_jax.adapters.added_tokens import read_added
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
+from lora_jax.adapters.file_layouts import FileLayouts, LayoutSearch
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_experts import Fused
 from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
-from lora_jax.adapters.safetensors_file import FileLimits
+from lora_jax.adapters.safetensors_file import FileLimits, WholeFile, naming
 from lora_jax.adapters.task_head import SCORE, TaskHead
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 
@@ -48,34 +48,65 @@ class PeftReadLimits:
     file: FileLimits = dataclasses.field(default_factory=FileLimits)
 
 
-def read(
-    path: Path,
+def read(path: Path, *given: Any, root: Path | None = None, **more: Any) -> AdapterWeights:
+    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+
+    Raises FileNotFoundError when there is no such folder, and else as `read_folder`, which gets
+    the other arguments.
+    """
+    return read_folder(AdapterFolder(path, root), *given, **more)
+
+
+def read_folder(
+    folder: AdapterFolder,
     catalogue: LoraCatalogue,
     *,
     base_names: tuple[str, ...] = (),
     limits: PeftReadLimits | None = None,
-    root: Path | None = None,
+    layouts: FileLayouts | None = None,
 ) -> AdapterWeights:
-    """Return the adapter in the folder `path`, which with `root` must lie inside it.
+    """Return the adapter in a folder of which no file was read; its matrices lie in one block.
 
-    Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
-    tensor for everything else. `base_names` are the names of the served base model: an adapter
-    that names another one, or was trained over its weights in another format, is read with a
-    warning, since its shapes fit.
+    Raises ValueError naming the file, key or tensor. `base_names` are the names of the served base
+    model: an adapter that names another one, or was trained over its weights in another format, is
+    read with a warning, since its shapes fit. `layouts` are those known of earlier files: they
+    save time and change no result.
     """
     limits = limits or PeftReadLimits()
-    folder = AdapterFolder(path, root)
-    check_files(folder)
-    head = head_format.read_head(folder) if head_format.HEAD_FILE in folder.files() else None
-    config = read_config(folder, has_head=head is not None, brings=True)
-    tensors, metadata = safetensors_file.read_with_metadata(
-        folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue)
+    has_head = head_format.HEAD_FILE in check_files(folder)
+    head = head_format.read_head(folder) if has_head else None
+    config = read_config(folder, has_head=has_head, brings=True)
+    search = None
+    if layouts is not None and not has_head:
+        search = LayoutSearch(layouts, catalogue, f"{config.meaning} {base_names} {limits}")
+    file = safetensors_file.read_whole(
+        folder, WEIGHTS_FILE, limits.max_file_bytes, _file_limits(limits, catalogue), search
     )
+    if search is not None and (known := search.weights(file, folder)) is not None:
+        return known
+    found = _read(file, config, catalogue, folder, base_names, limits, head)
+    packed = found.in_one_block()
+    if search is not None and not (found.gains or found.report.brings):
+        search.learn(file, found, packed)
+    return packed
+
+
+def _read(
+    file: WholeFile,
+    config: PeftConfig,
+    catalogue: LoraCatalogue,
+    folder: AdapterFolder,
+    base_names: tuple[str, ...],
+    limits: PeftReadLimits,
+    head: TaskHead | None,
+) -> AdapterWeights:
+    """Return the adapter of a file, with matrices that may be views of it."""
+    tensors, metadata = safetensors_file.tensors_of(file, WEIGHTS_FILE)
     warnings, num_tensors, sites = _warnings(config, base_names), len(tensors), {}
     if head is not None and warnings:
         # LoRA's shapes say that it fits. A head would tell its labels of states it does not know.
         raise ValueError(f"{CONFIG_FILE}: the task head was {warnings[0]}")
-    with _naming(WEIGHTS_FILE):
+    with naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
         of_outputs = gains.take_tensors(tensors, config)
@@ -122,22 +153,16 @@ def read_config(
     folder: AdapterFolder, *, has_head: bool = False, brings: bool = False
 ) -> peft_config.PeftConfig:
     """Return the folder's config, see peft_config.parse. ValueError names the file and the key."""
-    with _naming(CONFIG_FILE):
+    with naming(CONFIG_FILE):
         data = folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES)
         return peft_config.parse(data, has_head=has_head, brings=brings)
 
 
-@contextlib.contextmanager
-def _naming(file_name: str) -> Iterator[None]:
-    """Put the file's name before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{file_name}: {error}") from None
+def check_files(folder: AdapterFolder) -> tuple[str, ...]:
+    """Return the names of the folder's files.
 
-
-def check_files(folder: AdapterFolder) -> None:
-    """Raise ValueError unless the folder has the two files, and no third that would be lost."""
+    Raises ValueError unless the two files are there, and no third that would be lost.
+    """
     names = folder.files()
     if CONFIG_FILE not in names:
         raise ValueError(f"no {CONFIG_FILE}.")
@@ -148,6 +173,7 @@ def check_files(folder: AdapterFolder) -> None:
     others = [n for n in names if ".safetensors" in n and n != WEIGHTS_FILE]
     if others:
         raise ValueError(f"{', '.join(others)} would be lost; only {WEIGHTS_FILE} is read.")
+    return names
 
 
 def read_sites(pairs: dict[str, LoraPair], config: PeftConfig, catalogue: LoraCatalogue) -> _SITES:
@@ -204,12 +230,12 @@ def _read_plain(
     if rank != config.rank_of(key):
         raise ValueError(f"{pair.a.name} has rank {rank}, the config says {config.rank_of(key)}.")
     scaling = config.scaling_of(key, rank)
-    a, b = pair.a.read()[None].copy(), pair.b.read()
+    a, b = pair.a.read()[None], pair.b.read()
     if heads:
         return _absorb(a, b, heads, target.layer, scaling)
     sites, row = {}, 0
     for module in target.modules:
-        part = b[row : row + module.d_out].T[None].copy()
+        part = b[row : row + module.d_out].T[None]
         sites[module.name, target.layer] = SiteWeights(a, part, scaling)
         row += module.d_out
     return sites
@@ -236,7 +262,7 @@ def _absorb(
     """
     count, nope, v_dim = heads
     by_head = b.reshape(count, nope + v_dim, -1).transpose(0, 2, 1)
-    k_rows, v_rows = by_head[..., :nope].copy(), by_head[..., nope:].copy()
+    k_rows, v_rows = by_head[..., :nope], by_head[..., nope:]
     return {
         (KV_B[0], layer): SiteWeights(k_rows, a, scaling),
         (KV_B[1], layer): SiteWeights(a, v_rows, scaling),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lora_jax.adapters import esft_format, peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.file_layouts import FileLayouts
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.head_format import HEAD_FILE
 from lora_jax.adapters.weights import AnyWeights
@@ -27,18 +28,22 @@ def read(
     base_names: tuple[str, ...] = (),
     limits: AdapterReadLimits | None = None,
     root: Path | None = None,
+    layouts: FileLayouts | None = None,
 ) -> AnyWeights:
     """Return the adapter in the folder `path`, which with `root` must lie inside it.
 
-    Raises FileNotFoundError when there is no such folder, and ValueError naming the file, key or
-    tensor for everything else; see peft_format.read and esft_format.read.
+    `layouts` are those known of earlier LoRA files (peft_format.read). Raises FileNotFoundError
+    when there is no such folder, and ValueError naming the file, key or tensor for everything
+    else; see peft_format.read and esft_format.read.
     """
     limits = limits or AdapterReadLimits()
-    files = AdapterFolder(path, root).files()
+    folder = AdapterFolder(path, root)
+    files = folder.files()
     if esft_format.CONFIG_FILE in files:
         if HEAD_FILE in files:
             raise ValueError(f"{HEAD_FILE} would be lost: an ESFT adapter has no task head here.")
         most = esft_format.EsftReadLimits(limits.max_file_bytes)
         return esft_format.read(path, catalogue, limits=most, root=root)
     most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
-    return peft_format.read(path, catalogue, base_names=base_names, limits=most, root=root)
+    given = {"base_names": base_names, "limits": most, "layouts": layouts}
+    return peft_format.read_folder(folder, catalogue, **given)

@@ -1,6 +1,6 @@
 """First-fit allocation of contiguous rows of one pool, and of one pool for each width. No jax."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 Rows = tuple[int, int, int]  # width, first row, number of rows
 
@@ -61,14 +61,17 @@ class RowRanges:
         self._free[first:end] = [(start, length)]
 
 
-def take_all(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) -> list[int] | None:
+def take_all(
+    pools: Mapping[int, RowRanges],
+    demand: Sequence[tuple[int, int]],
+    need: Mapping[int, int] | None = None,
+) -> list[int] | None:
     """Take rows for matrices of (width, rows); return where each begins, or None and take nothing.
 
-    Those of a width follow each other where a free run is long enough.
+    Those of a width follow each other where a free run is long enough. `need` is what `need_of`
+    returns, for a caller that knows it.
     """
-    demand, need = list(demand), dict[int, int]()
-    for width, count in demand:
-        need[width] = need.get(width, 0) + count
+    need = need_of(demand) if need is None else need
     whole = _take_each(pools, need.items())
     if whole is None:
         return _take_each(pools, demand)
@@ -79,16 +82,26 @@ def take_all(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) 
     return starts
 
 
-def fits(pools: Mapping[int, RowRanges], demand: Iterable[tuple[int, int]]) -> bool:
+def fits(
+    pools: Mapping[int, RowRanges],
+    demand: Sequence[tuple[int, int]],
+    need: Mapping[int, int] | None = None,
+) -> bool:
     """Return whether `take_all` would take rows now; it takes none."""
-    demand, need = list(demand), dict[int, int]()
-    for width, count in demand:
-        need[width] = need.get(width, 0) + count
-    if any(pools[width].num_free < count for width, count in need.items()):
-        return False
+    need = need_of(demand) if need is None else need
     if all(pools[width].longest >= count for width, count in need.items()):
         return True
-    return take_all({width: pools[width].copy() for width in need}, demand) is not None
+    if any(pools[width].num_free < count for width, count in need.items()):
+        return False
+    return take_all({width: pools[width].copy() for width in need}, demand, need) is not None
+
+
+def need_of(demand: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the rows of each width that matrices of (width, rows) take."""
+    need: dict[int, int] = {}
+    for width, count in demand:
+        need[width] = need.get(width, 0) + count
+    return need
 
 
 def joined_rows(rows: Iterable[Rows]) -> list[Rows]:

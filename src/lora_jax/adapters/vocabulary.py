@@ -191,7 +191,7 @@ def _rows(tensor: AdapterTensor, ids: tuple[int, ...], catalogue: LoraCatalogue)
             f"{tensor.name} has shape {tensor.shape}; the config and the base want "
             f"{(len(ids), head.d_in)}."
         )
-    return tensor.read()[None].copy()
+    return tensor.read()[None]
 
 
 def _saved(
@@ -235,7 +235,7 @@ def _whole(tensor: AdapterTensor, catalogue: LoraCatalogue) -> np.ndarray:
             "vocabulary of another size is not served: train added tokens in rows that the base "
             "has to spare, or resize the base."
         )
-    return tensor.read().reshape(1, 1, -1).copy()
+    return tensor.read().reshape(1, 1, -1)
 
 
 def _check_path(name: str, path: str, part: str, catalogue: LoraCatalogue) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from lora_jax.adapters.added_tokens import AddedToken
 from lora_jax.adapters.host_rows import HostRun, host_runs
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.row_ranges import need_of
 from lora_jax.adapters.task_head import TaskHead
 from lora_jax.rank_rows import quantised, value_width
 
@@ -175,17 +176,31 @@ class AdapterWeights:
     def in_one_block(self) -> "AdapterWeights":
         """Return a copy whose matrices are views of one array, with those of one width together.
 
-        Within a width they keep the order of `matrices`; sites go on sharing theirs.
+        Within a width they keep the order of `matrices`; sites go on sharing theirs. An adapter
+        that is such a copy is returned as it is.
         """
-        matrices = sorted(self.matrices(), key=lambda matrix: matrix.shape[-1])  # stable
-        block = np.empty(sum(_room(matrix) for matrix in matrices), np.uint8)
+        if self._is_block:
+            return self
+        matrices = block_order(self)
+        block = np.empty(sum(map(block_room, matrices)), np.uint8)
         made, start = {}, 0
         for matrix in matrices:
-            view = block[start : start + matrix.nbytes].view(matrix.dtype)
-            made[id(matrix)] = view.reshape(matrix.shape)
-            made[id(matrix)][...] = matrix
-            start += _room(matrix)
+            view = np.ndarray(matrix.shape, matrix.dtype, block, start)
+            bits = f"u{matrix.dtype.itemsize}"  # numpy copies these faster than bfloat16
+            view.view(bits)[...] = matrix.view(bits)
+            made[id(matrix)] = view
+            start += block_room(matrix)
         return self._with(made)
+
+    @functools.cached_property
+    def _is_block(self) -> bool:
+        """True if the matrices are all that lies in one array of bytes."""
+        matrices = block_order(self)
+        block = matrices[0].base if matrices else None
+        if not isinstance(block, np.ndarray) or block.dtype != np.uint8:  # as nothing else is
+            return False
+        is_one = all(matrix.base is block for matrix in matrices)
+        return is_one and sum(map(block_room, matrices)) == block.nbytes
 
     def _with(self, made: Mapping[int, np.ndarray]) -> "AdapterWeights":
         """Return the adapter with each matrix replaced by that of its id."""
@@ -194,6 +209,18 @@ class AdapterWeights:
             for key, site in self.sites.items()
         }
         return dataclasses.replace(self, sites=sites)
+
+    def known_as(
+        self,
+        demand: tuple[tuple[int, int], ...],
+        site_columns: SiteColumns,
+        rows_by_width: dict[int, int],
+        host_runs: tuple[HostRun, ...],
+    ) -> "AdapterWeights":
+        """Return this adapter, which lies in one block, and for which `prepared` computes these."""
+        known = {"demand": demand, "site_columns": site_columns, "host_runs": host_runs}
+        vars(self).update(known | {"_rows_by_width": rows_by_width, "_is_block": True})
+        return self
 
     def prepared(self) -> "AdapterWeights":
         """Return this adapter with all computed that placing it on a device asks for.
@@ -209,13 +236,15 @@ class AdapterWeights:
 
     @functools.cached_property
     def _rows_by_width(self) -> dict[int, int]:
-        rows: dict[int, int] = {}
-        for width, count in self.demand:
-            rows[width] = rows.get(width, 0) + count
-        return rows
+        return need_of(self.demand)
 
 
-def _room(matrix: np.ndarray) -> int:
+def block_order(weights: AdapterWeights) -> list[np.ndarray]:
+    """Return the matrices in the order of `AdapterWeights.in_one_block`."""
+    return sorted(weights.matrices(), key=lambda matrix: matrix.shape[-1])  # stable
+
+
+def block_room(matrix: np.ndarray) -> int:
     """Return the bytes of a matrix in a block, where the next one is aligned for any dtype."""
     return -(-matrix.nbytes // _ALIGNMENT) * _ALIGNMENT
 

@@ -1,5 +1,6 @@
 """Catalogues of tiny base models, adapters made by hand, and the deltas that adapters stand for."""
 
+import functools
 import json
 import re
 import shutil
@@ -103,6 +104,21 @@ def dbrx() -> LoraCatalogue:
         rule(f"{block}.ffn.router.layer", "router"),
     )
     return _catalogue("dbrx", 1, modules, rules)
+
+
+FOLDERS = sorted(path.name for path in FIXTURES.iterdir())
+
+
+@functools.cache
+def catalogue_of(folder: str) -> LoraCatalogue:
+    """Return the catalogue of a fixture `<version>-<kind>-<variant>`."""
+    version, kind, variant = folder.split("-")
+    del version
+    if kind == "gpt_oss":
+        return gpt_oss(inner=16) if variant == "square" else gpt_oss()
+    if kind in ("mixtral", "qwen3_moe"):
+        return moe(kind, hidden=24) if variant == "square" else moe(kind)
+    return {"llama": llama, "deepseek_v2": deepseek_v2, "dbrx": dbrx}[kind]()
 
 
 def _catalogue(kind, layers, modules, rules, **more) -> LoraCatalogue:

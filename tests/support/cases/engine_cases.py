@@ -91,6 +91,18 @@ class Listener:
         return self.deltas[-1]
 
 
+class HeldListener(Listener):
+    """Holds the engine's thread with its first delta until `go_on` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.go_on = threading.Event()
+
+    def __call__(self, delta):
+        super().__call__(delta)
+        assert self.go_on.wait(120)
+
+
 def mixed_requests(seed=1):
     """32 requests over base and 8 adapters, with every kind of sampling."""
     kinds = [

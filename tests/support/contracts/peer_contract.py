@@ -154,7 +154,7 @@ class PeerContract(TransportContract):
         assert [bits(y) for y in got] == [bits(y) for y in ys]
         assert client.lost() == client.rejoin() == (0,)
         successor = ServerProcess(gpus, path, hold=0)
-        assert client.rejoin() == ()
+        wait_until(lambda: client.rejoin() == ())
         got, status = step(x, ys, rows)
         assert ([bits(y) for y in got], np.asarray(status).tolist()) == (wanted, [Status.ARRIVED])
         successor.kill()

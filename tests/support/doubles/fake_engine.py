@@ -233,8 +233,9 @@ class FakeEngine:
                     delta = delta._replace(
                         finish_reason=FinishReason.ERROR, error=fail[0], retryable=fail[1]
                     )
+                if delta.finish_reason and index == given.sampling.n - 1:
+                    self.running.discard(given.id)  # before anybody learns of the end
                 on_output(delta)
-        self.running.discard(given.id)
 
     def _deltas(self, given: SimpleNamespace, index: int):
         sampling = given.sampling

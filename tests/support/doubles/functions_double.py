@@ -1,5 +1,6 @@
 """An agent whose functions are threads: each answers HTTP with its name."""
 
+import collections
 import contextlib
 import itertools
 import os
@@ -26,6 +27,7 @@ class FunctionsDouble:
     def __init__(self):
         self.functions: dict[str, Function] = {}
         self.starts: dict[str, int] = {}
+        self.asked = collections.Counter[str]()  # connections by name
         self.go = threading.Event()  # for "slow"
         self.crashing: set[str] = set()  # these end before they are ready,
         self.mortal = {"mortal"}  # with a request ("mortal" with its first one),
@@ -54,17 +56,16 @@ class FunctionsDouble:
         return Running(ours, next(PIDS), {"private_bytes": 7, "max_model_len": 64})
 
     def serve(self, connection: socket.socket, name: str) -> None:
-        with connection:
+        # The agent may close a function while the word of its last answer is on its way.
+        with connection, contextlib.suppress(OSError):
             while True:
-                try:
-                    call = receive_header(connection)
-                    if call["call"] == "metrics":
-                        text = "# TYPE up gauge\nup 1.0\n"
-                        send_header(connection, {"id": call["id"], "value": text})
-                        continue
-                    (fd,) = receive_fds(connection, 1)
-                except OSError:
-                    return
+                call = receive_header(connection)
+                if call["call"] == "metrics":
+                    text = "# TYPE up gauge\nup 1.0\n"
+                    send_header(connection, {"id": call["id"], "value": text})
+                    continue
+                (fd,) = receive_fds(connection, 1)
+                self.asked[name] += 1
                 if name in self.mortal and (name != "mortal" or self.starts[name] == 1):
                     os.close(fd)  # whoever asks learns it before the process has ended
                     receive_nothing(connection)
@@ -73,12 +74,15 @@ class FunctionsDouble:
                     self.answer(http, name)
                 if name in self.cut:
                     return
-                send_header(connection, {"id": call["id"], "value": None})
+                with contextlib.suppress(OSError):  # its agent has ended: the next call says so
+                    send_header(connection, {"id": call["id"], "value": None})
 
     def answer(self, http: socket.socket, name: str) -> None:
         head = b""
         while b"\r\n\r\n" not in head:
-            head += http.recv(4096)
+            if not (more := http.recv(4096)):
+                return  # whoever asked has given up
+            head += more
         self.heads.append(head.decode())
         if name in self.silent:
             self.go.wait(60)
@@ -86,7 +90,7 @@ class FunctionsDouble:
         length = b"content-length: %d\r\n\r\n" % len(text)
         if name in self.cut:
             length, text = b"transfer-encoding: chunked\r\n\r\n", b"3\r\nlaw\r\n"
-        with contextlib.suppress(BrokenPipeError):  # whoever asked has given up
+        with contextlib.suppress(ConnectionError):  # whoever asked has given up
             http.sendall(b"HTTP/1.1 200 OK\r\n" + length + text)
 
     def close(self) -> None:

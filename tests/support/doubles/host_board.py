@@ -1,4 +1,4 @@
-"""cuda_backend.host_board on a CPU: its kernels are emulated, its memory is numpy's."""
+"""Boards of tests: that of a GPU with emulated kernels and numpy's memory; shorter waits."""
 
 import contextlib
 import ctypes
@@ -8,23 +8,31 @@ import numpy as np
 from support.doubles.cuda_emulator import compile_board
 
 from cuda_backend.host_board import HostBoard
+from lora_jax.ops.cpu.host_board import calls
 
 
-class CpuBoard(HostBoard):
-    """One array of the host that a program on a CPU reads when the host has posted it."""
+class EmulatedBoard(HostBoard):
+    """One array of the host that a program reads by the emulated kernels."""
 
     def __init__(self, count: int):
         compile_board()
-        self._memory = np.zeros(64 // 4 + count + 16, np.int32)
-        self._share(-(-self._memory.ctypes.data // 64) * 64, count)
+        memory = np.zeros(128 + 4 * count, np.uint8)
+        start = -memory.ctypes.data % 64
+        self._share(memory[start : start + 64 + 4 * count])
 
 
 @contextlib.contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Have emulated programs wait so long for the host, in place of 20 seconds."""
-    set_patience = compile_board().set_board_patience
-    set_patience(ctypes.c_double(seconds))
+def patience(seconds: float, *, emulated: bool = False) -> Iterator[None]:
+    """Have programs on the CPU wait so long for the host, in place of 20 seconds."""
+
+    def set_to(seconds: float) -> None:
+        if emulated:
+            compile_board().set_board_patience(ctypes.c_double(seconds))
+        else:
+            calls().set_patience(seconds)
+
+    set_to(seconds)
     try:
         yield
     finally:
-        set_patience(ctypes.c_double(20.0))
+        set_to(20.0)

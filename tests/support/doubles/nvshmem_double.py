@@ -1,11 +1,14 @@
 """NVSHMEM for processes on a CPU: the transport's own kernels, emulated, over shared memory.
 
 A folder made by `plugin` in PYTHONPATH has the entry point by which a process finds it, as an
-installed backend would have.
+installed backend would have. While that folder has a file HOLD, nobody's `join` begins; a file
+JOINING.format(PE) has the number of the process that called it.
 """
 
 import importlib.metadata
+import os
 import tempfile
+import time
 from pathlib import Path
 
 from support.doubles.cuda_emulator import compile_forward
@@ -15,6 +18,7 @@ from cuda_backend import nvshmem
 from serving.lora_server.transport.world_library import GROUP
 
 _NAME = "nvshmem-double"
+HOLD, JOINING = "hold", "joining-{}"
 
 
 def plugin(folder: Path) -> None:
@@ -46,8 +50,11 @@ class EmulatedNvshmem:
     ) -> nvshmem.NvshmemDevice:
         """See WorldLibrary."""
         del one_host
-        found = importlib.metadata.distribution(_NAME).locate_file("")
-        peer = EmulatedGpus(Path(tempfile.mkdtemp(dir=str(found)))).device(device)
+        found = Path(str(importlib.metadata.distribution(_NAME).locate_file("")))
+        (found / JOINING.format(pe)).write_text(str(os.getpid()))
+        while (found / HOLD).exists():
+            time.sleep(0.01)
+        peer = EmulatedGpus(Path(tempfile.mkdtemp(dir=found))).device(device)
         options = {"calls": nvshmem.calls_of(compile_forward()), "peer": peer}
         given = device, pe, size, world, slot_bytes
         return nvshmem.NvshmemDevice(*given, servers=servers, **options)

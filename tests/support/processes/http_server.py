@@ -50,5 +50,5 @@ def _serving(app: ASGIApp, sock: socket.socket) -> Iterator[None]:
 @contextlib.contextmanager
 def client_of(app: ASGIApp, **headers: str) -> Iterator[httpx.Client]:
     """Serve the app and yield a client of it."""
-    with serve_app(app) as url, httpx.Client(base_url=url, headers=headers, timeout=30) as client:
+    with serve_app(app) as url, httpx.Client(base_url=url, headers=headers, timeout=120) as client:
         yield client

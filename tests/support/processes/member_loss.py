@@ -3,7 +3,8 @@
 Both times are for a machine that does nothing else. A hung member is noticed by three heartbeats of
 1 s that are missed, which threads without a core send and miss late: where other processes took
 most of the cores during the wait, four times as long is allowed. A new start is compared with the
-first start of the same test, and other processes may have come since: it may take twice as long.
+first start of the same test, and other processes may have come since: it may take twice as long,
+and on a loaded machine four times that.
 """
 
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 FOUND_S = 5.0
 AGAIN_S = 2.0  # beside the start
-_LOADED = 4.0  # times FOUND_S on a loaded machine
+_LOADED = 4.0  # times as long on a loaded machine
 _ROOM = 2.0  # times the first start
 _IDLE = 0.5  # of all cores' time: below, the machine is loaded
 
@@ -35,9 +36,13 @@ class MemberLoss:
 
     def is_over(self, start_s: float) -> None:
         """Assert, when an answer is 200 again, that it came soon enough after a start's seconds."""
-        seconds = time.monotonic() - self._began
-        print(f"served again after {seconds:.2f} s, the first start took {start_s:.2f} s")
-        assert seconds < _ROOM * start_s + AGAIN_S
+        seconds, idle = time.monotonic() - self._began, self._idle_share()
+        print(
+            f"served again after {seconds:.2f} s, cores idle {idle:.2f}, the first start took "
+            f"{start_s:.2f} s"
+        )
+        bar_s = _ROOM * start_s + AGAIN_S
+        assert seconds < (bar_s if idle >= _IDLE else _LOADED * bar_s)
 
     def _idle_share(self) -> float:
         passed = [now - then for now, then in zip(_core_times(), self._cores, strict=True)]

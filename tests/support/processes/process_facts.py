@@ -1,5 +1,6 @@
 """Facts of processes by /proc: whether one has ended, and what this one holds."""
 
+import contextlib
 import os
 import time
 
@@ -16,6 +17,19 @@ def ended(pid: int) -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def open_files() -> frozenset[tuple[str, str]]:
+    """Return this process's descriptors, each with what it is open for.
+
+    A test that leaves none behind has no more of them afterwards. Their number is no fact of the
+    test's own: threads and the collector close what earlier tests have left.
+    """
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed since, as that of the listing
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return frozenset(found)
 
 
 def held() -> tuple[int, int]:

@@ -1,16 +1,15 @@
 """A server on the test's own thread, from its start to SIGTERM, and a client on another one."""
 
-import contextlib
-import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+from support.kept_logging import kept_logging
 
 from serving.cli.options import Options
 
@@ -37,7 +36,7 @@ def served_here(
     before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
     thread: threading.Thread | None = None
     try:
-        with socket.create_server(("127.0.0.1", 0)) as sock, _logging_kept():
+        with socket.create_server(("127.0.0.1", 0)) as sock, kept_logging():
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             thread = threading.Thread(target=client, args=(url,))
             serve(options, sock, announce=lambda started: thread.start())
@@ -50,21 +49,3 @@ def served_here(
     if isinstance(answer, BaseException):
         raise answer
     return answer
-
-
-@contextlib.contextmanager
-def _logging_kept() -> Iterator[None]:
-    """Set back handlers, levels and filters, which `serving.engine.metrics.logs.configure` sets."""
-    root, access = logging.getLogger(), logging.getLogger("serving.access")
-    loggers = (root, *(logging.getLogger(name) for name in ("serving", "lora_jax", "uvicorn")))
-    levels, handlers, filters = (
-        [each.level for each in loggers],
-        root.handlers[:],
-        access.filters[:],
-    )
-    try:
-        yield
-    finally:
-        root.handlers[:], access.filters[:] = handlers, filters
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -23,10 +23,16 @@ class WorldServer:
         flags: Sequence[str],
         env: Mapping[str, str],
         count: int = 0,
+        *,
+        waits: bool = True,
     ):
-        """`files` are a model and its adapters; the server ends with the stack at the latest."""
+        """`files` are a model and its adapters; the server ends with the stack at the latest.
+
+        It is healthy if the caller waits for that.
+        """
         model, adapters = files
         self.log, self._count, port = log, count, free_port()
+        self.status = 0  # with which it is to leave
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "serving.launch", model, "--port", str(port), *flags]
         if count:
@@ -36,13 +42,14 @@ class WorldServer:
         with log.open("w") as out:
             self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
         stack.callback(self.end)
-        wait_healthy(self.url, self.process, log)
+        if waits:
+            wait_healthy(self.url, self.process, log)
 
     def end(self) -> None:
         """End the server, which must leave as it should."""
         if self.process.poll() is None:
             self.process.terminate()
-        assert self.process.wait(60) == 0, self.log.read_text()[-3000:]
+        assert self.process.wait(120) == self.status, self.log.read_text()[-3000:]
 
     def answers(
         self, models: Sequence[str | None], prompts: Sequence[object], max_tokens: int
@@ -69,6 +76,10 @@ class WorldServer:
         """
         before = set(self.roles())
         os.kill(pid, number)
+        self.recovers(before, asked, want)
+
+    def recovers(self, before: set[int], asked: tuple, want: list[str]) -> None:
+        """Return as `lose` does, of roles whose processes were `before`."""
         end = time.monotonic() + 240
         while (
             before & set(self.roles())

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 import time
 from types import SimpleNamespace
 
@@ -208,20 +209,30 @@ def test_starts_are_measured_from_zero_and_rates_count_every_token(monkeypatch):
     assert most / (time.perf_counter() - start) * 0.05 <= rate <= most
 
 
-def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for():
-    prompts = []
+class Clock(threading.local):
+    """A clock of each thread, which stands until the thread advances it."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+def test_first_tokens_are_timed_and_the_rest_of_a_stream_is_waited_for(monkeypatch):
+    prompts, clock = [], Clock()
+    monkeypatch.setattr(measured, "time", clock)
 
     class Streaming:
         def stream(self, prompt, sampling):
             prompts.append(prompt)
-            time.sleep(0.02)
+            clock.now += 0.02
             yield "a"
-            time.sleep(0.1)
+            clock.now += 0.1
             yield "b"
 
     found = measured.first_tokens([Streaming(), Streaming()], 0.15)
     assert len(found) == len(set(prompts)) == 4  # two each, one after the other
-    assert all(0.02 <= seconds < 0.1 for seconds in found)
+    assert found == pytest.approx([0.02] * 4)
 
 
 def test_the_parts_of_a_hand_over_are_those_between_two_functions_turns():

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from support.cases.engine_cases import settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_vision import (
     HOLDER,
@@ -64,7 +65,7 @@ def engine(folder: Path, oracle, adapters) -> Iterator[Engine]:
     sizes = {"max_num_batched_tokens": 32, "max_lora_cls_labels": 3}
     with Engine(folder, adapters, **sizes, **FIELDS) as engine:
         yield engine
-        engine.check_integrity()
+        settle(engine)
         assert engine.stats().compilations_after_warmup == 0
 
 
@@ -120,7 +121,7 @@ def test_two_devices_answer_with_the_bits_of_one(engine: Engine, folder: Path, a
         assert [bits(together[0]), bits(together[2])] == [answers[0], answers[2]]
         assert bits(together[1]) == bits(alone[0])
         assert two.stats().compilations_after_warmup == 0
-        two.check_integrity()
+        settle(two)
 
 
 def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Path):
@@ -217,7 +218,7 @@ def test_preempted_and_starved_of_rows_keep_the_bits(engine: Engine, folder: Pat
         outputs = small.generate(prompts, None, asked, images=images)
         assert [bits(output) for output in outputs] == want
         assert small.stats().preemptions > 0
-        small.check_integrity()
+        settle(small)
 
 
 @pytest.mark.long
@@ -334,6 +335,7 @@ WRONG = {
     "truncated": (sent(png(PICTURES[0])[:-40]), 400),
     "bomb": (sent(bomb()), 400),
     "a program called an image": (sent(b"\x7fELF" + b"\0" * 200), 400),
+    "another format called an image": (sent(png(PICTURES[0], "BMP")), 400),
     "bytes": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, 400),
     "address": ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 400),
     "elsewhere": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400),
@@ -355,6 +357,15 @@ def test_bad_parts_have_their_status_and_the_next_request_works(client: httpx.Cl
     assert answer.json()["error"]["param"] == "messages"
     assert "passwd" not in answer.text
     assert chat(client, part(PICTURES[0])).status_code == 200
+
+
+def test_the_bytes_say_the_format_and_not_the_label(client: httpx.Client):
+    data = png(PICTURES[0], "JPEG")
+    texts = [
+        chat(client, sent(data, kind), TEXT_PART).json()["choices"][0]["message"]["content"]
+        for kind in ("jpeg", "png")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_placeholders_without_images_and_too_many_images_are_refused(client: httpx.Client):

@@ -13,9 +13,9 @@ from lora_jax.adapters.peft_pattern import Pattern
     [".?" * 200 + "!", r"(.|\w)" * 80, "(a*)*b", "(a|a)*b", "(a+)+b", "(.*)*" * 9 + "b"],
 )
 def test_patterns_that_take_re_for_ever_take_milliseconds(pattern):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert not Pattern(pattern).match("model." + "a" * 300)
-    assert time.perf_counter() - start < 1  # n = 24 of the first took `re` 4 s
+    assert time.thread_time() - start < 1  # n = 24 of the first took `re` 4 s
 
 
 def test_patterns_of_an_adapter_share_their_steps():

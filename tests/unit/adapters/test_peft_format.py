@@ -16,24 +16,6 @@ from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.config import from_hf
 from lora_jax.models.registry import model_class
 
-FOLDERS = sorted(path.name for path in cases.FIXTURES.iterdir())
-CATALOGUES = {
-    "llama-head": cases.llama(),
-    "gpt_oss": cases.gpt_oss(),
-    "gpt_oss-square": cases.gpt_oss(inner=16),
-    "mixtral-square": cases.moe(hidden=24),
-    "mixtral": cases.moe(),
-    "qwen3_moe": cases.moe("qwen3_moe"),
-    "deepseek_v2": cases.deepseek_v2(),
-    "dbrx": cases.dbrx(),
-}
-
-
-def catalogue_of(folder: str):
-    """Return the catalogue of a fixture `<version>-<kind>-<variant>`."""
-    kind = folder.split("-", 1)[1]
-    return CATALOGUES.get(kind) or CATALOGUES[kind.split("-")[0]]
-
 
 def found_deltas(folder: str, catalogue) -> dict[str, np.ndarray]:
     """Return what the reader made of a fixture, under the names of expected.npz."""
@@ -93,9 +75,9 @@ def _cut_experts(rest, layer, delta, catalogue, parts):
     parts[f"experts.gate_proj@{layer}"], parts[f"experts.up_proj@{layer}"] = gate, up
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", cases.FOLDERS)
 def test_every_layout_gives_the_deltas_of_its_writer(folder):
-    catalogue = catalogue_of(folder)
+    catalogue = cases.catalogue_of(folder)
     want, got = expected_deltas(folder, catalogue), found_deltas(folder, catalogue)
     assert want.keys() == got.keys()
     for name in want:
@@ -135,7 +117,7 @@ HF_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", cases.FOLDERS)
 def test_the_real_models_place_the_same_matrices(folder):
     """The catalogues of lora_jax.models lead to the same sites as the ones written down here."""
     _, kind, variant = folder.split("-", 2)
@@ -143,7 +125,7 @@ def test_the_real_models_place_the_same_matrices(folder):
     config = {"model_type": kind, **({} if kind == "dbrx" else TINY), **HF_CONFIGS[kind]}
     config |= sizes[kind] if variant == "square" else {}
     real = model_class(kind).catalogue(from_hf(config))
-    want = peft_format.read(cases.FIXTURES / folder, catalogue_of(folder)).sites
+    want = peft_format.read(cases.FIXTURES / folder, cases.catalogue_of(folder)).sites
     got = peft_format.read(cases.FIXTURES / folder, real).sites
     assert got.keys() == want.keys()
     for key in want:

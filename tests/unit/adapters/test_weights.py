@@ -35,7 +35,7 @@ def test_shared_matrices_are_counted_once():
 def test_matrices_in_one_block_are_the_same_and_go_on_being_shared():
     rng = np.random.default_rng(0)
 
-    def matrix(width, dtype=np.float32):
+    def matrix(width, dtype: type = np.float32):
         return rng.standard_normal((1, 3, width), np.float32).astype(dtype)
 
     shared = matrix(16)
@@ -54,6 +54,9 @@ def test_matrices_in_one_block_are_the_same_and_go_on_being_shared():
         for got, want in ((packed.sites[key].a, site.a), (packed.sites[key].b, site.b)):
             assert (got.dtype, got.flags.aligned) == (want.dtype, True)
             np.testing.assert_array_equal(got, want)
+    assert packed.in_one_block() is packed
+    part = AdapterWeights({("up_proj", 1): packed.sites["up_proj", 1]}, packed.report)
+    assert part.in_one_block() is not part  # or a part of an adapter would keep all of its bytes
     wide = [one for one in packed.matrices() if one.shape[-1] == 16]
     assert wide[0].ctypes.data + wide[0].nbytes == wide[1].ctypes.data
 

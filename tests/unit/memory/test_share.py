@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from support.doubles.faulty_memory import FaultyMemory, Injected, counting_memory
+from support.processes.process_facts import open_files
 
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.pool import PagePool
@@ -23,10 +24,6 @@ from lora_jax.memory.wire import ShareError, receive
 PAGE = 4096
 SHAPE = (120, 22, 128)
 F32 = np.dtype(np.float32)
-
-
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -79,7 +76,8 @@ def test_the_importer_sees_the_same_experts(tensor, connection):
     got.close()
     got.close()
     lease.close()
-    assert (importer.usage().mapped, open_files()) == (0, files)
+    assert importer.usage().mapped == 0
+    assert open_files() <= files
     for name in ("array", "address"):
         with pytest.raises(ValueError, match="closed"):
             getattr(got, name)
@@ -149,7 +147,8 @@ def test_an_importer_that_dies_leaks_nothing_and_changes_nothing(tensor, memory,
         lease.close()
     died_by = {"killed": signal.SIGKILL, "write": signal.SIGSEGV}[end]
     assert importer.wait(120) == -died_by
-    assert (open_files(), memory.usage(), tensor.pool.stats().in_use) == (files, usage, in_use)
+    assert (memory.usage(), tensor.pool.stats().in_use) == (usage, in_use)
+    assert open_files() <= files
     np.testing.assert_array_equal(np.asarray(tensor.array[0]), experts(range(3))[0])
 
 
@@ -162,7 +161,8 @@ def test_an_export_that_fails_keeps_nothing(tensor, memory, connection, after):
     connection[1].close()
     with pytest.raises(OSError, match="pipe"):
         export_tensor(connection[0], tensor)
-    assert (open_files(), tensor.pool.stats().in_use) == (files - 1, in_use)
+    assert tensor.pool.stats().in_use == in_use
+    assert open_files() < files  # one end of the connection is closed
     blocks, _ = tensor.retain_pages()
     for block in blocks.values():
         tensor.pool.release(block)
@@ -179,7 +179,8 @@ def test_an_import_that_fails_keeps_nothing(tensor, connection, operation):
     with pytest.raises(Injected):
         import_tensor(connection[1], importer)
     lease.close()
-    assert (importer.usage().mapped, open_files()) == (0, files)
+    assert importer.usage().mapped == 0
+    assert open_files() <= files
 
 
 def test_a_peer_that_goes_away_in_the_middle_is_said(tensor, connection):
@@ -191,7 +192,7 @@ def test_a_peer_that_goes_away_in_the_middle_is_said(tensor, connection):
     files = open_files()
     with pytest.raises(ShareError, match="0 of 1 blocks"):
         import_tensor(theirs, HostMemory("none"))
-    assert open_files() == files
+    assert open_files() <= files
 
 
 def test_descriptors_that_do_not_arrive_are_said(tensor, connection):
@@ -215,7 +216,7 @@ def test_descriptors_that_do_not_arrive_are_said(tensor, connection):
         for fd in filling:
             os.close(fd)
     lease.close()
-    assert open_files() == files
+    assert open_files() <= files
 
 
 GOOD = {"shape": [4, 8, 128], "dtype": "float32", "page_bytes": PAGE, "pages": [], "mapped": []}

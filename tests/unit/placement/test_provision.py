@@ -152,10 +152,10 @@ def test_bad_input_is_refused(make, says):
     ("adapters", "batch", "target_s"), [(512, 1024.0, 0.2), (10_000, 1024.0, 10.0)]
 )
 def test_all_capacities_take_no_longer_than_planned(adapters, batch, target_s):
-    """Generous by ten: the machine may be busy. The printed time is the one to read."""
+    """Generous by ten: machines differ. The printed processor time is the one to read."""
     workload = of_batch(zipf(adapters, 1.2).tolist(), batch)
-    start = time.perf_counter()
+    start = time.thread_time()
     admission_curve(workload)
-    took = time.perf_counter() - start
+    took = time.thread_time() - start
     print(f"{adapters} adapters, {batch:.0f} requests in flight: {took:.3f} s of {target_s} s")
     assert took < 10 * target_s

@@ -36,6 +36,7 @@ TARGETS = (
     "lora_jax_write_pages",
     "lora_jax_row_map",
     "lora_jax_reroute",
+    "lora_jax_read_board",
 )
 
 
@@ -54,14 +55,21 @@ def available() -> bool:
     return library().load_or_warn(dispatch.cache_folder(), log)
 
 
+def loaded() -> ctypes.CDLL:
+    """Return the kernels' library, for calls without XLA.
+
+    Raises native.BuildError where the kernels cannot be built.
+    """
+    return ctypes.CDLL(str(library().build(dispatch.cache_folder())))
+
+
 @functools.cache
 def rows_address() -> int:
     """Return the address of lora_jax_lora_rows (handlers.cc), for callers without XLA.
 
     Raises native.BuildError where the kernels cannot be built.
     """
-    path = library().build(dispatch.cache_folder())
-    address = ctypes.cast(ctypes.CDLL(str(path)).lora_jax_lora_rows, ctypes.c_void_p).value
+    address = ctypes.cast(loaded().lora_jax_lora_rows, ctypes.c_void_p).value
     assert address is not None, "a function at no address"
     return address
 

@@ -53,6 +53,7 @@ def files(tmp_path_factory):
 def url(files, tmp_path_factory):
     model, adapters = files
     roles = ["--instances", "2", "--lora-server", "2", "--placement", "ep2-pp1"]
+    roles += ["--lora-server-wait-s", "30"]  # five processes share this machine's cores
     modules = ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     log = tmp_path_factory.mktemp("log") / "log"
     with serve(model, *roles, *flags(), *modules, log=log) as url:

@@ -16,7 +16,7 @@ from serving.cluster import local
 from serving.cluster.addresses import FarAddress
 from serving.cluster.local import LocalCluster
 from serving.cluster.server_place import server_spec
-from serving.http.settings import HttpSettings
+from serving.http.settings import HttpSettings, KeyLimits
 from serving.runtime.child_process import Pulse
 from serving.runtime.role_host import OneHost
 
@@ -233,11 +233,25 @@ def test_what_instances_of_other_hosts_share_is_in_a_folder_that_all_see(options
     cluster.close()
     assert not budgets.exists()
     assert hosts.closed
-    blind = FarHosts(sees=False)
-    with pytest.raises(ConnectionError, match="does not see"):
-        LocalCluster(lenient, None, blind)
     LocalCluster(options, None, hosts := FarHosts()).close()
     assert not hosts.folders  # nothing is shared
+
+
+def test_a_folder_that_cannot_be_shared_is_named_and_nothing_is_left(
+    options, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(local.tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "file").touch()
+    limited = HttpSettings(api_keys=("key",), key_limits=KeyLimits(tokens_per_minute=5))
+    limited = dataclasses.replace(options, http=limited, state_dir=str(tmp_path / "new" / "state"))
+    with pytest.raises(ConnectionError, match="does not see"):
+        LocalCluster(limited, None, FarHosts(sees=False))
+    LocalCluster(limited, None, FarHosts()).close()  # the folder is made
+    under_file = dataclasses.replace(limited, state_dir=str(tmp_path / "file" / "state"))
+    with pytest.raises(ConnectionError, match=r"--state-dir .*/file/state: Not a dir"):
+        LocalCluster(under_file, None, FarHosts())
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
@@ -254,11 +268,12 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
             role.path = where
 
         monkeypatch.setattr(Role, "wait_ready", at_another_port)
-        hosts.gone = 1
+        hosts.gone = 3
         Role.made[0].die()
         wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
         wait_until(lambda: 0 in cluster.router.up)
-        assert "Instance 0 cannot start now: no room" in caplog.text
+        assert caplog.text.count("Instance 0 cannot start now: no room") == 1
+        assert caplog.text.count("Instance 0 has ended; restarting it") == 1
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
         wait_until(lambda: len(Role.made) == 5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,10 +10,14 @@ from pathlib import Path
 import pytest
 from support.cases import lora_server_cases as cases
 
+from lora_jax.models.loader import read_config
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
+from serving.cli.options import Options
+from serving.cli.provision import provisioning_text, read_request
 from serving.cluster import server_place
 from serving.cluster.server_place import ServerPlace, server_access, server_spec
+from serving.http.settings import HttpSettings
 from serving.lora_server.transport.world import World
 
 WITHOUT_HTTP = """
@@ -66,6 +71,37 @@ def test_a_spec_follows_from_engine_and_roles(engine):
 def test_what_is_impossible_says_what_to_change(engine, fields, message):
     with pytest.raises(ValueError, match=message):
         server_spec(engine, ClusterConfig(**fields))
+
+
+def test_a_server_sized_for_instances_of_two_devices_serves_them(engine):
+    """What --provision chooses is what --placement takes beside such instances."""
+    times = {"batch": 8, "receive": 9, "send": 9}
+    measured = [times | {"ep": x, "lora": lora} for x, lora in ((2, 5), (4, 7))]
+    wanted = {
+        "adapters": {"count": 8, "zipf": 1, "requests_per_s": 1, "output_tokens": 2},
+        "rank": engine.max_lora_rank,
+        "dtype": "float32",
+        "instances": {"count": 2, "devices": 2},
+        "server": {"bytes_per_device": 1e9, "most_devices": 8},
+        "slo": {"tpot_s": 0.1, "admission_rate": 0.95},
+        "base_us": {"attention": 9, "moe": 9},
+        "server_us": measured,
+    }
+    config = read_config(Path(engine.model))
+
+    def chosen(devices):
+        request = read_request(wanted | {"instances": {"count": 2, "devices": devices}})
+        text = provisioning_text(request, config)
+        return re.search(r"^placement  (EP\d-PP\d) on (\d) devices", text, re.MULTILINE).groups()
+
+    assert chosen(1) == chosen(2) == ("EP2-PP1", "2")
+    split = dataclasses.replace(engine, tensor_parallel_size=2)
+    cluster = ClusterConfig(instances=2, lora_server=2, placement="ep2-pp1")
+    Options(split, HttpSettings(), cluster)
+    assert server_spec(split, cluster) == server_spec(engine, cluster)
+    assert server_spec(split, dataclasses.replace(cluster, placement=None)).placement == "ep2-pp1"
+    with pytest.raises(ValueError, match="4 experts cannot be split evenly over an instance's 3"):
+        chosen(3)
 
 
 def test_a_world_has_instances_of_one_gpu(engine):

@@ -3,11 +3,11 @@
 import itertools
 import json
 import socket
-import time
 
 import httpx
 import pytest
 from support.cases.bad_adapters import BAD
+from support.cases.engine_cases import settle
 
 from serving.http.requests.protocol import ChatBody, CompletionBody
 
@@ -202,17 +202,6 @@ def test_a_client_that_goes_before_it_has_sent_everything(real_client, real_engi
         sock.sendall(head + b'Content-Length: 1000\r\n\r\n{"prompt": "x"')
     settle(real_engine)
     good()
-
-
-def settle(engine) -> None:
-    """Wait until nothing runs, and look whether everything was given back."""
-    for _ in range(500):
-        stats = engine.stats()
-        if not stats.running and not stats.waiting:
-            break
-        time.sleep(0.01)
-    time.sleep(0.1)
-    engine.check_integrity()
 
 
 def test_a_full_queue_is_429_with_retry_after(real_client, real_engine, good):

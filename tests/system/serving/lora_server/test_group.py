@@ -1,11 +1,11 @@
 """A group that cannot start leaves nothing; one that runs is in test_processes.py."""
 
 import os
-import time
 import types
 
 import pytest
 from support.cases import lora_server_cases as cases
+from support.waiting import wait_until
 
 from serving.lora_server import group
 from serving.lora_server.group import ServerGroup
@@ -65,6 +65,15 @@ class Hosts(OneHost):
         return self.host
 
 
+def has_come(made, count):
+    """Return whether the group has the process in place that was made as number `count`."""
+    return (
+        len(Process.made) == count
+        and made.processes == [Process.made[-1]]
+        and made.processes[0].is_ready
+    )
+
+
 def test_a_group_whose_ranks_cannot_start_leaves_nothing(monkeypatch):
     monkeypatch.setattr(group, "RankProcess", Process)
     monkeypatch.setattr(Process, "made", ())
@@ -90,13 +99,8 @@ def test_a_rank_on_another_host_keeps_its_address_or_instances_are_told(monkeypa
         hosts.host = types.SimpleNamespace(address=address)
         count = len(Process.made)
         made.processes[0].kill()
-        end = time.monotonic() + 30
-        while len(Process.made) == count or not made.processes[0].is_ready:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        while len(moved) < is_told:
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        wait_until(lambda count=count: has_come(made, count + 1))
+        wait_until(lambda is_told=is_told: len(moved) == is_told)
         assert made.places[0].address[0] == address
     assert made.places[0].address == ("10.0.0.2", 7003)
     made.close()
@@ -110,9 +114,12 @@ def test_a_rank_that_has_no_host_or_cannot_be_restarted_is_tried_again(monkeypat
     made = ServerGroup(cases.make_spec("nowhere", "ep1-pp1"), 0, hosts, lambda: None)
     place = hosts.host
 
+    refusals = ["Ray has found no room"] * 3
+
     def server_rank(rank):
-        hosts.server_rank = lambda rank: place  # there again
-        raise ConnectionError("Ray has found no room")
+        if not refusals:
+            return place  # there again
+        raise ConnectionError(refusals.pop())
 
     def restore(rank, control):
         if failures:
@@ -120,10 +127,8 @@ def test_a_rank_that_has_no_host_or_cannot_be_restarted_is_tried_again(monkeypat
 
     hosts.server_rank, made.coordinator.restore = server_rank, restore
     made.processes[0].kill()
-    end = time.monotonic() + 30
-    while len(Process.made) < 3 or not made.processes[0].is_ready:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert "Rank 0 of the LoRA Server has no host: Ray has found no room" in caplog.text
+    wait_until(lambda: has_come(made, 3))
+    assert caplog.text.count("Rank 0 of the LoRA Server has no host: Ray has found no room") == 1
+    assert caplog.text.count("has ended; restarting it") == 2  # and of the one that failed
     assert "could not be restarted: the shard is of another model" in caplog.text
     made.close()

@@ -69,14 +69,14 @@ def source():
 @pytest.fixture
 def side(source):
     layout = ShardLayout(ServerLayout(AdapterShape(1, 1, 2, 1), 2, 1), (0,))
-    link = ServerLink(layout, Transport())
+    link, before = ServerLink(layout, Transport()), {*threading.enumerate()}
     made = InstanceSide(link, source, "me", num_slots=3)
     yield made
     made.check_integrity()
     made.close()
     assert source.left
     assert link.client.closed
-    names = {thread.name for thread in threading.enumerate()}
+    names = {thread.name for thread in {*threading.enumerate()} - before}
     assert not {name for name in names if name.startswith("lora-server")}
 
 

@@ -1,18 +1,32 @@
 """Seconds of a device's programs are counted beside those who use the results."""
 
-import time
+import threading
+from types import SimpleNamespace
 
+import pytest
+
+from serving.steps import device_stopwatch
 from serving.steps.device_stopwatch import DeviceStopwatch
 
 
-class Late:
-    """A result that is there at a time."""
+@pytest.fixture
+def clock(monkeypatch):
+    """Return the clock of the stopwatch, which stands unless a result advances it."""
+    made = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(device_stopwatch, "time", SimpleNamespace(monotonic=lambda: made.now))
+    return made
 
-    def __init__(self, seconds: float):
-        self._at = time.monotonic() + seconds
+
+class Late:
+    """A result that is there after some seconds of the clock, once it is let go."""
+
+    def __init__(self, clock, seconds: float, may_come: threading.Event | None = None):
+        self._clock, self._seconds, self._may_come = clock, seconds, may_come
 
     def block_until_ready(self) -> None:
-        time.sleep(max(0.0, self._at - time.monotonic()))
+        if self._may_come is not None:
+            assert self._may_come.wait(30)
+        self._clock.now += self._seconds
 
 
 class Failed:
@@ -22,18 +36,18 @@ class Failed:
         raise RuntimeError("the device failed")
 
 
-def test_the_time_between_results_is_counted_and_nobody_waits():
-    watch, start = DeviceStopwatch(), time.monotonic()
-    watch.add(Late(0.2), Late(0.3))
-    assert time.monotonic() - start < 0.15
+def test_the_time_between_results_is_counted_and_nobody_waits(clock):
+    watch, may_come = DeviceStopwatch(), threading.Event()
+    watch.add(Late(clock, 0.25, may_come), Late(clock, 0.5))  # would wait for the event
+    assert watch.count == 0
+    may_come.set()
     watch.settle()
-    assert watch.count == 1
-    assert 0.05 < watch.seconds < 0.2
+    assert (watch.count, watch.seconds) == (1, 0.5)
 
 
-def test_what_fails_on_the_device_is_not_counted():
+def test_what_fails_on_the_device_is_not_counted(clock):
     watch = DeviceStopwatch()
-    watch.add(Late(0), Failed())
-    watch.add(Late(0), Late(0))
+    watch.add(Late(clock, 0), Failed())
+    watch.add(Late(clock, 0), Late(clock, 0))
     watch.settle()
     assert watch.count == 1

@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.doubles.host_board import CpuBoard, patience
+from support.doubles.host_board import EmulatedBoard, patience
 
+from lora_jax.ops import dispatch
+from lora_jax.ops.cpu import build
+from lora_jax.ops.cpu.host_board import HostBoard
 from serving.steps import mask_board
+from serving.steps.device_users import DeviceUsers
 from serving.steps.mask_board import MaskBoard, make_board
 from serving.steps.step import StepSizes
 from serving.steps.token_masks import NO_MASK, mask_rows, num_words
@@ -17,12 +21,14 @@ SIZES = StepSizes(max_seqs=3, max_len=64, page_size=4, num_pages=9, max_logit_ro
 VOCAB = 70
 
 
-@pytest.fixture
-def board():
+COUNT = SIZES.num_masks * num_words(VOCAB) + SIZES.max_logit_rows
+
+
+@pytest.fixture(params=[HostBoard, EmulatedBoard], ids=["cpu", "gpu"])
+def board(request):
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    count = SIZES.num_masks * num_words(VOCAB) + SIZES.max_logit_rows
-    return MaskBoard(CpuBoard(count), SIZES, VOCAB)
+    return MaskBoard(request.param(COUNT), SIZES, VOCAB, DeviceUsers())
 
 
 def test_a_program_takes_the_masks_that_are_posted_after_its_dispatch(board):
@@ -63,7 +69,7 @@ def step(board):
 def test_a_step_whose_masks_come_too_late_masks_no_row_and_says_so(board, step):
     numbers = [board.take_number() for _ in range(2)]
     board.new_masks().row_to_mask[:] = 0
-    with patience(0.05):
+    with patience(0.05, emulated=isinstance(board._board, EmulatedBoard)):
         assert np.isfinite(np.asarray(step(numbers[0]))).all()
     assert [board.was_late(number) for number in (0, *numbers)] == [False, True, False]
     board.post(numbers[0])  # nobody waits for it any more
@@ -91,8 +97,36 @@ def test_numbers_are_never_that_of_no_masks(board, monkeypatch):
     assert [board.take_number() for _ in range(4)] == [1, 2, 1, 2]
 
 
-def test_no_program_waits_on_a_cpu_or_where_memory_is_not_shared(monkeypatch, caplog):
+def test_beside_others_some_steps_wait_on_a_cpu_and_none_on_a_gpu():
+    for most in (0, 1, 2):
+        users = DeviceUsers()
+        boards = [MaskBoard(HostBoard(COUNT), SIZES, VOCAB, users, most) for _ in range(3)]
+        with users.use(), users.use(), users.use():
+            assert [board.begin_wait(1) for board in boards] == [at < most for at in range(3)]
+            for board in boards:
+                board.post(1)
+            assert boards[2].begin_wait(2) == (most > 0)
+
+
+def test_a_cpu_has_a_board_unless_other_kernels_are_asked_for(monkeypatch, caplog):
     caplog.set_level("INFO")
+    monkeypatch.setattr(mask_board.os, "sched_getaffinity", lambda _: range(5))
+    board = make_board(SIZES, VOCAB)
+    assert board is not None
+    assert (len(board.new_masks().packed), board._most_waits) == (COUNT, 2)
+    assert not caplog.text
+    monkeypatch.setenv("LORA_JAX_OPS", "reference")
+    assert make_board(SIZES, VOCAB) is None
+    assert "two programs: LORA_JAX_OPS asks for reference, not for ffi" in caplog.text
+    monkeypatch.delenv("LORA_JAX_OPS")
+    monkeypatch.setattr(build, "available", lambda: False)
+    assert make_board(SIZES, VOCAB) is None
+    assert "two programs: the CPU kernels could not be built" in caplog.text
+
+
+def test_no_program_waits_elsewhere_or_where_memory_is_not_shared(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "tpu")
     assert make_board(SIZES, VOCAB) is None
     assert not caplog.text
     monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "gpu")
@@ -100,7 +134,7 @@ def test_no_program_waits_on_a_cpu_or_where_memory_is_not_shared(monkeypatch, ca
     def decline(count):
         raise NotImplementedError("no shared memory")
 
-    monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: decline)
+    monkeypatch.setitem(mask_board._BOARDS, "gpu", decline)
     assert make_board(SIZES, VOCAB) is None
     assert "two programs: no shared memory" in caplog.text
 
@@ -115,8 +149,8 @@ def test_on_a_gpu_programs_wait(monkeypatch):
         def __init__(self, count):
             counts.append(count)
 
-    monkeypatch.setattr(mask_board.dispatch, "backend_kernel", lambda name, op: Board)
+    monkeypatch.setattr(dispatch, "_backend_ops", lambda name: {"HostBoard": Board})
     board = make_board(SIZES, VOCAB)
     assert board is not None
     assert board.address is Board.address
-    assert counts == [SIZES.num_masks * num_words(VOCAB) + SIZES.max_logit_rows]
+    assert (counts, board._most_waits) == ([COUNT], 0)

@@ -14,6 +14,12 @@ def test_by_default_one_process_does_it_all():
     assert not ClusterConfig(nnodes=2, nodes_secret_file="s").is_single
     over_ray = ClusterConfig(distributed_executor_backend="ray", nnodes=2, instances=2)
     assert over_ray.uses_ray
+    assert not over_ray.spreads_roles
+    spread = ClusterConfig(nnodes=2, lora_server=1, nodes_secret_file="s")
+    assert spread.spreads_roles
+    assert not spread.is_single
+    assert not ClusterConfig(nnodes=2, nodes_secret_file="s").spreads_roles  # one is split
+    assert not ClusterConfig(instances=2).spreads_roles
     assert not over_ray.is_single
     assert not ClusterConfig(distributed_executor_backend="uni").uses_ray
 
@@ -46,12 +52,20 @@ def test_by_default_one_process_does_it_all():
             "--lora-separate-stream is for GPUs of one host",
         ),
         (
-            {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
-            "nvshmem they restart with it",
+            {"lora_server": 1, "lora_server_transport": "tcp", "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
         ),
         (
-            {"lora_server": 1, "lora_server_transport": "nvshmem", "nnodes": 2},
-            "leave --instances and --lora-server out",
+            RAY | {"lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            {"nnodes": 2, "nodes_secret_file": "s", "lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
+            "nvshmem they restart with it",
         ),
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
@@ -59,9 +73,17 @@ def test_by_default_one_process_does_it_all():
         ({"node_rank": 1}, r"node_rank must be in \[0, 0\] with --nnodes 1, got 1"),
         ({"master_port": 0}, r"master_port must be in \[1, 65535\], got 0"),
         ({"nnodes": 2}, "--nnodes 2 needs --nodes-secret-file"),
-        ({"nnodes": 2, "instances": 2}, "leave --instances and --lora-server out"),
+        ({"nnodes": 2, "instances": 2}, "--nnodes 2 needs --nodes-secret-file"),
+        (
+            {"nnodes": 4, "instances": 2, "lora_server": 1, "nodes_secret_file": "s"},
+            "--nnodes 4 has more hosts than --instances 2 and --lora-server 1 have processes",
+        ),
         ({"distributed_executor_backend": "slurm"}, "must be one of mp, ray, uni, got 'slurm'"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "leave --node-rank out"),
+        (
+            {"nnodes": 2, "master_addr": "0.0.0.0", "nodes_secret_file": "s"},
+            r"--master-addr 0\.0\.0\.0 is no address that other nodes can connect to",
+        ),
         (RAY | {"master_port": 7, "master_addr": "h"}, "leave --master-addr, --master-port out"),
         (RAY | {"nodes_secret_file": "s"}, "leave --nodes-secret-file out"),
         (RAY | {"nnodes": 2, "lora_server": 1}, "leave --nnodes 2 out"),

@@ -46,7 +46,8 @@ def ask(client, model):
     return client.post("/v1/completions", json={"model": model} if model else {})
 
 
-def test_a_function_answers_to_its_name_and_is_started_once(client, agent):
+def test_a_function_answers_to_its_name_and_is_started_once(client, agent, monkeypatch):
+    monkeypatch.setattr("serving.cluster.functions_proxy.METRICS_S", 60.0)
     names = ["law", "base:law", "base", "also", None, "law"]
     assert [ask(client, name).text for name in names] == ["law", "law", *["base"] * 3, "law"]
     assert agent.starts == {"law": 1, "base": 1}
@@ -145,7 +146,7 @@ def test_a_request_that_its_functions_die_of_is_refused(client, agent):
     answer = ask(client, "law")
     assert answer.status_code == 503
     assert "Two instances ended while they worked" in answer.json()["error"]["message"]
-    assert agent.starts["law"] == 2
+    assert agent.asked["law"] == 2
     assert ask(client, "base").text == "base"
 
 

@@ -38,7 +38,7 @@ def test_an_instance_says_where_it_is_and_how_large_bodies_may_be():
     process = InstanceProcess(options(), 3, "unused", None, None, (host,))
     assert process.path == FarAddress("10.0.0.1", 0, process.path.secret)
     (made,) = host.made
-    given, seat = made.args[2:4]
+    given, seat = made.args[3:5]
     assert (made.name, made.is_started) == ("instance-3", True)
     assert given.http.front_secret == process.path.secret  # it answers this front alone
     assert (seat.number, seat.first_gpu, seat.gang) == (3, 0, None)
@@ -115,7 +115,7 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
 ):
     from serving.cluster import functions_front
 
-    ours, life = host.pipe()
+    (ours, life), (_, pulse) = host.pipe(), host.pipe()
     ended, killed, seen = threading.Event(), threading.Event(), []
 
     def kill(pid, number):
@@ -137,7 +137,7 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
     )
     path = str(tmp_path / "socket")
     seat = InstanceSeat("instance-1 x", 1, path, 1, None)
-    thread = threading.Thread(target=instance_main, args=(life, None, functions, seat, None))
+    thread = threading.Thread(target=instance_main, args=(life, pulse, None, functions, seat, None))
     thread.start()
     assert ours.recv_bytes() == b"ready 99 0"
     ours.send_bytes(module._REPLAY)

@@ -5,12 +5,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import pytest
 from support.doubles.held_host import HeldProcess
+from support.waiting import wait_until
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
@@ -36,7 +36,8 @@ class ThreadProcess(HeldProcess):
 
     def start(self):
         super().start()
-        threading.Thread(target=self._target, args=self.args, daemon=True).start()
+        self.thread = threading.Thread(target=self._target, args=self.args, daemon=True)
+        self.thread.start()
 
     def finish(self, status):
         super().finish(status)
@@ -76,6 +77,7 @@ class Host(ThisHost):
 def host(monkeypatch):
     made = Host()
     monkeypatch.setattr(module, "THIS_HOST", made)
+    monkeypatch.setattr(module, "_END_S", 60.0)
     monkeypatch.setattr(NodeProcess.__init__, "__defaults__", (None, made))
     monkeypatch.setattr(module.logs, "configure", lambda level: None)
     kept = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG_IGN")}
@@ -109,8 +111,10 @@ def host(monkeypatch):
     made.over.set()
     for process in made.started:
         process.life.close()
+    for process in made.started:
+        process.thread.join(60)  # it may have no owner yet
     for thread in [one for one in made.owners if isinstance(one, threading.Thread)]:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), "it would meet the real os._exit"
 
 
@@ -150,8 +154,8 @@ def test_a_process_that_has_lost_the_others_is_replaced(host, options, caplog):
     host.follow = follow
     node = Node(options)
     assert again.wait(60)
-    while not node._process.is_ready:
-        time.sleep(0.01)
+    # Until then the handle is that of the first one, and a node that ends kills the second one.
+    wait_until(lambda: node._process._process is host.started[1] and node._process.is_ready)
     assert "The process of this node has ended; restarting it." in caplog.text
     node.end()
     node.wait()
@@ -166,8 +170,9 @@ def test_a_process_answers_while_it_computes_and_one_that_hangs_does_not(host, o
     assert process.is_ready
     for _ in range(3):
         process._life.send_bytes(b"an earlier question that nobody waited for")
-    assert process.pulse(5) is Pulse.UP
+    assert process.pulse(60) is Pulse.UP
     assert host.started[0].name == "node-3"
+    wait_until(lambda: host.followed)  # a thread of the process answers before it follows
     assert host.followed == [(options.engine, ("gang", PLACE))]
     process.stop()
     assert host.started[0].exitcode == EXIT_LOST

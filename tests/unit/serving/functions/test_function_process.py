@@ -159,8 +159,14 @@ def test_a_function_cannot_plant_a_program_that_others_would_load(tmp_path, writ
     assert made == (here if writes else [])
 
 
+# Of an engine that sends traces: its function rehearses nothing, however long a test takes.
+TRACED = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
+
+
 class NoEngine:
     """An engine that refuses everything."""
+
+    config = TRACED
 
     def generate(self, prompts, adapter, sampling):
         raise ValueError(f"{adapter} got {len(prompts)} prompts, {sampling[0].max_tokens}")
@@ -168,6 +174,8 @@ class NoEngine:
 
 class StuckEngine:
     """An engine whose answers for one adapter do not come before the end."""
+
+    config = TRACED
 
     def __init__(self):
         self.end = threading.Event()
@@ -248,8 +256,7 @@ def test_bad_calls_are_answered_and_the_next_ones_too():
 class Outputs:
     """An engine that streams two pieces, and a registry that remembers what it was told."""
 
-    # One that sends traces: its function rehearses nothing, however long a test takes.
-    config = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
+    config = TRACED
 
     def __init__(self, full=False):
         self.registry, self.told, self.full = self, [], full

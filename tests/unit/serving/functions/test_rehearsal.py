@@ -60,7 +60,8 @@ def test_an_adapter_that_answers_no_text_is_no_error():
     assert engine.metrics.forgotten_at == [0]
 
 
-def test_a_caller_waits_for_one_call_of_a_rehearsal_at_most():
+def test_a_caller_waits_for_one_call_of_a_rehearsal_at_most(monkeypatch):
+    monkeypatch.setattr(rehearsal, "_COUNTED_S", 60.0)
     engine = Engine()
     rehearse(engine, "law", None, lambda: len(engine.asked) == 1)
     assert len(engine.asked) == 1

@@ -1,5 +1,7 @@
 """Turns as the keeper saw them: in order, each told once, none of a turn that nobody has."""
 
+import pytest
+
 from serving.functions import turn_log
 from serving.functions.turn_log import Stamps, TurnLog
 
@@ -10,7 +12,8 @@ def test_a_turn_has_the_times_of_its_hand_over():
     log.recalled("a", 2.0)
     log.back("a", stamps, 2.3)
     log.granted("b", 2.4)  # behind the last step of a
-    log.ended("a", 2.5)
+    assert log.ended("a", 2.5) == pytest.approx((0.3, 0.2))
+    assert log.ended("b", 2.5) is None  # it was not asked back
     first, second = log.turns
     assert (first.name, first.granted, first.recalled, first.back, first.ended) == (
         "a",
@@ -20,7 +23,7 @@ def test_a_turn_has_the_times_of_its_hand_over():
         2.5,
     )
     assert first.stamps == stamps
-    assert (second.name, second.granted, second.ended) == ("b", 2.4, 0.0)
+    assert (second.name, second.granted, second.ended) == ("b", 2.4, 2.5)
 
 
 def test_a_turn_comes_back_once():
@@ -41,6 +44,13 @@ def test_what_is_said_of_no_open_turn_changes_nothing():
     log.back("a", Stamps(), 3.0)
     (turn,) = log.turns
     assert (turn.recalled, turn.back, turn.ended) == (0.0, 0.0, 2.0)
+
+
+def test_a_turn_that_ends_with_its_function_has_no_last_step():
+    log = TurnLog()
+    log.granted("a", 1.0)
+    log.recalled("a", 2.0)
+    assert log.ended("a", 2.5) == (0.5, 0.0)
 
 
 def test_old_turns_are_forgotten(monkeypatch):

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,20 +90,22 @@ def test_a_turn_is_passed_on_behind_a_step_and_ends_when_that_was_read(pair):
 
 
 def test_a_request_that_comes_during_the_wait_is_asked_for_at_once(pair, monkeypatch):
+    now = 100.0
     monkeypatch.setattr(turn_side, "_LOOK_S", 60.0)
+    monkeypatch.setattr(turn_side, "time", SimpleNamespace(monotonic=lambda: now))
     agent, side = pair
-    now = time.monotonic()
     arrivals = [now - 0.25]
     thread = threading.Thread(target=side.take, args=(lambda: list(arrivals), never))
     thread.start()
     _, waited_s, _, leaves_s = asked(agent)
-    assert waited_s >= 0.25
-    assert leaves_s <= 0.75
+    assert waited_s == 0.25
+    assert leaves_s == pytest.approx(1.0 - 0.25 - turn_side._FIRST_S)
     arrivals.append(now)
     side.look()
     _, waited_s, _, leaves_s = asked(agent)
-    assert waited_s >= 0.25
-    assert leaves_s > 0.7  # two are the largest batch, which interrupts nobody before it must run
+    assert waited_s == 0.25
+    # Two are the largest batch, which interrupts nobody before it must run.
+    assert leaves_s == pytest.approx(1.0 - 0.25 - turn_side._FIRST_S)
     agent.send(word(GRANT))
     thread.join(60)
     assert not thread.is_alive()
@@ -120,6 +122,35 @@ def test_work_that_nobody_waits_for_asks_for_a_free_device_and_makes_way(pair):
     assert side.take_idle(never)  # it has the device already
     side.give_back()
     assert not given_back(agent)[0]
+
+
+def test_a_turn_that_comes_after_its_ask_was_given_up_is_given_back(pair):
+    """The function loads an adapter meanwhile, and others would wait for their limit of time."""
+    agent, side = pair
+    assert not side.take_idle(lambda: True)
+    asked(agent)
+    agent.send(word(GRANT))
+    side.give_back()
+    agent.setblocking(False)
+    assert not given_back(agent)[0]
+    side.give_back()
+    with pytest.raises(BlockingIOError):
+        agent.recv(99)
+
+
+def test_a_side_that_is_closed_leaves_its_turn_to_others(pair):
+    agent, side = pair
+    agent.send(word(GRANT))
+    side.take(list, never)
+    asked(agent)
+    side.close()
+    agent.setblocking(False)
+    assert agent.recv(99) == b""
+    side.look()
+    side.give_back()
+    side.take(list, never)
+    assert side.take_idle(never)  # nobody is asked any more
+    assert not side.is_due
 
 
 def test_the_end_of_the_engine_or_of_the_agent_ends_the_wait(pair):
@@ -155,6 +186,22 @@ def test_of_the_time_beside_anothers_last_step_half_counts(pair):
     side.take(list, never)
     side.ran(1, 1.0, 2.0)
     assert side._measured.pop() == (1, 0.5)
+
+
+def test_a_prefill_whose_turn_was_passed_on_has_half_of_the_device_from_then_on(pair, monkeypatch):
+    """One that is longer than a turn ends no other way while others ask."""
+    agent, side = pair
+    agent.send(word(GRANT))
+    side.take(list, never)
+    monkeypatch.setattr(turn_side, "time", SimpleNamespace(monotonic=lambda: 2.5))
     side.pass_on()
-    side.ran(1, 2.0, 3.0)  # the next turn's steps may have run beside it
-    assert not side._measured
+    side.ran(1, 1.0, 3.0)
+    assert side._measured.pop() == (1, 1.75)
+    side.ran(1, 2.75, 3.0)  # dispatched by a clock that read later
+    assert side._measured.pop() == (1, 0.125)
+    side.give_back()
+    agent.send(word(FOLLOW))
+    side.take(list, never)
+    side.pass_on()
+    side.ran(1, 1.0, 3.0)  # beside others from its beginning to its end
+    assert side._measured.pop() == (1, 1.0)

@@ -69,11 +69,21 @@ def test_a_turn_is_asked_back_a_hand_over_before_a_batch_expires():
     table.asks("b", ask(leaves_s=0.5), 0.0)
     assert table.next_look() == 0.5
     for seconds in (0.0625, 0.125, 0.25, 9.0):  # one of many may be wild
-        table.handed_over(seconds)
-    table.handed_over(0.125)
+        table.handed_over(seconds, 0.0)
+    table.handed_over(0.125, 0.0)
     assert table.next_look() == 0.375
     assert table.recall(0.37) is None
     assert table.recall(0.375) == "a"
+
+
+@pytest.mark.parametrize(("overlaps", "look"), [(True, 0.6875), (False, 0.375)])
+def test_while_a_long_last_step_runs_the_next_turn_has_half_of_the_device(overlaps, look):
+    table = TurnTable(turn_s=1.0, overlaps=overlaps)
+    table.asks("a", ask(), 0.0)
+    table.grant(0.0)
+    table.handed_over(0.0, 0.625)
+    table.asks("b", ask(slo_s=2.0, leaves_s=1.0), 0.0)
+    assert table.next_look() == look
 
 
 def test_a_batch_that_cannot_be_in_time_any_more_waits_for_the_turns_end():

@@ -84,7 +84,7 @@ def test_many_clients_get_their_own_answers(client):
     wrong = []
 
     def ask(name: str) -> None:
-        with httpx.Client(base_url=client.base_url) as mine:
+        with httpx.Client(base_url=client.base_url, timeout=60) as mine:
             for _ in range(5):
                 answer = mine.post("/v1/completions", json={"prompt": "hi", "model": name}).json()
                 if answer["choices"] != alone[name]["choices"]:

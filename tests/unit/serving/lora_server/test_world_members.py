@@ -51,7 +51,7 @@ def test_the_id_is_given_when_all_ranks_listen(members):
         members.report_listening(number, b"id")
         assert not wait([told], timeout=0.1).done
         members.report_listening(number)
-        world = told.result(10)
+        world = told.result(60)
     assert (world.id, world.size, world.one_host) == (b"id", 4, True)
     assert [world.pe_of_instance(n) for n in range(INSTANCES)] == [2, 3]
     assert "id" not in repr(world).replace("instances", "").replace("World", "")
@@ -85,7 +85,7 @@ def test_a_wait_ends_with_its_world(members):
         members.enter(ALL[1])
         for wait in waits:
             with pytest.raises(ConnectionError, match="start anew"):
-                wait.result(10)
+                wait.result(60)
 
 
 def test_a_member_without_a_host_ends_nobody(members):
@@ -107,7 +107,7 @@ def test_the_end_wakes_everybody():
     thread = threading.Thread(target=wait)
     thread.start()
     members.close()
-    assert ended.wait(10)
+    assert ended.wait(60)
     thread.join()
     late = Process()
     members.hold(number, late)

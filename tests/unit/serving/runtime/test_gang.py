@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from support.processes.server_process import free_port
 
 from serving.runtime import gang as module
 from serving.runtime.gang import Gang
@@ -30,9 +31,7 @@ class Lost:
 @pytest.fixture
 def pair():
     """Two members of one process, and what each is told; jax is not started."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        address = sock.getsockname()[:2]
+    address = "127.0.0.1", free_port()
     lost = Lost(), Lost()
     with ThreadPoolExecutor() as pool:
         places = [GangPlace(rank, 2, address, b"s" * 32, 60.0) for rank in (0, 1)]
@@ -45,7 +44,8 @@ def pair():
             connection.close()
 
 
-def test_values_are_shared_and_commands_come_in_order_until_the_end(pair):
+def test_values_are_shared_and_commands_come_in_order_until_the_end(pair, monkeypatch):
+    monkeypatch.setattr(module, "_END_S", 60)  # a follower that is late is no lost one
     leader, follower, lost = pair
     assert leader.is_leader
     assert not follower.is_leader
@@ -77,11 +77,29 @@ def test_a_member_that_has_gone_is_noticed_at_once(pair, dead):
 @pytest.mark.parametrize("hung", [0, 1])
 def test_a_silent_member_is_noticed(pair, hung):
     *gangs, lost = pair
-    for gang in gangs:
+    for gang in reversed(gangs):  # rank 0 waits for the other
         gang.serve()
-    gangs[hung]._closing.wait(2 * module.BEAT_S)  # its beats have said that it serves
     gangs[hung]._closing.set()  # it beats no more, and its connection stays
     assert lost[1 - hung].wait() == f"node {hung}: no word for 1.5 s"
+
+
+@pytest.fixture
+def rare_beats(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 60.0)
+
+
+def test_a_member_that_hangs_before_its_next_beat_is_noticed_as_soon(rare_beats, pair):
+    """Rank 0 is ready when it knows that the other is, and not a beat before."""
+    leader, follower, lost = pair
+    leader._silent_s, follower._silent_s = 0.2, 60.0
+    with ThreadPoolExecutor() as pool:
+        serving = pool.submit(leader.serve)
+        with pytest.raises(TimeoutError):
+            serving.result(0.05)
+        follower.serve()
+        serving.result(60)
+    assert lost[0].wait() == "node 1: no word for 0.2 s"
+    assert not lost[1].why  # it has longer
 
 
 def test_a_host_whose_name_is_its_own_loopback_is_warned(monkeypatch, caplog):
@@ -122,6 +140,7 @@ def member(rank, lost):
     made.rank, made.size, made._lost, made._peers = rank, 2, lost, {1 - rank: Deaf()}
     made._sending, made._closing = threading.Lock(), threading.Event()
     made._serving = made._closed = False
+    made._starting, made._all_serve = {1 - rank}, threading.Event()
     made._listeners = []
     return made
 

@@ -1,11 +1,17 @@
 """Members meet only if they know the secret and are alike; every refusal says what to change."""
 
+import os
 import socket
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.high_descriptor import high_descriptor
+from support.processes.server_process import free_port
+from support.tcp_pair import tcp_pair
 
+from serving.runtime import gang_stream as module
 from serving.runtime.gang_stream import (
     Connection,
     GangPlace,
@@ -20,9 +26,7 @@ ABOUT = {"--max-loras": "2", "version of jax": "1"}
 
 @pytest.fixture
 def port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    return free_port()
 
 
 def place(port, rank, secret=SECRET, size=2, wait_s=60.0):
@@ -122,3 +126,49 @@ def test_a_taken_port_and_missing_members_are_named(port):
 def test_a_short_secret_is_refused(port):
     with pytest.raises(GangRefused, match="has 3 bytes; at least 16"):
         place(port, 1, b"abc")
+    assert str(SECRET) not in repr(place(port, 1))
+
+
+class Dripping:
+    """A socket from which one byte comes each second of a clock."""
+
+    def __init__(self, sent):
+        self.sent, self.now = list(sent), 0.0
+        self.readable, self._write = os.pipe()
+        os.write(self._write, b"x")
+
+    def setsockopt(self, *given):
+        """Nothing is sent."""
+
+    def fileno(self):
+        return self.readable
+
+    def recv(self, size):
+        self.now += 1.0
+        return bytes([self.sent.pop(0)])
+
+    def close(self):
+        os.close(self.readable)
+        os.close(self._write)
+
+
+@pytest.mark.parametrize("read", ["receive_text", "receive_proof"])
+def test_a_stranger_who_sends_little_by_little_holds_nobody_for_long(monkeypatch, read):
+    dripping = Dripping(b"\x20" + bytes(7) + bytes(32))
+    monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: dripping.now))
+    sized = (32,) if read == "receive_proof" else ()
+    with pytest.raises(TimeoutError, match="no word for 5 s"):
+        getattr(Connection(dripping), read)(*sized)
+    assert dripping.now == 5.0
+    dripping.close()
+
+
+def test_a_connection_of_a_process_with_many_others_is_heard():
+    """The descriptor of a node that comes back is above those of the front's clients."""
+    ours, theirs = tcp_pair()
+    with high_descriptor(theirs.detach()) as high:
+        one, other = Connection(ours), Connection(socket.socket(fileno=high))
+        one.send("there?")
+        assert other.receive(60.0) == (False, "there?")
+        one.close()
+        other.close()

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from support.waiting import wait_until
 
 from serving.runtime import keeper
 from serving.runtime.child_process import AbstractChild, Pulse, is_at_work
@@ -15,15 +16,16 @@ from serving.runtime.keeper import Keeper, end_keepers
 
 def echo(connection):
     """Answer each question, until told otherwise."""
-    asleep = False
+    asleep, works = False, []
+    signal.signal(signal.SIGUSR1, lambda *_: works.clear())
     while True:
         try:
             said = connection.recv_bytes()
         except EOFError:
             return
         if said == b"spin":
-            end = time.monotonic() + 4
-            while time.monotonic() < end:
+            works.append(said)
+            while works:
                 pass
         asleep = asleep or said == b"sleep"
         if not asleep:
@@ -119,13 +121,20 @@ def test_an_ended_process_is_replaced(role):
     role.wait_up()
 
 
-def test_a_process_that_computes_is_left_alone(role):
+def test_a_process_that_computes_is_left_alone(role, monkeypatch):
+    found, look = [], role.child.is_at_work
+
+    def look_and_end_it():
+        found.append(look())
+        os.kill(role.child.pid, signal.SIGUSR1)
+        return found[-1]
+
+    monkeypatch.setattr(role.child, "is_at_work", look_and_end_it)
     role.child.connection.send_bytes(b"spin")
-    end = time.monotonic() + 60
-    while False not in role.told and time.monotonic() < end:
-        time.sleep(0.01)
+    wait_until(lambda: found)
     assert False in role.told  # it takes no requests meanwhile
     role.wait_up()
+    assert all(found)
     assert not role.replaced
 
 

@@ -19,6 +19,18 @@ def test_steps_wait_beside_no_second_user():
         assert users.begin_wait()
 
 
+def test_as_many_steps_as_may_wait_beside_a_second_user_and_keep_none_from_beginning():
+    users = DeviceUsers()
+    with users.use():
+        assert users.begin_wait(2)
+        with users.use():  # which begins at once
+            assert users.begin_wait(2)
+            assert not users.begin_wait(2)
+            users.end_wait()
+            assert users.begin_wait(2)
+        assert users.begin_wait(2)
+
+
 def test_a_second_user_begins_when_no_step_waits():
     users, order = DeviceUsers(), []
 

@@ -143,9 +143,19 @@ def test_texts_are_split_at_added_tokens_wherever_windows_end(added, monkeypatch
 
 
 def test_encoding_lets_other_threads_run(tmp_path):
-    """`encode` of the library holds the interpreter lock throughout, `encode_batch_fast` not."""
+    """`encode` of the library holds the interpreter lock throughout, `encode_batch_fast` not.
+
+    One that holds it does so at each try; other processes do not take the cores at each.
+    """
     backend = TokenizersBackend(TokenizerFiles(byte_level(tmp_path)))
-    text, done, gaps = "some words of a text " * 20_000, threading.Event(), []
+    text = "some words of a text " * 20_000
+    assert backend.encode(text, True) == backend._tokenizer.encode(text).ids
+    assert any(longest_gap_of(lambda: backend.encode(text, True)) < 0.5 for _ in range(10))
+
+
+def longest_gap_of(call) -> float:
+    """Return the longest time in which no other thread ran, as a part of the call's time."""
+    done, gaps = threading.Event(), []
 
     def watch() -> None:
         last = time.perf_counter()
@@ -157,12 +167,11 @@ def test_encoding_lets_other_threads_run(tmp_path):
     thread = threading.Thread(target=watch)
     thread.start()
     start = time.perf_counter()
-    ids = backend.encode(text, True)
+    call()
     seconds = time.perf_counter() - start
     done.set()
     thread.join()
-    assert ids == backend._tokenizer.encode(text).ids
-    assert max(gaps, default=seconds) < seconds / 2
+    return max(gaps, default=seconds) / seconds
 
 
 def test_the_longest_token_in_characters(tmp_path):

@@ -113,7 +113,7 @@ def members(cluster):
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             command = (entry / "cmdline").read_text() if entry.name.isdigit() else ""
-            if "serving.cluster.ray.member" in command:
+            if "serving.cluster.far.member" in command:
                 own = cluster.env["RAY_AUTH_TOKEN_PATH"] in (entry / "environ").read_text()
                 if own and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
                     found[(entry / "comm").read_text().strip()] = int(entry.name)

@@ -41,10 +41,18 @@ class Case:
         self.live = LiveRequest(self.request, self.sequences, tokenizer, self.metrics)
 
     def deliver(self, token, *, index=0, now=102.0, reason=None, stop=None, **fields):
-        sequence = self.sequences[index]
+        """Return whether a stop string ended the choice; an end is known before it is told."""
+        sequence, num_told, stopped = self.sequences[index], len(self.deltas), []
+
+        def ending(live, of, by_stop_string):
+            assert (live, of, len(self.deltas)) == (self.live, sequence, num_told)
+            stopped.append(by_stop_string)
+
         chunk = ScheduledChunk(sequence, 0, 3, samples=token is not None)
         result = SequenceResult(chunk, token, **fields)
-        return self.live.deliver(Progress(sequence, result, reason, stop), now)
+        self.live.deliver(Progress(sequence, result, reason, stop), now, ending)
+        assert len(stopped) == sum(d.finish_reason is not None for d in self.deltas[num_told:])
+        return any(stopped)
 
     def say(self, text, **fields):
         return [self.deliver(token, **fields) for token in self.tokenizer.encode(text)]

@@ -17,17 +17,23 @@ class Live:
         self.sequence = SimpleNamespace(request=self.request)
         self.trouble, self.told, self.stops, self.done = trouble, [], False, False
 
-    def deliver(self, progress, now):
+    def deliver(self, progress, now, ending):
         if self.trouble is not None:
             raise self.trouble
         self.done = self.stops
-        return self.stops
+        if self.done:
+            ending(self, self.sequence, True)
+        self.on_told()
 
     def end(self, sequence, reason, error, *, retryable):
         self.told.append((reason, error, retryable))
         self.done = True
+        self.on_told()
         if self.trouble is not None:
             raise self.trouble
+
+    def on_told(self):
+        """The caller is told something."""
 
     def unfinished(self):
         return [] if self.done else [self.sequence]
@@ -81,13 +87,50 @@ def test_a_stop_string_ends_the_request_for_the_scheduler_too(books):
 
 
 @pytest.mark.parametrize("way", ["deliver", "end"])
+def test_who_has_the_end_may_ask_again_at_once(books, way):
+    """Before: the id was still in use, and so was the adapter's memory."""
+    live, again = books.add("a"), []
+
+    def ask_again():
+        again.append(("a" in books.live, list(books.done)))
+        books.add("a")
+
+    live.stops, live.on_told = True, ask_again
+    if way == "deliver":
+        books.live.deliver(progress(live), 0.0)
+    else:
+        books.live.end(live.sequence, FinishReason.ABORT)
+    reason = [FinishReason.STOP] if way == "deliver" else []
+    assert again == [(False, [*reason, "digest of a"])]
+    assert books.done == [*reason, "digest of a", "outcome of a"]
+    assert "a" in books.live  # the new one
+
+
+@pytest.mark.parametrize("way", ["deliver", "end"])
+def test_what_comes_late_for_an_ended_request_is_not_told_to_the_next_one_of_its_id(books, way):
+    """A stop string is found when the next step runs, and its caller may ask again meanwhile."""
+    live = books.add("a")
+    live.stops = True
+    books.live.deliver(progress(live), 0.0)
+    again, told = books.add("a"), []
+    again.on_told = lambda: told.append(again)
+    if way == "deliver":
+        books.live.deliver(progress(live), 0.0)
+    else:
+        books.live.end(live.sequence, FinishReason.ABORT)
+    assert not told
+    assert "a" in books.live
+
+
+@pytest.mark.parametrize("way", ["deliver", "end"])
 def test_a_caller_that_raises_loses_its_own_request_only(books, way, caplog):
     broken, good = books.add("broken", ValueError("no")), books.add("good")
     if way == "deliver":
         books.live.deliver(progress(broken), 0.0)
     else:
         books.live.end(broken.sequence, FinishReason.ABORT)
-    assert books.done == ["abort broken", "digest of broken", "outcome of broken"]
+    left = ["abort broken"] if way == "deliver" else []
+    assert books.done == [*left, "digest of broken", "outcome of broken"]
     assert "broken" not in books.live
     assert "good" in books.live
     assert not good.told

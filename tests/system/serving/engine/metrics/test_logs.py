@@ -9,10 +9,11 @@ import time
 
 import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.kept_logging import kept_logging
+from support.waiting import wait_until
 
 from serving.api.examples import Examples
 from serving.engine.metrics.logs import (
-    LeaveOut,
     PeriodicStats,
     adapter_table,
     configure,
@@ -24,21 +25,6 @@ from serving.engine.metrics.stats import EngineStats
 from serving.http.app import create_app
 
 
-@pytest.fixture
-def _restore_logging():
-    root = logging.getLogger()
-    names = ("serving", "lora_jax", "uvicorn")
-    before = root.handlers[:], root.level, [logging.getLogger(n).level for n in names]
-    yield
-    root.handlers[:], _ = before[0], root.setLevel(before[1])
-    for name, level in zip(names, before[2], strict=True):
-        logging.getLogger(name).setLevel(level)
-    access = logging.getLogger("serving.access")
-    for leave_out in [f for f in access.filters if isinstance(f, LeaveOut)]:
-        access.removeFilter(leave_out)
-
-
-@pytest.mark.usefixtures("_restore_logging")
 def test_lines_have_level_time_and_place(capsys):
     configure("info")
     logging.getLogger("serving.x").info("hello")
@@ -53,7 +39,6 @@ def test_lines_have_level_time_and_place(capsys):
     assert out[1].endswith("Application startup complete.")
 
 
-@pytest.mark.usefixtures("_restore_logging")
 def test_probes_are_not_in_the_access_log(capsys):
     configure("info", ("/quiet",))
     access = logging.getLogger("serving.access")
@@ -183,11 +168,19 @@ def test_an_idle_engine_says_nothing():
 def test_the_thread_logs_while_busy_and_stops(caplog):
     caplog.set_level(logging.INFO, "serving.engine.metrics.logs")
     with PeriodicStats(Numbers(EngineStats(running=1)), every_s=0.02):
-        for _ in range(200):
-            if caplog.records:
-                break
-            time.sleep(0.01)
+        wait_until(lambda: caplog.records)
     assert "Running: 1 reqs" in caplog.text
     count = len(caplog.records)
     time.sleep(0.06)
     assert len(caplog.records) == count
+
+
+def test_a_test_leaves_the_logging_of_its_process_as_it_was():
+    """A handler left behind would write to the closed output of the test before."""
+    root, access = logging.getLogger(), logging.getLogger("serving.access")
+    before = root.handlers[:], root.level, logging.getLogger("serving").level, access.filters[:]
+    with kept_logging():
+        configure("debug", ("/quiet",))
+        assert root.handlers != before[0]
+    after = root.handlers[:], root.level, logging.getLogger("serving").level, access.filters[:]
+    assert after == before

@@ -5,7 +5,15 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from support.cases.transport_cases import batch, bits, exact_deltas, exchange, terms_of, want_ys
+from support.cases.transport_cases import (
+    LONG,
+    batch,
+    bits,
+    exact_deltas,
+    exchange,
+    terms_of,
+    want_ys,
+)
 
 from serving.lora_server.transport import device_memory
 from serving.lora_server.transport.base import Status, TransportError
@@ -32,12 +40,12 @@ def test_an_answer_to_an_epoch_given_up_is_not_heard(server, gpus):
     x, ys, rows = batch(terms, np.random.default_rng(0), 24, base_share=0.0)
     got, status = exchange(client)(x, ys, rows)
     assert np.asarray(status).tolist() == [Status.TIMED_OUT]
-    late = server.receive(1.0)
+    late = server.receive(LONG)
     assert late is not None
     assert client.rejoin() == ()
     assert not server.respond(late, exact_deltas(late, terms.shapes))
     jax.block_until_ready(client.push(x, GATE_UP, 1, rows))
-    fresh = server.receive(1.0)
+    fresh = server.receive(LONG)
     assert fresh is not None
     assert fresh.epoch > late.epoch
     assert server.respond(fresh, exact_deltas(fresh, terms.shapes))
@@ -54,11 +62,11 @@ def test_more_rows_than_a_cta_has_threads_arrive_in_place(gpus, num_rows):
     terms = terms_of(ep=2, max_rows=num_rows)
     servers = [DeviceServer(terms.shapes, gpus.device(1), pull=False) for _ in range(2)]
     client = device_memory.open_local_client(servers, gpus.device(0))
-    client.set_limit(60.0)
+    client.set_limit(LONG)
     x, ys, rows = batch(terms, np.random.default_rng(0), num_rows)
     jax.block_until_ready(client.push(x, GATE_UP, 1, rows))
     for server in servers:
-        request = server.receive(1.0)
+        request = server.receive(LONG)
         assert request is not None
         assert server.respond(request, exact_deltas(request, terms.shapes))
     got, status = client.wait_add(ys, x, GATE_UP, rows)

@@ -1,20 +1,24 @@
 """Before a row travels: terms are compared, strangers refused, and nothing stays of either."""
 
+import contextlib
 import os
 import socket
+import threading
+import time
 
 import pytest
 from support.cases.transport_cases import LONG, open_client, open_servers, terms_of
-from support.processes.transport_faults import held_by_this_process
-from support.waiting import wait_until
+from support.processes.transport_faults import held_by_this_process, wait_given_back
 
-from serving.lora_server.transport import shared_memory, tcp
+from serving.lora_server.transport import handshake, shared_memory, socket_messages, tcp
 from serving.lora_server.transport.base import TransportError
 from serving.lora_server.transport.handshake import LAST_EPOCH
 from serving.lora_server.transport.socket_messages import (
     Guest,
     Listener,
     call,
+    receive,
+    send,
     unix_listener,
     wait_for_end,
 )
@@ -35,7 +39,7 @@ def test_sides_that_do_not_fit_are_refused_at_start(tmp_path, transport, other, 
         before = held_by_this_process()
         with pytest.raises(TransportError, match=said):
             open_client(transport, terms_of(**other), servers, tmp_path)
-        wait_until(lambda: held_by_this_process() == before)
+        wait_given_back(before)
         assert [server.clients() for server in servers] == [(), ()]
 
 
@@ -128,3 +132,33 @@ def test_a_rank_outside_the_plan_closes_the_socket():
     with pytest.raises(ValueError, match="EP2-PP1 has ranks 0 to 1, not 2"):
         tcp.open_server(listening, terms_of(), 2, b"0123456789abcdef")
     assert listening.fileno() == -1
+
+
+def test_the_first_answer_is_waited_for_as_long_as_the_listener(tmp_path, monkeypatch):
+    """Before: an instance did not start beside a rank that listened and answered after 2 s."""
+    monkeypatch.setattr(socket_messages, "_SECONDS", 0.05)
+    path, asked, ended = tmp_path / "rank-0.sock", [], threading.Event()
+
+    def listen(listening):
+        while len(asked) < 2:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(ValueError):  # of who only looks for a listener
+                asked.append(receive(connection)[0])
+                if len(asked) == 1:
+                    time.sleep(0.2)
+                    send(connection, {"refused": "come later"})
+                else:
+                    assert ended.wait(LONG)
+
+    with unix_listener(path) as listening:
+        thread = threading.Thread(target=listen, args=(listening,))
+        thread.start()
+        transport = tcp.Tcp(tcp.NO_SECRET)
+        (caller,) = handshake.callers(transport, [path], terms_of(ep=1), LONG)
+        with pytest.raises(TransportError, match="come later"):
+            caller.join(0)
+        with pytest.raises(TransportError, match="did not answer"):
+            caller.join(0)
+        ended.set()
+        thread.join(LONG)
+    assert not thread.is_alive()

@@ -11,7 +11,7 @@ import pytest
 from support.cases.transport_cases import LONG, SECRET, batch, connected, exchange, terms_of
 from support.contracts.transport_contract import TransportContract
 from support.doubles.nixl_double import Fabric
-from support.processes.transport_faults import held_by_this_process
+from support.processes.transport_faults import held_by_this_process, wait_given_back
 from support.waiting import wait_until
 
 from serving.lora_server.transport import nixl, tcp
@@ -101,7 +101,7 @@ def test_everything_is_given_back(tmp_path):
     before = held_by_this_process()
     for _ in range(3):
         use()
-    assert held_by_this_process() == before
+    wait_given_back(before)
     assert not fabric.registered
 
 

@@ -7,10 +7,11 @@ import threading
 import pytest
 from support.cases.transport_cases import LONG, terms_of
 from support.doubles.nixl_double import Fabric
+from support.high_descriptor import high_descriptor
 
 from serving.lora_server.transport.header import Header, Kind
 from serving.lora_server.transport.library import calls, shared_memory
-from serving.lora_server.transport.nixl_relay import Relay
+from serving.lora_server.transport.nixl_relay import Relay, _has_ended
 from serving.lora_server.transport.shapes import DOWN, PAGE
 from serving.lora_server.transport.slots import Joined
 
@@ -90,3 +91,11 @@ def test_a_message_of_another_sequence_ends_the_relay(sides):
     calls().step(client.relay._at, 5)
     client.thread.join(LONG)
     assert not client.thread.is_alive()
+
+
+def test_the_end_of_a_connection_with_a_high_descriptor_is_seen():
+    ours, theirs = socket.socketpair()
+    with high_descriptor(ours.detach()) as high, socket.socket(fileno=high) as connection:
+        assert not _has_ended(connection)
+        theirs.close()
+        assert _has_ended(connection)

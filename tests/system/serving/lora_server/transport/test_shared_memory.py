@@ -23,7 +23,11 @@ from support.cases.transport_cases import (
     want_ys,
 )
 from support.contracts.transport_contract import TransportContract
-from support.processes.transport_faults import held_by_this_process, kill_servers
+from support.processes.transport_faults import (
+    held_by_this_process,
+    kill_servers,
+    wait_given_back,
+)
 from support.processes.transport_peer import Peers
 from support.waiting import wait_until
 
@@ -94,7 +98,7 @@ def test_a_killed_client_leaves_nothing(peers, tmp_path):
         wait_until(lambda: server.clients() == ())
         assert not server.respond(request, exact_deltas(request, terms.shapes))
         del request
-        wait_until(lambda: held_by_this_process() == before)
+        wait_given_back(before)
     server.close()
     assert not path.exists()
 
@@ -108,7 +112,7 @@ def test_everything_is_given_back(tmp_path):
     for _ in range(3):
         with connected("shared_memory", terms, tmp_path) as (client, _):
             assert client.lost() == ()
-    assert held_by_this_process() == before
+    wait_given_back(before)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -153,7 +157,7 @@ def test_what_a_server_hands_over_is_checked(tmp_path, monkeypatch, wrong):
         said = {"epoch": "epoch 0 after 0", "memory": "not memory", "size": "4096 bytes"}[wrong]
         with pytest.raises(TransportError, match=said):
             shared_memory.open_client([path], terms)
-        wait_until(lambda: held_by_this_process() == before)
+        wait_given_back(before)
 
 
 def test_the_same_server_is_joined_again_under_a_new_epoch(tmp_path):
@@ -166,7 +170,7 @@ def test_the_same_server_is_joined_again_under_a_new_epoch(tmp_path):
         assert np.asarray(step(x, ys, rows)[1]).tolist() == [Status.TIMED_OUT]
         late = servers[0].receive(LONG)
         assert late is not None
-        assert client.rejoin() == ()
+        wait_until(lambda: client.rejoin() == ())
         assert not servers[0].respond(late, exact_deltas(late, terms.shapes))
         client.set_limit(LONG)
         with serving(servers[0], lambda r: exact_deltas(r, terms.shapes)):

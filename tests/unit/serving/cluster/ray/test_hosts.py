@@ -11,9 +11,9 @@ from support.cases.tiny_checkpoint import TinyShape
 ray = pytest.importorskip("ray")
 
 from serving.api.config import EngineConfig  # noqa: E402
+from serving.cluster.far import process  # noqa: E402
+from serving.cluster.far.actor import AUTH, RoleActor  # noqa: E402
 from serving.cluster.ray import hosts as module  # noqa: E402
-from serving.cluster.ray import process  # noqa: E402
-from serving.cluster.ray.actor import AUTH, RoleActor  # noqa: E402
 from serving.cluster.ray.groups import INSTANCE, RANK, Group  # noqa: E402
 from serving.cluster.ray.hosts import RayHosts, rooms  # noqa: E402
 
@@ -34,7 +34,7 @@ class StandInActor:
         return SimpleNamespace(remote=call)
 
     def wait_killed(self, *args):
-        assert self.is_killed.wait(20)
+        assert self.is_killed.wait(200)
         raise ray.exceptions.RayActorError()
 
 
@@ -114,7 +114,7 @@ def cluster(monkeypatch):
         "PlacementGroupSchedulingStrategy",
         lambda group, placement_group_bundle_index: (group, placement_group_bundle_index),
     )
-    monkeypatch.setattr(process, "_KILL_S", 0.05)
+    monkeypatch.setattr(process, "_KILL_S", 60.0)  # a late watch is no lost host
     monkeypatch.setenv(AUTH, "token")
     yield made
     for actor in made.actors:
@@ -180,8 +180,8 @@ def test_a_process_that_ends_leaves_its_host_and_its_connections_end(cluster, ho
     running = host.process(print, (ticket,), "role")
     running.start()
     running.kill()
-    running.join(5)
-    assert ours.poll(5)
+    running.join(60)
+    assert ours.poll(60)
     with pytest.raises(EOFError):
         ours.recv_bytes()
     ours.close()
@@ -190,14 +190,17 @@ def test_a_process_that_ends_leaves_its_host_and_its_connections_end(cluster, ho
     assert len(cluster.groups) == 2
 
 
-def test_a_host_that_is_lost_is_given_up_and_another_one_asked_for(cluster, hosts, caplog):
+def test_a_host_that_is_lost_is_given_up_and_another_one_asked_for(
+    cluster, hosts, caplog, monkeypatch
+):
+    monkeypatch.setattr(process, "_KILL_S", 0.05)
     cluster.kills = False
     both = hosts.instance(0)
     for host in both:  # the group is given up once
         running = host.process(print, (), "role")
         running.start()
         running.kill()
-        running.join(5)
+        running.join(60)
         assert not running.is_alive()
     assert "The host of instance 0 does not answer." in caplog.text
     assert [group.is_there for group in cluster.groups] == [False, True]

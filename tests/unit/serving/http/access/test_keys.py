@@ -1,11 +1,13 @@
 """Keys lead to callers; the keys file says what tenants may do."""
 
 import json
+import struct
+import time
 
 import pytest
 
 from serving.http.access.key_hash import new_key
-from serving.http.access.keys import KeyRing, main
+from serving.http.access.keys import KeyRing, budget_of, main
 from serving.http.settings import HttpSettings, KeyLimits, Tenant
 
 
@@ -121,3 +123,11 @@ def test_the_command_makes_a_key_and_its_line(capsys):
     assert ring.find(key).id == "team-a"
     assert key.partition(".")[2] not in out
     assert main(["new", "a b"]) == main([]) == 2
+
+
+def test_a_budget_that_processes_share_has_a_clock_of_all_hosts(tmp_path):
+    """Hosts that share a folder have been up for different times."""
+    assert budget_of("a", 60, str(tmp_path)).wait_s() == 0.0
+    (file,) = tmp_path.iterdir()
+    _, seen = struct.unpack("=dd", file.read_bytes())
+    assert time.time() - 600 < seen <= time.time()

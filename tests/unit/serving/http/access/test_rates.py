@@ -58,6 +58,27 @@ def test_processes_that_name_one_file_have_one_budget(tmp_path):
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
 
 
+def test_hosts_whose_clocks_differ_a_little_let_no_more_through(tmp_path):
+    now = [1000.0]
+    ahead = TokenBudget(60, lambda: now[0] + 2.0, tmp_path / "key")
+    late = TokenBudget(60, lambda: now[0], tmp_path / "key")
+    ahead.spend(60)
+    for _ in range(20):  # each look of one after the other's would add two seconds
+        assert ahead.wait_s() == 1.0
+        assert late.wait_s() == 3.0  # when its own clock is there
+    now[0] += 1.0
+    assert ahead.wait_s() == late.wait_s() == 0.0
+
+
+def test_a_clock_that_was_far_ahead_does_not_close_a_key(tmp_path):
+    """As time.monotonic of another host is: its zero is when that host was booted."""
+    wrong, right = (TokenBudget(60, lambda t=t: t, tmp_path / "key") for t in (1e6, 1000.0))
+    assert wrong.wait_s() == 0.0
+    assert right.wait_s() == 0.0
+    right.spend(60)
+    assert right.wait_s() == 1.0
+
+
 def test_threads_and_processes_lose_no_charge(tmp_path):
     budgets = [TokenBudget(6000, lambda: 0.0, tmp_path / "key") for _ in range(4)]
     threads = [

@@ -4,11 +4,20 @@ import json
 import socket
 
 import pytest
+from support.processes.http_server import client_of
 from support.waiting import wait_until
 
 from serving.http.answers.streaming import event
+from serving.http.app import create_app
+from serving.http.settings import HttpSettings
 
 BODY = {"prompt": "hi", "max_tokens": 3, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with client_of(create_app(engine, HttpSettings(keep_alive_s=0.1))) as client:
+        yield client
 
 
 def test_events_are_one_line_of_json():

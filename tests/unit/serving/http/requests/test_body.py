@@ -70,16 +70,16 @@ def test_an_undeclared_size_over_the_limit_is_413(small):
     try:
         answer = small.post("/v1/completions", content=chunks(), headers=JSON)
         assert answer.status_code == 413
-    except httpx.WriteError:
+    except (httpx.WriteError, httpx.ReadError):
         pass  # the server closed the connection before all was sent
     good(small)
 
 
 def test_a_body_that_does_not_come_is_408():
-    settings = HttpSettings(body_timeout_s=0.3)  # by default it is longer than we wait
+    settings = HttpSettings(body_timeout_s=0.3)
     with client_of(create_app(FakeEngine(), settings)) as client:
         url = client.base_url
-        with socket.create_connection((url.host, url.port), timeout=25) as sock:
+        with socket.create_connection((url.host, url.port), timeout=60) as sock:
             sock.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
                 b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"

@@ -292,15 +292,14 @@ NEAR_FOLDERS = [many_values, many_choices, many_patterns, large_file, large_file
 )
 def test_no_adapter_folder_keeps_others_waiting(tmp_path, write):
     """A cold load that anybody may ask for by the folder's name."""
-    names = ("x0", "x1", "x2")
-    for name in names:  # a folder that was refused is not read again at once
-        (tmp_path / name).mkdir()
-        write(tmp_path / name)
     engine = FakeEngine(tmp_path)
     engine.registry = AdapterRegistry(adapter_cases.llama(layers=LAYERS), lora_dir=tmp_path)
     engine.rollouts = Rollouts(engine.registry)
     app = create_app(engine)
-    for name in names:
+    for number in range(10):  # a folder that was refused is not read again at once
+        name = f"x{number}"
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
         found = measure(app, COMPLETIONS, body(prompt="a", model=name))
         accepted = write in (slow_patterns, many_choices)
         assert found.status == (200 if accepted else 400), found.answer

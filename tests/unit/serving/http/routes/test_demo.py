@@ -115,7 +115,7 @@ def use_page(tmp_path, url: str, key: str, schema: str = "") -> dict:
     script = re.findall(r"<script>(.*?)</script>", PAGE.read_text(), re.DOTALL)[0]
     (tmp_path / "page.js").write_text(BROWSER + script.replace('"use strict";', "") + CLICK)
     command = ["node", str(tmp_path / "page.js"), url, key, schema]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return json.loads(done.stdout)
 
 
@@ -228,7 +228,7 @@ def test_dropped_images_are_asked_about_and_heads_answer_with_boxes(tmp_path):
     page = BROWSER + HEADED + script.replace('"use strict";', "") + DROP
     (tmp_path / "page.js").write_text(page)
     command = ["node", str(tmp_path / "page.js"), "", "", ""]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     got = json.loads(done.stdout)
     assert got["first"] == ["data:image/png;base64,example"]
     assert got["told"] == "not: no image, left out"

@@ -65,7 +65,7 @@ def end_of(app, seconds, path="/x"):
         await asyncio.sleep(0)
         await drain.finish(seconds)
         late = Client(drain)
-        await asyncio.wait({client.task, late.task}, timeout=5)
+        await asyncio.wait({client.task, late.task}, timeout=60)
         assert client.task.done()
         assert client.task.exception() is None
         assert drain.running == 0

@@ -1,8 +1,10 @@
 """Hostile structures end in an error in time, and the next one is answered."""
 
+import os
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 from support.cases.grammar_cases import (
@@ -11,6 +13,7 @@ from support.cases.grammar_cases import (
     nested,
     vocabulary,
 )
+from support.high_descriptor import high_descriptor
 
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured import checker as module
@@ -145,7 +148,8 @@ READY = "print('{}', flush=True); input(); "
 
 
 def test_a_process_that_ends_or_is_silent_refuses_the_structure_and_another_one_starts(scripted):
-    checker, started = scripted(READY + "input()")  # it ends with the first question
+    # It ends with the first question.
+    checker, started = scripted(READY + "input()", limit_s=60.0)
     for number in (1, 2):
         with pytest.raises(GrammarRefused, match="too large or too deeply nested to compile"):
             checker.check(GOOD)
@@ -161,3 +165,14 @@ def test_a_process_that_does_not_start_is_an_error_of_the_server(scripted):
     checker, _ = scripted("raise SystemExit")
     with pytest.raises(RuntimeError, match="that checks grammars does not start"):
         checker.check(GOOD)
+
+
+def test_an_answer_is_read_in_a_process_with_many_descriptors():
+    """Before: a first schema at more than a thousand connections was called too large."""
+    read, write = os.pipe()
+    os.write(write, b"{}\n")
+    with high_descriptor(read) as high, os.fdopen(high, "rb") as answers:
+        process = types.SimpleNamespace(stdout=answers)
+        line = Checker(vocabulary(), LIMIT_S)._line(process, time.monotonic() + 60)
+    assert line == b"{}"
+    os.close(write)

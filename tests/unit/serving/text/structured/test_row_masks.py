@@ -177,8 +177,8 @@ def test_masks_of_a_step_that_did_not_wait_are_made_before_the_next_ones(sequenc
     words, row_to_mask = np.zeros((1, WORDS), np.int32), np.full(1, -1, np.int32)
     rows = masks.rows(plan_of(sequence()), [0])
     masks.post(rows, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
-    threading.Timer(0.05, may.set).start()
     assert told == []
+    threading.Timer(0.05, may.set).start()
     masks.settle()
     assert told == [[0]]
     masks.settle()  # nothing is left to wait for

@@ -5,16 +5,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.processes.server_process import ROOT
+from support.waiting import wait_until
 
-from serving.cluster.ray import member
-from serving.cluster.ray.switchboard import Switchboard
+from serving.cluster.far import member
+from serving.cluster.far.switchboard import Switchboard
 
-COMMAND = [sys.executable, "-m", "serving.cluster.ray.member"]
+COMMAND = [sys.executable, "-m", "serving.cluster.far.member"]
 
 
 ECHO = """
@@ -46,38 +46,52 @@ def test_it_calls_the_function_with_connections_for_tickets(tmp_path, monkeypatc
         assert ours.recv_bytes() == b"False back"
         assert Path(f"/proc/{process.pid}/comm").read_text() == "echo-0\n"
         process.stdin.close()  # as when its actor ends
-        assert process.wait(20) == member.EXIT_LOST
+        assert process.wait(60) == member.EXIT_LOST
     board.close()
     ours.close()
 
 
+def test_one_that_cannot_reach_the_commands_host_says_where_it_is():
+    board = Switchboard("127.0.0.1")
+    ours, ticket = board.ticket()
+    board.close()
+    call = member.call_bytes("instance-1", print, (ticket,))
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(COMMAND, cwd=ROOT, **pipes) as process:
+        process.stdin.write(call)
+        process.stdin.flush()
+        said = process.stderr.read().decode()
+        assert process.wait(60) == 1
+    assert said.startswith(
+        f"instance-1 cannot start. No connection to the command's host at 127.0.0.1:"
+        f"{ticket.address[1]} ([Errno 111] Connection refused): its free ports must be open"
+    )
+    ours.close()
+
+
+# It reads its input when it has asked the kernel: the pipe is empty from then on.
+PARENT = """
+import array, fcntl, struct, subprocess, sys, termios, time
+child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+child.stdin.write(struct.pack("<Q", 1))  # the size of what never comes
+child.stdin.flush()
+left = array.array("i", [1])
+while left[0]:
+    fcntl.ioctl(child.stdin.fileno(), termios.FIONREAD, left)
+    time.sleep(0.01)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 def test_the_kernel_ends_it_with_its_parent_even_when_it_is_stopped():
-    text = (
-        "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE); "
-        "print(p.pid, flush=True); time.sleep(100)"
-    )
-    with subprocess.Popen([sys.executable, "-c", text, *COMMAND], stdout=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", PARENT, *COMMAND]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         child = int(parent.stdout.readline())
-        end = time.monotonic() + 60
-        while not _reads_its_input(child):  # before that it has asked the kernel
-            assert time.monotonic() < end
-            time.sleep(0.02)
         os.kill(child, signal.SIGSTOP)
         parent.kill()
-    while os.path.exists(f"/proc/{child}") and not _is_zombie(child):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def _reads_its_input(pid):
-    """Return whether the process waits in read(0, ...), on x86-64 or aarch64."""
-    try:
-        call = Path(f"/proc/{pid}/syscall").read_text().split()
-    except PermissionError:  # the machine hides it
-        time.sleep(2)
-        return True
-    return call[0] in ("0", "63") and call[1] == "0x0"
+    wait_until(lambda: not os.path.exists(f"/proc/{child}") or _is_zombie(child))
 
 
 def _is_zombie(pid):

@@ -1,7 +1,7 @@
-"""The process of a role on a host of a Ray cluster: `python -m serving.cluster.ray.member`.
+"""The process of a role on another host: `python -m serving.cluster.far.member`.
 
-An actor of Ray starts it and writes to its standard input what it is to do; the end of that input
-is the end of the actor. It speaks with the command's host by its own connections: no Ray is here.
+An actor starts it and writes to its standard input what it is to do; the end of that input is the
+end of the actor. It speaks with the command's host by its own connections: no Ray is here.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from serving.cluster.ray.switchboard import Ticket
+from serving.cluster.far.switchboard import Ticket
 
 EXIT_LOST = 75  # as serving.runtime.gang has it: what started this process has gone
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -30,7 +30,7 @@ def call_bytes(name: str, target: Callable[..., None], args: tuple[Any, ...]) ->
 
 
 def main() -> None:
-    """Do what the standard input says, and end with it."""
+    """Do what the standard input says, and end with it; status 1 where it cannot start."""
     die_with_parent()
     source = sys.stdin.buffer
     (length,) = struct.unpack("<Q", source.read(8))
@@ -38,7 +38,11 @@ def main() -> None:
     threading.Thread(target=_watch, args=(source.fileno(),), name="actor", daemon=True).start()
     name, target, args = pickle.loads(payload)
     _show(name)
-    target(*(arg.redeem() if isinstance(arg, Ticket) else arg for arg in args))
+    try:
+        args = [arg.redeem() if isinstance(arg, Ticket) else arg for arg in args]
+    except ConnectionError as error:
+        raise SystemExit(f"{name} cannot start. {error}") from None
+    target(*args)
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""The class of Ray's actors, without Ray: it starts one process and describes its host."""
+"""The class of actors, without Ray: it starts one process and describes its host."""
 
 import os
 import signal
@@ -11,8 +11,8 @@ from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
 from serving.api.config import EngineConfig
-from serving.cluster.ray.actor import AUTH, RoleActor
-from serving.cluster.ray.member import call_bytes
+from serving.cluster.far.actor import AUTH, RoleActor
+from serving.cluster.far.member import call_bytes
 from serving.runtime.about import about_of
 
 
@@ -31,9 +31,20 @@ def test_it_runs_a_process_with_the_commands_variables(tmp_path):
     thread.start()
     while actor.pid() == first:
         time.sleep(0.01)
+    actor.join(0.01)  # no longer
     os.kill(actor.pid(), signal.SIGKILL)
-    thread.join(20)
+    actor.join(60)
+    assert actor._process is not None
+    assert actor._process.returncode == -signal.SIGKILL
+    thread.join(60)
     assert statuses == [-signal.SIGKILL]
+
+
+def test_a_process_that_was_killed_before_it_ran_does_not_stay():
+    actor = RoleActor()
+    actor.join(60)  # of none there is nothing to wait for
+    actor.kill()
+    assert actor.run(call_bytes("role", time.sleep, (100,)), {}) == -signal.SIGKILL
 
 
 def test_it_tells_what_must_be_equal_everywhere(tmp_path, monkeypatch):

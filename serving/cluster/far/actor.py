@@ -1,6 +1,7 @@
-"""The actor of Ray that starts one role's process on its host, and ends with it.
+"""The actor that starts one role's process on its host, and ends with it.
 
-Ray makes an actor of the class; it is plain Python, and imports neither jax nor ray.
+Ray makes an actor of its own of the class, a node's agent has one for each start. It imports
+neither jax nor ray.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ class RoleActor:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_killed = False
         self._lock = threading.Lock()
 
     def about(self, config: EngineConfig) -> dict[str, Any]:
@@ -52,12 +54,14 @@ class RoleActor:
 
         `environ` is set in it beside the host's own environment.
         """
-        command = [sys.executable, "-m", "serving.cluster.ray.member"]
+        command = [sys.executable, "-m", "serving.cluster.far.member"]
         with self._lock:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env={**os.environ, **environ}
             )
             self._process = process
+            if self._is_killed:
+                process.kill()
         assert process.stdin is not None
         try:
             process.stdin.write(payload)
@@ -69,6 +73,24 @@ class RoleActor:
         finally:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
+
+    def kill(self) -> None:
+        """End the process at once; one that runs later ends too."""
+        with self._lock:
+            self._is_killed = True
+            if self._process is not None:
+                self._process.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process has run and ended."""
+        return self._process is not None and self._process.returncode is not None
+
+    def join(self, limit_s: float) -> None:
+        """Wait for the end of a process that was killed, and of its hold on files and GPUs."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(limit_s)
 
     def pid(self) -> int:
         """Return the process's number on this host, 0 before it runs."""

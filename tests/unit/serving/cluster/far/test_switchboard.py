@@ -1,14 +1,18 @@
 """A process elsewhere gets the other end of a connection; who cannot prove himself gets nothing."""
 
+import contextlib
 import dataclasses
 import socket
+import struct
+import threading
+import time
 from multiprocessing import AuthenticationError
 
 import pytest
 from support.waiting import wait_until
 
-from serving.cluster.ray import switchboard
-from serving.cluster.ray.switchboard import Switchboard
+from serving.cluster.far import switchboard
+from serving.cluster.far.switchboard import Switchboard
 
 
 @pytest.fixture
@@ -73,11 +77,26 @@ def test_a_wrong_secret_is_refused_and_a_ticket_is_good_once(board, caplog):
 
 
 def test_a_stranger_who_says_nothing_does_not_stop_others(board, monkeypatch, caplog):
-    monkeypatch.setattr(switchboard, "_PROOF_S", 1)
+    within, limited = switchboard._within, threading.Event()
+    monkeypatch.setattr(switchboard, "_within", lambda *given: limited.set() or within(*given))
+    monkeypatch.setattr(switchboard, "_PROOF_S", 1.0)
     with socket.create_connection(board.address):
+        assert limited.wait(60)
+        monkeypatch.setattr(switchboard, "_PROOF_S", 60.0)  # for the next one
         _, ticket = board.ticket()
         ticket.redeem().close()
-        wait_until(lambda: "which is no role of this cluster" in caplog.text)
+        wait_until(lambda: "of this cluster: no proof came" in caplog.text)
+
+
+def test_a_stranger_who_sends_little_by_little_is_sent_away_in_time(board, monkeypatch, caplog):
+    monkeypatch.setattr(switchboard, "_PROOF_S", 0.3)
+    left = struct.pack("!i", 250) + bytes(250)
+    with socket.create_connection(board.address) as stranger, contextlib.suppress(OSError):
+        while left and "which is no role of this cluster" not in caplog.text:
+            left = left[stranger.send(left[:1]) :]
+            time.sleep(0.05)
+    wait_until(lambda: "which is no role of this cluster" in caplog.text)
+    assert left
 
 
 def test_tickets_whose_own_side_has_gone_hold_no_descriptors(board):

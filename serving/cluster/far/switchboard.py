@@ -6,21 +6,24 @@ the process names its connection by a ticket. Nothing that comes in is unpickled
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import secrets
 import select
 import socket
-import struct
 import threading
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from serving.cluster.addresses import notice_lost_hosts
+from serving.cluster.far.callers import take_callers
 
 logger = logging.getLogger(__name__)
 
-_PROOF_S = 10  # for a caller to prove itself, and to name its ticket
+_CONNECT_S = 4.0  # to the command's host: some packets may be lost
+_PROOF_S = 10.0  # for a caller to prove itself, and to name its ticket
 _MOST_TICKET = 64  # bytes
 
 
@@ -33,11 +36,24 @@ class Ticket:
     name: bytes = dataclasses.field(repr=False)
 
     def redeem(self) -> Connection:
-        """Return the connection, in the process that it is for. Raises OSError, EOFError."""
-        connection = Client(self.address, "AF_INET", authkey=self.secret)
-        with _socket_of(connection) as sock:
+        """Return the connection, in the process that it is for.
+
+        Raises ConnectionError where the command's host cannot be reached, or ends it.
+        """
+        try:
+            sock = socket.create_connection(self.address, _CONNECT_S)
+            sock.settimeout(None)
             notice_lost_hosts(sock)
-        connection.send_bytes(self.name)
+            connection = Connection(sock.detach())
+            answer_challenge(connection, self.secret)
+            deliver_challenge(connection, self.secret)
+            connection.send_bytes(self.name)
+        except (OSError, EOFError) as error:
+            (host, port), why = self.address, str(error) or "it was ended"
+            raise ConnectionError(
+                f"No connection to the command's host at {host}:{port} ({why}): its free "
+                "ports must be open to this host."
+            ) from error
         return connection
 
     def close(self) -> None:
@@ -55,7 +71,7 @@ class Switchboard:
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Connection] = {}  # inner ends, by ticket
         self._lines: dict[bytes, Connection] = {}  # those that are connected
-        threading.Thread(target=self._accept, name="switchboard", daemon=True).start()
+        take_callers(self._listening, self._welcome, "switchboard")
 
     def ticket(self) -> tuple[Connection, Ticket]:
         """Return this side of a new connection, and the ticket to its other side.
@@ -86,39 +102,30 @@ class Switchboard:
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, peer = self._listening.accept()
-            except OSError:  # closed
-                return
-            run = threading.Thread(target=self._welcome, args=(sock, peer[0]), daemon=True)
-            run.start()
-
-    def _welcome(self, sock: socket.socket, peer: str) -> None:
+    def _welcome(self, sock: socket.socket, peer: str) -> Callable[[], None] | None:
+        """Let a process name its ticket; return what carries its connection."""
         notice_lost_hosts(sock)
-        _limit(sock, _PROOF_S)
         far = Connection(sock.detach())
         try:
-            deliver_challenge(far, self.secret)
-            answer_challenge(far, self.secret)
-            name = far.recv_bytes(_MOST_TICKET)
+            with _within(far, _PROOF_S):
+                deliver_challenge(far, self.secret)
+                answer_challenge(far, self.secret)
+                name = far.recv_bytes(_MOST_TICKET)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
+            why = str(error) or "no proof came"
             logger.warning(
-                "Rejected a connection from %s, which is no role of this cluster: %s", peer, error
+                "Rejected a connection from %s, which is no role of this cluster: %s", peer, why
             )
             far.close()
-            return
-        with _socket_of(far) as sock:
-            _limit(sock, 0)
+            return None
         with self._lock:
             inner = self._waiting.pop(name, None)
             if inner is not None:
                 self._lines[name] = inner
         if inner is None:
             far.close()
-            return
-        self._carry(name, inner, far)
+            return None
+        return functools.partial(self._carry, name, inner, far)
 
     def _carry(self, name: bytes, inner: Connection, far: Connection) -> None:
         """Pass messages on in both directions until one side ends."""
@@ -149,8 +156,8 @@ def _is_left(end: Connection) -> bool:
 
 def _shut_down(connection: Connection) -> None:
     """Let both sides of a connection read its end, and leave the descriptor open."""
-    with _socket_of(connection) as sock, contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
+    with _socket_of(connection) as sock:
+        _end(sock)
 
 
 def _socket_of(connection: Connection) -> socket.socket:
@@ -158,6 +165,20 @@ def _socket_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-def _limit(sock: socket.socket, seconds: int) -> None:
-    """Bound each later read; 0 does not. Unlike settimeout it leaves the descriptor blocking."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+@contextlib.contextmanager
+def _within(connection: Connection, seconds: float) -> Iterator[None]:
+    """Shut the connection down unless the block ends in time, however little by little it hears."""
+    with _socket_of(connection) as sock:
+        late = threading.Timer(seconds, _end, (sock,))
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+            late.join()
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
