@@ -57,7 +57,7 @@ class ClusterConfig:
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         self._check_nodes()
-        self._check_world()
+        self._check_transport()
         if not self.lora_server and self.lora_attention == "remote":
             raise ValueError(
                 "--lora-attention remote is attention on a LoRA Server; add --lora-server with its "
@@ -75,19 +75,20 @@ class ClusterConfig:
                 "Server is laid out; add --lora-server with its number of ranks."
             )
 
-    def _check_world(self) -> None:
-        """Raise ValueError for what a world of NVSHMEM is not for."""
+    def _check_transport(self) -> None:
+        """Raise ValueError for what other transports than that of one host are not for."""
+        far = self.uses_ray or self.spreads_roles
+        if self.lora_separate_stream and (far or self.lora_server_transport != "auto"):
+            raise ValueError(
+                "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
+                "--lora-server-transport auto on one host."
+            )
         if self.lora_server_transport != "nvshmem":
             return
         if not self.lora_server:
             raise ValueError(
                 "--lora-server-transport nvshmem carries rows to a LoRA Server; add --lora-server "
                 "with its number of ranks."
-            )
-        if self.lora_separate_stream:
-            raise ValueError(
-                "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
-                "--lora-server-transport auto."
             )
         if self.local_expert_slots:
             raise ValueError(

@@ -70,6 +70,7 @@ class LocalCluster:
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes: list[InstanceProcess] = []
         self._keepers: list[Keeper] = []
+        self._no_host: dict[int, str] = {}  # why, as it was said, by instance
         self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
         if options.state_dir is None:  # instances are started anew; their server is not
             folder = str(self._folder)
@@ -266,15 +267,20 @@ class LocalCluster:
         self._replace(dead)
 
     def _replace(self, dead: InstanceProcess) -> None:
-        logger.warning("Instance %d has ended; restarting it.", dead.number)
+        why = self._no_host.get(dead.number)
+        if why is None:
+            logger.warning("Instance %d has ended; restarting it.", dead.number)
         self.router.set_up(dead.number, False)
         dead.stop()
         try:
             process = self._start(self._enter(dead.number))
         except ConnectionError as error:
-            logger.error("Instance %d cannot start now: %s", dead.number, error)
+            if str(error) != why:  # a node may be away for long
+                logger.error("Instance %d cannot start now: %s", dead.number, error)
+            self._no_host[dead.number] = str(error)
             self._closing.wait(_RESTART_S)
             return
+        self._no_host.pop(dead.number, None)
         with self._lock:
             self._processes[dead.number] = process
         if self._closing.is_set():

@@ -49,6 +49,7 @@ class ServerGroup:
         self._folder = Path(tempfile.mkdtemp(prefix="lora-server-"))
         self._secret = secrets.token_bytes(32)
         self._addresses: dict[int, tuple[str, int]] = {}  # over TCP, once they are known
+        self._no_host: dict[int, str] = {}  # why, as it was said, by rank
         self._closing = threading.Event()
         self._lock = threading.Lock()  # the processes, against `close`
         self._processes = [self._start(rank) for rank in range(spec.ranks)]
@@ -182,15 +183,19 @@ class ServerGroup:
     def _replace(self, dead: RankProcess) -> None:
         rank, begun = dead.rank, time.monotonic()
         before = self._addresses.get(rank)
-        logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
+        if (why := self._no_host.get(rank)) is None:
+            logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
         self.coordinator.lose(rank)
         dead.stop()
         try:
             process = self._start(rank)
         except ConnectionError as error:
-            logger.error("Rank %d of the LoRA Server has no host: %s", rank, error)
+            if str(error) != why:  # a node may be away for long
+                logger.error("Rank %d of the LoRA Server has no host: %s", rank, error)
+            self._no_host[rank] = str(error)
             self._closing.wait(_RESTART_S)
             return
+        self._no_host.pop(rank, None)
         with self._lock:
             self._processes[rank] = process
         if self._closing.is_set():

@@ -13,7 +13,7 @@ from jax import lax
 
 from lora_jax.ops.keep_likely import keep_likely
 from lora_jax.typing import Array, Bool, Float, Int
-from serving.steps.device_state import RowState, rows_of
+from serving.steps.device_state import Row, RowState, rows_of
 from serving.steps.sampler import (
     LogitRows,
     Sampled,
@@ -112,7 +112,7 @@ def _edited(
 
 
 def _edit(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     """Return the logits of a row with its edits, limits and bad words."""
     logits = jnp.where(row.edits != 0, apply_edits(logits, position, row), logits)
@@ -121,7 +121,7 @@ def _edit(
 
 
 def _penalise(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     return jnp.where(row.penalties != 0, apply_penalties(logits, position, row), logits)
 
@@ -130,7 +130,7 @@ def _draw(
     logits: Float[Array, "vocab"],
     kept: Float[Array, "vocab"],
     position: Int[Array, ""],
-    row: RowState,
+    row: Row,
 ) -> Int[Array, ""]:
     """Return a token drawn from the kept ones, or the most likely one of a greedy row."""
     return jnp.where(row.temperature > 0, draw_scaled(kept, position, row), argmax(logits))

@@ -30,7 +30,7 @@ from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
-_KEPT_SIZES = 8  # sizes of images whose arrays stay on the device
+_KEPT_SIZES = 8  # sizes of images whose arrays stay on the device, and prompts' places of images
 
 
 class ImageOperands(NamedTuple):
@@ -72,6 +72,7 @@ class ImageEncoder:
         self.stopwatch = DeviceStopwatch()  # of the tower
         # Frames of one size need their arrays but the patches on the device once.
         self._places = functools.lru_cache(_KEPT_SIZES)(self._place)
+        self._positions = functools.lru_cache(_KEPT_SIZES)(self._table)
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
         """Make the cache and the table on the device."""
@@ -102,15 +103,11 @@ class ImageEncoder:
 
     def admit(self, sequence: Sequence) -> None:
         """Write the table of a sequence that has a new row."""
-        length = self.operands.places.shape[2]
         images = sequence.request.images
-        places = np.full((TABLE_WIDTH, length), -1, np.int32)
+        places = self._positions(tuple((image.start, image.image.grid) for image in images)).copy()
         for image, rows in zip(images, sequence.image_rows, strict=True):
             if rows:
                 places[ENCODER_ROW, image.start : image.end] = rows
-        grids = [(image.start, image.image.grid) for image in images]
-        has_sections = self._config.rope.sections is not None
-        places[POSITIONS] = rope_positions(self._tower_config, has_sections, grids, length)
         self._set_places(sequence.row, places)
 
     def encode(
@@ -131,6 +128,14 @@ class ImageEncoder:
     def _set_places(self, row: int, places: np.ndarray) -> None:
         table = _write_places(self.operands.places, np.int32(row), places)
         self.operands = self.operands._replace(places=table)
+
+    def _table(self, grids: tuple[tuple[int, tuple[int, int]], ...]) -> np.ndarray:
+        """Return the table of a sequence with images of these starts and grids, without rows."""
+        length = self.operands.places.shape[2]
+        places = np.full((TABLE_WIDTH, length), -1, np.int32)
+        has_sections = self._config.rope.sections is not None
+        places[POSITIONS] = rope_positions(self._tower_config, has_sections, grids, length)
+        return places
 
     def _run(
         self,

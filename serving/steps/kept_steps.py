@@ -71,6 +71,7 @@ class KeptJit:
         # By static arguments, then by what the others look like.
         self._made: dict[tuple[Any, ...], dict[tuple[Any, ...], KeptProgram]] = {}
         self._choices: dict[str, KernelChoices] = {}  # by key: jax traces a program once
+        self._jax_read: set[str] = set()  # keys of programs that jax has read from its own files
 
     def lower(self, *arguments: Any, **static: Any) -> "KeptProgram":
         """Return the program for these arguments; its `compile` reads it where it is kept."""
@@ -81,7 +82,7 @@ class KeptJit:
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
         lower = functools.partial(self._lower, key, *arguments, **static)
-        program = KeptProgram(lower, self._steps, key)
+        program = KeptProgram(lower, self._steps, key, self._jax_read)
         self._made.setdefault(called, {})[_shapes(given)] = program
         return program
 
@@ -111,9 +112,13 @@ class KeptProgram:
     """A program that is read from its file, or lowered, compiled and written to it."""
 
     def __init__(
-        self, lower: Callable[[], tuple[Lowered, KernelChoices]], steps: KeptSteps, key: str
+        self,
+        lower: Callable[[], tuple[Lowered, KernelChoices]],
+        steps: KeptSteps,
+        key: str,
+        jax_read: set[str],
     ):
-        self._steps, self._key = steps, key
+        self._steps, self._key, self._jax_read = steps, key, jax_read
         used.append(key)
         self._ahead = _AHEAD.pop(key, None)
         found = _found(steps.files, key) if self._ahead is None else self._ahead.found.result()
@@ -169,7 +174,9 @@ class KeptProgram:
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
         with programs.watched() as was_read, reading:
             compiled = lowered.compile()
-        if not was_read():
+        if was_read():
+            self._jax_read.add(self._key)
+        if self._key not in self._jax_read:  # lowered again, it would be what was read before
             self._keep(compiled, choices)
         return compiled
 

@@ -22,7 +22,7 @@ from jax import lax
 from lora_jax.ops.keep_likely.reference import keep_min_p, keep_top_k, keep_top_p
 from lora_jax.typing import Array, Bool, Float, Int
 from serving.api.sampling import MAX_LOGPROBS
-from serving.steps.device_state import OneRow, RowState, row_of
+from serving.steps.device_state import Row, RowState, row_of
 from serving.steps.token_masks import TokenMasks, mask_row
 
 INVALID_TOKEN = -1  # the logits of the row are not finite numbers
@@ -154,7 +154,7 @@ def _choose(
 
 
 def apply_edits(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     """Return logits + bias, with the suppressed ids at -inf while min_tokens is not reached."""
     logits = logits.at[row.bias_ids].add(row.bias_values, mode="drop")
@@ -163,7 +163,7 @@ def apply_edits(
 
 
 def keep_allowed(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     """Return logits with all tokens but the row's allowed ones at -inf."""
     listed = jnp.zeros(logits.shape, jnp.int32).at[row.allowed_ids].max(1, mode="drop")
@@ -171,7 +171,7 @@ def keep_allowed(
 
 
 def drop_bad_words(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     """Return logits with each token at -inf that would complete a bad word of sampled tokens."""
     start, last = row.bad_words[:, :-1], row.bad_words[:, -1]
@@ -183,7 +183,7 @@ def drop_bad_words(
 
 
 def apply_penalties(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
+    logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Float[Array, "vocab"]:
     """Return penalised logits; c[v] counts v among the sampled tokens.
 
@@ -203,9 +203,7 @@ def apply_penalties(
     return logits - row.presence_penalty * (counts > 0).astype(jnp.float32)
 
 
-def _draw(
-    logits: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
-) -> Int[Array, ""]:
+def _draw(logits: Float[Array, "vocab"], position: Int[Array, ""], row: Row) -> Int[Array, ""]:
     """Return argmax(kept logits / temperature + Gumbel noise of (seed, position))."""
     scaled = logits / row.temperature
     scaled = lax.cond(row.min_p > 0, lambda: keep_min_p(scaled, row.min_p), lambda: scaled)
@@ -215,7 +213,7 @@ def _draw(
 
 
 def draw_scaled(
-    scaled: Float[Array, "vocab"], position: Int[Array, ""], row: RowState | OneRow
+    scaled: Float[Array, "vocab"], position: Int[Array, ""], row: Row
 ) -> Int[Array, ""]:
     """Return argmax(scaled + Gumbel noise of (seed, position))."""
     key = jax.random.wrap_key_data(row.key, impl="threefry2x32")

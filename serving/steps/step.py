@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.batch import ForwardBatch, ImageRows
+from lora_jax.batch import ForwardBatch, ImageRows, ReadRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.nn.task_head import head_logits
@@ -30,6 +30,7 @@ START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES = range(5)
 TABLE_ROWS = 5
 BY_HEAD = -1  # in place of a count in SAMPLES: the adapter's task head answers, nothing is drawn
 
+_FEW_TOKENS = 8  # the smallest bucket, which serves decode steps
 # sampler.sample, or another of its kind.
 Sample = Callable[[Float[Array, "rows vocab"], LogitRows, RowState, TokenMasks | None], Sampled]
 
@@ -48,6 +49,7 @@ class StepSizes:
     max_drafts: int = 0  # of a sequence in one step; 0: no trace of them is in the programs
     num_host_pages: int = 0  # KV pages that host memory has room for
     pooled: bool = False  # KV pages are a pool's, not the step's own
+    reads_rows: bool = False  # the last layer of a step with prompts leaves out what nobody reads
     page_stride: int = 1  # of page numbers in block tables: see lora_jax.pooled
 
     @property
@@ -64,6 +66,15 @@ class StepSizes:
     def num_masks(self) -> int:
         """Token masks of a step: one for each sequence, and as many as one may have drafts."""
         return self.max_seqs + self.max_drafts
+
+    def read_rows(self, bucket: int) -> int:
+        """Rows whose final state is read, of logits and task heads; 0: that of every token is.
+
+        Steps of decode tokens alone read them all.
+        """
+        heads = self.max_seqs if self.head_width else 0
+        has_prompts = bucket > max(_FEW_TOKENS, 2 * self.max_seqs)
+        return min(bucket, self.max_logit_rows + heads) if self.reads_rows and has_prompts else 0
 
     def logit_rows(self, bucket: int) -> int:
         """Logit rows of the program for steps of up to `bucket` tokens."""
@@ -98,7 +109,7 @@ def forward_step(
     step; all have the same logits. With `merged_slot` the model's weights have that slot's adapter
     in them, and rows of others may come.
     """
-    by_head = table[SAMPLES] == BY_HEAD
+    by_head, asked = table[SAMPLES] == BY_HEAD, table
     if sizes.head_width:  # a head's row has no logits of the vocabulary
         table = table.at[SAMPLES].set(jnp.where(by_head, 0, table[SAMPLES]))
     batch = unpack_batch(table, block_tables, history, bucket, sizes)
@@ -113,14 +124,19 @@ def forward_step(
     slots = slots if lora else None
     if merged_slot is not None and lora:
         batch = mixture(batch, merged_slot)
-    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split)
-    logit_inputs = hidden[rows.row_to_token], rows.num_rows, rows.row_to_slot
+    # Rows of an exchange with a LoRA Server are those of the step in every layer.
+    num_read = sizes.read_rows(bucket) if remote is None else 0
+    read = unpack_read_rows(asked, batch, history, num_read) if num_read else None
+    hidden, cache = model(batch, cache, slots, sizes.max_rank, remote, split, read)
+    states = rows.row_to_token if read is None else rows_in_read(asked, rows)
+    logit_inputs = hidden[states], rows.num_rows, rows.row_to_slot
     logits = model.logits(*logit_inputs, slots, sizes.max_rank, split, remote)
     if not sizes.head_width:
         return cache, logits, rows, None
     if slots is None:  # then no row has an adapter
         return cache, logits, rows, jnp.zeros((sizes.max_seqs, sizes.head_width), jnp.float32)
-    last = jnp.maximum(jnp.cumsum(table[NUM_TOKENS]) - 1, 0)
+    counts = table[NUM_TOKENS] if read is None else num_read_rows(asked)
+    last = jnp.maximum(jnp.cumsum(counts) - 1, 0)
     heads = jnp.where(by_head, table[SLOT], -1)
     answers = head_logits(hidden[last], heads, slots, model.module_names, sizes.head_width)
     return cache, logits, rows, answers
@@ -263,6 +279,30 @@ def unpack_logit_rows(
         positions=positions,
         targets=jnp.where(is_target, target, -1),
     )
+
+
+def unpack_read_rows(
+    table: Int[Array, "table_rows seqs"],
+    batch: ForwardBatch,
+    history: Int[Array, "seqs max_len"],
+    num_rows: int,
+) -> ReadRows:
+    """Return the tokens whose states are read: those of logit rows, and each task head's last."""
+    one = table.at[SAMPLES].set(jnp.abs(table[SAMPLES]))
+    rows = unpack_logit_rows(one, batch, history, num_rows)
+    return ReadRows(rows.row_to_token, rows.num_rows)
+
+
+def num_read_rows(table: Int[Array, "table_rows seqs"]) -> Int[Array, "seqs"]:
+    """Return how many rows of each sequence are read, one for a task head."""
+    return table[NUM_TARGETS] + jnp.abs(table[SAMPLES])
+
+
+def rows_in_read(table: Int[Array, "table_rows seqs"], rows: LogitRows) -> Int[Array, "rows"]:
+    """Return the read row of each logit row: before it stand the heads of earlier sequences."""
+    by_head = (table[SAMPLES] == BY_HEAD).astype(jnp.int32)
+    heads_before = (jnp.cumsum(by_head) - by_head)[rows.row_to_seq]
+    return jnp.arange(heads_before.shape[0], dtype=jnp.int32) + heads_before
 
 
 def _spread(

@@ -1,6 +1,7 @@
 """Steps on their way through the device, and what the host reads of them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -64,11 +65,18 @@ def in_flight(
         wanted += [sampled.logprobs, sampled.ranks, sampled.top_ids, sampled.top_logprobs]
     if sampled.heads is not None and any(chunk.by_head for chunk in plan.chunks):
         wanted.append(sampled.heads)
-    for leaf in wanted:
-        leaf.copy_to_host_async()
     if status is not None:
-        status.copy_to_host_async()
+        wanted.append(status)
+    if not _is_host():
+        for leaf in wanted:
+            leaf.copy_to_host_async()
     return InFlightStep(plan, first_rows, sampled, scored, status, number, waits)
+
+
+@functools.cache
+def _is_host() -> bool:
+    """Return whether results lie in the host's memory: asking for a copy takes some 30 us each."""
+    return jax.default_backend() == "cpu"
 
 
 def first_rows(plan: StepPlan) -> tuple[int, ...]:

@@ -27,6 +27,15 @@ class ImageRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class ReadRows:
+    """Tokens of one step whose final state is read; of the others the last layer makes K and V."""
+
+    row_to_token: Int[Array, "read"]
+    num_rows: Int[Array, ""]  # rows at or after it are padding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class ForwardBatch:
     """Device integers of one step. Entries at or after `num_tokens` are padding.
 

@@ -1,5 +1,6 @@
 """`Engine.generate`: many prompts at once, in order, with a progress bar."""
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,11 +43,11 @@ class Batch:
         self.live: dict[int, str] = {}  # place -> request id
         self._started_s = time.perf_counter()
         self._tokens_in = self._tokens_out = 0
-        self._bar = tqdm(total=len(prompts), desc="Prompts", unit="", disable=not use_tqdm)
+        self._bar = tqdm(total=len(prompts), desc="Prompts", unit="") if use_tqdm else None
 
     def run(self) -> list[RequestOutput]:
         """Return all answers in order; raises what `submit` raises, or RequestFailed."""
-        with self._bar:
+        with contextlib.nullcontext() if self._bar is None else self._bar:
             for index in range(len(self._requests)):
                 self._hand_in(index)
             while self.live:
@@ -83,6 +84,8 @@ class Batch:
             return False
         del self.live[index]
         self._tokens_in += len(self._requests[index][0])
+        if self._bar is None:
+            return True
         seconds = time.perf_counter() - self._started_s
         rates = [count / seconds for count in (self._tokens_in, self._tokens_out)]
         text = f"est. speed input: {rates[0]:.1f} toks/s, output: {rates[1]:.1f} toks/s"

@@ -127,6 +127,7 @@ def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
         head_width=0 if head is None else head.d_out,
         num_host_pages=size.num_host_pages,
         pooled=base.pool is not None,
+        reads_rows=jax.default_backend() == "cpu",  # elsewhere it was not run
         page_stride=1 if base.pool is None else base.pool.room.pages.stride,
     )
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ReadRows
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import LayerCache
 from lora_jax.nn.layers import RMSNorm, apply_linears, constant_parameter, make_linear
@@ -53,8 +53,12 @@ class Attention(nnx.Module):
         batch: ForwardBatch,
         cache: LayerCache,
         routing: AdapterRouting,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        """Return the attention's output and the cache with this step's K and V in it."""
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], LayerCache]:
+        """Return the attention's output and the cache with this step's K and V in it.
+
+        The output is that of every token, or of the rows `read`.
+        """
         maps = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (self._heads(y) for y in apply_linears(maps, x, routing))
         q, cache = self._placed(q, k, v, angles, batch, cache)
@@ -71,7 +75,10 @@ class Attention(nnx.Module):
             sliding_window=self.window,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        return self.o_proj(out.reshape(x.shape[0], -1), routing), cache
+        out = out.reshape(x.shape[0], -1)
+        if read is not None:
+            out, routing = out[read.row_to_token], routing.of_read(read)
+        return self.o_proj(out, routing), cache
 
     def _heads(self, y: Float[Array, "tokens width"]) -> Float[Array, "tokens heads head_dim"]:
         """Split into heads after the clip."""

@@ -8,7 +8,7 @@ from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ReadRows
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import KVShape, LayerCache, PagedKVCache
 from lora_jax.nn import image_rows, rope
@@ -33,7 +33,8 @@ class AttentionLike(Protocol):
         batch: ForwardBatch,
         cache: LayerCache,
         routing: AdapterRouting,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]: ...
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], LayerCache]: ...
 
 
 @runtime_checkable
@@ -58,9 +59,14 @@ class DecoderLayer(nnx.Module):
         batch: ForwardBatch,
         cache: LayerCache,
         routing: AdapterRouting,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        out, cache = self.attn(self.input_norm(x), angles, batch, cache, routing)
-        x, normed = self.post_norm.of_sum(x, out)
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], LayerCache]:
+        """Return every token's state, or that of the rows `read`, and the cache after the layer."""
+        normed = self.input_norm.of_rows(x, routing.num_rows)
+        out, cache = self.attn(normed, angles, batch, cache, routing, read)
+        if read is not None:
+            x, routing = x[read.row_to_token], routing.of_read(read)
+        x, normed = self.post_norm.of_sum(x, out, routing.num_rows)
         return x + self.mlp(normed, routing), cache
 
 
@@ -127,9 +133,11 @@ class AbstractCausalLM(nnx.Module):
         max_rank: int,
         remote: RemoteExperts | None = None,
         split: Split | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], PagedKVCache]:
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], PagedKVCache]:
         """Return hidden states after the final norm, and the cache with this step's K and V.
 
+        States are those of all tokens, or of the rows `read`: then the last layer computes no more.
         With `remote` the experts' part of the adapters comes from there. With `split` this is one
         device's part of a shard_map: weights, pages and rank rows are its own, results are whole.
         """
@@ -146,13 +154,16 @@ class AbstractCausalLM(nnx.Module):
         ).with_items()
         routing = routing.without(batch.token_to_surplus_slot)
         x, angles = self._inputs(batch, routing)
-        new_cache = []
+        new_cache, images = [], batch.images
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
-            x, layer_cache = layer(x, angles, batch, layer_cache, routing)
-            if batch.images is not None:
-                x = image_rows.add_after_layer(x, batch.images, number)
+            last = read if number + 1 == len(self.layers) else None
+            x, layer_cache = layer(x, angles, batch, layer_cache, routing, last)
+            if images is not None:
+                of_rows = images if last is None else image_rows.of_read(images, last)
+                x = image_rows.add_after_layer(x, of_rows, number)
             new_cache.append(layer_cache)
-        return self.norm(x), tuple(new_cache)
+        num_rows = batch.num_tokens if read is None else read.num_rows
+        return self.norm.of_rows(x, num_rows), tuple(new_cache)
 
     def _inputs(
         self, batch: ForwardBatch, routing: AdapterRouting

@@ -5,7 +5,7 @@ Text tokens keep their bits: a row is chosen or not, and never added as a zero.
 
 import jax.numpy as jnp
 
-from lora_jax.batch import ImageRows
+from lora_jax.batch import ImageRows, ReadRows
 from lora_jax.typing import Array, Float
 
 
@@ -21,6 +21,13 @@ def add_after_layer(
     if layer + 1 >= images.rows.shape[1]:
         return x
     return _chosen(x, images, layer + 1, x)
+
+
+def of_read(images: ImageRows, read: ReadRows) -> ImageRows:
+    """Return the images of the rows that are read."""
+    rows = read.row_to_token
+    at = images.token_to_row[rows], images.rope_positions[:, rows]
+    return ImageRows(images.rows, *at)
 
 
 def _chosen(

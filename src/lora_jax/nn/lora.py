@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.batch import ReadRows
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
@@ -98,6 +99,21 @@ class AdapterRouting:
             items=items,
             surplus=None,
         )
+
+    def of_read(self, read: ReadRows) -> "AdapterRouting":
+        """Return the routing of the rows that are read."""
+
+        def at(values: Int[Array, "rows"] | None) -> Int[Array, "read"] | None:
+            return None if values is None else values[read.row_to_token]
+
+        return dataclasses.replace(
+            self,
+            num_rows=read.num_rows,
+            row_to_slot=self.row_to_slot[read.row_to_token],
+            row_to_esft_slot=at(self.row_to_esft_slot),
+            items=None,
+            surplus=None if self.surplus is None else self.surplus.of_read(read),
+        ).with_items()
 
     def lora_arguments(self, modules: Sequence[str], layer: int, d_in: int, d_out: int) -> dict:
         """Return what ops.lora_gemms takes besides rows: pools, tables and the modules' sites.

@@ -9,7 +9,7 @@ latents as one key-value head whose V is a prefix of K.
 import jax.numpy as jnp
 from flax import nnx
 
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ReadRows
 from lora_jax.config import ModelConfig
 from lora_jax.kv_cache import KVShape, LayerCache
 from lora_jax.nn.attention import CosSin
@@ -101,8 +101,12 @@ class LatentAttention(nnx.Module):
         batch: ForwardBatch,
         cache: LayerCache,
         routing: AdapterRouting,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerCache]:
-        """Return the attention's output and the cache with this step's latents in it."""
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], LayerCache]:
+        """Return the attention's output and the cache with this step's latents in it.
+
+        The output is that of every token, or of the rows `read`.
+        """
         heads = self.absorb_k.weight.shape[0]  # of this device
         by_head = head_rows(x.shape[0], heads, routing.num_rows)
         sorted_routing = routing.gathered(by_head.row_to_token, routing.num_rows * heads)
@@ -122,8 +126,10 @@ class LatentAttention(nnx.Module):
             scale=self.config.attention_scale,
             v_dim=self.mla.kv_lora_rank,
         )
-        out = self.absorb_v(attended, by_head, sorted_routing)
-        return self.o_proj(out.reshape(x.shape[0], -1), routing), cache
+        out = self.absorb_v(attended, by_head, sorted_routing).reshape(x.shape[0], -1)
+        if read is not None:
+            out, routing = out[read.row_to_token], routing.of_read(read)
+        return self.o_proj(out, routing), cache
 
     def _placed(
         self,

@@ -4,6 +4,7 @@ Settings are read from preprocessor_config.json, or from the newer processor_con
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,7 +58,7 @@ class ProcessorSettings:
         pairs = zip(self.mean, self.std, strict=True)
         return np.stack([(scaled - np.float32(m)) / np.float32(s) for m, s in pairs])
 
-    @property
+    @functools.cached_property
     def digest(self) -> bytes:
         """SHA-256 of the settings."""
         return hashlib.sha256(repr(dataclasses.astuple(self)).encode()).digest()
@@ -153,6 +154,9 @@ def _cropped(pixels: np.ndarray, settings: ProcessorSettings) -> Patches:
 
 
 def _resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Return the image at a size; at its own size it is the one that is given, as Pillow has it."""
+    if pixels.shape[:2] == (height, width):
+        return pixels
     image = Image.fromarray(np.ascontiguousarray(pixels))
     return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
 

@@ -1,5 +1,6 @@
 """The frame of a model: what is in its program, and what is not."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from flax import nnx
 from support.drivers.model_driver import Driver, fill_slots, random_sites
 
+from lora_jax.batch import ReadRows
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models import build, model_class
 from lora_jax.ops.cpu.build import available
@@ -85,6 +87,34 @@ def test_bits_at_sizes_where_xla_begins_to_choose(dtype):
     np.testing.assert_array_equal(driver.run([prompt])[0], want)
     np.testing.assert_array_equal(driver.run([prompt], chunk=8)[0], want)
     np.testing.assert_array_equal(driver.run([prompt[:20]], chunk=1)[0], want[:20])
+
+
+@pytest.mark.parametrize("mixture", [False, True])
+def test_states_of_the_rows_read_have_the_bits_of_all_and_the_last_layer_computes_no_more(mixture):
+    config = make_config()
+    catalogue = model_class("mixtral").catalogue(config)
+    adapters = [random_sites(catalogue, seed=n) for n in (0, 1)]
+    slots, model = fill_slots(catalogue, adapters, jnp.bfloat16), build(config, jnp.bfloat16)
+    driver = Driver(model, config)
+    batch = driver.batch([(0, 0, range(9)), (1, 3, range(5)), (2, 0, range(4))], [0, -1, 1], 20)
+    if mixture:
+        surplus = jnp.where(batch.token_to_slot == 1, 0, -1)
+        batch = dataclasses.replace(batch, token_to_surplus_slot=surplus)
+    rows = jnp.asarray([8, 13, 15, 17, 0, 0, 0], jnp.int32)
+
+    def step(rows):
+        read = None if rows is None else ReadRows(rows, jnp.int32(4))
+        hidden, cache = model(batch, driver.new_cache(3), slots, 5, read=read)
+        return hidden, jax.tree.leaves(cache)
+
+    (want, pages), (got, same) = jax.jit(step)(None), jax.jit(step)(rows)
+    assert got.shape == (7, 64)
+    np.testing.assert_array_equal(got[:4], want[rows[:4]])
+    for one, other in zip(pages, same, strict=True):
+        np.testing.assert_array_equal(one, other)
+    if available():  # the products of o, of the router and of the experts' rows
+        text = jax.jit(step).lower(rows).as_text()
+        assert [f"tensor<{7 * n}x64xbf16>" in text for n in (1, 4)] == [True, True]
 
 
 def test_padding_rows_of_logits_are_zero():

@@ -335,6 +335,7 @@ WRONG = {
     "truncated": (sent(png(PICTURES[0])[:-40]), 400),
     "bomb": (sent(bomb()), 400),
     "a program called an image": (sent(b"\x7fELF" + b"\0" * 200), 400),
+    "another format called an image": (sent(png(PICTURES[0], "BMP")), 400),
     "bytes": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, 400),
     "address": ({"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}, 400),
     "elsewhere": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, 400),
@@ -356,6 +357,15 @@ def test_bad_parts_have_their_status_and_the_next_request_works(client: httpx.Cl
     assert answer.json()["error"]["param"] == "messages"
     assert "passwd" not in answer.text
     assert chat(client, part(PICTURES[0])).status_code == 200
+
+
+def test_the_bytes_say_the_format_and_not_the_label(client: httpx.Client):
+    data = png(PICTURES[0], "JPEG")
+    texts = [
+        chat(client, sent(data, kind), TEXT_PART).json()["choices"][0]["message"]["content"]
+        for kind in ("jpeg", "png")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_placeholders_without_images_and_too_many_images_are_refused(client: httpx.Client):

@@ -268,11 +268,12 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
             role.path = where
 
         monkeypatch.setattr(Role, "wait_ready", at_another_port)
-        hosts.gone = 1
+        hosts.gone = 3
         Role.made[0].die()
         wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
         wait_until(lambda: 0 in cluster.router.up)
-        assert "Instance 0 cannot start now: no room" in caplog.text
+        assert caplog.text.count("Instance 0 cannot start now: no room") == 1
+        assert caplog.text.count("Instance 0 has ended; restarting it") == 1
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
         wait_until(lambda: len(Role.made) == 5)

@@ -114,9 +114,12 @@ def test_a_rank_that_has_no_host_or_cannot_be_restarted_is_tried_again(monkeypat
     made = ServerGroup(cases.make_spec("nowhere", "ep1-pp1"), 0, hosts, lambda: None)
     place = hosts.host
 
+    refusals = ["Ray has found no room"] * 3
+
     def server_rank(rank):
-        hosts.server_rank = lambda rank: place  # there again
-        raise ConnectionError("Ray has found no room")
+        if not refusals:
+            return place  # there again
+        raise ConnectionError(refusals.pop())
 
     def restore(rank, control):
         if failures:
@@ -125,6 +128,7 @@ def test_a_rank_that_has_no_host_or_cannot_be_restarted_is_tried_again(monkeypat
     hosts.server_rank, made.coordinator.restore = server_rank, restore
     made.processes[0].kill()
     wait_until(lambda: has_come(made, 3))
-    assert "Rank 0 of the LoRA Server has no host: Ray has found no room" in caplog.text
+    assert caplog.text.count("Rank 0 of the LoRA Server has no host: Ray has found no room") == 1
+    assert caplog.text.count("has ended; restarting it") == 2  # and of the one that failed
     assert "could not be restarted: the shard is of another model" in caplog.text
     made.close()

@@ -1,5 +1,7 @@
 """Step inputs from the table of integers, against a plain walk over the sequences."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,12 @@ from serving.steps.device_state import init_row_state
 from serving.steps.step import (
     StepSizes,
     _split,
+    num_read_rows,
+    rows_in_read,
     split_slots,
     unpack_batch,
     unpack_logit_rows,
+    unpack_read_rows,
     with_drafts,
 )
 
@@ -102,6 +107,33 @@ def test_drafts_are_the_last_input_tokens_and_each_yields_a_token():
     np.testing.assert_array_equal(rows.positions[:8], [8, 9, 10, 5, 17, 18, 19, 20])
     np.testing.assert_array_equal(rows.row_to_seq[:8], [1, 1, 1, 3, 4, 4, 4, 4])
     assert (np.asarray(rows.targets[:8]) == -1).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_are_read_are_those_of_logits_and_of_heads(seed):
+    table, block_tables, history = make_case(seed)
+    by_head = np.random.default_rng(seed).random(5) < 0.5
+    by_head &= table[1] > 0
+    table[3:, by_head] = 0
+    asked = table.copy()
+    asked[4, by_head] = -1
+    batch = unpack_batch(*map(jnp.asarray, (table, block_tables, history)), 32, SIZES)
+    rows = unpack_logit_rows(jnp.asarray(table), batch, history, 12)
+    read = unpack_read_rows(jnp.asarray(asked), batch, history, 17)
+    num_rows = int(rows.num_rows)
+    assert int(read.num_rows) == num_rows + by_head.sum()
+    at = np.asarray(rows_in_read(jnp.asarray(asked), rows))[:num_rows]
+    np.testing.assert_array_equal(read.row_to_token[at], rows.row_to_token[:num_rows])
+    heads = np.cumsum(num_read_rows(jnp.asarray(asked)))[by_head] - 1
+    last_tokens = np.cumsum(table[1])[by_head] - 1
+    np.testing.assert_array_equal(np.asarray(read.row_to_token)[heads], last_tokens)
+    assert len({*at.tolist(), *heads.tolist()}) == int(read.num_rows)
+
+
+def test_steps_of_decode_tokens_read_every_row():
+    sizes = dataclasses.replace(SIZES, reads_rows=True, head_width=3)
+    assert [sizes.read_rows(bucket) for bucket in (8, 10, 16, 128)] == [0, 0, 16, 17]
+    assert SIZES.read_rows(128) == 0
 
 
 def test_slots_past_those_of_lora_are_esft_s():

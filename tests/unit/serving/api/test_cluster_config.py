@@ -52,6 +52,18 @@ def test_by_default_one_process_does_it_all():
             "--lora-separate-stream is for GPUs of one host",
         ),
         (
+            {"lora_server": 1, "lora_server_transport": "tcp", "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            RAY | {"lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
+            {"nnodes": 2, "nodes_secret_file": "s", "lora_server": 1, "lora_separate_stream": True},
+            "--lora-separate-stream is for GPUs of one host",
+        ),
+        (
             {"lora_server": 1, "lora_server_transport": "nvshmem", "local_expert_slots": 1},
             "nvshmem they restart with it",
         ),

@@ -175,6 +175,16 @@ def test_what_jax_had_is_not_kept(kept, monkeypatch):
     assert [run(kept, traced=[])[1] for _ in range(3)] == [False, False, True]
 
 
+def test_what_jax_had_is_not_kept_when_it_is_lowered_again(kept, monkeypatch):
+    """Then jax looks into no file: it has the program that it read before."""
+    found = iter((True, False, False))
+    monkeypatch.setattr(ProgramFiles, "watched", lambda self: nullcontext(lambda: next(found)))
+    step = kept.keep("step", jitted([]))
+    for _ in range(2):
+        step.lower(*arguments(), bucket=8).compile()
+    assert not run(kept, traced=[])[1]
+
+
 def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
     before = identity({"max_num_seqs": 2}, MODEL)
     assert before == identity({"max_num_seqs": 2}, MODEL)
