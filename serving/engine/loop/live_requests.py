@@ -58,9 +58,7 @@ class LiveRequests:
 
     def deliver(self, progress: Progress, now: float) -> None:
         """Hand out what one sequence got; its own trouble ends its request and no other."""
-        sequence = progress.sequence
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
+        if (live := self._of(progress.sequence)) is None:
             return
         try:
             live.deliver(progress, now, self._ending)
@@ -80,8 +78,7 @@ class LiveRequests:
         retryable: bool = False,
     ) -> None:
         """Tell the caller that a sequence, already finished for the scheduler, has ended."""
-        live = self._live.get(sequence.request.request_id)
-        if live is None:
+        if (live := self._of(sequence)) is None:
             return
         if live.unfinished() == [sequence]:
             self._release(live)
@@ -93,6 +90,11 @@ class LiveRequests:
             return
         if live.done:
             self._retire(live, time.monotonic())
+
+    def _of(self, sequence: Sequence) -> LiveRequest | None:
+        """Return a sequence's request, None where it has ended: its id may be another's by now."""
+        live = self._live.get(sequence.request.request_id)
+        return live if live is not None and live.request is sequence.request else None
 
     def close(self, error: str) -> None:
         """End all requests with an error after which they may be tried again; never raises."""

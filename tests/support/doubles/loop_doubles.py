@@ -49,6 +49,7 @@ class NeverThere:
     def __init__(self):
         self.kept, self.slot, self.affected = 0, None, frozenset()
         self.here, self.asked = frozenset(), 0
+        self.changes = None  # nothing is told of yet
 
     def acquire(self, digest):
         return self.slot

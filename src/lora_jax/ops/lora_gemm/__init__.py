@@ -59,7 +59,7 @@ LORA_GEMM = Op(
         Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm")),
         Implementation("pallas_gpu", GPU, _pallas("pallas_gpu"), accepts=_NARROW),
         Implementation("pallas_tpu", TPU, _pallas("pallas_tpu"), accepts=_NARROW),
-        Implementation("ffi", CPU, _site_by_site(cpu.lora_gemm), wide_sums=True),
+        Implementation("ffi", CPU, cpu.lora_gemm, wide_sums=True),
         Implementation("xla", ANY, _site_by_site(xla.lora_gemm), wide_sums=True),
         Implementation("reference", ANY, _site_by_site(reference.lora_gemm), wide_sums=True),
     ),

@@ -107,6 +107,22 @@ def test_who_has_the_end_may_ask_again_at_once(books, way):
 
 
 @pytest.mark.parametrize("way", ["deliver", "end"])
+def test_what_comes_late_for_an_ended_request_is_not_told_to_the_next_one_of_its_id(books, way):
+    """A stop string is found when the next step runs, and its caller may ask again meanwhile."""
+    live = books.add("a")
+    live.stops = True
+    books.live.deliver(progress(live), 0.0)
+    again, told = books.add("a"), []
+    again.on_told = lambda: told.append(again)
+    if way == "deliver":
+        books.live.deliver(progress(live), 0.0)
+    else:
+        books.live.end(live.sequence, FinishReason.ABORT)
+    assert not told
+    assert "a" in books.live
+
+
+@pytest.mark.parametrize("way", ["deliver", "end"])
 def test_a_caller_that_raises_loses_its_own_request_only(books, way, caplog):
     broken, good = books.add("broken", ValueError("no")), books.add("good")
     if way == "deliver":
