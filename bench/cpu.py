@@ -35,7 +35,11 @@ PROMPT, ANSWER, ADAPTERS, RANK = 128, 64, 8, 16
 REQUESTS = (1, 8)
 # Ours -> the format of llama.cpp beside it.
 PAIRS = {"float32": "float32", "bfloat16": "bfloat16", "int4": "q4_0", "fp8": "q8_0"}
-ALIKE = {"int4": "int4", "fp8": "fp8"}  # what lora_jax.quantize writes
+PAIRS |= {"int4-head": "q4_0-head", "fp8-head": "q8_0"}
+# What lora_jax.quantize writes, and whether its head is quantised too: llama.cpp's head of q4_0 is
+# in 8 bits, those of q8_0 and q4_0-head are like the other maps.
+ALIKE = {"int4": ("int4", False), "fp8": ("fp8", False)}
+ALIKE |= {"int4-head": ("int4", True), "fp8-head": ("fp8", True)}
 
 Generate = Callable[[list[list[int]], list[str | None]], None]
 
@@ -175,7 +179,8 @@ def write_files(root: Path, kinds: list[str], beside: bool) -> None:
         if kind in ALIKE:
             from lora_jax.quantize import quantize
 
-            quantize(root / "model", ALIKE[kind], root / kind)
+            form, head = ALIKE[kind]
+            quantize(root / "model", form, root / kind, quant_lm_head=head)
         if beside:
             write_gguf(root / "model", shape, PAIRS[kind], root / f"{PAIRS[kind]}.gguf")
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from bench.random_model import LlamaShape
 
-FORMATS = ("float32", "bfloat16", "q8_0", "q4_0")
+FORMATS = ("float32", "bfloat16", "q8_0", "q4_0", "q4_0-head")
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -30,11 +30,15 @@ _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6  # kinds of tokens
 
 
 def write_gguf(model: Path, shape: LlamaShape, kind: str, path: Path) -> None:
-    """Write a model of write_llama as a GGUF of one of FORMATS; of q4_0 the head is q8_0."""
+    """Write a model of write_llama as a GGUF of one of FORMATS.
+
+    Of q4_0 the head is q8_0, of q4_0-head it is q4_0 too.
+    """
     import gguf  # pyright: ignore[reportMissingImports]
 
     types = gguf.GGMLQuantizationType
-    asked = {"float32": types.F32, "bfloat16": types.BF16, "q8_0": types.Q8_0, "q4_0": types.Q4_0}
+    asked = {"float32": types.F32, "bfloat16": types.BF16, "q8_0": types.Q8_0}
+    asked |= dict.fromkeys(("q4_0", "q4_0-head"), types.Q4_0)
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_context_length(shape.max_positions)
     writer.add_embedding_length(shape.hidden_size)

@@ -20,6 +20,7 @@ from lora_jax.quantize import quantize
 from serving import Engine, Sampling
 
 FORMATS = ("int4", "nf4", "fp8")
+WITH_HEAD = ("int4", "nf4")  # also written with a head in that format
 PROMPT, ANSWER = 4, 60
 REQUESTS = (1, 8)
 
@@ -46,7 +47,9 @@ def measure(turns: int) -> list[dict]:
         write_llama(root / "bfloat16", LlamaShape())
         for name in FORMATS:
             quantize(root / "bfloat16", name, root / name)
-        names = ("bfloat16", *FORMATS)
+        for name in WITH_HEAD:
+            quantize(root / "bfloat16", name, root / f"{name}-head", quant_lm_head=True)
+        names = ("bfloat16", *FORMATS, *(f"{name}-head" for name in WITH_HEAD))
         engines = {name: running.enter_context(engine_of(root / name)) for name in names}
         rates: dict[tuple[int, str], list[float]] = {}
         for turn in range(turns + 1):

@@ -4,6 +4,7 @@ nf4 is bitsandbytes' with nested scales, fp8 has a scale per block of 128 x 128,
 compressed-tensors' pack-quantized. Linear maps of attention, MLPs and experts are quantised, each
 rounded to the nearest; embeddings, head, norms, routers and vision towers stay as they are, and so
 do maps whose columns do not divide into blocks. transformers, vLLM and this server read the copy.
+--quant-lm-head quantises the head too, which answers pay for with errors in every logit.
 """
 
 import argparse
@@ -27,14 +28,20 @@ from lora_jax.models.sources import Source, Stack, Tensor
 
 logger = logging.getLogger(__name__)
 WEIGHT = ".weight"
+HEAD = "lm_head"
 
 
-def quantize(model: Path, format_name: str, out: Path) -> dict[str, Any]:
+def quantize(
+    model: Path, format_name: str, out: Path, *, quant_lm_head: bool = False
+) -> dict[str, Any]:
     """Write a quantised copy of a checkpoint folder; return the quantization_config it has.
 
+    `quant_lm_head` quantises the head like any map.
+
     Raises:
-        ValueError: the model is quantised already, is not supported, or stores experts fused; or
-            `out` holds files.
+        ValueError: the model is quantised already, is not supported, or stores experts fused; the
+            head is to be quantised and is tied to the embedding or too narrow; or `out` holds
+            files.
     """
     config = read_config(model)
     if config.quantization is not None:
@@ -44,12 +51,23 @@ def quantize(model: Path, format_name: str, out: Path) -> dict[str, Any]:
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} holds files; give a folder that does not exist.")
     files = Checkpoint(model)
-    maps = {name: files[name].shape for name in linear_maps(config, files)}
+    if quant_lm_head and config.tie_embeddings:
+        raise ValueError(
+            f"{model.name} has no head of its own (tie_word_embeddings), and the embedding stays "
+            "in 16 bits. Leave out --quant-lm-head."
+        )
+    maps = {name: files[name].shape for name in linear_maps(config, files, head=quant_lm_head)}
     chosen = {name for name, shape in maps.items() if shape[1] % UNITS[format_name] == 0}
     if not chosen:
         raise ValueError(
             f"No map of {model.name} has columns in multiples of {UNITS[format_name]}, which "
             f"{format_name} needs."
+        )
+    heads = {name for name in maps if _is_head(name)}
+    if quant_lm_head and not heads & chosen:
+        raise ValueError(
+            f"The head of {model.name} has {config.hidden_size} columns, and {format_name} needs a "
+            f"multiple of {UNITS[format_name]}. Leave out --quant-lm-head."
         )
     encode, section = encoder(format_name, {maps[name][1] for name in chosen})
     out.mkdir(parents=True, exist_ok=True)
@@ -73,8 +91,10 @@ def quantize(model: Path, format_name: str, out: Path) -> dict[str, Any]:
     return added["quantization_config"]
 
 
-def linear_maps(config: ModelConfig, files: Checkpoint) -> Iterator[str]:
+def linear_maps(config: ModelConfig, files: Checkpoint, *, head: bool = False) -> Iterator[str]:
     """Yield the tensors of linear maps, one each, that a quantised copy may hold.
+
+    The head is among them only with `head`.
 
     Raises:
         ValueError: experts are stored fused, which no library reads quantised.
@@ -85,7 +105,7 @@ def linear_maps(config: ModelConfig, files: Checkpoint) -> Iterator[str]:
     plan = plan_load(model_class(config.model_type).weight_rules(config), shapes, files)
     for name, param in params.items():
         coded = param.get_metadata().get("coded")
-        if coded and not name.startswith(("tower", "lm_head")):
+        if coded and not name.startswith("tower" if head else ("tower", HEAD)):
             yield from _tensors_of(name, plan[name], files)
 
 
@@ -116,7 +136,13 @@ def _encoded(file: Path, chosen: set[str], encode: Any) -> Iterator[tuple[str, n
 def _kept(files: Checkpoint, chosen: set[str]) -> list[str]:
     """Return the paths of matrices that stay as they are, the head's too where it is tied."""
     matrices = (n for n, t in files.tensors.items() if len(t.shape) == 2 and n not in chosen)
-    return sorted({"lm_head", *(n.removesuffix(WEIGHT) for n in matrices)})
+    tied = () if any(map(_is_head, chosen)) else (HEAD,)
+    return sorted({*tied, *(n.removesuffix(WEIGHT) for n in matrices)})
+
+
+def _is_head(name: str) -> bool:
+    """Return whether a tensor is the head's: some files put a prefix before its name."""
+    return name.removesuffix(WEIGHT).rsplit(".", 1)[-1] == HEAD
 
 
 def _copy_others(model: Path, out: Path) -> None:
@@ -134,10 +160,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("model", type=Path, help="checkpoint folder in 16 or 32 bits")
     parser.add_argument("--format", choices=sorted(UNITS), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--quant-lm-head", action="store_true", help="quantise the head too")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
-        quantize(args.model, args.format, args.out)
+        quantize(args.model, args.format, args.out, quant_lm_head=args.quant_lm_head)
     except ValueError as error:
         parser.exit(1, f"{error}\n")
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -11,7 +12,7 @@ from support.cases.quantised_checkpoints import MOE, maps_of, plain_tensors
 from lora_jax.models import load
 from lora_jax.models.checkpoint import INDEX, SINGLE
 from lora_jax.models.weight_sizes import weight_sizes
-from lora_jax.ops.grouped_matmul import QUANTISED
+from lora_jax.ops.grouped_matmul import QUANTISED, matmul
 from lora_jax.quantize import main, quantize
 
 
@@ -59,6 +60,34 @@ def test_a_copy_loads_and_is_near_the_original(original, tmp_path, name):
     kept = next(v for k, v in section.items() if k.startswith(("llm_int8_skip", "modules", "ign")))
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(kept)
     assert ("model.layers.0.mlp.experts.3.down_proj" in kept) == (name == "nf4")
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8", "int4"])
+def test_a_quantised_head_gives_the_logits_of_the_values_it_stands_for(original, tmp_path, name):
+    out = tmp_path / "out"
+    main([str(original), "--format", name, "--out", str(out), "--quant-lm-head"])
+    section = json.loads((out / "config.json").read_text())["quantization_config"]
+    kept = next(v for k, v in section.items() if k.startswith(("llm_int8_skip", "modules", "ign")))
+    assert "model.layers.0.mlp.gate" in kept
+    assert "lm_head" not in kept
+    model, _ = load(out)
+    coded = model.lm_head.weight[...]
+    assert isinstance(coded, QUANTISED)
+    hidden = np.random.default_rng(1).standard_normal((8, coded.shape[1]))
+    rows = jnp.asarray(hidden, coded.dtype), jnp.int32(3)
+    got, want = matmul(rows[0], coded, rows[1]), matmul(rows[0], coded.plain(), rows[1])
+    assert np.abs(np.asarray(got[:3], np.float32)).max() > 0
+    np.testing.assert_array_equal(got, want)
+    whole = np.asarray(load(original)[0].lm_head.weight[...], np.float32)
+    error = np.asarray(coded.plain(), np.float32) - whole
+    assert 0 < np.sqrt(np.mean(error**2) / np.mean(whole**2)) < 0.1
+
+
+def test_a_head_that_cannot_be_quantised_is_refused(original, tmp_path):
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"no head of its own .* Leave out --quant-lm-head"):
+        quantize(original, "int4", tmp_path / "out", quant_lm_head=True)
 
 
 def test_refused_by_name(original, tmp_path, capsys):

@@ -15,9 +15,10 @@ from lora_jax.finetune.attention import attend, linear, product
 from lora_jax.finetune.lora_params import LoraDelta
 from lora_jax.nn import image_rows, rope
 from lora_jax.nn.decoder import AbstractCausalLM
-from lora_jax.nn.layers import Mlp, silu_times
+from lora_jax.nn.layers import Mlp
 from lora_jax.nn.moe import Experts, MoeBlock, Router, clamped_swiglu
 from lora_jax.ops.choose_experts import choose_experts
+from lora_jax.ops.grouped_matmul import silu_times
 from lora_jax.typing import Array, Float, Int
 
 

@@ -62,10 +62,11 @@ class DecoderLayer(nnx.Module):
         read: ReadRows | None = None,
     ) -> tuple[Float[Array, "rows hidden"], LayerCache]:
         """Return every token's state, or that of the rows `read`, and the cache after the layer."""
-        out, cache = self.attn(self.input_norm(x), angles, batch, cache, routing, read)
+        normed = self.input_norm.of_rows(x, routing.num_rows)
+        out, cache = self.attn(normed, angles, batch, cache, routing, read)
         if read is not None:
             x, routing = x[read.row_to_token], routing.of_read(read)
-        x, normed = self.post_norm.of_sum(x, out)
+        x, normed = self.post_norm.of_sum(x, out, routing.num_rows)
         return x + self.mlp(normed, routing), cache
 
 
@@ -161,7 +162,8 @@ class AbstractCausalLM(nnx.Module):
                 of_rows = images if last is None else image_rows.of_read(images, last)
                 x = image_rows.add_after_layer(x, of_rows, number)
             new_cache.append(layer_cache)
-        return self.norm(x), tuple(new_cache)
+        num_rows = batch.num_tokens if read is None else read.num_rows
+        return self.norm.of_rows(x, num_rows), tuple(new_cache)
 
     def _inputs(
         self, batch: ForwardBatch, routing: AdapterRouting

@@ -13,9 +13,10 @@ from flax import nnx
 from lora_jax.nn.gains import add_gains
 from lora_jax.nn.gather import gather, local_index, pick
 from lora_jax.nn.lora import AdapterRouting, add_lora
-from lora_jax.ops.grouped_matmul import joined_matmul, matmul, silu_times
+from lora_jax.ops.grouped_matmul import joined_matmul, matmul
 from lora_jax.ops.layer_norm import layer_norm
 from lora_jax.ops.rms_norm import add_rms_norm, rms_norm
+from lora_jax.ops.silu_times import silu_times
 from lora_jax.sharding import Split, has_split_inputs
 from lora_jax.typing import Array, Float, Int
 
@@ -128,13 +129,23 @@ class RMSNorm(nnx.Module):
         self.weight = constant_parameter(1.0, (size,), (None,), dtype)
 
     def __call__(self, x: Float[Array, "*rows size"]) -> Float[Array, "*rows size"]:
+        """Return the norm of every row; differentiable."""
         return rms_norm(x, self.weight[...], self.eps)
 
+    def of_rows(
+        self, x: Float[Array, "rows size"], num_rows: Int[Array, ""]
+    ) -> Float[Array, "rows size"]:
+        """Return the norm of the first num_rows rows; others may be 0."""
+        return add_rms_norm(x, None, self.weight[...], self.eps, num_rows=num_rows)[1]
+
     def of_sum(
-        self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]
+        self,
+        x: Float[Array, "rows size"],
+        addend: Float[Array, "rows size"],
+        num_rows: Int[Array, ""],
     ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
-        """Return x + addend and its norm."""
-        return add_rms_norm(x, addend, self.weight[...], self.eps)
+        """Return x + addend and its norm, of the first num_rows rows; others may be 0."""
+        return add_rms_norm(x, addend, self.weight[...], self.eps, num_rows=num_rows)
 
 
 class LayerNorm(nnx.Module):
@@ -149,10 +160,21 @@ class LayerNorm(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         return layer_norm(x, self.weight[...], bias, self.eps)
 
+    def of_rows(
+        self, x: Float[Array, "rows size"], num_rows: Int[Array, ""]
+    ) -> Float[Array, "rows size"]:
+        """Return the norm of every row."""
+        del num_rows
+        return self(x)
+
     def of_sum(
-        self, x: Float[Array, "rows size"], addend: Float[Array, "rows size"]
+        self,
+        x: Float[Array, "rows size"],
+        addend: Float[Array, "rows size"],
+        num_rows: Int[Array, ""],
     ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
         """Return x + addend and its norm."""
+        del num_rows
         total = x + addend
         return total, self(total)
 
@@ -216,4 +238,5 @@ class Mlp(nnx.Module):
     ) -> Float[Array, "rows outputs"]:
         """Return of the MLP's outputs those of this device, for a sum that is gathered."""
         gate, up = apply_linears((self.gate_proj, self.up_proj), x, routing)
-        return apply_local((self.down_proj,), silu_times(gate, up), routing)[0]
+        inner = silu_times(gate, up, routing.num_rows)
+        return apply_local((self.down_proj,), inner, routing)[0]

@@ -17,6 +17,7 @@ from lora_jax.ops.grouped_matmul import (
     ScaledWeight,
     gated_matmul,
     grouped_matmul,
+    joined_matmul,
     matmul,
 )
 from lora_jax.ops.grouped_matmul.orders import for_kernels
@@ -185,6 +186,26 @@ def test_gate_and_up_and_one_matrix(implementation):
     np.testing.assert_array_equal(
         bits(got), bits(one(case.x, jnp.asarray(plain_gate[1]), jnp.int32(20)))
     )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 70])
+def test_maps_of_several_forms_in_one_call_have_the_bits_of_calls_of_their_own(rows):
+    d_in, rng = 256, np.random.default_rng(rows)
+    plain = jnp.asarray(rng.standard_normal((9, d_in)) / 16, jnp.bfloat16)
+    forms = {
+        "coded": coded(1, 33, d_in, group=64, dtype="bfloat16")[0],
+        "zeros": coded(1, 8, d_in, group=32, dtype="bfloat16", zeros=True)[0],
+        "scaled": scaled(1, 21, d_in, block=(8, 64), dtype="bfloat16")[0],
+    }
+    weights = [plain, *(for_kernels(w)[0] for w in forms.values()), plain * 2]
+    biases = [None, jnp.ones(33, jnp.bfloat16), None, jnp.ones(21, jnp.bfloat16), None]
+    x, count = jnp.asarray(rng.standard_normal((rows + 2, d_in)), jnp.bfloat16), jnp.int32(rows)
+    ys = joined_matmul(x, weights, count, biases, implementation="ffi")
+    for y, w, bias in zip(ys, weights, biases, strict=True):
+        want = matmul(x, w, count, bias, implementation="ffi")
+        np.testing.assert_array_equal(bits(y), bits(want))
+        assert np.all(bits(y)[rows:] == 0)
+        assert np.any(bits(y)[:rows] != 0)
 
 
 def test_groups_that_the_kernel_does_not_take_run_as_plain_jax():

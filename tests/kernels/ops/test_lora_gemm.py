@@ -228,6 +228,20 @@ def test_wide_deltas_added_later_have_the_bits_of_those_added_at_once(dtype, imp
     np.testing.assert_array_equal(np.asarray(wide)[np.asarray(row_to_slot) < 0], 0)
 
 
+def test_maps_of_several_sites_have_the_bits_of_calls_of_their_own():
+    case = lora_case(19, 16, 24, dtype="bfloat16")
+    y, *pools, entries, scaling, row_to_slot, row_to_expert = case.arrays
+    shorter = entries.at[:, 2].set(jnp.maximum(entries[:, 2] - 1, 0))
+    tables = jnp.stack([entries, shorter]), jnp.stack([scaling, 2 * scaling])
+    given, options = (row_to_slot, row_to_expert), {"max_rank": case.max_rank}
+    sites, ys = (1, 0, 1), (y, y + 1, -y)
+    together = jitted_maps(ys, *pools, *tables, sites, *given, **options)
+    for site, before, got in zip(sites, ys, together, strict=True):
+        want = jitted(before, *pools, tables[0][site], tables[1][site], *given, **options)
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    assert (np.asarray(together[0]) != np.asarray(y)).any()
+
+
 @pytest.mark.parametrize("sites", [(0,), (0, 1)])
 def test_several_maps_need_a_site_each(sites):
     case = lora_case(2, 8, 8)

@@ -27,12 +27,13 @@ def some_heads(dtype: str, normed: bool) -> PlaceHeadsArgs:
     return PlaceHeadsArgs(*heads, jnp.cos(angles), jnp.sin(angles), scales, *pages, places, 1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "ffi"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("normed", [False, True])
-def test_portable_is_the_meaning(dtype, normed):
+def test_implementations_are_the_meaning(implementation, dtype, normed):
     args = some_heads(dtype, normed)
     for mine, its in zip(
-        place_heads(args, implementation="xla"),
+        place_heads(args, implementation=implementation),
         place_heads(args, implementation="reference"),
         strict=True,
     ):
@@ -71,11 +72,35 @@ def test_in_place_is_the_portable_way_on_pages_of_others():
         place_heads(args, implementation="xla")
 
 
+def test_a_token_of_a_cpu_gets_the_bits_that_it_gets_alone():
+    """Half a head is no whole number of vectors, and its tokens are more than a piece has."""
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    heads = normal(19, 3, 22), normal(19, 2, 22), normal(19, 2, 22)
+    angles, pages = (normal(19, 11), normal(19, 11)), (normal(5, 4, 2, 22), normal(5, 4, 2, 22))
+    places = jnp.asarray(rng.permutation(19), jnp.int32)
+    whole = PlaceHeadsArgs(*heads, *angles, None, *pages, places)
+    got = place_heads(whole, implementation="ffi")
+    one = slice(17, 18)
+    moved = (a[one] for a in (*heads, *angles))
+    alone = place_heads(PlaceHeadsArgs(*moved, None, *pages, places[one]), implementation="ffi")
+    np.testing.assert_array_equal(got[0][one], alone[0])
+    at = int(places[17])
+    for mine, its, heads_of in zip(got[1:], alone[1:], ("k", "v"), strict=True):
+        rows = (np.asarray(p).reshape(20, 2, 22)[at] for p in (mine, its))
+        np.testing.assert_array_equal(*rows, err_msg=heads_of)
+    np.testing.assert_array_equal(np.asarray(got[2]).reshape(20, 2, 22)[at], whole.v[17])
+
+
 def test_heads_are_turned_as_the_models_turn_them():
     """So that the tests of kernels cannot agree on another rotation than the models'."""
     args = some_heads("float32", False)
     turned, _, v_pages = place_heads(args)
-    np.testing.assert_array_equal(turned, rotate(args.q, args.cos, args.sin))
+    want = rotate(args.q, args.cos, args.sin)
+    np.testing.assert_allclose(turned, want, **TOLERANCE["float32"])
     flat = np.asarray(v_pages).reshape(20, 2, 16)
     np.testing.assert_array_equal(flat[17], args.v[0])
     np.testing.assert_array_equal(flat[3], args.v[1])

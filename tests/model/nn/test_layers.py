@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lora_jax.nn.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm, silu_times
+from lora_jax.nn.layers import Embedding, LayerNorm, Linear, Mlp, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
+from lora_jax.ops.grouped_matmul import silu_times
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 
@@ -56,7 +57,7 @@ def test_norm_of_a_sum_is_that_of_the_rounded_sum(kind):
     norm = kind(16, 1e-5, dtype=BF16)
     rng = np.random.default_rng(0)
     x, addend = (jnp.asarray(rng.standard_normal((5, 16)), BF16) for _ in range(2))
-    total, normed = norm.of_sum(x, addend)
+    total, normed = norm.of_sum(x, addend, jnp.int32(len(x)))
     np.testing.assert_array_equal(total, x + addend)
     np.testing.assert_array_equal(normed, norm(x + addend))
 

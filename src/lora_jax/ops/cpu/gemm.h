@@ -1,4 +1,5 @@
-// y[t] = w[g] x[t] + bias[g] for rows sorted by group. See dot.h for the order of the sums.
+// y[t] = w[g] x[t] + bias[g] for rows sorted by group, of one w or of several. See dot.h for the order
+// of the sums.
 //
 // Weights are plain, or rows that are decoded, a few rows of x in registers, many block by block
 // (quantised.h).
@@ -29,9 +30,9 @@ struct PackedGemm : Gemm<D> {
   const typename D::X* const* xs;
 };
 
-// Rows [row0, row1) of one group times columns [col0, col1) of its matrix.
+// Rows [row0, row1) of one group times columns [col0, col1) of its matrix in one of the products.
 struct GemmItem {
-  int64_t group, row0, row1, col0, col1;
+  int64_t product, group, row0, row1, col0, col1;
 };
 
 constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
@@ -239,14 +240,14 @@ inline double gemm_micros(double rows, double matrices, double d_out, double d_i
 }
 
 // Splits the rows so that a piece's x stays in L2, and the columns into pieces of about kPieceMicros.
+// Returns how long they take together; `used_rows` are those of groups.
 template <class D>
-std::vector<GemmItem> gemm_items(const Gemm<D>& g, double* micros, int64_t* used_rows) {
-  std::vector<GemmItem> items;
+double gemm_items(const Gemm<D>& g, int64_t product, std::vector<GemmItem>* items,
+                  int64_t* used_rows) {
   int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(typename D::T));
   int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
-  double bytes = g.decoded ? g.decoded->bytes : sizeof(typename D::T);
+  double bytes = g.decoded ? g.decoded->bytes : sizeof(typename D::T), micros = 0;
   int64_t start = 0;
-  *micros = 0;
   for (int64_t group = 0; group < g.groups; ++group) {
     int64_t end = start + std::clamp<int64_t>(g.group_sizes[group], 0, g.rows - start);
     for (int64_t row = start; row < end; row += chunk) {
@@ -255,32 +256,39 @@ std::vector<GemmItem> gemm_items(const Gemm<D>& g, double* micros, int64_t* used
       int64_t pieces = std::max<int64_t>(1, int64_t(cost / kPieceMicros));
       int64_t cols = ((g.d_out + pieces - 1) / pieces + kCols - 1) / kCols * kCols;
       for (int64_t col = 0; col < g.d_out; col += cols)
-        items.push_back({group, row, row1, col, std::min(col + cols, g.d_out)});
-      *micros += cost;
+        items->push_back({product, group, row, row1, col, std::min(col + cols, g.d_out)});
+      micros += cost;
     }
     start = end;
   }
   *used_rows = start;
-  return items;
+  return micros;
 }
 
+// Products of the same rows in the same groups, at least one.
 template <class D>
-void run_gemm(xla::ffi::ThreadPool& pool, const Gemm<D>& plain) {
-  double micros;
-  int64_t used_rows;
-  std::vector<GemmItem> items = gemm_items(plain, &micros, &used_rows);
-  PackedRows<D> packed(used_rows, plain.d_in);
+void run_gemms(xla::ffi::ThreadPool& pool, const std::vector<Gemm<D>>& products) {
+  double micros = 0;
+  int64_t used_rows = 0;
+  std::vector<GemmItem> items;
+  for (size_t i = 0; i < products.size(); ++i)
+    micros += gemm_items(products[i], int64_t(i), &items, &used_rows);
+  const Gemm<D>& first = products.front();
+  PackedRows<D> packed(used_rows, first.d_in);
   std::vector<const typename D::X*> xs(used_rows);
-  double packing = PackedRows<D>::kCopies ? double(used_rows) * plain.d_in / 4e3 : 0.0;
+  double packing = PackedRows<D>::kCopies ? double(used_rows) * first.d_in / 4e3 : 0.0;
   int64_t pieces = (used_rows + kAccRows - 1) / kAccRows;
   parallel_for(pool, pieces, packing, [&](int64_t i) {
     for (int64_t row = i * kAccRows; row < std::min(used_rows, (i + 1) * kAccRows); ++row)
-      xs[row] = packed.add(row, plain.x + row * plain.d_in);
+      xs[row] = packed.add(row, first.x + row * first.d_in);
   });
-  PackedGemm<D> g{plain, xs.data()};
-  parallel_for(pool, int64_t(items.size()), micros,
-               [&](int64_t i) { run_gemm_item<D>(g, items[i]); });
-  std::memset(g.y + used_rows * g.d_out, 0, (g.rows - used_rows) * g.d_out * sizeof(*g.y));
+  std::vector<PackedGemm<D>> packed_products;
+  for (const Gemm<D>& product : products) packed_products.push_back({product, xs.data()});
+  parallel_for(pool, int64_t(items.size()), micros, [&](int64_t i) {
+    run_gemm_item<D>(packed_products[items[i].product], items[i]);
+  });
+  for (const Gemm<D>& g : products)
+    std::memset(g.y + used_rows * g.d_out, 0, (g.rows - used_rows) * g.d_out * sizeof(*g.y));
 }
 
 }  // namespace lora_jax

@@ -1,8 +1,14 @@
 // XLA FFI entry points of the CPU kernels: unpack buffers, call the kernel, report errors.
+#include <memory>
+#include <optional>
+
 #include "attention.h"
 #include "gemm.h"
+#include "heads.h"
 #include "lora.h"
+#include "norm.h"
 #include "reroute.h"
+#include "silu.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -35,74 +41,189 @@ inline ffi::Error WrongTypes(const char* op) {
   return ffi::Error::InvalidArgument(std::string(op) + ": a buffer has another type than the call");
 }
 
+// Rest arguments of a call, one after the other.
+class Rest {
+ public:
+  explicit Rest(const ffi::RemainingArgs& of) : of_(of) {}
+  // An empty optional past the last, or for what is no buffer.
+  std::optional<ffi::AnyBuffer> next() {
+    auto found = of_.get<ffi::AnyBuffer>(at_++);
+    return found ? std::optional<ffi::AnyBuffer>(*found) : std::nullopt;
+  }
+
+ private:
+  const ffi::RemainingArgs& of_;
+  size_t at_ = 0;
+};
+
+// Weights of one product: plain ones, codes with scales and zeros, or values with scales.
+enum Form : int64_t { kPlain, kCoded, kScaled };
+constexpr int64_t kFacts = 3;  // of a product: its form, and the rows and columns of its blocks
+
 template <class D, ffi::DataType dtype>
-ffi::Error RunGemm(ffi::ThreadPool& pool, const typename D::T* w,
-                   const DecodedRows<D>* decoded, int64_t groups, int64_t d_out,
-                   int64_t d_in, ffi::AnyBuffer& x, S32& group_sizes, ffi::AnyBuffer& bias,
-                   ffi::Result<ffi::AnyBuffer>& y) {
-  using T = typename D::T;
-  if (!all_of<dtype>(x, bias, *y)) return WrongTypes("grouped_matmul");
-  run_gemm<D>(pool, {w, decoded, data<T>(x), data<T>(bias), group_sizes.typed_data(), data<T>(y),
-                     int64_t(x.dimensions()[0]), groups, d_out, d_in});
+struct Product {
+  Gemm<D> gemm;
+  std::unique_ptr<DecodedRows<D>> decoded;
+
+  ffi::Error plain(const ffi::AnyBuffer& w) {
+    if (!all_of<dtype>(w)) return WrongTypes("grouped_matmul");
+    set_sizes(w.dimensions(), 1), gemm.w = data<typename D::T>(w);
+    return ffi::Error::Success();
+  }
+  ffi::Error coded(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales,
+                   const ffi::AnyBuffer& zeros, const float* table) {
+    if (!all_of<ffi::U8>(codes, zeros)) return WrongTypes("coded_gemm");
+    set_sizes(codes.dimensions(), 2);
+    auto rows = std::make_unique<CodedRows<D>>(table);
+    rows->codes = data<uint8_t>(codes), rows->zeros = data<uint8_t>(zeros);
+    rows->scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
+    rows->d_in = gemm.d_in, rows->span = gemm.d_in / scales.dimensions()[2];
+    if (rows->span % kWords)
+      return ffi::Error::InvalidArgument("coded_gemm: groups of 32, 64, ... weights");
+    decoded = std::move(rows);
+    return ffi::Error::Success();
+  }
+  ffi::Error scaled(const ffi::AnyBuffer& values, const ffi::AnyBuffer& scales,
+                    int64_t block_rows, int64_t block_cols) {
+    if (!all_of<ffi::F8E4M3FN>(values) || !all_of<ffi::F32>(scales))
+      return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
+    set_sizes(values.dimensions(), 1);
+    if (gemm.d_in % kValueStep || (block_cols % kValueStep && block_cols < gemm.d_in))
+      return ffi::Error::InvalidArgument("scaled_gemm: d_in and blocks in multiples of 16");
+    auto rows = std::make_unique<ScaledRows<D>>(gemm.d_in, block_cols);
+    rows->values = data<uint8_t>(values), rows->scales = data<float>(scales);
+    rows->d_out = gemm.d_out, rows->block_rows = block_rows;
+    decoded = std::move(rows);
+    return ffi::Error::Success();
+  }
+
+ private:
+  void set_sizes(ffi::Span<const int64_t> d, int64_t per_byte) {
+    gemm.w = nullptr, gemm.groups = d[0], gemm.d_out = d[1], gemm.d_in = d[2] * per_byte;
+  }
+};
+
+// Products of x and several weights, whose buffers and then a bias follow each other in `rest`. A
+// table has 16 values for each.
+template <class D, ffi::DataType dtype>
+ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 group_sizes,
+                    ffi::RemainingArgs rest, ffi::RemainingRets ys, ffi::Span<const int64_t> facts,
+                    ffi::Span<const float> tables) {
+  const size_t count = ys.size();
+  if (!count || facts.size() != kFacts * count || tables.size() != 16 * count)
+    return ffi::Error::InvalidArgument("grouped_matmul: 3 facts and a table of 16 for each result");
+  std::vector<Product<D, dtype>> products(count);
+  std::vector<Gemm<D>> gemms;
+  Rest args(rest);
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t* fact = facts.begin() + kFacts * i;
+    std::optional<ffi::AnyBuffer> parts[3];
+    for (int64_t part = 0; part < (fact[0] == kPlain ? 1 : fact[0] == kCoded ? 3 : 2); ++part)
+      if (!(parts[part] = args.next()))
+        return ffi::Error::InvalidArgument("grouped_matmul: weights are missing");
+    auto bias = args.next();
+    auto y = ys.get<ffi::AnyBuffer>(i);
+    if (!bias || !y) return ffi::Error::InvalidArgument("grouped_matmul: a bias is missing");
+    if (!all_of<dtype>(x, *bias, **y)) return WrongTypes("grouped_matmul");
+    Product<D, dtype>& product = products[i];
+    ffi::Error error = fact[0] == kPlain ? product.plain(*parts[0])
+                       : fact[0] == kCoded
+                           ? product.coded(*parts[0], *parts[1], *parts[2], tables.begin() + 16 * i)
+                           : product.scaled(*parts[0], *parts[1], fact[1], fact[2]);
+    if (error.failure()) return error;
+    Gemm<D>& g = product.gemm;
+    g.decoded = product.decoded.get(), g.x = data<typename D::T>(x);
+    g.bias = data<typename D::T>(*bias), g.group_sizes = group_sizes.typed_data();
+    g.y = data<typename D::T>(*y), g.rows = x.dimensions()[0];
+    gemms.push_back(g);
+  }
+  run_gemms<D>(pool, gemms);
   return ffi::Error::Success();
 }
 
-template <class D, ffi::DataType dtype>
-ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, S32 group_sizes,
-                    ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y) {
-  auto d = w.dimensions();
-  if (!all_of<dtype>(w)) return WrongTypes("grouped_matmul");
-  return RunGemm<D, dtype>(pool, data<typename D::T>(w), nullptr, d[0], d[1], d[2], x, group_sizes,
-                           bias, y);
-}
-
-template <class D, ffi::DataType dtype>
-ffi::Error CodedGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, U8 codes,
-                         ffi::AnyBuffer scales, U8 zeros, S32 group_sizes, ffi::AnyBuffer bias,
-                         ffi::Result<ffi::AnyBuffer> y, ffi::Span<const float> table) {
-  auto d = codes.dimensions();
-  if (table.size() != 16) return ffi::Error::InvalidArgument("coded_gemm: a table of 16");
-  CodedRows<D> rows(table.begin());
-  rows.codes = data<uint8_t>(codes), rows.zeros = data<uint8_t>(zeros);
-  rows.scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
-  rows.d_in = 2 * d[2];
-  rows.span = rows.d_in / scales.dimensions()[2];
-  if (rows.span % kWords)
-    return ffi::Error::InvalidArgument("coded_gemm: groups of 32, 64, ... weights");
-  return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], rows.d_in, x, group_sizes, bias, y);
-}
-
-template <class D, ffi::DataType dtype>
-ffi::Error ScaledGemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer values, F32 scales,
-                          S32 group_sizes, ffi::AnyBuffer bias, ffi::Result<ffi::AnyBuffer> y,
-                          int64_t block_rows, int64_t block_cols) {
-  auto d = values.dimensions();
-  if (values.element_type() != ffi::F8E4M3FN)
-    return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
-  if (d[2] % kValueStep || (block_cols % kValueStep && block_cols < d[2]))
-    return ffi::Error::InvalidArgument("scaled_gemm: d_in and blocks in multiples of 16");
-  ScaledRows<D> rows(d[2], block_cols);
-  rows.values = static_cast<const uint8_t*>(values.untyped_data());
-  rows.scales = data<float>(scales), rows.d_out = d[1], rows.block_rows = block_rows;
-  return RunGemm<D, dtype>(pool, nullptr, &rows, d[0], d[1], d[2], x, group_sizes, bias, y);
-}
-
+// Adds to every y, of the rest arguments, the adapters at its site of the table.
 template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype, class R,
           ffi::DataType r_dtype>
-ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer y, ffi::AnyBuffer x, ffi::AnyBuffer a_pool,
+ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a_pool,
                     ffi::AnyBuffer b_pool, S32 entries, F32 scaling, S32 row_to_slot,
-                    S32 row_to_expert, ffi::Result<ffi::AnyBuffer> out, int64_t max_rank) {
+                    S32 row_to_expert, ffi::RemainingArgs rest, ffi::RemainingRets outs,
+                    int64_t max_rank, ffi::Span<const int64_t> sites) {
   using T = typename D::T;
-  if (!all_of<dtype>(x) || !all_of<y_dtype>(y, *out) || !all_of<r_dtype>(a_pool, b_pool))
-    return WrongTypes("lora_gemm");
-  if (out->untyped_data() != y.untyped_data())
-    std::memcpy(out->untyped_data(), y.untyped_data(), y.size_bytes());
-  bool fits = run_lora<D, Y, R>(
-      pool, {data<T>(x), data<R>(a_pool), data<R>(b_pool), entries.typed_data(),
-             row_to_slot.typed_data(), row_to_expert.typed_data(), scaling.typed_data(),
-             data<Y>(out), int64_t(x.dimensions()[0]), x.dimensions()[1], y.dimensions()[1],
-             a_pool.dimensions()[0], b_pool.dimensions()[0], entries.dimensions()[0], max_rank});
-  if (!fits) return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
+  if (!all_of<dtype>(x) || !all_of<r_dtype>(a_pool, b_pool)) return WrongTypes("lora_gemm");
+  if (outs.size() != sites.size())
+    return ffi::Error::InvalidArgument("lora_gemm: a site for each result");
+  const int64_t slots = scaling.dimensions().back();
+  std::vector<Lora<T, Y, R>> all;
+  for (size_t i = 0; i < sites.size(); ++i) {
+    auto y = rest.get<ffi::AnyBuffer>(i);
+    auto out = outs.get<ffi::AnyBuffer>(i);
+    if (!y || !out) return ffi::Error::InvalidArgument("lora_gemm: a y is missing");
+    if (!all_of<y_dtype>(*y, **out)) return WrongTypes("lora_gemm");
+    if ((*out)->untyped_data() != y->untyped_data())
+      std::memcpy((*out)->untyped_data(), y->untyped_data(), y->size_bytes());
+    all.push_back({data<T>(x), data<R>(a_pool), data<R>(b_pool),
+                   entries.typed_data() + sites[i] * slots * 5, row_to_slot.typed_data(),
+                   row_to_expert.typed_data(), scaling.typed_data() + sites[i] * slots,
+                   data<Y>(*out), int64_t(x.dimensions()[0]), x.dimensions()[1],
+                   y->dimensions()[1], a_pool.dimensions()[0], b_pool.dimensions()[0], slots,
+                   max_rank});
+  }
+  if (run_loras<D, Y, R>(pool, all)) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
+}
+
+template <class T, ffi::DataType dtype>
+ffi::Error RmsNormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer addend,
+                       ffi::AnyBuffer weight, S32 num_rows, ffi::Result<ffi::AnyBuffer> out,
+                       ffi::RemainingRets sum, float eps) {
+  if (!all_of<dtype>(x, addend, weight, *out)) return WrongTypes("rms_norm");
+  RmsNorm<T> g{data<T>(x), data<T>(addend), data<T>(weight), nullptr, data<T>(out)};
+  g.rows = x.dimensions()[0], g.size = x.dimensions()[1], g.eps = eps;
+  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
+  if (g.addend) {
+    auto total = sum.get<ffi::AnyBuffer>(0);
+    if (!total || !all_of<dtype>(**total)) return WrongTypes("rms_norm");
+    g.sum = data<T>(*total);
+  }
+  run_rms_norm(pool, g);
+  return ffi::Error::Success();
+}
+
+template <class T, ffi::DataType dtype>
+ffi::Error SiluTimesCall(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up,
+                         S32 num_rows, ffi::Result<ffi::AnyBuffer> out) {
+  if (!all_of<dtype>(gate, up, *out)) return WrongTypes("silu_times");
+  SiluTimes<T> g{data<T>(gate), data<T>(up), data<T>(out), int64_t(gate.dimensions()[0])};
+  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
+  g.width = gate.dimensions()[1];
+  run_silu_times(pool, g);
+  return ffi::Error::Success();
+}
+
+// The pages are written where they are results, or else where they lie: XLA takes them for
+// arguments that nobody changes, and whoever reads them takes the call's q.
+template <class T, ffi::DataType dtype>
+ffi::Error PlaceHeadsCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                          ffi::AnyBuffer v, F32 cos, F32 sin, ffi::AnyBuffer k_pages,
+                          ffi::AnyBuffer v_pages, S32 places, ffi::Result<ffi::AnyBuffer> out,
+                          ffi::RemainingRets pages) {
+  if (!all_of<dtype>(q, k, v, k_pages, v_pages, *out)) return WrongTypes("place_heads");
+  void* to[2] = {k_pages.untyped_data(), v_pages.untyped_data()};
+  const ffi::AnyBuffer* from[2] = {&k_pages, &v_pages};
+  for (size_t i = 0; i < pages.size() && i < 2; ++i) {
+    auto written = pages.get<ffi::AnyBuffer>(i);
+    if (!written || !all_of<dtype>(**written)) return WrongTypes("place_heads");
+    if ((*written)->untyped_data() != to[i])
+      std::memcpy((*written)->untyped_data(), to[i], from[i]->size_bytes());
+    to[i] = (*written)->untyped_data();
+  }
+  PlaceHeads<T> g{data<T>(q), data<T>(k), data<T>(v), cos.typed_data(), sin.typed_data(),
+                  places.typed_data(), data<T>(out), static_cast<T*>(to[0]),
+                  static_cast<T*>(to[1])};
+  g.tokens = q.dimensions()[0], g.q_heads = q.dimensions()[1], g.k_dim = q.dimensions()[2];
+  g.kv_heads = k.dimensions()[1], g.v_dim = v.dimensions()[2];
+  g.page_rows = k_pages.dimensions()[0] * k_pages.dimensions()[1];
+  run_place_heads(pool, g);
   return ffi::Error::Success();
 }
 
@@ -184,34 +305,11 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                 ffi::Ffi::Bind()                                        \
                                     .Ctx<ffi::ThreadPool>()                             \
                                     .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<S32>()                                         \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Ret<ffi::AnyBuffer>())
-#define LORA_JAX_CODED_GEMM(name, D, dtype)                                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::CodedGemmCall<lora_jax::D, dtype>),    \
-                                ffi::Ffi::Bind()                                        \
-                                    .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<U8>()                                          \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<U8>()                                          \
-                                    .Arg<S32>()                                         \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Ret<ffi::AnyBuffer>()                              \
-                                    .Attr<ffi::Span<const float>>("table"))
-#define LORA_JAX_SCALED_GEMM(name, D, dtype)                                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::ScaledGemmCall<lora_jax::D, dtype>),   \
-                                ffi::Ffi::Bind()                                        \
-                                    .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<F32>()                                         \
-                                    .Arg<S32>()                                         \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Ret<ffi::AnyBuffer>()                              \
-                                    .Attr<int64_t>("block_rows")                        \
-                                    .Attr<int64_t>("block_cols"))
+                                    .RemainingArgs()                                    \
+                                    .RemainingRets()                                    \
+                                    .Attr<ffi::Span<const int64_t>>("facts")            \
+                                    .Attr<ffi::Span<const float>>("tables"))
 #define LORA_JAX_LORA(name, D, dtype, Y, y_dtype, R, r_dtype)                           \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
                                 (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype, R, r_dtype>), \
@@ -220,13 +318,47 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<ffi::AnyBuffer>()                              \
                                     .Arg<S32>()                                         \
                                     .Arg<F32>()                                         \
                                     .Arg<S32>()                                         \
                                     .Arg<S32>()                                         \
+                                    .RemainingArgs()                                    \
+                                    .RemainingRets()                                    \
+                                    .Attr<int64_t>("max_rank")                          \
+                                    .Attr<ffi::Span<const int64_t>>("sites"))
+#define LORA_JAX_RMS_NORM(name, T, dtype)                                               \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::RmsNormCall<T, dtype>),                \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<S32>()                                         \
                                     .Ret<ffi::AnyBuffer>()                              \
-                                    .Attr<int64_t>("max_rank"))
+                                    .RemainingRets()                                    \
+                                    .Attr<float>("eps"))
+#define LORA_JAX_SILU_TIMES(name, T, dtype)                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::SiluTimesCall<T, dtype>),              \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<S32>()                                         \
+                                    .Ret<ffi::AnyBuffer>())
+#define LORA_JAX_PLACE_HEADS(name, T, dtype)                                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::PlaceHeadsCall<T, dtype>),             \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<F32>()                                         \
+                                    .Arg<F32>()                                         \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<S32>()                                         \
+                                    .Ret<ffi::AnyBuffer>()                              \
+                                    .RemainingRets())
 #define LORA_JAX_ATTENTION(name, D, dtype, P, p_dtype)                                  \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
                                 (lora_jax::AttentionCall<lora_jax::D, dtype, P, p_dtype>), \
@@ -246,10 +378,12 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
 
 LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
-LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_float32, DotF32, ffi::F32);
-LORA_JAX_CODED_GEMM(lora_jax_coded_gemm_bfloat16, DotBF16, ffi::BF16);
-LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_float32, DotF32, ffi::F32);
-LORA_JAX_SCALED_GEMM(lora_jax_scaled_gemm_bfloat16, DotBF16, ffi::BF16);
+LORA_JAX_RMS_NORM(lora_jax_rms_norm_float32, float, ffi::F32);
+LORA_JAX_RMS_NORM(lora_jax_rms_norm_bfloat16, uint16_t, ffi::BF16);
+LORA_JAX_SILU_TIMES(lora_jax_silu_times_float32, float, ffi::F32);
+LORA_JAX_SILU_TIMES(lora_jax_silu_times_bfloat16, uint16_t, ffi::BF16);
+LORA_JAX_PLACE_HEADS(lora_jax_place_heads_float32, float, ffi::F32);
+LORA_JAX_PLACE_HEADS(lora_jax_place_heads_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32, float, ffi::F32);
 LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16, uint16_t,
               ffi::BF16);
@@ -295,8 +429,8 @@ extern "C" int32_t lora_jax_lora_rows(int32_t is_bfloat16, const void* x, const 
                      sizes[4], 1, entry[2]};
     std::vector<int32_t> rows = adapter_rows(g);
     std::vector<LoraItem> items;
-    double micros;
-    if (!lora_items(g, rows, &items, &micros)) return 0;
+    double micros = 0;
+    if (!lora_items(g, 0, rows, &items, &micros)) return 0;
     for (const LoraItem& item : items) run_lora_item<D>(g, item);
     return 1;
   };

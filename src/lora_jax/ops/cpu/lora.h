@@ -1,4 +1,4 @@
-// y[t] += scaling * (x[t] A^T) B for rows of many adapters, in place.
+// y[t] += scaling * (x[t] A^T) B for rows of many adapters, in place, of one y or of several.
 //
 // Rows are brought together by (slot, expert), up to 12 at a time, so that a rank row is fetched
 // once for all of them. Per output element: the dot products of dot.h, times the scaling, then a
@@ -51,8 +51,9 @@ struct Lora {
   int64_t rows, d_in, d_out, a_rows, b_rows, slots, max_rank;
 };
 
-// Up to kChunkRows rows that share one A and one B.
+// Up to kChunkRows rows that share one A and one B, of one y.
 struct LoraItem {
+  int64_t product;
   const int32_t* rows;
   int64_t count, a_row, b_row, rank;
   float scaling;
@@ -85,11 +86,10 @@ std::vector<int32_t> adapter_rows(const G& g) {
   return rows;
 }
 
-// Returns false if a slot points outside its pools.
+// Adds the items of rows and how long they take; false if a slot points outside its pools.
 template <class G>
-bool lora_items(const G& g, const std::vector<int32_t>& rows, std::vector<LoraItem>* items,
-                double* micros) {
-  *micros = 0;
+bool lora_items(const G& g, int64_t product, const std::vector<int32_t>& rows,
+                std::vector<LoraItem>* items, double* micros) {
   int64_t num = int64_t(rows.size());
   for (int64_t i = 0, end; i < num; i = end) {
     int32_t slot = g.row_to_slot[rows[i]], expert = g.row_to_expert[rows[i]];
@@ -103,7 +103,7 @@ bool lora_items(const G& g, const std::vector<int32_t>& rows, std::vector<LoraIt
     int64_t a_row = entry[0] + int64_t(expert) * entry[3];
     int64_t b_row = entry[1] + int64_t(expert) * entry[4];
     if (a_row < 0 || a_row + rank > g.a_rows || b_row < 0 || b_row + rank > g.b_rows) return false;
-    items->push_back({rows.data() + i, end - i, a_row, b_row, rank, g.scaling[slot]});
+    items->push_back({product, rows.data() + i, end - i, a_row, b_row, rank, g.scaling[slot]});
     double weights = double(rank) * (g.d_in + g.d_out);
     *micros += std::max(weights * (end - i) / 25e3, weights * sizeof(typename G::Row) / 15e3);
   }
@@ -213,14 +213,18 @@ void run_lora_item(const G& g, const LoraItem& item) {
     expand_rows<1>(g, item, h.data(), col, std::min<int64_t>(kLanes, g.d_out - col));
 }
 
+// Sums into several y, of the same rows and pools.
 template <class D, class Y, class R>
-bool run_lora(xla::ffi::ThreadPool& pool, const Lora<typename D::T, Y, R>& g) {
-  std::vector<int32_t> rows = adapter_rows(g);
+bool run_loras(xla::ffi::ThreadPool& pool, const std::vector<Lora<typename D::T, Y, R>>& all) {
+  std::vector<std::vector<int32_t>> rows(all.size());
   std::vector<LoraItem> items;
-  double micros;
-  if (!lora_items(g, rows, &items, &micros)) return false;
+  double micros = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    rows[i] = adapter_rows(all[i]);
+    if (!lora_items(all[i], int64_t(i), rows[i], &items, &micros)) return false;
+  }
   parallel_for(pool, int64_t(items.size()), micros,
-               [&](int64_t i) { run_lora_item<D>(g, items[i]); });
+               [&](int64_t i) { run_lora_item<D>(all[items[i].product], items[i]); });
   return true;
 }
 

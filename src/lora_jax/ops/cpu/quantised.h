@@ -20,6 +20,7 @@ struct DecodedRows {
   using X = typename D::X;
   double bytes;  // of a plain weight that takes as long
   explicit DecodedRows(double b) : bytes(b) {}
+  virtual ~DecodedRows() = default;
   // Whether `dot` can be called for n rows.
   virtual bool in_registers(int64_t row, int64_t n) const { return false; }
   // out[0, k1 - k0) = w[row][k0, k1), k0 a multiple of kWords, in the order that rows of x are

@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 from lora_jax.ops.dispatch import (
     ANY,
     COMPOSED,
+    CPU,
     GPU,
     Implementation,
     Op,
     backend_kernel,
     lazy_kernel,
 )
+from lora_jax.ops.grouped_matmul import cpu
 from lora_jax.ops.grouped_matmul.weights import Matrices
 from lora_jax.typing import Array, Float, Int
 
@@ -37,6 +39,7 @@ def joined_op(matmul: Matmul) -> Op:
         (
             Implementation("cuda", GPU, backend_kernel("cuda", "joined_matmul")),
             Implementation("pallas_gpu", GPU, kernel),
+            Implementation("ffi", CPU, cpu.joined_matmul),
             Implementation(COMPOSED, ANY, each, hints=("named",), stands_in=True),
         ),
     )

@@ -1,4 +1,6 @@
-"""Adds adapters row by row, in place on y, by the C++ kernel of ops/cpu/lora.h."""
+"""Adds adapters row by row, in place on each y, by the C++ kernel of ops/cpu/lora.h."""
+
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -9,16 +11,23 @@ from lora_jax.typing import Array, Float
 
 
 def lora_gemm(
-    y: Float[Array, "rows d_out"],
+    ys: Sequence[Float[Array, "rows d_out"] | None],
     batch: LoraBatch,
-) -> Float[Array, "rows d_out"]:
-    """Same result as the reference; a row's result depends on its own x, y and adapter only."""
+    sites: Sequence[int | None],
+) -> tuple[Float[Array, "rows d_out"], ...]:
+    """Same results as the reference; a row's depends on its own x, y and adapter only.
+
+    All sites are one call, which is given the tables whole: to cut a site out of them is a copy.
+    """
     build.require()
-    out = jax.ShapeDtypeStruct(y.shape, y.dtype)
-    rows = "int8_" if batch.has_int8_rows else ""
+    ys = [batch.zeros() if y is None else y for y in ys]
+    outs = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
+    rows, wide = "int8_" if batch.has_int8_rows else "", ys[0].dtype
     name = f"lora_jax_lora_{rows}{batch.x.dtype.name}"
-    name += "" if y.dtype == batch.x.dtype else f"_to_{y.dtype.name}"
-    call = jax.ffi.ffi_call(name, out, input_output_aliases={0: 0})
+    name += "" if wide == batch.x.dtype else f"_to_{wide.name}"
     tables = (batch.a_pool, batch.b_pool, batch.entries, batch.scaling)
-    owners = (batch.row_to_slot, batch.row_to_expert)
-    return call(y, batch.x, *tables, *owners, max_rank=np.int64(batch.max_rank))
+    first = (batch.x, *tables, batch.row_to_slot, batch.row_to_expert)
+    aliases = {len(first) + i: i for i in range(len(ys))}
+    call = jax.ffi.ffi_call(name, outs, input_output_aliases=aliases)
+    of_table = np.array([0 if site is None else site for site in sites], np.int64)
+    return tuple(call(*first, *ys, max_rank=np.int64(batch.max_rank), sites=of_table))

@@ -1,4 +1,4 @@
-"""Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper."""
+"""Norms and turns heads of q and k and writes k and v into pages: one kernel on Hopper and CPUs."""
 
 from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.kv_rows import CODED
@@ -17,15 +17,11 @@ def _new_pages(args: PlaceHeadsArgs) -> str | None:
     return "returns new pages and writes none in place" if args.in_place else None
 
 
-def _own_pages(args: PlaceHeadsArgs) -> str | None:
-    return None if args.in_place else "writes only into pages of a page pool, in place"
-
-
 PLACE_HEADS = Op(
     "place_heads",
     (
         Implementation("cuda", GPU, backend_kernel("cuda", "place_heads"), accepts=(_plain_pages,)),
-        Implementation("ffi", CPU, cpu.place_heads, accepts=(_own_pages,)),
+        Implementation("ffi", CPU, cpu.place_heads),
         Implementation("xla", ANY, xla.place_heads, accepts=(_new_pages,), stands_in=True),
         Implementation("reference", ANY, reference.place_heads, accepts=(_new_pages,)),
     ),

@@ -4,9 +4,9 @@ import functools
 
 import jax
 
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
-from lora_jax.ops.rms_norm import reference, xla
-from lora_jax.typing import Array, Float
+from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.rms_norm import cpu, reference, xla
+from lora_jax.typing import Array, Float, Int
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -14,6 +14,7 @@ RMS_NORM = Op(
     "rms_norm",
     (
         Implementation("cuda", GPU, backend_kernel("cuda", "rms_norm")),
+        Implementation("ffi", CPU, cpu.add_rms_norm, hints=("num_rows",)),
         Implementation("xla", ANY, xla.add_rms_norm, stands_in=True),
         Implementation("reference", ANY, reference.add_rms_norm),
     ),
@@ -26,13 +27,14 @@ def add_rms_norm(
     weight: Float[Array, "size"],
     eps: float,
     *,
+    num_rows: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
     """Return x + addend (x without one), and s / sqrt(mean(s^2) + eps) * weight of that sum s.
 
-    The norm is computed in float32 and rounded once.
+    The norm is computed in float32 and rounded once. Rows at or after num_rows may be 0 instead.
     """
-    return RMS_NORM.call(implementation, x, addend, weight, eps)
+    return RMS_NORM.call(implementation, x, addend, weight, eps, num_rows=num_rows)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

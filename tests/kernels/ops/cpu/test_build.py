@@ -47,10 +47,13 @@ def test_without_kernels_the_ops_run_as_plain_jax(monkeypatch):
 
 def test_a_call_refuses_buffers_of_another_type():
     build.require()
-    call = jax.ffi.ffi_call("lora_jax_gemm_float32", jax.ShapeDtypeStruct((4, 3), jnp.float32))
+    call = jax.ffi.ffi_call("lora_jax_gemm_float32", [jax.ShapeDtypeStruct((4, 3), jnp.float32)])
+    plain = {"facts": np.zeros(3, np.int64), "tables": np.zeros(16, np.float32)}
     x, w = jnp.ones((4, 2)), jnp.ones((1, 3, 2))
-    further = jnp.array([4], jnp.int32), jnp.zeros((0, 0))
-    np.testing.assert_array_equal(call(x, w, *further), jnp.full((4, 3), 2.0))
-    for wrong in ((x.astype(jnp.bfloat16), w), (x, w.astype(jnp.bfloat16))):
+    sizes, bias = jnp.array([4], jnp.int32), jnp.zeros((0, 0))
+    np.testing.assert_array_equal(call(x, sizes, w, bias, **plain)[0], jnp.full((4, 3), 2.0))
+    for wrong_x, wrong_w in ((x.astype(jnp.bfloat16), w), (x, w.astype(jnp.bfloat16))):
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"grouped_matmul: .* another type"):
-            jax.block_until_ready(call(*wrong, *further))
+            jax.block_until_ready(call(wrong_x, sizes, wrong_w, bias, **plain))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"weights are missing"):
+        jax.block_until_ready(call(x, sizes, **plain))

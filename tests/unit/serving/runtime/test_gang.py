@@ -91,7 +91,7 @@ def rare_beats(monkeypatch):
 def test_a_member_that_hangs_before_its_next_beat_is_noticed_as_soon(rare_beats, pair):
     """Rank 0 is ready when it knows that the other is, and not a beat before."""
     leader, follower, lost = pair
-    leader._silent_s = 0.2
+    leader._silent_s, follower._silent_s = 0.2, 60.0
     with ThreadPoolExecutor() as pool:
         serving = pool.submit(leader.serve)
         with pytest.raises(TimeoutError):

@@ -74,10 +74,13 @@ def test_a_kill_that_nobody_answers_is_the_end_of_the_host(monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_the_end_of_the_process(monkeypatch):
     """Else nobody who waits for it would ever go on."""
-    monkeypatch.setattr(Process, "_status", lambda made, running: 1 // 0)
-    told = []
+    may_fail, told, before = threading.Event(), [], {*threading.enumerate()}
+    monkeypatch.setattr(Process, "_status", lambda made, running: may_fail.wait(60) and 1 // 0)
     made = Process(told.append)
     made.start()
+    (watch,) = {*threading.enumerate()} - before
+    may_fail.set()
     made.join(60)
+    watch.join(60)  # its error is this test's
     assert (made.is_alive(), made.exitcode, told) == (False, -signal.SIGKILL, [False])
     made.close()

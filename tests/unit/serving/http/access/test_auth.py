@@ -124,7 +124,7 @@ def test_a_metrics_key_closes_metrics_for_others():
 
 def test_tenants_see_their_adapters_have_a_rate_and_a_salt_of_their_own(lora_dir):
     tenants = (
-        Tenant("a", frozenset({"law"}), rate=1 / 600),  # an hour's sixth, however late we ask
+        Tenant("a", frozenset({"law"}), rate=1 / 600),  # one in ten minutes: however late we ask
         Tenant("b", salt="shared"),
         Tenant("c", salt="shared"),
     )

@@ -1,0 +1,46 @@
+"""silu(gate) * up: its meaning, its extremes, and the same bits in every company."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.oracles.tolerance import TOLERANCE
+
+from lora_jax.ops import dispatch
+from lora_jax.ops.silu_times import silu_times
+
+
+def some_rows(dtype: str, real: int, rows: int = 9, width: int = 1003):
+    """Rows of which `real` are not padding; their elements are no whole number of vectors."""
+    rng = np.random.default_rng(0)
+    live = (np.arange(rows) < real)[:, None]
+    gate, up = (np.where(live, 6 * rng.standard_normal((rows, width)), 0) for _ in range(2))
+    return jnp.asarray(gate, dtype), jnp.asarray(up, dtype), jnp.int32(real)
+
+
+@pytest.mark.parametrize("implementation", ["ffi", "xla", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_implementations_match_float64_and_depend_on_no_other_row(implementation, dtype):
+    gate, up, real = some_rows(dtype, 7)
+    got = silu_times(gate, up, real, implementation=implementation)
+    wide, other = (np.asarray(a, np.float64) for a in (gate, up))
+    want = wide / (1 + np.exp(-wide)) * other
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, **TOLERANCE[dtype])
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[7:], 0)
+    one = slice(6, 7)
+    alone = silu_times(gate[one], up[one], jnp.int32(1), implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(alone, np.float32), np.asarray(got, np.float32)[one])
+
+
+def test_extremes_on_a_cpu():
+    gate = jnp.asarray([[-np.inf, -1e30, -100, -0.0, 0, 1e-30, 100, 1e30, np.nan]], jnp.float32)
+    got = np.asarray(silu_times(gate, jnp.ones_like(gate), jnp.int32(1), implementation="ffi"))[0]
+    np.testing.assert_array_equal(got[3:8], np.array([0, 0, 5e-31, 100, 1e30], np.float32))
+    assert np.abs(got[1:3]).max() < 1e-20
+    assert np.isnan(got[8])
+    assert np.isnan(got[0]) or got[0] == 0
+
+
+def test_a_cpu_takes_the_kernel_of_its_own():
+    with dispatch.noted() as choices:
+        silu_times(*some_rows("float32", 3))
+    assert [one["implementation"] for one in choices.table()["silu_times"]] == ["ffi"]
