@@ -111,11 +111,12 @@ def lora_gemms(
     items: AdapterItems | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """Return lora_gemm of each y with the entries and scaling of its site; one launch on Hopper.
+    """Return lora_gemm of each y with the entries and scaling of its site, in one launch.
 
-    So maps of the same rows that have the same widths, such as gate and up, cost their bytes and
-    not a launch each. The table comes whole, since cutting a site out of it is a copy, and a copy a
-    launch. Bits are those of lora_gemm. Either all y are None or none is.
+    It is one launch on Hopper and one call on a CPU. So maps of the same rows that have the same
+    widths, such as gate and up, cost their bytes and not a launch each. The table comes whole,
+    since cutting a site out of it is a copy, and a copy a launch. Bits are those of lora_gemm.
+    Either all y are None or none is.
     """
     if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
         got = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
