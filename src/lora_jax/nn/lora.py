@@ -101,16 +101,18 @@ class AdapterRouting:
         )
 
     def of_read(self, read: ReadRows) -> "AdapterRouting":
-        """Return the routing of the rows that are read."""
+        """Return the routing of the rows that are read; padding rows have no adapter."""
+        rows = read.row_to_token
+        is_real = jnp.arange(rows.shape[0], dtype=jnp.int32) < read.num_rows
 
-        def at(values: Int[Array, "rows"] | None) -> Int[Array, "read"] | None:
-            return None if values is None else values[read.row_to_token]
+        def at(values: Int[Array, "rows"]) -> Int[Array, "read"]:
+            return jnp.where(is_real, values[rows], -1)
 
         return dataclasses.replace(
             self,
             num_rows=read.num_rows,
-            row_to_slot=self.row_to_slot[read.row_to_token],
-            row_to_esft_slot=at(self.row_to_esft_slot),
+            row_to_slot=at(self.row_to_slot),
+            row_to_esft_slot=None if self.row_to_esft_slot is None else at(self.row_to_esft_slot),
             items=None,
             surplus=None if self.surplus is None else self.surplus.of_read(read),
         ).with_items()

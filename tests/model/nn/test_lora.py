@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lora_jax.adapters.slots import AdapterSlots
+from lora_jax.batch import ReadRows
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.ops import dispatch, lora_gemm
 from lora_jax.ops.dispatch import ANY, Op
@@ -72,6 +73,20 @@ def test_gathered_rows():
     rows = make_rows([1, -1, 0], None).gathered(jnp.asarray([2, 2, 0, 1], jnp.int32), jnp.int32(3))
     assert int(rows.num_rows) == 3
     np.testing.assert_array_equal(rows.row_to_slot, [0, 0, 1, -1])
+
+
+def test_padding_behind_the_rows_that_are_read_has_no_adapter():
+    """No kernel of LoRA is told the number of rows: it would compute the first token's for each."""
+    rows = make_rows([1, -1, 0], make_slots())
+    rows = dataclasses.replace(rows, row_to_esft_slot=jnp.asarray([2, 1, 0], jnp.int32))
+    read = ReadRows(jnp.asarray([2, 0, 0, 0], jnp.int32), jnp.int32(2))
+    got = rows.without(rows.row_to_slot).of_read(read)
+    assert int(got.num_rows) == 2
+    assert got.surplus is not None
+    for each in (got, got.surplus):
+        assert each.row_to_slot.tolist() == [0, 1, -1, -1]
+        np.testing.assert_array_equal(each.row_to_esft_slot, [0, 2, -1, -1])
+    assert make_rows([1, -1, 0], None).of_read(read).row_to_esft_slot is None
 
 
 def test_items_are_made_once_and_only_where_a_kernel_wants_them(monkeypatch):
