@@ -116,6 +116,7 @@ def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
         return None
     count = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows
     try:
+        _check_calls(backend)
         board = make(count)
     except NotImplementedError as error:  # Declined too
         logger.info("Steps with token masks are two programs: %s", error)
@@ -123,6 +124,19 @@ def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
     # A step that waits may keep two threads of XLA's pool on a CPU, which has one for each core.
     most_waits = 0 if backend == "gpu" else len(os.sched_getaffinity(0)) // 2
     return MaskBoard(board, sizes, vocab_size, most_waits=most_waits)
+
+
+def _check_calls(backend: str) -> None:
+    """Raise Declined where jax returns from a call only when its program has run.
+
+    The thread that has sent a step has its masks made next: it would wait for itself.
+    """
+    debug = "jax_debug_nans", "jax_debug_infs"
+    if on := [name for name in debug if getattr(jax.config, name)]:
+        raise dispatch.Declined(f"with {' and '.join(on)} a call returns when its results are read")
+    setting = "jax_cpu_enable_async_dispatch"  # of the client, as it was made
+    if backend == "cpu" and not jax.config.read(setting):
+        raise dispatch.Declined(f"without {setting} a call returns when its program has run")
 
 
 def _on_cpu(count: int) -> AbstractHostBoard:

@@ -124,6 +124,33 @@ def test_a_cpu_has_a_board_unless_other_kernels_are_asked_for(monkeypatch, caplo
     assert "two programs: the CPU kernels could not be built" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "backends"),
+    [
+        ("jax_debug_nans", True, {"cpu", "gpu"}),
+        ("jax_debug_infs", True, {"cpu", "gpu"}),
+        ("jax_cpu_enable_async_dispatch", False, {"cpu"}),
+    ],
+)
+def test_no_program_waits_where_a_call_returns_when_it_has_run(
+    setting, value, backends, monkeypatch, caplog
+):
+    class Board:
+        address = np.zeros(2, np.uint32)
+
+    caplog.set_level("INFO")
+    jax.config.update(setting, value)
+    try:
+        for backend in ("cpu", "gpu"):
+            caplog.clear()
+            monkeypatch.setattr(mask_board.jax, "default_backend", lambda name=backend: name)
+            monkeypatch.setitem(mask_board._BOARDS, backend, lambda _: Board())
+            assert (make_board(SIZES, VOCAB) is None) == (backend in backends)
+            assert (setting in caplog.text) == (backend in backends)
+    finally:
+        jax.config.update(setting, not value)
+
+
 def test_no_program_waits_elsewhere_or_where_memory_is_not_shared(monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "tpu")
