@@ -121,8 +121,9 @@ def make_board(sizes: StepSizes, vocab_size: int) -> MaskBoard | None:
     except NotImplementedError as error:  # Declined too
         logger.info("Steps with token masks are two programs: %s", error)
         return None
-    # A step that waits may keep two threads of XLA's pool on a CPU, which has one for each core.
-    most_waits = 0 if backend == "gpu" else len(os.sched_getaffinity(0)) // 2
+    # A step that waits may keep two threads of XLA's pool on a CPU, which has one for each core: of
+    # two cores it kept both, and no other program ran.
+    most_waits = 0 if backend == "gpu" else (len(os.sched_getaffinity(0)) - 1) // 2
     return MaskBoard(board, sizes, vocab_size, most_waits=most_waits)
 
 

@@ -114,6 +114,11 @@ def test_a_cpu_has_a_board_unless_other_kernels_are_asked_for(monkeypatch, caplo
     board = make_board(SIZES, VOCAB)
     assert board is not None
     assert (len(board.new_masks().packed), board._most_waits) == (COUNT, 2)
+    for cores in range(1, 5):  # each keeps two threads, and one is left for others
+        monkeypatch.setattr(mask_board.os, "sched_getaffinity", lambda _, n=cores: range(n))
+        board = make_board(SIZES, VOCAB)
+        assert board is not None
+        assert board._most_waits == (0, 0, 1, 1)[cores - 1]
     assert not caplog.text
     monkeypatch.setenv("LORA_JAX_OPS", "reference")
     assert make_board(SIZES, VOCAB) is None
