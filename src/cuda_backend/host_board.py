@@ -39,21 +39,13 @@ class HostBoard(AbstractHostBoard):
         self._share(np.frombuffer((ctypes.c_ubyte * num_bytes).from_address(address), np.uint8))
 
     def post(self, number: int) -> None:
-        """Tell the device that the values of this number, 1 to 2**31 - 1, are written.
-
-        They must stay as they are until the step that waits for them has ended.
-        """
+        """See AbstractHostBoard."""
         self._newest[0] = number
 
     def read(
         self, address: UInt32[Array, "2"], number: Int[Array, "1"], after: Array
     ) -> Int[Array, "values"]:
-        """Return the values of a number when they are posted and `after` is computed.
-
-        Number 0 waits for nothing and gives -1s; so do values that are 20 seconds late.
-        `address` is an array of the device with this board's address: a program that is kept in a
-        file serves other boards too.
-        """
+        """See AbstractHostBoard. Traced."""
         values = jax.ShapeDtypeStruct(self.values.shape, np.int32)
         state = jax.ShapeDtypeStruct((1,), np.int32)
         call = jax.ffi.ffi_call("lora_jax_cuda_read_board", (values, state))

@@ -22,9 +22,10 @@ from typing import Any
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster.far.callers import take_callers
+from serving.cluster.far.host import AbstractFarHost
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
-from serving.cluster.far.switchboard import Switchboard, Ticket
+from serving.cluster.far.switchboard import Switchboard
 from serving.cluster.node import place_of
 from serving.cluster.nodes.agent import OwnNode, about_roles, leave
 from serving.cluster.nodes.link import AbstractNode, FarNode
@@ -75,22 +76,13 @@ class NodeProcess(AbstractActorProcess):
         self._node.call(self._start, "kill")
 
 
-class NodeHost(AbstractRoleHost):
+class NodeHost(AbstractFarHost):
     """A node, for one start of a role."""
 
-    has_own_gpus = True
-
     def __init__(self, node: AbstractNode, start: int, seat: Seat, board: Switchboard):
-        self.address = node.address
-        self._node, self._start, self._board = node, start, board
+        super().__init__(node.address, board)
+        self._node, self._start = node, start
         self._gpus = seat.first_gpu, seat.num_gpus
-        self._tickets: list[Ticket] = []
-
-    def pipe(self) -> tuple[Any, Ticket]:
-        """See AbstractRoleHost: a connection over TCP, to be made by the process."""
-        ours, ticket = self._board.ticket()
-        self._tickets.append(ticket)
-        return ours, ticket
 
     def process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> NodeProcess:
         """See AbstractRoleHost."""
@@ -107,8 +99,7 @@ class NodeHost(AbstractRoleHost):
 
     def _ended(self, is_lost: bool) -> None:
         del is_lost  # the node is, or its next start is as good as any
-        for ticket in self._tickets:
-            self._board.drop(ticket)
+        self._drop_pipes()
 
 
 class NodeHosts(AbstractRoleHosts):

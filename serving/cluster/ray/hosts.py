@@ -23,8 +23,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serving.api.config import EngineConfig
 from serving.cluster.far.actor import AUTH, RoleActor
+from serving.cluster.far.host import AbstractFarHost
 from serving.cluster.far.member import call_bytes
-from serving.cluster.far.switchboard import Switchboard, Ticket
+from serving.cluster.far.switchboard import Switchboard
 from serving.cluster.ray.groups import INSTANCE, RANK, Group, HostRoom
 from serving.cluster.ray.process import RayProcess
 from serving.runtime.about import about_of, difference
@@ -38,10 +39,8 @@ _SHORT_S = 10.0
 _THREADS = 4  # of an actor: one runs the process, others answer questions
 
 
-class RayHost(AbstractRoleHost):
+class RayHost(AbstractFarHost):
     """The host of one bundle, for one start of a role."""
-
-    has_own_gpus = True
 
     def __init__(
         self,
@@ -51,15 +50,9 @@ class RayHost(AbstractRoleHost):
         environ: Mapping[str, str],
         lost: Callable[[], None],
     ):
-        self.actor, self.where, self.address = actor, address, address
-        self._board, self._environ, self._lost = board, environ, lost
-        self._tickets: list[Ticket] = []
-
-    def pipe(self) -> tuple[Any, Ticket]:
-        """See AbstractRoleHost: a connection over TCP, to be made by the process."""
-        ours, ticket = self._board.ticket()
-        self._tickets.append(ticket)
-        return ours, ticket
+        super().__init__(address, board)
+        self.actor, self.where = actor, address
+        self._environ, self._lost = environ, lost
 
     def process(self, target: Callable[..., None], args: tuple[Any, ...], name: str) -> RayProcess:
         """See AbstractRoleHost."""
@@ -70,8 +63,7 @@ class RayHost(AbstractRoleHost):
         return _answers([self.actor.free_port.remote(self.address)], _SHORT_S)[0]
 
     def _ended(self, is_lost: bool) -> None:
-        for ticket in self._tickets:
-            self._board.drop(ticket)
+        self._drop_pipes()
         if is_lost:
             self._lost()
 
