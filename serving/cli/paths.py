@@ -25,7 +25,8 @@ def check_paths(options: Options) -> None:
     if options.functions.functions is not None:
         _folder("--functions", options.functions.functions)
     for module in options.adapters:
-        _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES)
+        hint = "give NAME=FOLDER with a folder of this machine, nothing is downloaded"
+        _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES, hint)
     if engine.generation_config not in (FROM_MODEL, NONE):
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None:
@@ -40,12 +41,16 @@ def check_paths(options: Options) -> None:
     _certificate(options.uvicorn)
 
 
-def _folder(what: str, given: str, holding: tuple[str, ...] = ()) -> None:
+def _folder(
+    what: str,
+    given: str,
+    holding: tuple[str, ...] = (),
+    hint: str = "give a folder of this machine, nothing is downloaded",
+) -> None:
     """Check a folder, and that it holds one of the files if any are named."""
     path = Path(given).absolute()
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        hint = "give a folder of this machine, nothing is downloaded"
         raise ValueError(f"{what}: {path} {kind}; {hint}")
     if holding and not any((path / name).is_file() for name in holding):
         raise ValueError(f"{what}: {path} has no {' or '.join(holding)}")

@@ -36,7 +36,7 @@ def test_what_is_there_is_let_through(model):
     [
         (["--lora-dir", "{}/none"], "--lora-dir: {}/none does not exist"),
         (["--lora-dir", "{}/m/config.json"], "--lora-dir: {}/m/config.json is a file"),
-        (["--lora-modules", "x={}/none"], "--lora-modules x: {}/none does not exist"),
+        (["--lora-modules", "x={}/none"], "--lora-modules x: {}/none does not exist; give NAME="),
         (["--lora-modules", "x={}/empty"], "{}/empty has no adapter_config.json or expert_cfg"),
         (["--chat-template", "{}/none.jinja"], "--chat-template: {}/none.jinja does not exist"),
         (["--chat-template", "{}/empty"], "{}/empty is a folder"),

@@ -67,6 +67,7 @@ def of_schema(**fields):
         (of_schema(name="x"), "response_format.json_schema.schema must be an object"),
         (of_schema(schema={}, lenient=True), "response_format.json_schema.lenient"),
         (of_schema(schema={"not": {}}), 'response_format: Unimplemented keys: ["not"]'),
+        (of_schema(schema={"$ref": "#/nope"}), "response_format: Pointer '/nope' does not exist"),
         ({"structured_outputs": {}}, "exactly one of json, regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json: Unimplemented"),
