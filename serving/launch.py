@@ -139,15 +139,10 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
-    if options.cluster.node_rank and options.cluster.spreads_roles:
-        from serving.cluster.nodes.agent import serve_agent
+    if options.cluster.node_rank:
+        from serving.cluster.nodes.agent import serve_agent  # here: of few
 
         serve_agent(options)
-        return
-    if options.cluster.node_rank:
-        from serving.cluster.node import serve_node
-
-        serve_node(options)
         return
     with ExitStack() as stack:
         sock = _listen(options)

@@ -90,7 +90,7 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
 
 def _hosts_of(options: Options) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts of all roles, and the options as they are on them. Raises StartError."""
-    if options.cluster.spreads_roles:
+    if options.cluster.has_nodes:
         from serving.cluster.nodes.hosts import node_hosts  # here: others have one host
 
         return node_hosts(options)

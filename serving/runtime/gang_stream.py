@@ -31,6 +31,7 @@ STARTING_S = 60.0  # while a member loads and compiles
 BEAT_S = 1.0
 _HELLO_S = 5.0  # for each message of a proof
 _RETRY_S = 0.2
+_QUIET_S = 10.0  # of waiting, before it is said
 _NONCE = 32
 _MOST_HELLO = 1 << 20
 _BEATS = (1 << 63, (1 << 63) + 1)  # in the place of a length: starting, serving
@@ -179,7 +180,8 @@ def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection,
 
     Waits for rank 0. Raises GangRefused when it refuses this process, or does not come.
     """
-    end = time.monotonic() + place.wait_s
+    began, is_said = time.monotonic(), False
+    end = began + place.wait_s
     while True:
         try:
             connection = Connection(_connect(place.address))
@@ -194,6 +196,10 @@ def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection,
                 raise GangRefused(
                     f"Rank 0 does not answer at {host}:{port} after {place.wait_s:g} s: {error}"
                 ) from None
+            if not is_said and time.monotonic() > began + _QUIET_S:
+                is_said = True
+                text = "Rank 0 does not answer at %s:%d yet (%s); node %d waits up to %g s for it."
+                logger.warning(text, *place.address, error, place.rank, place.wait_s)
             time.sleep(_RETRY_S)
 
 

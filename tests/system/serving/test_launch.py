@@ -282,14 +282,18 @@ def test_the_command_is_a_node_a_front_of_functions_or_a_cluster_as_its_flags_sa
     monkeypatch, tmp_path
 ):
     ran = []
-    for place in ("node.serve_node", "functions_front.serve_functions", "front.serve_cluster"):
-        module, _, name = place.partition(".")
+    for place in (
+        "nodes.agent.serve_agent",
+        "functions_front.serve_functions",
+        "front.serve_cluster",
+    ):
+        module, _, name = place.rpartition(".")
         told = lambda options, *sock, name=name: ran.append((name, *sock))  # noqa: E731
         monkeypatch.setattr(importlib.import_module(f"serving.cluster.{module}"), name, told)
     (tmp_path / "secret").write_text("s" * 32)
     node = ["m", "--nnodes", "2", "--node-rank", "1", "--tensor-parallel-size", "2"]
     launch.run(read_options([*node, "--nodes-secret-file", str(tmp_path / "secret")], {}))
-    assert ran == [("serve_node",)]  # which listens nowhere
+    assert ran == [("serve_agent",)]  # which listens nowhere
     for flags in (["--functions", str(tmp_path)], ["--instances", "2"]):
         launch.run(read_options(["m", "--port", "0", *flags], {}))
     assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster"]

@@ -123,6 +123,16 @@ def test_a_taken_port_and_missing_members_are_named(port):
         join_leader(place(port, 1, wait_s=0.1), ABOUT)
 
 
+def test_a_node_that_waits_for_rank_0_says_so_once(port, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_QUIET_S", 0.0)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    with pytest.raises(GangRefused):
+        join_leader(place(port, 1, wait_s=0.2), ABOUT)
+    said = f"Rank 0 does not answer at 127.0.0.1:{port} yet"
+    assert caplog.text.count(said) == 1
+    assert "node 1 waits up to 0.2 s for it" in caplog.text
+
+
 def test_a_short_secret_is_refused(port):
     with pytest.raises(GangRefused, match="has 3 bytes; at least 16"):
         place(port, 1, b"abc")

@@ -95,6 +95,7 @@ def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_pat
     (first,), second = hosts.instance(0), hosts.server_rank(0)
     assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
     assert first.has_own_gpus
+    assert hosts.answer_here  # a rank of the LoRA Server answers no client
     with socket.create_server(("127.0.0.1", second.free_port())):
         pass
     hosts.require_folder(str(tmp_path))
@@ -188,6 +189,29 @@ def test_a_node_that_does_not_come_and_a_taken_port_are_refused(port, options):
         node_hosts(options(2))
 
 
+def test_a_short_secret_is_refused(tmp_path, options):
+    given = options(2)
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(StartError, match="2 nodes: The secret of the nodes has 5 bytes"):
+        node_hosts(given)
+
+
+def test_an_instance_over_all_nodes_has_a_process_on_each(port, tmp_path):
+    agent = Agent(port)
+    place = GangPlace(0, 2, ("127.0.0.1", port), SECRET, 60.0)
+    hosts = NodeHosts(seats_of(1, 4, 0, 2), place, ABOUT)
+    first, second = hosts.instance(0)
+    assert (first._gpus, second._gpus) == ((0, 2), (0, 2))
+    assert (type(first._node), type(second._node)) == (node_agent.OwnNode, link.FarNode)
+    assert hosts.answer_here  # clients are answered by the first
+    agent.joined.result(60).close()
+    wait_until(lambda: 1 not in hosts._nodes)
+    with pytest.raises(ConnectionError, match=r"Node 1 is not there\."):
+        hosts.instance(0)
+    hosts.close()
+    agent.end()
+
+
 def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
     """They would wait ten minutes for it to come back."""
     given = options(3)
@@ -202,7 +226,7 @@ def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
 def test_a_folder_that_a_node_does_not_see_is_refused(port, tmp_path, monkeypatch):
     agent, hosts = Agent(port), new_hosts(port)
     monkeypatch.setattr(module.NodeHost, "sees", lambda host, path, content: host._gpus is None)
-    with pytest.raises(ConnectionError, match="nodes 0, 1 do not see rank 0's folder"):
+    with pytest.raises(ConnectionError, match=r"is not seen by node 0\. Instances share"):
         hosts.require_folder(str(tmp_path))
     assert not list(tmp_path.iterdir())
     hosts.close()
