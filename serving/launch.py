@@ -23,6 +23,7 @@ from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
 from serving.cli.flag_words import PREFIX
 from serving.cli.flags import build_parser
+from serving.cli.model_flags import check_model_flags
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
@@ -213,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv, os.environ)
     try:
         check_paths(options)
+        check_model_flags(options)
     except ValueError as error:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)

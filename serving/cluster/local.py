@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from serving.api.cluster_config import ClusterConfig
+from serving.cli.model_flags import engines_of
 from serving.cli.options import Options
 from serving.cli.serve import journal_of
 from serving.cluster.adapter_changes import AdapterChanges
@@ -196,12 +197,9 @@ class LocalCluster:
         if group is not None:
             world = None if members is None else members.world(seat.world)
             place = ServerPlace(group.spec, group.places, self._cluster, world, number)
-        options, last = self._options, number == self._cluster.instances - 1
-        if options.engine.merge_adapter is not None:
-            changes = {"lora_merge": "off"} if last else {"merge_adapter": None}
-            options = dataclasses.replace(
-                options, engine=dataclasses.replace(options.engine, **changes)
-            )
+        last, other = engines_of(self._options.engine)
+        engine = last if number == self._cluster.instances - 1 else other
+        options = dataclasses.replace(self._options, engine=engine)
         path, hosts = self._path(number), seat.hosts
         process = InstanceProcess(options, number, path, place, self._leases, hosts)
         if members is not None:
