@@ -32,6 +32,7 @@ from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
+from serving.runtime.role_host import AbstractRoleHosts
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
@@ -155,9 +156,24 @@ def run(options: Options) -> None:
         elif options.cluster.is_single:
             serve(options, sock)
         else:
+            nodes = _nodes_of(options, stack)
             from serving.cluster.front import serve_cluster  # here: most need no other processes
 
-            serve_cluster(options, sock)
+            serve_cluster(options, sock, nodes)
+
+
+def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:
+    """Return the hosts of --nnodes, which the stack closes; None for one host, and for Ray's.
+
+    They are met before the front imports jax: one that does not fit is told at once.
+    """
+    if not options.cluster.has_nodes:
+        return None
+    from serving.cluster.nodes.hosts import meet_nodes  # here: of few
+
+    nodes = meet_nodes(options)
+    stack.callback(nodes.close)
+    return nodes
 
 
 def _show_provisioning(model: str, workload: str) -> None:

@@ -7,11 +7,13 @@ jax's coordinator is. Commands are pickled: whoever knows the secret may run cod
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import hmac
 import json
 import logging
 import math
+import os
 import pickle
 import secrets
 import select
@@ -34,6 +36,10 @@ _RETRY_S = 0.2
 _QUIET_S = 10.0  # of waiting, before it is said
 _NONCE = 32
 _MOST_HELLO = 1 << 20
+_HINTS = {  # what to change where rank 0 cannot listen
+    errno.EADDRINUSE: "give all nodes another --master-port, or end what listens there",
+    errno.EADDRNOTAVAIL: "--master-addr must be an address of the host of --node-rank 0",
+}
 _BEATS = (1 << 63, (1 << 63) + 1)  # in the place of a length: starting, serving
 
 
@@ -138,13 +144,7 @@ def gather_followers(
     A stranger without the secret is sent away and logged. Raises GangRefused for a member that
     differs, for a taken port, and when not all have come in time.
     """
-    host, port = place.address
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise GangRefused(
-            f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
-        ) from None
+    listener = listen(place.address)
     connections: dict[int, Connection] = {}
     end = time.monotonic() + place.wait_s
     with listener, contextlib.ExitStack() as undo:
@@ -173,6 +173,19 @@ def gather_followers(
                 connection.close()
         undo.pop_all()
     return connections
+
+
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Return a socket where the others find rank 0. Raises GangRefused where that cannot be."""
+    host, port = address
+    try:
+        return socket.create_server(address)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno in _HINTS else error.strerror or str(error)
+        hint = _HINTS.get(error.errno or 0, "it must be an address of node 0 and a free port")
+        raise GangRefused(
+            f"Cannot listen on --master-addr {host} --master-port {port}: {why}; {hint}."
+        ) from None
 
 
 def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection, str]:

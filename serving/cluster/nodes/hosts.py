@@ -28,7 +28,7 @@ from serving.cluster.far.switchboard import Switchboard
 from serving.cluster.nodes.agent import OwnNode, about_roles, leave, place_of
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
-from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, welcome
+from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, listen, welcome
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 
 logger = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class NodeHosts(AbstractRoleHosts):
         self._starts = itertools.count()
         own = socket.gethostbyname(place.address[0])
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
-        self._listening, self._board = _listen(place.address), Switchboard(own)
+        self._listening, self._board = listen(place.address), Switchboard(own)
         try:
             take_callers(self._listening, self._admit, "nodes")
             self._wait_for_all()
@@ -232,8 +232,8 @@ class _Taken(Container[int]):
         return isinstance(rank, int) and not self._is_free(rank)
 
 
-def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
-    """Return the hosts for all roles when all nodes are there, and the options of each role.
+def meet_nodes(options: Options) -> NodeHosts:
+    """Return the hosts for all roles when all nodes are there.
 
     Until the front answers, SIGTERM ends the other nodes with this process. Raises StartError for
     nodes that do not come or do not fit.
@@ -242,23 +242,16 @@ def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
     cluster, devices = options.cluster, options.engine.tensor_parallel_size
     seats = seats_of(cluster.instances, devices, cluster.lora_server, cluster.nnodes)
     try:
-        hosts = NodeHosts(seats, place_of(cluster), about_roles(options))
+        return NodeHosts(seats, place_of(cluster), about_roles(options))
     except (GangRefused, OSError) as error:
         raise StartError(f"Cannot serve on {cluster.nnodes} nodes: {error}") from error
-    if cluster.spreads_roles:  # each of them is on one host
-        options = dataclasses.replace(options, cluster=dataclasses.replace(cluster, nnodes=1))
-    return options, hosts
 
 
-def _listen(address: tuple[str, int]) -> socket.socket:
-    """Return a socket where the nodes find rank 0. Raises GangRefused for a taken port."""
-    try:
-        return socket.create_server(address)
-    except OSError as error:
-        host, port = address
-        raise GangRefused(
-            f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
-        ) from None
+def options_of_roles(options: Options) -> Options:
+    """Return the options as the processes get them: a role of several is on one host."""
+    if not options.cluster.spreads_roles:
+        return options
+    return dataclasses.replace(options, cluster=dataclasses.replace(options.cluster, nnodes=1))
 
 
 def _answer(future: Future[Any]) -> Any:

@@ -124,9 +124,10 @@ def options():
 
 def test_a_process_follows_with_its_part_of_the_devices_and_ends_with_rank_0(host, options):
     process = NodeProcess(options, PLACE, host)
-    host.over.set()
-    process.stop()
     (made,) = host.started
+    host.over.set()
+    made.join(60)
+    process.stop()
     assert (made.name, made.exitcode) == ("node-3", 0)
     assert host.followed == [(options.engine, ("gang", PLACE))]
     assert host.gpus == [(0, 2)]
@@ -134,7 +135,9 @@ def test_a_process_follows_with_its_part_of_the_devices_and_ends_with_rank_0(hos
 
 def test_a_process_that_does_not_fit_says_so(host, options, caplog):
     host.exits_with = StartError("Cannot serve on 4 nodes: too few devices")
-    NodeProcess(options, PLACE, host).stop()
+    process = NodeProcess(options, PLACE, host)
+    host.started[0].join(60)
+    process.stop()
     assert "Node 3: Cannot serve on 4 nodes: too few devices" in caplog.text
     assert host.started[0].exitcode == 1
 

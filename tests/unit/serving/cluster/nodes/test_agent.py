@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
-from support.processes.server_process import ROOT
 from support.tcp_pair import tcp_pair
 from support.waiting import wait_until
 
@@ -164,12 +161,6 @@ def test_an_agent_comes_back_to_a_rank_0_that_was_lost(options, monkeypatch, cap
     assert "Node 1 has lost rank 0: silence" in caplog.text
     with pytest.raises(SystemExit):
         module.leave()
-
-
-def test_an_agent_starts_without_jax():
-    """It takes seconds to import, and a node that does not fit is to be told at once."""
-    code = "import sys, serving.cluster.nodes.agent; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("why", ["refused", "secret"])
