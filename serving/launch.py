@@ -8,12 +8,13 @@ the only place in `serving` that reads the environment.
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
@@ -38,6 +39,7 @@ __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
+INTERRUPTED = 128 + signal.SIGINT  # status of a start that Ctrl-C ended
 _SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
@@ -218,11 +220,14 @@ def _listen(options: Options) -> socket.socket:
     try:
         return bind_unix(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        raise StartError(f"Cannot listen on {address}: {error}") from None
+        other = "" if options.uds else " --port chooses another one, 0 a free one."
+        reason = error.strerror or str(error)
+        raise StartError(f"Cannot listen on {address}: {reason}.{other}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; return 0 after a clean stop and 1 when it cannot start.
+    """Run the server; return 0 after a clean stop, 1 when it cannot start, 130 after Ctrl-C
+    during the start.
 
     A mistake on the command line ends the process with status 2, a path that leads nowhere too.
     """
@@ -253,8 +258,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartError as error:
         logger.error("%s", error)
         return 1
+    except KeyboardInterrupt:
+        logger.info("Interrupted before the server was ready.")
+        return INTERRUPTED
     return 0
 
 
+def _end(status: int) -> NoReturn:
+    """End the process; after Ctrl-C by that signal, which waits for no thread that compiles."""
+    if status == INTERRUPTED:
+        logging.shutdown()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

@@ -19,7 +19,6 @@ ALWAYS_SO = {
     "--disable-nccl-for-dp-synchronization": "instances run independently",
     "--disable-hybrid-kv-cache-manager": "all layers have one kind of KV page",
     "--enable-tower-connector-lora": "adapters may change towers and projectors",
-    "--mm-processor-cache-gb 0": "--encoder-cache-tokens caches encoded images on the device",
     "--kv-offloading-backend native": "the engine itself moves KV pages to --kv-offloading-size",
     "--skip-mm-profiling": "--encoder-cache-tokens sets the memory for images",
     "--no-interleave-mm-strings": "text and images keep their order",

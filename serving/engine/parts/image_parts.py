@@ -110,6 +110,7 @@ def make_front(
         placeholder=placeholder,
         max_images=config.max_images,
         max_image_tokens=min(parts.num_rows, max_model_len),
+        cache_bytes=int(config.mm_processor_cache_gb * (1 << 30)),
     )
 
 

@@ -171,10 +171,20 @@ def test_a_bad_model_stops_the_start(monkeypatch, fake, caplog):
     assert "Cannot serve m: config.json is missing" in caplog.text
 
 
+def test_ctrl_c_during_the_start_is_a_line_and_no_traceback(monkeypatch, fake, caplog):
+    def engine(*args: object, **fields: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "Engine", engine, raising=False)
+    assert main(["m", "--port", "0"]) == launch.INTERRUPTED == 130
+    assert caplog.messages[-1] == "Interrupted before the server was ready."
+
+
 def test_a_taken_port_is_found_before_the_model_is_loaded(fake, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["m", "--port", str(taken.getsockname()[1])]) == 1
     assert "Cannot listen on 127.0.0.1:" in caplog.text
+    assert "Address already in use. --port chooses another one, 0 a free one." in caplog.text
     assert fake == []
 
 
