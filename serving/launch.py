@@ -24,6 +24,7 @@ from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
 from serving.cli.flag_words import PREFIX
 from serving.cli.flags import build_parser
+from serving.cli.model_flags import check_model_flags
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
@@ -32,6 +33,7 @@ from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
+from serving.runtime.role_host import AbstractRoleHosts
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
@@ -141,15 +143,10 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
-    if options.cluster.node_rank and options.cluster.spreads_roles:
-        from serving.cluster.nodes.agent import serve_agent
+    if options.cluster.node_rank:
+        from serving.cluster.nodes.agent import serve_agent  # here: of few
 
         serve_agent(options)
-        return
-    if options.cluster.node_rank:
-        from serving.cluster.node import serve_node
-
-        serve_node(options)
         return
     with ExitStack() as stack:
         sock = _listen(options)
@@ -161,9 +158,24 @@ def run(options: Options) -> None:
         elif options.cluster.is_single:
             serve(options, sock)
         else:
+            nodes = _nodes_of(options, stack)
             from serving.cluster.front import serve_cluster  # here: most need no other processes
 
-            serve_cluster(options, sock)
+            serve_cluster(options, sock, nodes)
+
+
+def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:
+    """Return the hosts of --nnodes, which the stack closes; None for one host, and for Ray's.
+
+    They are met before the front imports jax: one that does not fit is told at once.
+    """
+    if not options.cluster.has_nodes:
+        return None
+    from serving.cluster.nodes.hosts import meet_nodes  # here: of few
+
+    nodes = meet_nodes(options)
+    stack.callback(nodes.close)
+    return nodes
 
 
 def _show_provisioning(model: str, workload: str) -> None:
@@ -223,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv, os.environ)
     try:
         check_paths(options)
+        check_model_flags(options)
     except ValueError as error:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)

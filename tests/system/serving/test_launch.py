@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -291,16 +292,26 @@ def test_keys_that_others_can_read_and_a_missing_one_are_warned_of(fake, monkeyp
 def test_the_command_is_a_node_a_front_of_functions_or_a_cluster_as_its_flags_say(
     monkeypatch, tmp_path
 ):
-    ran = []
-    for place in ("node.serve_node", "functions_front.serve_functions", "front.serve_cluster"):
-        module, _, name = place.partition(".")
-        told = lambda options, *sock, name=name: ran.append((name, *sock))  # noqa: E731
+    ran, closed = [], []
+    for module, name in (
+        ("nodes.agent", "serve_agent"),
+        ("functions_front", "serve_functions"),
+        ("front", "serve_cluster"),
+    ):
+        told = lambda options, *given, name=name: ran.append((name, *given))  # noqa: E731
         monkeypatch.setattr(importlib.import_module(f"serving.cluster.{module}"), name, told)
+    met = SimpleNamespace(close=lambda: closed.append("nodes"))
+    hosts = importlib.import_module("serving.cluster.nodes.hosts")
+    monkeypatch.setattr(hosts, "meet_nodes", lambda options: met)
     (tmp_path / "secret").write_text("s" * 32)
-    node = ["m", "--nnodes", "2", "--node-rank", "1", "--tensor-parallel-size", "2"]
-    launch.run(read_options([*node, "--nodes-secret-file", str(tmp_path / "secret")], {}))
-    assert ran == [("serve_node",)]  # which listens nowhere
-    for flags in (["--functions", str(tmp_path)], ["--instances", "2"]):
+    nodes = ["--nnodes", "2", "--nodes-secret-file", str(tmp_path / "secret")]
+    node = ["m", *nodes, "--node-rank", "1", "--tensor-parallel-size", "2"]
+    launch.run(read_options(node, {}))
+    assert ran == [("serve_agent",)]  # which listens nowhere
+    several = ["--instances", "2"]
+    for flags in (["--functions", str(tmp_path)], several, [*several, *nodes]):
         launch.run(read_options(["m", "--port", "0", *flags], {}))
-    assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster"]
-    assert [sock.fileno() for _, sock in ran[1:]] == [-1, -1]  # closed behind them
+    assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster", "serve_cluster"]
+    assert [given[1].fileno() for given in ran[1:]] == [-1, -1, -1]  # closed behind them
+    assert [given[2:] for given in ran[1:]] == [(), (None,), (met,)]
+    assert closed == ["nodes"]
