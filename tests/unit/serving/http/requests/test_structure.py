@@ -67,7 +67,6 @@ def of_schema(**fields):
         (of_schema(name="x"), "response_format.json_schema.schema must be an object"),
         (of_schema(schema={}, lenient=True), "response_format.json_schema.lenient"),
         (of_schema(schema={"not": {}}), 'response_format: Unimplemented keys: ["not"]'),
-        (of_schema(schema={"$ref": "#/nope"}), "response_format: Pointer '/nope' does not exist"),
         ({"structured_outputs": {}}, "exactly one of json, regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "got regex and choice"),
         ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json: Unimplemented"),
@@ -88,3 +87,12 @@ def test_mistakes_are_named_and_nothing_is_submitted(client, engine, fields, mes
         assert message in error["message"]
         assert error["param"] in (*fields, "response_format")
     assert len(engine.submitted) == before
+
+
+def test_a_pointer_into_the_schema_is_no_path_of_the_server(client, engine, monkeypatch):
+    def refuse(outputs: object) -> None:
+        raise ValueError("structured_outputs.json: Pointer '/nope' does not exist")
+
+    monkeypatch.setattr(engine.grammars, "find", refuse)
+    answer = chat(client, **of_schema(schema={"$ref": "#/nope"}))
+    assert answer.json()["error"]["message"] == "response_format: Pointer '/nope' does not exist"
