@@ -197,9 +197,9 @@ def test_bad_angles_are_named():
     for odd in (jnp.zeros((4, 2, 2, 6)), jnp.zeros((4, 3, 2, 5)), jnp.zeros((4, 3, 6))):
         with pytest.raises(ValueError, match=r"qkv has shape .*, expected \[patches, 3, heads"):
             turned_attention(odd, cos, cos, jnp.ones(4, bool), jnp.int32(4), SCALE)
+    uneven = jnp.zeros((4, 3, 2, 6)), *jnp.zeros((2, 4, 3)), jnp.ones(4, bool), jnp.int32(4)
     with pytest.raises(ValueError, match="4 patches are no 3 images of one size"):
-        odd = jnp.zeros((4, 3, 2, 6)), *jnp.zeros((2, 4, 3)), jnp.ones(4, bool), jnp.int32(4)
-        turned_attention(*odd, SCALE, images=3)
+        turned_attention(*uneven, SCALE, images=3)
     narrow = jnp.zeros((4, 3), jnp.bfloat16)
     with pytest.raises(ValueError, match=r"cos \(4, 3\) is bfloat16, expected float32"):
         turned_attention(qkv, narrow, narrow, jnp.ones(4, bool), jnp.int32(4), SCALE)
