@@ -5,6 +5,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
+from lora_jax.adapters.versions import check_name, split
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
@@ -44,6 +45,10 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        for name in names:  # before the model is loaded
+            check_name(name)
+            if split(name)[0] in self._base_names:
+                raise ValueError(f"--lora-modules: {name!r} is the name of the base model.")
         if not 1 <= self.max_connections <= 1_000_000:
             raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
         if not 0 <= self.shutdown_timeout <= 3600:
@@ -75,6 +80,10 @@ class Options:
                 f"Without --api-key or --keys-file anybody who can reach {self.host} could use "
                 "this server. Set a key, or add --insecure to allow that."
             )
+
+    @property
+    def _base_names(self) -> tuple[str, ...]:
+        return self.http.served_names or (self.engine.model_name,)
 
     def _check_merged(self) -> None:
         """Raise ValueError for what --merge-adapter does not go with."""

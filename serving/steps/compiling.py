@@ -38,16 +38,24 @@ def compile_all(
         bar.update()
         say()
 
-    with bar, ThreadPoolExecutor(_workers()) as pool:
+    pool = ThreadPoolExecutor(_workers())
+    is_interrupted = False
+    with bar:
         jobs: list[Future] = []
         say(names[0])
-        for number, program in enumerate(programs):
-            at_work[number] = names[number]
-            jobs.append(pool.submit(program.compile))
-            jobs[-1].add_done_callback(lambda _, number=number: done(number))
-            say(*names[number + 1 : number + 2])
-        for job in jobs:
-            job.result()
+        try:
+            for number, program in enumerate(programs):
+                at_work[number] = names[number]
+                jobs.append(pool.submit(program.compile))
+                jobs[-1].add_done_callback(lambda _, number=number: done(number))
+                say(*names[number + 1 : number + 2])
+            for job in jobs:
+                job.result()
+        except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
+            is_interrupted = True
+            raise
+        finally:
+            pool.shutdown(wait=not is_interrupted, cancel_futures=is_interrupted)
 
 
 def read_kept(

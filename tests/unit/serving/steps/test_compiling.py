@@ -1,6 +1,7 @@
 """Order in which programs are compiled or read."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +36,26 @@ def test_all_are_compiled_when_it_returns_and_errors_are_raised():
     assert all(program.done.is_set() for program in programs)
     with pytest.raises(ValueError, match="no"):
         compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=False)
+
+
+def test_ctrl_c_waits_for_no_program():
+    """XLA cannot be stopped; the call must not wait for what it compiles."""
+    may = threading.Event()
+    slow, never = Program(may), Program()
+
+    def programs():
+        yield slow
+        yield never
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compile_all(programs(), list("abc"), progress=False)
+        assert time.monotonic() - begin < 30  # `slow` waits for 60 s
+        assert not slow.done.is_set()
+    finally:
+        may.set()
 
 
 def test_the_first_is_read_and_the_others_behind_it():
