@@ -12,6 +12,7 @@ import dataclasses
 import json
 import queue
 import random
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ from bench import record
 from bench.adapter_tiers import MODEL, write_adapters
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
+from serving.engine.loop.pacing import SWITCH_S
 
 SLOTS = 16
 
@@ -120,6 +122,7 @@ def measure(engine: Engine, names: list[str], slots: int, case: Case) -> dict[st
 
 def on_shipped_model(case: Case) -> dict[str, Any]:
     """Return the figures of the shipped model."""
+    sys.setswitchinterval(SWITCH_S)  # as in a server
     sizes = {"max_num_seqs": SLOTS, "max_loras": SLOTS, "max_num_batched_tokens": 128}
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), SLOTS * max(case.ratios))
