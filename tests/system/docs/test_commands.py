@@ -153,3 +153,16 @@ def test_the_page_of_grouped_lora_adds_each_row_s_adapter(monkeypatch):
         want[row] += scaling * (x[row] @ np.asarray(a).T) @ np.asarray(b).T
     np.testing.assert_allclose(y, want, **TOLERANCE["float32"])
     assert len({len(a) for a, _, _ in names["adapters"]}) == 2  # ranks differ
+
+
+def test_code_and_tests_of_the_papers_are_where_the_page_says():
+    """A cell names paths; one without a folder lies beside the one before it."""
+    rows = (ROOT / "docs/reference/papers.md").read_text().splitlines()
+    cells = [re.findall(r"`([^` ]+)`", cell) for row in rows for cell in row.split("|")[2:4]]
+    assert sum(map(len, cells)) > 60
+    for names in cells:
+        folder = ROOT
+        for name in names:
+            path = ROOT / name if "/" in name else folder / name
+            folder = path.parent
+            assert path.exists(), name
