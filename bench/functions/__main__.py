@@ -38,7 +38,7 @@ def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Run what was asked for, write a JSON file and print its rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.functions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--policies", action="store_true", help="compare greedy plans with the best ones"
