@@ -160,6 +160,10 @@ def run(options: Options) -> None:
             serve(options, sock)
         else:
             _require_gpus(options, os.environ)
+            if options.cluster.uses_ray:
+                from serving.cluster.ray.joining import check_ray  # here: of few
+
+                check_ray(options)
             nodes = _nodes_of(options, stack)
             from serving.cluster.front import serve_cluster  # here: most need no other processes
 

@@ -105,7 +105,8 @@ def test_two_processes_serve_what_one_does_beside_other_features(tmp_path, asked
     weight = np.random.default_rng(5).normal(size=(3, 64))
     write_headed_adapter(tmp_path / "head", shape, 2, 2, ["no", "yes", "both"], weight)
     asked["modules"]["head"], asked["heads"] = str(tmp_path / "head"), ["head"]
-    asked["config"]["model"] = str(tmp_path / "tiny")
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # with room for drafts
+    asked["config"] |= sizes | {"model": str(tmp_path / "tiny")}
     # Guesses of rows that are bound to two letters are right now and then.
     asked["prompts"][9:] = ["abababababab", "bbbbbbbbbbbb", "aabaabaabaab"]
     long = {"max_tokens": 20, "temperature": 0.0, "structured_outputs": {"regex": "[ab]{24}"}}
