@@ -52,8 +52,8 @@ def answers(engine, asked):
     labels = [engine.classify(asked["prompts"][:2], name)[0].outputs for name in asked["heads"]]
     assert engine.stats().compilations_after_warmup == 0
     if speculates:
-        drafts, _, accepted = num_drafts(engine)
-        assert drafts > accepted > 0
+        _, tokens, accepted = num_drafts(engine)
+        assert tokens > accepted > 0
     return [[repr(one)] for one in labels] + [
         [o.outputs[0].token_ids, repr(o.outputs[0].logprobs), repr(o.prompt_logprobs)]
         for o in outputs

@@ -111,11 +111,12 @@ def test_two_processes_serve_what_one_does_beside_other_features(tmp_path, asked
     asked["prompts"][9:] = ["abababababab", "bbbbbbbbbbbb", "aabaabaabaab"]
     long = {"max_tokens": 20, "temperature": 0.0, "structured_outputs": {"regex": "[ab]{24}"}}
     asked["samplings"][9:] = [long] * 3
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     fields = {
         "kv_cache_memory_bytes": 64 << 10,
         "kv_cache_dtype": "fp8",
         "lora_dtype": "int8",
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "speculative_config": drafts,
     }
     want = run(tmp_path, asked, 1, "bfloat16", [()], **fields)
     assert len({repr(answer) for answer in want}) == len(want)
