@@ -35,6 +35,10 @@ def model(tmp_path):
         (["--lora-server", "1", "--lora-dtype", "int8"], "leave lora_dtype int8 out"),
         (["--functions", ".", "--page-pool-bytes", "9"], "does not go with shared backbone"),
         (
+            ["--functions", ".", "--functions-isolation", "server", "--lora-dtype", "int8"],
+            "With --functions-isolation server .* leave lora_dtype int8 out",
+        ),
+        (
             ["--tensor-parallel-size", "2", "--max-esft-adapters", "2", *NODES],
             "An instance over several hosts has no max_esft_adapters: set 0",
         ),
