@@ -64,7 +64,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         parser.error("no model is given; start with its folder: python -m serving.launch FOLDER")
     cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
     functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
-    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")
+    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan", "quantization")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given

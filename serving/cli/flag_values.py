@@ -22,7 +22,8 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        wanted = """an object is written in single quotes: '{"name": 1}'"""
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {wanted}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
     return value

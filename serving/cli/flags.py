@@ -279,6 +279,11 @@ def _add_engine_flags(group) -> None:
     for field in dataclasses.fields(EngineConfig):
         if field.name not in ("model", "served_model_name"):
             _add_field(group, field, ENGINE_HELP)
+    text = (
+        "Format that the model's config.json has to name: vLLM's flag, checked and then ignored. "
+        "Default: no check."
+    )
+    group.add_argument("--quantization", metavar="FORMAT", help=text)
     hidden, number = argparse.SUPPRESS, whole_number  # SGLang's names
     group.add_argument("--context-length", dest="max_model_len", type=number, help=hidden)
     group.add_argument("--max-running-requests", dest="max_num_seqs", type=number, help=hidden)
