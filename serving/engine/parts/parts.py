@@ -12,6 +12,7 @@ import jax
 
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.host_copier import HostCopier
+from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.loader import read_config
@@ -201,6 +202,8 @@ def _build(
         copier = engine_copier(is_pooled=base.pool is not None)
     # The host keeps what a device's memory takes; its own copier converts as it copies.
     copied_as = None if copier is None or isinstance(copier, HostCopier) else base.dtype
+    # Merges and towers are programs that read slots and are no steps.
+    by_host = isinstance(copier, HostCopier) and base.merged is None and base.images is None
     held_as = base.catalogue, base.widths, base.norms
     residencies = make_residencies(
         allocator,
@@ -211,6 +214,7 @@ def _build(
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
+        table=HostTable() if by_host else None,
     )
     tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
     on_read = metrics.tiers.read, tokenizers.fitted
