@@ -238,7 +238,7 @@ def _row(
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")

@@ -53,6 +53,7 @@ class PageExtents:
         self._leaving: set[int] = set()
         self._idle: set[int] = set()  # present ones of which no page is held
         self._held = [0] * count  # pages of each
+        self._blank: list[set[int]] = [set() for _ in range(count)]  # pages of each
         self._worth = [0.0] * count  # of what is cached on them
         self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages
@@ -142,6 +143,7 @@ class PageExtents:
         self._idle.discard(extent)
         self._held[extent] += 1
         was_cached = page in self._values
+        self._blank[extent].discard(page)
         value = self._lose(page)
         if fresh:
             self._note_gone(page, was_cached)
@@ -159,8 +161,37 @@ class PageExtents:
             self._numbers[page] = self._newest[extent] = self._number
             heapq.heappush(self._order, (self._values[page], self._number, page))
             self._compact()
+        else:
+            self._blank[extent].add(page)
         if not self._held[extent]:
             self._idle.add(extent)
+
+    def blanked(self, page: int) -> None:
+        """A cached page is blank now, as a page that is held has the same contents."""
+        self._lose(page)
+        self._blank[page // self._size].add(page)
+
+    def places(self, count: int) -> list[int]:
+        """Return the pages for a sequence's next ones: blank, and cached where these are too few.
+
+        Pages of a long prompt lie together, in blank extents; few pages fill the gaps of others.
+        So an extent that is given up takes the end of one prefix, and no other prefix's beginning,
+        without which the rest of it is not found.
+        """
+        chosen: list[int] = []
+        blank = {extent: len(pages) for extent, pages in enumerate(self._blank) if pages}
+        while blank and (left := count - len(chosen)):
+            wide = [extent for extent, number in blank.items() if number >= left]
+            if wide:
+                extent = min(wide, key=lambda one: blank[one])  # the first of equal ones
+            else:
+                extent = max(blank, key=lambda one: blank[one])
+            chosen += sorted(self._blank[extent])[:left]
+            del blank[extent]
+        for _ in range(count - len(chosen)):
+            chosen.append(self.least_cached())
+            heapq.heappop(self._order)  # or it would be named twice
+        return chosen
 
     def least_cached(self) -> int:
         """Return the cached page that is worth least, of equal ones the oldest; there is one."""
@@ -201,6 +232,8 @@ class PageExtents:
             held = sum(self._cache.is_held(page) for page in pages)
             assert self._held[extent] == held, f"extent {extent}: {held} pages are held"
             assert (extent in self._idle) == (not held and extent not in absent)
+            blank = {page for page in pages if self._cache.is_blank(page)}
+            assert self._blank[extent] == blank, f"blank pages of extent {extent}"
             worth = sum(self._values.get(page, 0.0) for page in pages)
             assert abs(worth - self._worth[extent]) < 1e-6 * max(1.0, worth), "worth"
         present = [p for e in range(len(self._held)) if e not in absent for p in self._pages(e)]
@@ -260,6 +293,7 @@ class PageExtents:
         self._absent.discard(extent)
         self._idle.add(extent)
         self._worth[extent] = 0.0
+        self._blank[extent] = set(self._pages(extent))
         self._cache.bring(self._pages(extent))
         return True
 
@@ -270,6 +304,7 @@ class PageExtents:
             self._note_gone(page, page in self._values)
             self._lose(page)
         self._idle.discard(extent)
+        self._blank[extent].clear()
         self._leaving.add(extent)
         self._memory.leave_pages(pages, lambda: self._gone(extent))
 

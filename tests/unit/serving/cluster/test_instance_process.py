@@ -18,6 +18,7 @@ from serving.cluster import instance_process as module
 from serving.cluster.addresses import FarAddress
 from serving.cluster.instance_process import InstanceProcess, InstanceSeat, instance_main
 from serving.http.settings import HttpSettings
+from serving.runtime import pulses
 from serving.runtime.child_process import Pulse
 
 
@@ -76,6 +77,35 @@ def test_an_instance_whose_other_host_is_not_there_does_not_start(host):
     assert first.made[0].exitcode == -signal.SIGKILL
     first.close()
     second.close()
+
+
+@pytest.fixture
+def over_two_hosts():
+    first, second = HeldHost("10.0.0.1"), HeldHost("10.0.0.2")
+    asked = options(nodes=2, tensor_parallel_size=2)
+    process = InstanceProcess(asked, 0, "path", None, None, (first, second))
+    yield process, first, second
+    process.kill()
+    process.stop()
+    first.close()
+    second.close()
+
+
+def test_a_follower_that_hangs_while_it_starts_is_killed_and_named(over_two_hosts, monkeypatch):
+    process, first, second = over_two_hosts
+    monkeypatch.setattr(pulses, "_LOOK_S", 0.01)
+    echo = pulses.Echo(first.ends[1], lambda: None)  # rank 0 answers
+    with pytest.raises(ConnectionError, match="Node 1 of instance 0 hangs while it starts"):
+        process.wait_ready()
+    assert (first.made[0].exitcode, second.made[0].exitcode) == (None, -signal.SIGKILL)
+    assert not echo._has_ended
+
+
+def test_a_follower_that_ends_instead_of_starting_is_named(over_two_hosts):
+    process, _, second = over_two_hosts
+    second.made[0].finish(1)
+    with pytest.raises(ConnectionError, match="did not start: the process of node 1 has ended; "):
+        process.wait_ready()
 
 
 @pytest.mark.parametrize(
