@@ -197,7 +197,9 @@ def test_a_process_that_cannot_start_ends_and_one_of_a_gang_at_once(host, tmp_pa
     monkeypatch.setattr(module.os, "_exit", ended.append)
     for gang in (None, GangPlace(0, 2, ("127.0.0.1", 1), b"s" * 32)):
         (_, life), (_, pulse) = host.pipe(), host.pipe()
-        seat = InstanceSeat("instance-0 x", 0, str(tmp_path / "socket"), 0, gang)
+        folder = tmp_path / f"gang-{gang is not None}"
+        folder.mkdir()
+        seat = InstanceSeat("instance-0 x", 0, str(folder / "socket"), 0, gang)
         with pytest.raises(SystemExit) as ending:
             instance_main(life, pulse, None, options(), seat, None)
         assert ending.value.code == 1
