@@ -141,7 +141,7 @@ def on_shipped_model(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.adapter_slots", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--turns", type=int, default=Case.turns)

@@ -85,6 +85,11 @@ def test_devices_of_a_split_model(flag):
     assert by_outputs.enable_expert_parallel is False
 
 
+def test_fp8_has_two_names():
+    for name in ("fp8", "fp8_e4m3"):
+        assert read_options(["m", "--kv-cache-dtype", name], {}).engine.kv_cache_dtype == "fp8"
+
+
 def test_other_names_of_our_flags():
     got = read_options(["m", "--context-length", "9", "--max-running-requests", "3"], {})
     assert (got.engine.max_model_len, got.engine.max_num_seqs) == (9, 3)
