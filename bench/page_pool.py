@@ -1,32 +1,36 @@
 """A workload that shifts between adapters and long contexts: one page pool against fixed shares.
 
-`python -m bench.page_pool --out DIR`: a Llama of random weights. Three phases follow each other
-without a pause, several times:
+`python -m bench.page_pool --out DIR`: a Llama of random weights. Three phases follow each other,
+several times:
 
     adapters   short requests over many adapters, which fill the budget
     long       questions about documents, whose KV fills it
     both       both kinds, over half of the adapters and half of the documents
 
 A phase has a fixed number of requests outstanding, as from a steady crowd of callers: where one is
-answered the next one is handed in. A phase lasts from its first request to the first of the
-next phase. So its transition counts, and no engine is measured while it runs empty.
+answered the next one is handed in. A phase lasts from its first request until fewer than that are
+left. So its transition counts, and no engine is measured while it runs empty.
 
-On a CPU 5 million parameters, 60 MiB for KV pages and adapters; with `--large` on a GPU 16 layers
-of Llama-3.1-8B's shape and 3 GiB, documents that no two requests share, and wall-clock seconds.
+On a CPU 5 million parameters, 60 MiB for KV pages and adapters. All engines are in one process and
+have each phase in turn, the others idle, so that noise of the machine meets all. Times are
+processor seconds of the process, for the machine may have other work. With `--large` on a GPU 16
+layers of Llama-3.1-8B's shape and 3 GiB, documents that no two requests share, and wall-clock
+seconds; there one engine follows the other, and phases follow each other without a pause.
 
 Engines with fixed shares of the same bytes get them too. Of those the best is the one that takes
 least time over all phases. The `ceiling` has all of these bytes for KV and as many again for
-adapters: what a pool could give at best, whatever leaves first. On a CPU times are processor
-seconds of the process, for the machine may have other work. `--engine NAME` runs one engine and
-adds it to the results of others in DIR; with `--lock FILE` engines of several processes, which all
-start at once, measure by turns.
+adapters: what a pool could give at best, whatever leaves first. `--engine NAME`, which may be
+repeated, runs some engines and adds them to the results of others in DIR; with `--lock FILE`
+engines of several processes, which all start at once, measure by turns.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -41,6 +45,7 @@ from bench.random_model import LlamaShape, write_adapter, write_llama
 from bench.turns import turn
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
+from serving.engine.loop.pacing import SWITCH_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Crowd:
     """Callers of an engine: a fixed number of requests is outstanding at a time."""
 
     def __init__(self, engine: Engine, case: Case):
-        self._engine, self._case = engine, case
+        self.engine, self._case = engine, case
         self._sampling = Sampling(max_tokens=case.answer, temperature=0.0, ignore_eos=True)
         self._ended = threading.Condition()
         self._waiting = 0
@@ -165,7 +170,21 @@ class Crowd:
 
         with self._ended:
             self._waiting += 1
-        self._engine.submit(prompt, adapter, self._sampling, on_output=on_output)
+        self.engine.submit(prompt, adapter, self._sampling, on_output=on_output)
+
+    def take(self, phase: str, asked: Sequence[tuple[list[int], str | None]]) -> dict[str, float]:
+        """Ask for all answers of a phase, and return what the engine did meanwhile."""
+        outstanding, self.gaps = self._case.outstanding[phase], []  # others' answers go on
+        before = counts(self.engine)
+        for prompt, adapter in asked:
+            self.wait(outstanding)
+            self.hand_in(prompt, adapter)
+        self.wait(outstanding)
+        after, gaps = counts(self.engine), list(self.gaps)
+        figures = {name: after[name] - before[name] for name in after}
+        for percent in (50, 99):
+            figures[f"p{percent}_gap_ms"] = 1e3 * float(np.percentile(gaps, percent))
+        return figures
 
     def wait(self, fewer_than: int) -> None:
         """Return when fewer callers than that wait."""
@@ -189,30 +208,28 @@ def counts(engine: Engine) -> dict[str, float]:
     }
 
 
-def run(engine: Engine, case: Case, rounds: int) -> dict[str, Any]:
-    """Return what was done in each phase and round, and what the engine answered."""
-    crowd = Crowd(engine, case)
-    found: dict[str, list[dict[str, float]]] = {phase: [] for phase in PHASES}
+def run(engines: dict[str, Engine], case: Case, rounds: int) -> dict[str, Any]:
+    """Return what each engine did in each phase and round, and what it answered."""
+    crowds = {name: Crowd(engine, case) for name, engine in engines.items()}
+    found = {name: {phase: [] for phase in PHASES} for name in engines}
     for number in range(rounds + 1):  # the first round, a third of one, fills and is not counted
         for phase in PHASES:
-            crowd.gaps = []  # answers of the phase before go on
-            before, asked = (
-                counts(engine),
-                requests(case, phase, random.Random(f"{number} {phase}")),
-            )
-            for prompt, adapter in asked if number else asked[: len(asked) // 3]:
-                crowd.wait(case.outstanding[phase])
-                crowd.hand_in(prompt, adapter)
-            crowd.wait(case.outstanding[phase])
-            if number:
-                after = counts(engine)
-                found[phase].append({name: after[name] - before[name] for name in after})
-                found[phase][-1]["p99_gap_ms"] = 1e3 * float(np.percentile(crowd.gaps, 99))
-                print(phase, {name: round(n, 2) for name, n in found[phase][-1].items()})
+            asked = requests(case, phase, random.Random(f"{number} {phase}"))
+            for name, crowd in crowds.items():
+                figures = crowd.take(phase, asked if number else asked[: len(asked) // 3])
+                if len(engines) > 1:
+                    crowd.wait(1)  # it is idle while others are measured
+                if number:
+                    found[name][phase].append(figures)
+                    print(name, phase, {of: round(n, 2) for of, n in figures.items()}, flush=True)
+    return {name: _summary(crowd, found[name]) for name, crowd in crowds.items()}
+
+
+def _summary(crowd: Crowd, phases: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     crowd.wait(1)
-    stats = engine.stats()
+    stats = crowd.engine.stats()
     return {
-        "phases": found,
+        "phases": phases,
         "failed": crowd.failed,
         "pool_bytes": stats.pool.total_bytes,
         "compilations_after_warmup": stats.compilations_after_warmup,
@@ -250,12 +267,23 @@ def measure(
 ) -> dict[str, Any]:
     """Return what each engine gave, by its name."""
     adapters, found = write_files(folder, case), {}
-    for name in names:
-        how = {**case.fields, **engines(case)[name], "structured_outputs": False}
-        with Engine(str(folder / "model"), adapters, max_queue=4096, **how) as engine, turn(lock):
-            found[name] = run(engine, case, rounds)
-        print(name, json.dumps(found[name]), flush=True)
+    together = [[name] for name in names] if case is LARGE else [list(names)]
+    for some in together:
+        with contextlib.ExitStack() as stack:
+            made = {
+                name: stack.enter_context(make_engine(folder, adapters, case, name))
+                for name in some
+            }
+            stack.enter_context(turn(lock))
+            found |= run(made, case, rounds)
+    print(json.dumps(found), flush=True)
     return found
+
+
+def make_engine(folder: Path, adapters: dict[str, str], case: Case, name: str) -> Engine:
+    """Return an engine with the memory that its name says."""
+    how = {**case.fields, **engines(case)[name], "structured_outputs": False}
+    return Engine(str(folder / "model"), adapters, max_queue=4096, **how)
 
 
 def summary(found: dict[str, Any], case: Case, kind: str) -> dict[str, Any]:
@@ -316,20 +344,23 @@ def _p99_gap_ms(of_engine: dict[str, Any], phase: str) -> float:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.page_pool", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--large", action="store_true", help="sizes for a GPU")
     parser.add_argument(
-        "--engine", help="engine to measure: pool, or a fixed share such as 25%% (default: all)"
+        "--engine",
+        action="append",
+        help="engine to measure: pool, ceiling, or a fixed share such as 20%% (default: all)",
     )
     parser.add_argument(
         "--lock", type=Path, help="lock file that is held while an engine is measured"
     )
     args = parser.parse_args()
     case, about = LARGE if args.large else SMALL, record.about()
-    names = [args.engine] if args.engine else list(engines(case))
+    names = args.engine or list(engines(case))
+    sys.setswitchinterval(SWITCH_S)  # as in a server
     with tempfile.TemporaryDirectory() as place:
         found = measure(Path(place), case, args.rounds, names, args.lock)
     args.out.mkdir(parents=True, exist_ok=True)  # before its lock file

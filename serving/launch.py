@@ -8,12 +8,13 @@ the only place in `serving` that reads the environment.
 import dataclasses
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
@@ -23,6 +24,7 @@ from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
 from serving.cli.flag_words import PREFIX
 from serving.cli.flags import build_parser
+from serving.cli.model_flags import check_model_flags
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
@@ -31,11 +33,14 @@ from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
+from serving.runtime.role_host import AbstractRoleHosts
+from serving.runtime.visible_gpus import VISIBLE, first_of
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
+INTERRUPTED = 128 + signal.SIGINT  # status of a start that Ctrl-C ended
 _SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
@@ -59,7 +64,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         parser.error("no model is given; start with its folder: python -m serving.launch FOLDER")
     cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
     functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
-    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")
+    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan", "quantization")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
@@ -139,15 +144,10 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
-    if options.cluster.node_rank and options.cluster.spreads_roles:
-        from serving.cluster.nodes.agent import serve_agent
+    if options.cluster.node_rank:
+        from serving.cluster.nodes.agent import serve_agent  # here: of few
 
         serve_agent(options)
-        return
-    if options.cluster.node_rank:
-        from serving.cluster.node import serve_node
-
-        serve_node(options)
         return
     with ExitStack() as stack:
         sock = _listen(options)
@@ -159,9 +159,41 @@ def run(options: Options) -> None:
         elif options.cluster.is_single:
             serve(options, sock)
         else:
+            _require_gpus(options, os.environ)
+            if options.cluster.uses_ray:
+                from serving.cluster.ray.joining import check_ray  # here: of few
+
+                check_ray(options)
+            nodes = _nodes_of(options, stack)
             from serving.cluster.front import serve_cluster  # here: most need no other processes
 
-            serve_cluster(options, sock)
+            serve_cluster(options, sock, nodes)
+
+
+def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
+    """Raise StartError where this host's list of GPUs is too short for its roles."""
+    cluster = options.cluster
+    if cluster.uses_ray or cluster.has_nodes:  # which have lists of their own
+        return
+    count = cluster.instances * options.engine.tensor_parallel_size + cluster.lora_server
+    try:
+        first_of(environ.get(VISIBLE), 0, count)
+    except ValueError as error:
+        raise StartError(f"Cannot start {cluster.instances} instances: {error}") from None
+
+
+def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:
+    """Return the hosts of --nnodes, which the stack closes; None for one host, and for Ray's.
+
+    They are met before the front imports jax: one that does not fit is told at once.
+    """
+    if not options.cluster.has_nodes:
+        return None
+    from serving.cluster.nodes.hosts import meet_nodes  # here: of few
+
+    nodes = meet_nodes(options)
+    stack.callback(nodes.close)
+    return nodes
 
 
 def _show_provisioning(model: str, workload: str) -> None:
@@ -206,11 +238,14 @@ def _listen(options: Options) -> socket.socket:
     try:
         return bind_unix(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        raise StartError(f"Cannot listen on {address}: {error}") from None
+        other = "" if options.uds else " --port chooses another one, 0 a free one."
+        reason = error.strerror or str(error)
+        raise StartError(f"Cannot listen on {address}: {reason}.{other}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the server; return 0 after a clean stop and 1 when it cannot start.
+    """Run the server; return 0 after a clean stop, 1 when it cannot start, 130 after Ctrl-C
+    during the start.
 
     A mistake on the command line ends the process with status 2, a path that leads nowhere too.
     """
@@ -218,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv, os.environ)
     try:
         check_paths(options)
+        check_model_flags(options)
     except ValueError as error:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)
@@ -240,8 +276,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StartError as error:
         logger.error("%s", error)
         return 1
+    except KeyboardInterrupt:
+        logger.info("Interrupted before the server was ready.")
+        return INTERRUPTED
     return 0
 
 
+def _end(status: int) -> NoReturn:
+    """End the process; after Ctrl-C by that signal, which waits for no thread that compiles."""
+    if status == INTERRUPTED:
+        logging.shutdown()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _end(main())

@@ -43,8 +43,13 @@ class Server:
     """A server that runs until `stop`; `start_s` is the time until it was healthy."""
 
     def __init__(self, model: Path, port: int, flags: list[str], log: Path):
-        """RuntimeError, with the end of its log: it did not become healthy."""
+        """RuntimeError, with the end of its log: it did not become healthy.
+
+        Where another server has the port, it would be measured in its place: RuntimeError too.
+        """
         self.url, self._log = f"http://127.0.0.1:{port}", log
+        if self._is_healthy():
+            raise RuntimeError(f"a server answers at {self.url} already: end it, or give --port")
         command = [sys.executable, "-m", "serving.launch", str(model), "--port", str(port)]
         command += ["--served-model-name", "base", "--disable-uvicorn-access-log", *flags]
         begun = time.perf_counter()

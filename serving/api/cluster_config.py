@@ -77,7 +77,7 @@ class ClusterConfig:
 
     def _check_transport(self) -> None:
         """Raise ValueError for what other transports than that of one host are not for."""
-        far = self.uses_ray or self.spreads_roles
+        far = self.uses_ray or self.has_nodes
         if self.lora_separate_stream and (far or self.lora_server_transport != "auto"):
             raise ValueError(
                 "--lora-separate-stream is for GPUs of one host; leave it out, or choose "
@@ -154,9 +154,14 @@ class ClusterConfig:
         return self.distributed_executor_backend == "ray"
 
     @property
+    def has_nodes(self) -> bool:
+        """True if --nnodes are hosts on each of which this command is given."""
+        return self.nnodes > 1 and not self.uses_ray
+
+    @property
     def spreads_roles(self) -> bool:
         """True if --nnodes are hosts of several roles, each of which fits a host."""
-        return self.nnodes > 1 and not self.uses_ray and self.instances + self.lora_server > 1
+        return self.has_nodes and self.instances + self.lora_server > 1
 
     @property
     def is_single(self) -> bool:

@@ -54,6 +54,7 @@ class EngineConfig:
     # Images.
     limit_mm_per_prompt: dict = dataclasses.field(default_factory=dict, hash=False)  # image: 8
     mm_processor_kwargs: dict = dataclasses.field(default_factory=dict, hash=False)
+    mm_processor_cache_gb: float = 1.0  # GiB of host memory for images that were prepared before
     encoder_cache_tokens: int | None = None  # of images on the device; None: up to 16384
     language_model_only: bool = False  # load no tower; images are refused
     # Adapters.
@@ -126,6 +127,7 @@ class EngineConfig:
         theta = self.lora_merge_theta
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 <= theta <= 60:
             raise ValueError(f"lora_merge_theta must be in [0, 60], got {theta!r}.")
+        _check_gib("mm_processor_cache_gb", self.mm_processor_cache_gb)
         self._check_offloading()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
@@ -135,10 +137,8 @@ class EngineConfig:
 
     def _check_offloading(self) -> None:
         """Raise ValueError for a size of host memory that is none, or that nothing would fill."""
-        size = self.kv_offloading_size
-        if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 1 << 20:
-            raise ValueError(f"kv_offloading_size must be 0 to {1 << 20} GiB, got {size!r}.")
-        if size and not self.enable_prefix_caching:
+        _check_gib("kv_offloading_size", self.kv_offloading_size)
+        if self.kv_offloading_size and not self.enable_prefix_caching:
             raise ValueError(
                 "kv_offloading_size keeps pages of the prefix cache: set it to 0, or turn "
                 "enable_prefix_caching on."
@@ -236,6 +236,11 @@ def _check_images(limits: object, kwargs: object) -> None:
         _check_int("limit_mm_per_prompt", limits["image"], 0, 999)
     if not isinstance(kwargs, dict):
         raise ValueError(f"mm_processor_kwargs must map names to values, got {kwargs!r}.")
+
+
+def _check_gib(field: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 <= size <= 1 << 20:
+        raise ValueError(f"{field} must be 0 to {1 << 20} GiB, got {size!r}.")
 
 
 def _check_int(field: str, value: object, low: int, high: int) -> None:

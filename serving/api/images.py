@@ -16,6 +16,7 @@ class PreparedImage:
     grid: tuple[int, int]  # rows and columns of patches
     num_tokens: int
     digest: bytes
+    num_pixels: int = 0  # of the image as it was given
 
 
 # Images of a prompt with their first tokens in it.

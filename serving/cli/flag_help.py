@@ -39,6 +39,8 @@ ENGINE_HELP = {
     "limit_mm_per_prompt": 'Maximum images of one prompt. Default: {"image": 8}.',
     "mm_processor_kwargs": "Bounds of an image's size, in pixels: min_pixels, max_pixels. "
     "Default: the model's.",
+    "mm_processor_cache_gb": "Host memory for images that were decoded and resized before, found "
+    "by the digest of their file, in GiB. 0: none.",
     "encoder_cache_tokens": "Size of the cache of encoded images on the device, in tokens. "
     "Default: --max-model-len, but at most 16384.",
     "language_model_only": "Do not load the image tower. Requests with images are rejected.",
@@ -150,6 +152,7 @@ METAVARS = {
     "functions_verify_s": "SECONDS",
     "functions_isolation": "{none,server,process}",
     "kv_offloading_size": "GIB",
+    "mm_processor_cache_gb": "GIB",
     "lora_merge_theta": "SECONDS",
     "otlp_traces_endpoint": "URL",
     "chat_template": "FILE",

@@ -22,7 +22,8 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        wanted = """an object is written in single quotes: '{"name": 1}'"""
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {wanted}") from None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object.")
     return value
@@ -95,6 +96,11 @@ def dtype(text: str) -> str:
             "as many bytes, or float32"
         )
     return "float32" if text == "float" else text
+
+
+def kv_cache_dtype(text: str) -> str:
+    """Return a dtype of the KV cache; fp8_e4m3 is vLLM's other name of fp8."""
+    return "fp8" if text == "fp8_e4m3" else text
 
 
 def policy(text: str) -> str:

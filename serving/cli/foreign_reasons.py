@@ -19,7 +19,6 @@ ALWAYS_SO = {
     "--disable-nccl-for-dp-synchronization": "instances run independently",
     "--disable-hybrid-kv-cache-manager": "all layers have one kind of KV page",
     "--enable-tower-connector-lora": "adapters may change towers and projectors",
-    "--mm-processor-cache-gb 0": "--encoder-cache-tokens caches encoded images on the device",
     "--kv-offloading-backend native": "the engine itself moves KV pages to --kv-offloading-size",
     "--skip-mm-profiling": "--encoder-cache-tokens sets the memory for images",
     "--no-interleave-mm-strings": "text and images keep their order",
@@ -104,7 +103,7 @@ REFUSED = {
     ),
     "the tokenizer is the one in the model's folder": "--tokenizer --skip-tokenizer-init",
     "the model's quantization_config sets it; python -m lora_jax.quantize writes one": (
-        "--quantization --quantization-config --allow-deprecated-quantization"
+        "--quantization-config --allow-deprecated-quantization"
     ),
     "safetensors files are read straight to the device": (
         "--safetensors-prefetch-num-threads --safetensors-prefetch-block-size "

@@ -5,6 +5,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
+from lora_jax.adapters.versions import check_name, split
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
@@ -35,6 +36,7 @@ class Options:
     log_stats: bool = True
     metrics_port: int | None = None  # /metrics without a key
     metrics_host: str = "127.0.0.1"
+    quantization: str | None = None  # the format that config.json has to name
     plan: str | None = None  # JSON: print what a deployment needs and end
     provision: str | None = None  # a workload file: print the LoRA Server it needs and end
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -44,6 +46,10 @@ class Options:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
+        for name in names:  # before the model is loaded
+            check_name(name)
+            if split(name)[0] in self._base_names:
+                raise ValueError(f"--lora-modules: {name!r} is the name of the base model.")
         if not 1 <= self.max_connections <= 1_000_000:
             raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
         if not 0 <= self.shutdown_timeout <= 3600:
@@ -75,6 +81,10 @@ class Options:
                 f"Without --api-key or --keys-file anybody who can reach {self.host} could use "
                 "this server. Set a key, or add --insecure to allow that."
             )
+
+    @property
+    def _base_names(self) -> tuple[str, ...]:
+        return self.http.served_names or (self.engine.model_name,)
 
     def _check_merged(self) -> None:
         """Raise ValueError for what --merge-adapter does not go with."""

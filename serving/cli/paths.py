@@ -3,8 +3,13 @@
 Found out before anything is loaded, and told to the operator with the whole path.
 """
 
+import contextlib
+import ssl
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from lora_jax import strict_json
 from lora_jax.adapters.reader import CONFIG_FILES
 from serving.api.generation_config import FILE, FROM_MODEL, NONE
 from serving.cli.options import Options
@@ -16,12 +21,15 @@ def check_paths(options: Options) -> None:
     """Raise ValueError naming the flag and the path for the first one that leads nowhere."""
     engine = options.engine
     _folder("the model", engine.model, ("config.json",))
+    if options.quantization not in (None, "", "none", "None"):
+        _quantization(engine.model, options.quantization)
     if engine.lora_dir is not None:
         _folder("--lora-dir", engine.lora_dir)
     if options.functions.functions is not None:
         _folder("--functions", options.functions.functions)
     for module in options.adapters:
-        _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES)
+        hint = "give NAME=FOLDER with a folder of this machine, nothing is downloaded"
+        _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES, hint)
     if engine.generation_config not in (FROM_MODEL, NONE):
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None:
@@ -32,15 +40,42 @@ def check_paths(options: Options) -> None:
         _file("--provision", options.provision)
     for name in _TLS:
         if name in options.uvicorn:
-            _file(f"--{name.replace('_', '-')}", options.uvicorn[name])
+            _file(_flag(name), options.uvicorn[name])
+    _certificate(options.uvicorn)
 
 
-def _folder(what: str, given: str, holding: tuple[str, ...] = ()) -> None:
+def _quantization(model: str, wanted: str) -> None:
+    """Check that config.json names the format of --quantization, by vLLM's names of them."""
+    try:
+        config = strict_json.loads((Path(model) / "config.json").read_text())
+    except ValueError:
+        return  # the engine says what is wrong with it
+    section = config.get("quantization_config") if isinstance(config, dict) else None
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    plain = wanted.removesuffix("_marlin").removeprefix("gpt_oss_")
+    if plain == method:
+        return
+    if method is not None:
+        raise ValueError(
+            f"--quantization {wanted}: config.json says {method}; leave the flag out, the server "
+            "reads the format there"
+        )
+    raise ValueError(
+        f"--quantization {wanted}: config.json of {model} names no quantisation; "
+        "python -m lora_jax.quantize writes a quantised folder, which needs no flag"
+    )
+
+
+def _folder(
+    what: str,
+    given: str,
+    holding: tuple[str, ...] = (),
+    hint: str = "give a folder of this machine, nothing is downloaded",
+) -> None:
     """Check a folder, and that it holds one of the files if any are named."""
     path = Path(given).absolute()
     if not path.is_dir():
         kind = "is a file" if path.exists() else "does not exist"
-        hint = "give a folder of this machine, nothing is downloaded"
         raise ValueError(f"{what}: {path} {kind}; {hint}")
     if holding and not any((path / name).is_file() for name in holding):
         raise ValueError(f"{what}: {path} has no {' or '.join(holding)}")
@@ -51,3 +86,45 @@ def _file(what: str, given: str) -> None:
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"{what}: {path} {kind}; give a file of this machine")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+class _HasPassphrase(Exception):
+    """The key is encrypted: uvicorn asks the operator for the pass phrase."""
+
+
+def _certificate(given: Mapping[str, Any]) -> None:
+    """Check that certificate and key are there and fit, where a flag asks for TLS."""
+    asking = [name for name in (*_TLS, "ssl_cert_reqs", "ssl_ciphers") if given.get(name)]
+    if not asking:
+        return
+    if "ssl_certfile" not in given:  # without it uvicorn would end, or answer without TLS
+        raise ValueError(f"{_flag(asking[0])} needs the certificate too: add --ssl-certfile FILE")
+    certificate, key = given["ssl_certfile"], given.get("ssl_keyfile")
+
+    def ask() -> str:
+        raise _HasPassphrase
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if given.get("ssl_ca_certs"):
+        with _naming(f"--ssl-ca-certs {given['ssl_ca_certs']}", "certificates in PEM format"):
+            context.load_verify_locations(given["ssl_ca_certs"])
+    files = f"{certificate} and --ssl-keyfile {key}" if key else certificate
+    wanted = "a certificate in PEM format and the key that it was made for"
+    with contextlib.suppress(_HasPassphrase), _naming(f"--ssl-certfile {files}", wanted):
+        context.load_cert_chain(certificate, key, ask)
+
+
+@contextlib.contextmanager
+def _naming(what: str, wanted: str) -> Iterator[None]:
+    """Put flag and file before OpenSSL's reason, and behind it what to give."""
+    try:
+        yield
+    except OSError as error:  # ssl.SSLError too
+        is_tls = isinstance(error, ssl.SSLError)
+        reason = error.reason or "not a PEM file" if is_tls else error.strerror
+        reason = str(reason).lower().replace("_", " ")
+        raise ValueError(f"{what}: {reason}; give {wanted}") from None

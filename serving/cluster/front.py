@@ -39,8 +39,12 @@ logger = logging.getLogger(__name__)
 _ROLES_SHARE = 0.3  # of the time after SIGTERM, for the roles to end
 
 
-def serve_cluster(options: Options, sock: socket.socket) -> None:
+def serve_cluster(
+    options: Options, sock: socket.socket, nodes: AbstractRoleHosts | None = None
+) -> None:
     """Start every role, answer on the bound socket until SIGTERM or SIGINT, end them.
+
+    `nodes` are the hosts of --nnodes, which the caller closes.
 
     Raises StartError for what is impossible, before any process is started, and for a role that
     cannot start.
@@ -54,7 +58,7 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         journal = journal_of(options)
         if journal is not None:
             stack.enter_context(only_server(journal))
-        options, hosts = _hosts_of(options)
+        options, hosts = _hosts_of(options, nodes)
         stack.callback(hosts.close)
         try:
             # What the front does itself.
@@ -88,12 +92,14 @@ def serve_cluster(options: Options, sock: socket.socket) -> None:
         cluster.close(end_s)
 
 
-def _hosts_of(options: Options) -> tuple[Options, AbstractRoleHosts]:
+def _hosts_of(
+    options: Options, nodes: AbstractRoleHosts | None
+) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts of all roles, and the options as they are on them. Raises StartError."""
-    if options.cluster.spreads_roles:
-        from serving.cluster.nodes.hosts import node_hosts  # here: others have one host
+    if nodes is not None:
+        from serving.cluster.nodes.hosts import options_of_roles  # here: others have one host
 
-        return node_hosts(options)
+        return options_of_roles(options), nodes
     if not options.cluster.uses_ray:
         return options, OneHost()
     from serving.cluster.ray.joining import ray_hosts  # here: others have no ray

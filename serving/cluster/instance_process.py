@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from typing import Any
 
 from serving.cli.options import Options
 from serving.cli.serve import Started, StartError, serve
@@ -28,7 +29,7 @@ from serving.runtime import journal
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang_stream import GangPlace
 from serving.runtime.gpu_assignment import use_gpu
-from serving.runtime.pulses import Echo, Pulses, wait_alive
+from serving.runtime.pulses import Echo, Hung, Pulses, Starting, wait_alive
 from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
@@ -93,23 +94,36 @@ class InstanceProcess(AbstractChild):
             raise
 
     def wait_ready(self) -> None:
-        """Return when the instance answers. Raises ConnectionError if it ended or hung instead."""
-        followers = [follower.sentinel for follower in self._followers]
+        """Return when the instance answers. Raises ConnectionError if it ended or hung instead.
+
+        This is so for each of its processes.
+        """
+        sentinels = {follower.sentinel: follower for follower in self._followers}
+        news: list[Any] = []
 
         def has_news(seconds: float) -> bool:
-            return bool(multiprocessing.connection.wait([self._life, *followers], seconds))
+            news[:] = multiprocessing.connection.wait([self._life, *sentinels], seconds)
+            return bool(news)
 
+        followers = [
+            Starting(follower, f"Node {follower.rank} of instance {self.number}", follower.pulses)
+            for follower in self._followers
+        ]
         try:
-            if self._wait(has_news, _START_S) and self._life.poll(0):
+            if self._wait(has_news, _START_S, followers) and self._life.poll(0):
                 words = self._life.recv_bytes().removeprefix(_READY).split()
                 self.body_bytes = int(words[0])
                 if isinstance(self.path, FarAddress):
                     self.path = dataclasses.replace(self.path, port=int(words[1]))
                 self.is_ready = True
                 return
+        except Hung:
+            raise
         except (EOFError, OSError, ValueError):
             pass
-        raise ConnectionError(f"Instance {self.number} did not start; its log says why.")
+        ended = [sentinels[one] for one in news if one in sentinels]
+        where = f": the process of node {ended[0].rank} has ended" if ended else ""
+        raise ConnectionError(f"Instance {self.number} did not start{where}; its log says why.")
 
     def replay(self) -> dict[str, str]:
         """Let the instance repeat the journal of loads; return what it could not load, and why.
@@ -125,8 +139,14 @@ class InstanceProcess(AbstractChild):
                 pass
         raise ConnectionError(f"Instance {self.number} did not repeat the journal.")
 
-    def _wait(self, is_there: Callable[[float], bool], limit_s: float) -> bool:
-        return wait_alive(self, f"Instance {self.number}", self._pulses, is_there, limit_s)
+    def _wait(
+        self,
+        is_there: Callable[[float], bool],
+        limit_s: float,
+        followers: Sequence[Starting] = (),
+    ) -> bool:
+        own = Starting(self, f"Instance {self.number}", self._pulses)
+        return wait_alive([own, *followers], is_there, limit_s)
 
     def pulse(self, limit_s: float) -> Pulse:
         """See AbstractChild: the answer to GET /ready."""
@@ -228,6 +248,8 @@ def instance_main(
             serve(options, sock, access, gang_of(options, seat.gang), announce=announce)
     except StartError as error:
         logger.error("Instance %d: %s", seat.number, error)
+        if seat.gang is not None:  # jax's farewell to the other members, which wait, takes seconds
+            os._exit(1)
         raise SystemExit(1) from None
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -13,10 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from serving.api.cluster_config import ClusterConfig
+from serving.cli.model_flags import engines_of
 from serving.cli.options import Options
 from serving.cli.serve import journal_of
 from serving.cluster.adapter_changes import AdapterChanges
 from serving.cluster.addresses import Address, FarAddress
+from serving.cluster.budgets_folder import BudgetsFolder
 from serving.cluster.instance_process import BUDGETS, InstanceProcess
 from serving.cluster.router import Router
 from serving.cluster.server_place import ServerPlace
@@ -72,6 +73,7 @@ class LocalCluster:
         self._keepers: list[Keeper] = []
         self._no_host: dict[int, str] = {}  # why, as it was said, by instance
         self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
+        self._shared: BudgetsFolder | None = None  # with instances of other hosts
         if options.state_dir is None:  # instances are started anew; their server is not
             folder = str(self._folder)
             options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
@@ -165,8 +167,9 @@ class LocalCluster:
         if self.group is not None:
             self.group.close(share_s)
         self._hosts.close()
-        for folder in (self._options.http.budgets_folder, self._folder):
-            shutil.rmtree(folder or "", ignore_errors=True)
+        if self._shared is not None:
+            self._shared.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _enter(self, number: int) -> "_Seat":
         """Return what a new process of the instance starts with, before it does.
@@ -194,12 +197,9 @@ class LocalCluster:
         if group is not None:
             world = None if members is None else members.world(seat.world)
             place = ServerPlace(group.spec, group.places, self._cluster, world, number)
-        options, last = self._options, number == self._cluster.instances - 1
-        if options.engine.merge_adapter is not None:
-            changes = {"lora_merge": "off"} if last else {"merge_adapter": None}
-            options = dataclasses.replace(
-                options, engine=dataclasses.replace(options.engine, **changes)
-            )
+        last, other = engines_of(self._options.engine)
+        engine = last if number == self._cluster.instances - 1 else other
+        options = dataclasses.replace(self._options, engine=engine)
         path, hosts = self._path(number), seat.hosts
         process = InstanceProcess(options, number, path, place, self._leases, hosts)
         if members is not None:
@@ -212,7 +212,7 @@ class LocalCluster:
     def _budgets_folder(self, options: Options) -> Path:
         """Return a new folder where instances share the tokens a minute of keys.
 
-        It is below --state-dir where the instances are on other hosts, which must then see it, for
+        It is below --state-dir where instances answer on other hosts, which must then see it, for
         this and for the journal. Raises ConnectionError for a host that does not, and for a folder
         that this host cannot have.
         """
@@ -220,21 +220,20 @@ class LocalCluster:
         budgets.mkdir(mode=0o700)
         http = options.http
         limits = http.key_limits.tokens_per_minute is not None or http.keys_file is not None
-        if self._hosts.are_this_host or not (limits or http.enable_runtime_lora):
+        if self._hosts.answer_here or not (limits or http.enable_runtime_lora):
             return budgets
         assert options.state_dir is not None, "a folder for what lasts as long as the server"
-        budgets = Path(options.state_dir, f"{BUDGETS}-{os.getpid()}")
         try:
             Path(options.state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
             self._hosts.require_folder(options.state_dir)
-            budgets.mkdir(mode=0o700, exist_ok=True)
+            self._shared = BudgetsFolder(options.state_dir)
         except ConnectionError:
             raise
         except OSError as error:
             raise ConnectionError(
                 f"Cannot use --state-dir {options.state_dir}: {error.strerror}."
             ) from error
-        return budgets
+        return self._shared.path
 
     def _wait_ready(self, process: InstanceProcess) -> None:
         """Return when the instance answers, at an address that is new on another host."""

@@ -77,7 +77,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
 def _transport(cluster: ClusterConfig) -> str:
     """Return the transport that both sides take: between hosts there is a default of its own."""
     chosen = cluster.lora_server_transport
-    is_far = cluster.uses_ray or cluster.spreads_roles
+    is_far = cluster.uses_ray or cluster.has_nodes
     return selection.TCP if is_far and chosen == selection.AUTO else chosen
 
 

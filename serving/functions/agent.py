@@ -298,6 +298,7 @@ class Agent:
             order = {"model": self.model, "fields": self._fields, "http": http} | order
             order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
             isolation, device = self._isolation, self._backbone.device
+            order["device"] = device
             order["jail"] = jail.limits(order, isolation, device, self._room.limit)
             order["steps"] = self._steps
             takes_turns = self.turns is not None and makes

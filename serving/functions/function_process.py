@@ -24,7 +24,6 @@ import jax
 from lora_jax import own_files
 from lora_jax.memory.arena import ImportedArena, parse_manifest
 from lora_jax.memory.platforms import for_platform
-from lora_jax.memory.virtual import AbstractVirtualMemory, MappingError, OutOfPages
 from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
@@ -32,11 +31,13 @@ from serving.engine.engine import Engine
 from serving.engine.loop.pacing import SWITCH_S
 from serving.engine.parts.brought_parts import needed_sizes
 from serving.functions import guard_process, jail, rehearsal, tenant_process
+from serving.functions.device_memory import share_of
 from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
 from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
 from serving.lora_server.transport.tenants import Seat
+from serving.runtime import xla_memory
 from serving.runtime.program_cache import keep_programs_apart, step_files
 from serving.steps import kept_steps
 from serving.steps.kept_steps import NotKept
@@ -47,8 +48,6 @@ _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _NO_MEMORY = "resource_exhausted", "out of memory", "out_of_memory"  # in an error of XLA
-# Temporary arrays of decode steps; a prompt's larger ones are given back between steps.
-_KEPT_BYTES = 32 << 20
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 
 
@@ -73,27 +72,33 @@ def main(connection) -> None:
     sys.setswitchinterval(SWITCH_S)
     gc.disable()  # a start makes little garbage
     try:
-        memory = for_platform(jax.default_backend())
+        name, folder = order["name"], order["adapter"]
+        adapters = {} if folder is None else {name: folder}
+        # Programs are kept by these sizes: a process without the adapter can make them.
+        sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
+        memory = for_platform(order["device"])
+        share, makes = share_of(order, sizes, memory), _makes_programs(order)
+        if share is not None and not makes:
+            share.take()  # before jax takes the device
         if (kept := step_files()) is not None:
             kept_steps.read_ahead(kept[0], order.get("steps", []))
         arena = ImportedArena(memory, manifest, fds)
         attached = time.monotonic()
-        name, folder = order["name"], order["adapter"]
-        adapters = {} if folder is None else {name: folder}
         tenants = order.get("tenants") and TenantAccess(**order["tenants"])
         shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
-        # Programs are kept by these sizes: a process without the adapter can make them.
-        sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
         engine = Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
-        _keep_freed(memory)
+        if share is not None and makes:
+            share.keep()
         http = order.get("http")
         side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
     except NotKept as error:
         send_header(connection, _lacks(order, sizes, str(error)))
         return
     except jax.errors.JaxRuntimeError as error:
-        if _may_lack_programs(order, str(error)):
-            send_header(connection, _lacks(order, sizes, f"{type(error).__name__}: {error}"))
+        bounded = xla_memory.is_bounded() and _is_of_memory(str(error))
+        if bounded or _may_lack_programs(order, str(error)):
+            lacks = _lacks(order, sizes, f"{type(error).__name__}: {error}")
+            send_header(connection, lacks | ({"lacks_memory": True} if bounded else {}))
             return
         text = f"Function {order['name']!r} cannot start: {type(error).__name__}: {error}"
         send_header(connection, {"error": text, "retryable": True})
@@ -118,14 +123,6 @@ def main(connection) -> None:
         _Calls(connection, engine, arena, adapter, side, tenants and tenants.side).answer()
 
 
-def _keep_freed(memory: AbstractVirtualMemory) -> None:
-    """Spare steps the driver's work for their temporary arrays; without that they are slower."""
-    try:
-        memory.keep_freed(_KEPT_BYTES)
-    except (NotImplementedError, MappingError, OutOfPages) as error:
-        logger.warning("Freed memory is not kept between steps, which take longer: %s", error)
-
-
 def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
     """Leave this process no files but its own and the system's, and no network.
 
@@ -140,10 +137,9 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
     with contextlib.suppress(OSError):  # who uses it says why it cannot be there
         own_files.own_folder(dispatch.cache_folder())
     budgets = http.get("budgets_folder")
-    makes_programs = bool(order.get("programs") and order["programs"]["writes"])
     failed = jail.enter(
         [*jail.code_folders(private), *inside, *paths, dispatch.cache_folder(), *folders],
-        [*filter(None, [budgets]), *(folders if makes_programs else [])],
+        [*filter(None, [budgets]), *(folders if _makes_programs(order) else [])],
         [model],
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
@@ -153,12 +149,20 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         logger.warning("Function %r runs without %s", order["name"], what)
 
 
+def _makes_programs(order: dict[str, Any]) -> bool:
+    return bool(order.get("programs") and order["programs"].get("writes"))
+
+
+def _is_of_memory(text: str) -> bool:
+    return any(words in text.lower() for words in _NO_MEMORY)
+
+
 def _may_lack_programs(order: dict[str, Any], text: str) -> bool:
     """Return whether an error of XLA may come from the jail, in which its assembler cannot start.
 
     Elsewhere it is the device's, and so is one of memory everywhere.
     """
-    if any(words in text.lower() for words in _NO_MEMORY):
+    if _is_of_memory(text):
         return False
     demands = bool(order.get("programs") and order["programs"].get("demands"))
     return demands and bool(order.get("jail") and order["jail"]["gpus"])

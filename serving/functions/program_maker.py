@@ -29,6 +29,7 @@ class ProgramMaker:
         self._making = threading.Lock()
         self._made: dict[str, float] = {}  # sizes: when their programs were made last
         self._settled: set[str | None] = set()  # folders of adapters whose programs were asked for
+        self._unbounded: set[str | None] = set()  # folders of adapters that need more than measured
 
     def start(self, order: dict[str, Any], fields: dict[str, Any], *, compiles: bool) -> Launched:
         """Launch a function, which reads its programs; where they are not kept, a process without
@@ -39,13 +40,13 @@ class ProgramMaker:
         """
         demands = not compiles or order["adapter"] not in self._settled
         asked_at = time.monotonic()
-        launched = self._launch(order, programs=_reads(demands))
+        launched = self._launch_bounded(order, demands=demands)
         self._settled.add(order["adapter"])
         if launched[2]["ready"]:
             return launched
         self._end(launched[0])
         self._make(fields, _sizes_of(launched[2]), asked_at)
-        launched = self._launch(order, programs=_reads(not compiles))
+        launched = self._launch_bounded(order, demands=not compiles)
         if launched[2]["ready"]:
             return launched
         self._end(launched[0])
@@ -56,6 +57,19 @@ class ProgramMaker:
             f"written and that JAX_ENABLE_COMPILATION_CACHE is not 0, or set {GPU_JAIL}=0, with "
             "which functions compile and have no jail."
         )
+
+    def _launch_bounded(self, order: dict[str, Any], *, demands: bool) -> Launched:
+        """Launch a function in the device memory that was measured, or without a bound where that
+        did not do before.
+        """
+        adapter, programs = order["adapter"], _reads(demands)
+        bounded = adapter not in self._unbounded
+        launched = self._launch(order | {"bounded": bounded}, programs=programs)
+        if not launched[2].get("lacks_memory"):
+            return launched
+        self._end(launched[0])
+        self._unbounded.add(adapter)
+        return self._launch(order | {"bounded": False}, programs=programs)
 
     def _make(self, fields: dict[str, Any], sizes: dict[str, int], asked_at: float) -> None:
         """Have programs of these sizes made, in the room of a function that has no process.

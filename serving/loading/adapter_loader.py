@@ -327,8 +327,8 @@ class AdapterLoader[P: AnyPlacement, S]:
         if too_early or self._clock() < adapter.retry_s:
             return
         before = self._allocator.num_leaving
-        if self._allocator.make_room(adapter.weights):
-            placement = self._allocator.place(adapter.weights, pinned=adapter.pinned)
+        placement = self._allocator.try_place(adapter.weights, pinned=adapter.pinned)
+        if placement is not None:
             self._loads.append(_Load(placement))
         elif self._allocator.num_leaving == before:
             return  # dozens may ask in vain in each step

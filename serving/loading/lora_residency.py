@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
+from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.row_copies import Copier, pin_matrices
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights
@@ -23,12 +24,13 @@ class LoraResidency(AbstractLoaderResidency):
         loader: AdapterLoader,
         copier: Copier | None = None,
         host_form: HostForm | None = None,
+        table: HostTable | None = None,
     ):
         """With a `copier` the host's matrices are pinned for it; `host_form` makes of an adapter
-        what this engine holds of it, by default all as it is.
+        what this engine holds of it, by default all as it is. A `table` is told the steps.
         """
         super().__init__(loader)
-        self._copier, self._host_form = copier, host_form
+        self._copier, self._host_form, self._table = copier, host_form, table
         self._mergeable: Mergeable | None = None
 
     def merge_into(self, mergeable: Mergeable) -> None:
@@ -59,6 +61,8 @@ class LoraResidency(AbstractLoaderResidency):
     def advance(
         self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
     ) -> Failures:
+        if self._table is not None:
+            self._table.note(dispatched, read)
         if device.slots is not None:
             device.slots = self._loader.advance(device.slots, max_chunks)
         return self._loader.take_failures()

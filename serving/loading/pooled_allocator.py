@@ -109,6 +109,9 @@ class PooledSlotAllocator(SlotAllocator):
                 self._reserved[weights.digest] = self._exchange.num_steps
         return False
 
+    def try_place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement | None:
+        return self.place(weights, pinned=pinned) if self.make_room(weights) else None
+
     def place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement:
         begun = time.perf_counter()
         placement = super().place(weights, pinned=pinned)

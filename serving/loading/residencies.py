@@ -12,6 +12,7 @@ from typing import Any
 from lora_jax.adapters import row_copies
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.host_copier import HostCopier
+from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.lora_load_job import LoraLoadJob, RowChunk, SlotEntry
@@ -198,6 +199,7 @@ def make_residencies(
     on_loaded: Callable[[float], None],
     tell: Callable[[RowChunk | SlotEntry], None] = lambda what: None,
     room: PageRoom | None = None,
+    table: HostTable | None = None,
 ) -> Residencies:
     """Return the residency of each kind that an engine serves; LoRA's slots come first.
 
@@ -205,7 +207,7 @@ def make_residencies(
     none. With a `copier` the host copies LoRA rows beside the device's programs; `host_form`
     makes of LoRA weights what the host keeps. `on_loaded` is told the seconds of each load,
     `tell` each write of LoRA rows that no copier does, before it is done. With a `room` rank rows
-    lie in a pool of pages.
+    lie in a pool of pages. With a `table` the host writes that too, where no `server` has a part.
     """
     if room is not None:
         assert isinstance(allocator, PooledSlotAllocator), "a pool has an allocator of its own"
@@ -219,11 +221,12 @@ def make_residencies(
     make_job, at_once = functools.partial(LoraLoadJob, tell=tell), 1
     if copier is not None:
         chunk = copier.chunk_bytes if isinstance(copier, HostCopier) else row_copies.CHUNK_BYTES
-        make_job = functools.partial(LoraCopyJob, copier=copier, chunk_bytes=chunk)
+        table = table if server is None else None
+        make_job = functools.partial(LoraCopyJob, copier=copier, chunk_bytes=chunk, table=table)
         at_once = _COPIED_AT_ONCE
     loader = AdapterLoader(allocator, make_job, at_once=at_once, on_loaded=on_loaded)
     if server is None:
-        lora = LoraResidency(loader, copier, host_form)
+        lora = LoraResidency(loader, copier, host_form, table)
     elif not isinstance(server, TenantSide) and server.num_local:
         lora = StandInResidency(loader, server, LocalExperts(loader), copier)
     else:

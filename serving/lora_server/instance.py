@@ -15,7 +15,6 @@ import numpy as np
 
 from lora_jax.adapters.registry import AdapterEntry
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.lora_server.client import LOCAL, ServerLink
 from serving.lora_server.coordinator import LeaseSource
@@ -214,15 +213,6 @@ def check_devices(access: Any, config: EngineConfig) -> None:
         raise ValueError(
             f"A LoRA Server beside instances of {config.tensor_parallel_size} devices does not go "
             f"with {' and '.join(wrong)}: leave that out, or set tensor_parallel_size to 1."
-        )
-
-
-def check_split(access: Any, split: Split | None) -> None:
-    """Raise ValueError where a model's experts do not lie whole on its devices."""
-    if access is not None and split is not None and split.experts != "ep":
-        raise ValueError(
-            "A LoRA Server serves devices that have whole experts: choose a tensor_parallel_size "
-            f"that divides their number, not {split.size}."
         )
 
 

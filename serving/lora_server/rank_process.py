@@ -26,7 +26,7 @@ from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.device_copier import device_copier
 from serving.runtime.gpu_assignment import use_gpu
 from serving.runtime.program_cache import keep_programs
-from serving.runtime.pulses import Echo, Pulses, wait_alive
+from serving.runtime.pulses import Echo, Pulses, Starting, wait_alive
 from serving.runtime.role_host import THIS_HOST, AbstractRoleHost
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class RankProcess(AbstractChild):
 
     def _begin(self, call: str, *arguments: Any, limit_s: float | None = None) -> Any:
         name = f"Rank {self.rank} of the LoRA Server"
-        wait = functools.partial(wait_alive, self, name, self._pulses)
+        wait = functools.partial(wait_alive, [Starting(self, name, self._pulses)])
         try:
             return self._caller.call(call, *arguments, limit_s=limit_s, wait=wait)
         except ConnectionError:

@@ -7,11 +7,13 @@ jax's coordinator is. Commands are pickled: whoever knows the secret may run cod
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import hmac
 import json
 import logging
 import math
+import os
 import pickle
 import secrets
 import select
@@ -31,8 +33,13 @@ STARTING_S = 60.0  # while a member loads and compiles
 BEAT_S = 1.0
 _HELLO_S = 5.0  # for each message of a proof
 _RETRY_S = 0.2
+_QUIET_S = 10.0  # of waiting, before it is said
 _NONCE = 32
 _MOST_HELLO = 1 << 20
+_HINTS = {  # what to change where rank 0 cannot listen
+    errno.EADDRINUSE: "give all nodes another --master-port, or end what listens there",
+    errno.EADDRNOTAVAIL: "--master-addr must be an address of the host of --node-rank 0",
+}
 _BEATS = (1 << 63, (1 << 63) + 1)  # in the place of a length: starting, serving
 
 
@@ -137,13 +144,7 @@ def gather_followers(
     A stranger without the secret is sent away and logged. Raises GangRefused for a member that
     differs, for a taken port, and when not all have come in time.
     """
-    host, port = place.address
-    try:
-        listener = socket.create_server((host, port))
-    except OSError as error:
-        raise GangRefused(
-            f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
-        ) from None
+    listener = listen(place.address)
     connections: dict[int, Connection] = {}
     end = time.monotonic() + place.wait_s
     with listener, contextlib.ExitStack() as undo:
@@ -174,12 +175,26 @@ def gather_followers(
     return connections
 
 
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Return a socket where the others find rank 0. Raises GangRefused where that cannot be."""
+    host, port = address
+    try:
+        return socket.create_server(address)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno in _HINTS else error.strerror or str(error)
+        hint = _HINTS.get(error.errno or 0, "it must be an address of node 0 and a free port")
+        raise GangRefused(
+            f"Cannot listen on --master-addr {host} --master-port {port}: {why}; {hint}."
+        ) from None
+
+
 def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection, str]:
     """Return the connection to rank 0, and where jax's coordinator is.
 
     Waits for rank 0. Raises GangRefused when it refuses this process, or does not come.
     """
-    end = time.monotonic() + place.wait_s
+    began, is_said = time.monotonic(), False
+    end = began + place.wait_s
     while True:
         try:
             connection = Connection(_connect(place.address))
@@ -194,6 +209,10 @@ def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection,
                 raise GangRefused(
                     f"Rank 0 does not answer at {host}:{port} after {place.wait_s:g} s: {error}"
                 ) from None
+            if not is_said and time.monotonic() > began + _QUIET_S:
+                is_said = True
+                text = "Rank 0 does not answer at %s:%d yet (%s); node %d waits up to %g s for it."
+                logger.warning(text, *place.address, error, place.rank, place.wait_s)
             time.sleep(_RETRY_S)
 
 

@@ -1,11 +1,12 @@
 """Pulses between a process and the one that started it, over a connection of their own. No jax."""
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 
 from serving.runtime.child_process import AbstractChild
@@ -30,11 +31,20 @@ class Pulses:
 
         One to an earlier question does not count.
         """
-        end_s = time.monotonic() + limit_s
-        with contextlib.suppress(EOFError, OSError, ValueError):
+        self.ask()
+        return self.has_heard(limit_s)
+
+    def ask(self) -> None:
+        """Ask, unless too many questions wait for their answers."""
+        with contextlib.suppress(OSError, ValueError):
             if self._asked - self._heard < _MOST_AHEAD:
                 self._asked += 1
                 self._connection.send_bytes(b"%d" % self._asked)
+
+    def has_heard(self, limit_s: float) -> bool:
+        """Return whether the answer to the last question comes in time."""
+        end_s = time.monotonic() + limit_s
+        with contextlib.suppress(EOFError, OSError, ValueError):
             while self._connection.poll(max(0.0, end_s - time.monotonic())):
                 self._heard = int(self._connection.recv_bytes())
                 if self._heard == self._asked:
@@ -89,26 +99,49 @@ class Echo:
                 os._exit(1)
 
 
+class Hung(ConnectionError):
+    """A process hangs while it starts; it was killed."""
+
+
+@dataclasses.dataclass(eq=False)
+class Starting:
+    """A process that starts, among those that are waited for together."""
+
+    child: AbstractChild
+    name: str
+    pulses: Pulses
+    silent: int = 0  # looks in a row
+
+    def hangs(self) -> bool:
+        """Return whether it has not answered for long, and does not compute."""
+        return self.silent >= _SILENT_LOOKS and not self.child.is_at_work()
+
+
 def wait_alive(
-    child: AbstractChild,
-    name: str,
-    pulses: Pulses,
-    is_there: Callable[[float], bool],
-    limit_s: float,
+    processes: Sequence[Starting], is_there: Callable[[float], bool], limit_s: float
 ) -> bool:
     """Return whether `is_there`, given seconds to wait for it, says so in time.
 
-    A process that neither answers pulses nor computes is hung: it is killed. Raises ConnectionError
-    then.
+    A process that neither answers pulses nor computes is hung: it is killed. Raises Hung then.
     """
-    end_s, silent = time.monotonic() + limit_s, 0
+    end_s = time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0:
         if is_there(min(left_s, _LOOK_S)):
             return True
-        silent = 0 if pulses.answered(_LOOK_S) else silent + 1
-        if silent >= _SILENT_LOOKS and not child.is_at_work():
-            logger.error("%s hangs while it starts; it is killed.", name)
+        _look(processes)
+        if hung := next((process for process in processes if process.hangs()), None):
+            logger.error("%s hangs while it starts; it is killed.", hung.name)
             with contextlib.suppress(ValueError):  # closed meanwhile
-                child.kill()
-            raise ConnectionError(f"{name} hangs.")
+                hung.child.kill()
+            raise Hung(f"{hung.name} hangs while it starts.")
     return is_there(0.0)
+
+
+def _look(processes: Sequence[Starting]) -> None:
+    """Ask all processes, and count those that do not answer within one wait for all of them."""
+    for process in processes:
+        process.pulses.ask()
+    end_s = time.monotonic() + _LOOK_S
+    for process in processes:
+        heard = process.pulses.has_heard(max(0.0, end_s - time.monotonic()))
+        process.silent = 0 if heard else process.silent + 1

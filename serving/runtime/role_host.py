@@ -60,11 +60,14 @@ THIS_HOST = ThisHost()
 class AbstractRoleHosts(abc.ABC):
     """Chooses the hosts of roles; what it says holds for one start of a role."""
 
-    are_this_host: bool  # all of them
+    answer_here: bool  # all instances answer on this host, whatever hosts they are on besides
 
     @abc.abstractmethod
     def require_folder(self, folder: str) -> None:
-        """Raise ConnectionError unless every host sees this folder of this host."""
+        """Raise ConnectionError unless all hosts where instances answer see this host's folder.
+
+        Raises OSError where this host cannot write it.
+        """
 
     @abc.abstractmethod
     def instance(self, number: int) -> tuple[AbstractRoleHost, ...]:
@@ -85,7 +88,7 @@ class AbstractRoleHosts(abc.ABC):
 class OneHost(AbstractRoleHosts):
     """This machine has all roles."""
 
-    are_this_host = True
+    answer_here = True
 
     def require_folder(self, folder: str) -> None:
         """See AbstractRoleHosts."""

@@ -78,8 +78,15 @@ class PageWatch(Protocol):
         """Nobody holds the page any more."""
         ...
 
-    def least_cached(self) -> int:
-        """Return the cached page that goes first; there is one."""
+    def blanked(self, page: int) -> None:
+        """A cached page is blank now, as a page that is held has the same contents."""
+        ...
+
+    def places(self, count: int) -> list[int]:
+        """Return the pages for a sequence's next ones: blank, and cached where these are too few.
+
+        There are so many, and all of them are taken next.
+        """
         ...
 
 
@@ -87,9 +94,9 @@ class PageCache:
     """Reference-counted pages; a full page nobody holds stays findable until its place is needed.
 
     A page is *held* (references > 0), *cached* (none, but it has a key; the least recently used
-    goes first, or the one that the watch names) or *blank*. Shared pages are full, hence never
-    written again. A page may also be *absent*, that is, have no memory: `bring` and `remove` say
-    which.
+    goes first) or *blank*; which one is taken next a watch decides, if there is one. Shared pages
+    are full, hence never written again. A page may also be *absent*, that is, have no memory:
+    `bring` and `remove` say which.
     """
 
     def __init__(
@@ -142,6 +149,10 @@ class PageCache:
         """Return whether a sequence holds the page."""
         return self._references[page] > 0
 
+    def is_blank(self, page: int) -> bool:
+        """Return whether the page has memory and holds nothing."""
+        return page in self._blank
+
     @property
     def stats(self) -> PrefixCacheStats:
         return PrefixCacheStats(queries=self._queries, hits=self._hits)
@@ -170,7 +181,9 @@ class PageCache:
         """Hold `count` pages of unknown content, or None (and no change) when there are too few."""
         if count > self.num_free:
             return None
-        return [self._take() for _ in range(count)]
+        if self.watch is None:
+            return [self._take(self._next()) for _ in range(count)]
+        return [self._take(page) for page in self.watch.places(count)]
 
     def free(self, pages: Sequence[int]) -> None:
         """Let go of a sequence's pages, given in order; later ones are forgotten first."""
@@ -190,8 +203,6 @@ class PageCache:
 
     def bring(self, pages: Iterable[int]) -> None:
         """Absent pages have memory now, and are blank."""
-        if len(self._lowest) > 2 * self.num_pages:  # pages that were removed are still in it
-            self._lowest = sorted(self._blank)
         for page in pages:
             self._put_blank(page)
             self._num_absent -= 1
@@ -209,11 +220,22 @@ class PageCache:
         self._num_absent += len(pages)
 
     def register(self, page: int, key: bytes) -> None:
-        """Make a held, full page findable; of two equal pages the first one stays known."""
-        if not self.enabled or key in self._key_to_page:
+        """Make a held, full page findable; of two equal pages that are held the first one stays so.
+
+        An equal page that nobody holds was not found, because a page before it has gone. It is
+        blank from now on: so the pages of a prefix are as old as each other, and none lies twice.
+        """
+        known = self._key_to_page.get(key)
+        if not self.enabled or known == page or (known is not None and self._references[known]):
             return
         if not self._references[page] or self._page_to_key[page] is not None:
             raise ValueError(f"Page {page} is not held or already known by another key.")
+        if known is not None:
+            self._page_to_key[known] = None
+            del self._cached[known]
+            self._put_blank(known)
+            if self.watch is not None:
+                self.watch.blanked(known)
         self._page_to_key[page] = key
         self._key_to_page[key] = page
 
@@ -223,7 +245,8 @@ class PageCache:
         assert len(set(free)) == len(free), "a page is free twice"
         assert min(self._references) >= 0, "a page was freed twice"
         assert len(free) + self._num_absent == self._references.count(0), "pages are lost"
-        assert self._blank <= set(self._lowest), "a blank page is not found"
+        if self.watch is None:
+            assert self._blank <= set(self._lowest), "a blank page is not found"
         assert all(self._references[page] == 0 for page in free), "a free page is held"
         assert all(self._page_to_key[page] is None for page in self._blank), "blank with a key"
         assert all(self._page_to_key[page] for page in self._cached), "cached without a key"
@@ -234,15 +257,20 @@ class PageCache:
             want = {page: count for page, count in enumerate(self._references) if count}
             assert counted == want, f"held by sequences {counted}, by the books {want}"
 
-    def _take(self) -> int:
-        """Return a page that is held from now on: the lowest blank one, else a cached one."""
-        if self._blank:
+    def _next(self) -> int:
+        """Return the lowest blank page, else the cached one that was used longest ago."""
+        if not self._blank:
+            return next(iter(self._cached))
+        page = heapq.heappop(self._lowest)
+        while page not in self._blank:
             page = heapq.heappop(self._lowest)
-            while page not in self._blank:
-                page = heapq.heappop(self._lowest)
+        return page
+
+    def _take(self, page: int) -> int:
+        """Hold a blank or cached page for other contents, and return it."""
+        if page in self._blank:
             self._blank.discard(page)
         else:
-            page = next(iter(self._cached)) if self.watch is None else self.watch.least_cached()
             del self._cached[page]
             self._forget(page)
         self._references[page] = 1
@@ -251,7 +279,8 @@ class PageCache:
 
     def _put_blank(self, page: int) -> None:
         self._blank.add(page)
-        heapq.heappush(self._lowest, page)
+        if self.watch is None:
+            heapq.heappush(self._lowest, page)
 
     def _forget(self, page: int) -> None:
         """Let nobody find what is on a page that was cached."""

@@ -1,7 +1,9 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
+import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,10 +25,15 @@ def compile_all(
 ) -> None:
     """Compile every program, several at a time: XLA works outside Python's lock.
 
-    The bar says by their names which program is lowered, and which ones are compiled.
+    With `progress` a bar says by their names which program is lowered, and which ones are compiled;
+    where stderr is no terminal, a line of the log names each program that is done.
     """
-    bar = tqdm(total=len(names), desc="Compile", unit="program", disable=not progress)
+    is_terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=len(names), desc="Compile", unit="program", disable=not (progress and is_terminal)
+    )
     at_work: dict[int, str] = {}
+    numbers = itertools.count(1)
 
     def say(lowered: str = "") -> None:
         parts = [f"lowers {lowered}"] if lowered else []
@@ -34,20 +41,30 @@ def compile_all(
         bar.set_postfix_str("; ".join(parts))
 
     def done(number: int) -> None:
-        at_work.pop(number, None)
+        name = at_work.pop(number)
+        if progress and not is_terminal:  # a log file has lines
+            logger.info("Compiled %d of %d programs: %s.", next(numbers), len(names), name)
         bar.update()
         say()
 
-    with bar, ThreadPoolExecutor(_workers()) as pool:
+    pool = ThreadPoolExecutor(_workers())
+    is_interrupted = False
+    with bar:
         jobs: list[Future] = []
         say(names[0])
-        for number, program in enumerate(programs):
-            at_work[number] = names[number]
-            jobs.append(pool.submit(program.compile))
-            jobs[-1].add_done_callback(lambda _, number=number: done(number))
-            say(*names[number + 1 : number + 2])
-        for job in jobs:
-            job.result()
+        try:
+            for number, program in enumerate(programs):
+                at_work[number] = names[number]
+                jobs.append(pool.submit(program.compile))
+                jobs[-1].add_done_callback(lambda _, number=number: done(number))
+                say(*names[number + 1 : number + 2])
+            for job in jobs:
+                job.result()
+        except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
+            is_interrupted = True
+            raise
+        finally:
+            pool.shutdown(wait=not is_interrupted, cancel_futures=is_interrupted)
 
 
 def read_kept(

@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -129,6 +130,7 @@ class KeptProgram:
             raise NotKept(f"step {key} is not kept in {steps.files.folder}")
         self._lower, self._lowered = lower, None if self.is_kept else lower()
         self._compiling: Future[Compiled] = Future()
+        _PROGRAMS.add(self)
 
     @property
     def is_kept(self) -> bool:
@@ -202,6 +204,12 @@ class _Ahead:
 
 used: list[str] = []  # keys of the steps that this process has asked for, in order
 _AHEAD: dict[str, _Ahead] = {}
+_PROGRAMS: "weakref.WeakSet[KeptProgram]" = weakref.WeakSet()
+
+
+def compiled_programs() -> list[Compiled]:
+    """Return the programs of this process's engines, all of which are asked for; waits for them."""
+    return [program.compiled for program in list(_PROGRAMS)]
 
 
 def read_ahead(files: ProgramFiles, keys: list[str]) -> None:

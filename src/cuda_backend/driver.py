@@ -22,7 +22,6 @@ NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy stream
 HIGHEST_PRIORITY = -(1 << 16)  # of a stream: the driver takes the nearest that the device has
 UUID_BYTES = 16
 IS_LEGACY_IPC_CAPABLE = 13  # CU_POINTER_ATTRIBUTE_...: cuMemAlloc has given it
-RELEASE_THRESHOLD, USED_BYTES = 4, 7  # CU_MEMPOOL_ATTR_..., 64 bits each
 # CU_DEVICE_ATTRIBUTE_...
 VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
@@ -70,9 +69,6 @@ _SIGNATURES = {  # a CUdeviceptr and a generic allocation handle are 64-bit inte
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGetUuid_v2": (c_void_p, c_int),
-    "cuDeviceGetDefaultMemPool": (POINTER(c_void_p), c_int),
-    "cuMemPoolGetAttribute": (c_void_p, c_int, c_void_p),
-    "cuMemPoolSetAttribute": (c_void_p, c_int, c_void_p),
     "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),

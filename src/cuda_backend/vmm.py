@@ -156,20 +156,6 @@ class CudaDriver(AbstractDriver):
     def device_free(self) -> int:
         return self._device_memory()[0]
 
-    def keep_freed(self, num_bytes: int) -> None:
-        """Set the release threshold of the device's default pool.
-
-        By default the pool gives freed bytes back whenever the host waits for a stream. XLA's
-        allocator `cuda_async` takes and frees a step's temporary arrays, so each step would wait
-        for the driver: on an H200 a call of a step took 7 to 11 ms, and 2 to 3 ms with an allocator
-        that keeps its memory.
-        """
-        pool, used = c_void_p(), c_uint64()
-        self._cuda.call("cuDeviceGetDefaultMemPool", byref(pool), self._location.id)
-        self._cuda.call("cuMemPoolGetAttribute", pool, cuda.USED_BYTES, byref(used))
-        threshold = c_uint64(used.value + num_bytes)
-        self._cuda.call("cuMemPoolSetAttribute", pool, cuda.RELEASE_THRESHOLD, byref(threshold))
-
     def _device_memory(self) -> tuple[int, int]:
         """Return the bytes of the device that are free, and all."""
         free, total = c_size_t(), c_size_t()

@@ -35,6 +35,12 @@ def test_dbrx_reads_alike():
         from_hf(new)
 
 
+def test_a_file_that_holds_no_object_is_refused():
+    for raw in ([], "llama", 3, None):
+        with pytest.raises(ValueError, match=r"config\.json must hold a JSON object"):
+            from_hf(raw)
+
+
 def test_reading_does_not_change_the_dict():
     raw = hub("deepseek_v2")
     kept = copy.deepcopy(raw)

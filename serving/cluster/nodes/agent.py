@@ -7,26 +7,27 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster.far.actor import RoleActor
-from serving.cluster.node import place_of
 from serving.cluster.nodes.link import SILENT_S, AbstractNode
 from serving.engine.metrics import logs
 from serving.runtime.about import about_of
 from serving.runtime.gang_stream import (
     BEAT_S,
     Connection,
+    GangPlace,
     GangRefused,
     join_leader,
 )
-from serving.runtime.gpu_assignment import first_of
+from serving.runtime.visible_gpus import VISIBLE, first_of
 
 logger = logging.getLogger(__name__)
 
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_S = 5.0  # of a killed process, which may wait for a driver
 
 
@@ -50,7 +51,7 @@ class Starts:
             actor = self._actors.setdefault(start, RoleActor())
         if method == "run":
             payload, gpus = arguments
-            return actor.run(payload, {_VISIBLE: first_of(os.environ.get(_VISIBLE), *gpus)})
+            return actor.run(payload, {VISIBLE: first_of(os.environ.get(VISIBLE), *gpus)})
         if method == "kill":
             self._kill(start, actor)
             return None
@@ -149,11 +150,20 @@ def answer_calls(connection: Connection, starts: Starts) -> str | None:
         starts.end()
 
 
+def place_of(cluster: ClusterConfig) -> GangPlace:
+    """Return this node's place, as the flags say. Raises GangRefused, OSError for the secret."""
+    secret = Path(cluster.nodes_secret_file or "").read_bytes().strip()
+    address = (cluster.master_addr, cluster.master_port)
+    return GangPlace(cluster.node_rank, cluster.nnodes, address, secret)
+
+
 def about_roles(options: Options) -> Mapping[str, Any]:
     """Return what must be equal on all nodes; see serving.runtime.about."""
     cluster = options.cluster
     roles = f"{cluster.nnodes} {cluster.instances} {cluster.lora_server}"
-    return about_of(options.engine) | {"--nnodes, --instances and --lora-server": roles}
+    # Rank 0 tells the processes of all nodes where the model is.
+    more = {"the model's path": options.engine.model}
+    return about_of(options.engine) | more | {"--nnodes, --instances and --lora-server": roles}
 
 
 def serve_agent(options: Options) -> None:
@@ -175,6 +185,7 @@ def serve_agent(options: Options) -> None:
             raise StartError(f"Node {cluster.node_rank} cannot serve: {error}") from error
         why = answer_calls(connection, Starts())
         if why is None:
+            logger.info("Rank 0 has ended, and node %d ends with it.", cluster.node_rank)
             return
         logger.error("Node %d has lost rank 0: %s.", cluster.node_rank, why)
 

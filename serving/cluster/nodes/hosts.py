@@ -9,28 +9,26 @@ import dataclasses
 import functools
 import itertools
 import logging
-import secrets
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster.far.callers import take_callers
+from serving.cluster.far.folder import require_seen
 from serving.cluster.far.host import AbstractFarHost
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
 from serving.cluster.far.switchboard import Switchboard
-from serving.cluster.node import place_of
-from serving.cluster.nodes.agent import OwnNode, about_roles, leave
+from serving.cluster.nodes.agent import OwnNode, about_roles, leave, place_of
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
-from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, welcome
+from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, listen, welcome
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 
 logger = logging.getLogger(__name__)
@@ -105,21 +103,24 @@ class NodeHost(AbstractFarHost):
 class NodeHosts(AbstractRoleHosts):
     """All nodes; one that is lost may come back, and its roles wait for it."""
 
-    are_this_host = False
-
-    def __init__(self, seats: Mapping[Role, Seat], place: GangPlace, about: Mapping[str, Any]):
+    def __init__(
+        self, seats: Mapping[Role, tuple[Seat, ...]], place: GangPlace, about: Mapping[str, Any]
+    ):
         """Return when all nodes are there. `about` is as of gang_stream.
 
-        Raises GangRefused for a node that does not fit, and when one does not come in time; OSError
-        for an address that this host does not have.
+        Raises GangRefused for a node that does not fit, when one does not come in time, and for an
+        address or a port that this host does not have free.
         """
         self._seats, self._place, self._about = seats, place, about
+        fronts = {some[0].node for (kind, _), some in seats.items() if kind == INSTANCE}
+        self.answer_here = fronts == {0}
         self._changed = threading.Condition()
         self._closed, self._refused = False, list[GangRefused]()
         self._starts = itertools.count()
-        own = socket.gethostbyname(place.address[0])
+        self._listening = listen(place.address)
+        own: str = self._listening.getsockname()[0]
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
-        self._listening, self._board = _listen(place.address), Switchboard(own)
+        self._board = Switchboard(own)
         try:
             take_callers(self._listening, self._admit, "nodes")
             self._wait_for_all()
@@ -129,28 +130,17 @@ class NodeHosts(AbstractRoleHosts):
 
     def instance(self, number: int) -> tuple[AbstractRoleHost, ...]:
         """See AbstractRoleHosts."""
-        return (self._host((INSTANCE, number)),)
+        return self._hosts((INSTANCE, number))
 
     def server_rank(self, rank: int) -> AbstractRoleHost:
         """See AbstractRoleHosts."""
-        return self._host((RANK, rank))
+        return self._hosts((RANK, rank))[0]
 
     def require_folder(self, folder: str) -> None:
         """See AbstractRoleHosts."""
-        content, probe = secrets.token_bytes(16), Path(folder, f".seen-{secrets.token_hex(8)}")
-        probe.write_bytes(content)
-        try:
-            hosts = {seat.node: self._host(role) for role, seat in self._seats.items()}
-            blind = [n for n, host in hosts.items() if not host.sees(str(probe), content)]
-        finally:
-            probe.unlink(missing_ok=True)
-        if blind:
-            raise ConnectionError(
-                f"The nodes {', '.join(map(str, sorted(blind)))} do not see rank 0's folder "
-                f"{folder}, where instances share what was loaded at run time and the tokens of "
-                "keys: give --state-dir a folder that all nodes have, or leave out "
-                "--enable-runtime-lora, --keys-file and --key-tokens-per-minute."
-            )
+        roles = [role for role in self._seats if role[0] == INSTANCE]
+        hosts = {self._seats[role][0].node: self._hosts(role)[0] for role in roles}
+        require_seen(folder, {f"node {n}": host.sees for n, host in sorted(hosts.items())})
 
     def close(self) -> None:
         """See AbstractRoleHosts; the other nodes' commands end."""
@@ -166,17 +156,22 @@ class NodeHosts(AbstractRoleHosts):
             node.close()
         self._board.close()
 
-    def _host(self, role: Role) -> NodeHost:
-        seat = self._seats[role]
-        with self._changed:
-            node = None if self._closed else self._nodes.get(seat.node)
-            start = next(self._starts)
-        if node is None:
-            raise ConnectionError(f"Node {seat.node} is not there.")
-        return NodeHost(node, start, seat, self._board)
+    def _hosts(self, role: Role) -> tuple[NodeHost, ...]:
+        """Return a role's hosts for one start of it. Raises ConnectionError for a lost node."""
+        hosts = []
+        for seat in self._seats[role]:
+            with self._changed:
+                node = None if self._closed else self._nodes.get(seat.node)
+                start = next(self._starts)
+            if node is None:
+                raise ConnectionError(f"Node {seat.node} is not there.")
+            hosts.append(NodeHost(node, start, seat, self._board))
+        return tuple(hosts)
 
     def _wait_for_all(self) -> None:
-        end_s = time.monotonic() + self._place.wait_s
+        end_s, (host, port) = time.monotonic() + self._place.wait_s, self._place.address
+        others = ", ".join(map(str, range(1, self._place.size)))
+        logger.info("Rank 0 waits at %s:%d for node %s.", host, port, others)
         with self._changed:
             while missing := sorted(set(range(self._place.size)) - set(self._nodes)):
                 if self._refused:
@@ -238,8 +233,8 @@ class _Taken(Container[int]):
         return isinstance(rank, int) and not self._is_free(rank)
 
 
-def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
-    """Return the hosts for all roles when all nodes are there, and the options of each role.
+def meet_nodes(options: Options) -> NodeHosts:
+    """Return the hosts for all roles when all nodes are there.
 
     Until the front answers, SIGTERM ends the other nodes with this process. Raises StartError for
     nodes that do not come or do not fit.
@@ -248,21 +243,16 @@ def node_hosts(options: Options) -> tuple[Options, AbstractRoleHosts]:
     cluster, devices = options.cluster, options.engine.tensor_parallel_size
     seats = seats_of(cluster.instances, devices, cluster.lora_server, cluster.nnodes)
     try:
-        hosts = NodeHosts(seats, place_of(cluster), about_roles(options))
+        return NodeHosts(seats, place_of(cluster), about_roles(options))
     except (GangRefused, OSError) as error:
         raise StartError(f"Cannot serve on {cluster.nnodes} nodes: {error}") from error
-    return dataclasses.replace(options, cluster=dataclasses.replace(cluster, nnodes=1)), hosts
 
 
-def _listen(address: tuple[str, int]) -> socket.socket:
-    """Return a socket where the nodes find rank 0. Raises GangRefused for a taken port."""
-    try:
-        return socket.create_server(address)
-    except OSError as error:
-        host, port = address
-        raise GangRefused(
-            f"Cannot listen on --master-addr {host} --master-port {port}: {error.strerror}."
-        ) from None
+def options_of_roles(options: Options) -> Options:
+    """Return the options as the processes get them: a role of several is on one host."""
+    if not options.cluster.spreads_roles:
+        return options
+    return dataclasses.replace(options, cluster=dataclasses.replace(options.cluster, nnodes=1))
 
 
 def _answer(future: Future[Any]) -> Any:

@@ -6,10 +6,8 @@ connections of their own; no call of Ray is on their way.
 
 import contextlib
 import logging
-import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serving.api.config import EngineConfig
 from serving.cluster.far.actor import AUTH, RoleActor
+from serving.cluster.far.folder import require_seen
 from serving.cluster.far.host import AbstractFarHost
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.switchboard import Switchboard
@@ -62,6 +61,10 @@ class RayHost(AbstractFarHost):
         """See AbstractRoleHost. Raises ConnectionError when the host does not answer."""
         return _answers([self.actor.free_port.remote(self.address)], _SHORT_S)[0]
 
+    def sees(self, path: str, content: bytes) -> bool:
+        """Return whether a file is there, with this content. Raises ConnectionError."""
+        return _answers([self.actor.sees.remote(path, content)], _SHORT_S)[0]
+
     def _ended(self, is_lost: bool) -> None:
         self._drop_pipes()
         if is_lost:
@@ -71,7 +74,7 @@ class RayHost(AbstractFarHost):
 class RayHosts(AbstractRoleHosts):
     """Placement groups, one for each role, and an actor in each of their bundles."""
 
-    are_this_host = False
+    answer_here = False  # Ray may place them anywhere, at each start
 
     def __init__(
         self,
@@ -116,21 +119,8 @@ class RayHosts(AbstractRoleHosts):
 
     def require_folder(self, folder: str) -> None:
         """See AbstractRoleHosts."""
-        content, probe = secrets.token_bytes(16), Path(folder, f".seen-{secrets.token_hex(8)}")
-        hosts = [host for some in self._fresh.values() for host in some]
-        probe.write_bytes(content)
-        try:
-            calls = [host.actor.sees.remote(str(probe), content) for host in hosts]
-            seen = _answers(calls, _ACTOR_S)
-        finally:
-            probe.unlink(missing_ok=True)
-        if blind := sorted({h.where for h, sees in zip(hosts, seen, strict=True) if not sees}):
-            raise ConnectionError(
-                f"The hosts {', '.join(blind)} do not see this host's folder {folder}, where "
-                "instances share what was loaded at run time and the tokens of keys: give "
-                "--state-dir a folder that all hosts have, or leave out --enable-runtime-lora, "
-                "--keys-file and --key-tokens-per-minute."
-            )
+        hosts = {host.where: host for some in self._fresh.values() for host in some}
+        require_seen(folder, {f"host {where}": host.sees for where, host in sorted(hosts.items())})
 
     def close(self) -> None:
         """See AbstractRoleHosts; then Ray is left."""

@@ -76,8 +76,8 @@ def pixels_of(given: Any) -> np.ndarray:
     if isinstance(given, Image.Image):
         check_size(*given.size)
         return to_rgb(given)
-    if isinstance(given, bytes | bytearray):
-        return decode(bytes(given))
+    if (data := bytes_of(given)) is not None:
+        return decode(data)
     if isinstance(given, np.ndarray):
         if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] != 3:
             raise ImageError(
@@ -86,10 +86,17 @@ def pixels_of(given: Any) -> np.ndarray:
             )
         check_size(given.shape[1], given.shape[0])
         return given
-    if hasattr(given, "__fspath__") or isinstance(given, str):
-        with open(given, "rb") as file:
-            return decode(file.read())
     raise TypeError(
         "An image is a PIL image, the bytes or the path of a file, or an array; got "
         f"{type(given).__name__}."
     )
+
+
+def bytes_of(given: Any) -> bytes | None:
+    """Return the bytes of a file that a Python caller gives as such or by its path, else None."""
+    if isinstance(given, bytes | bytearray):
+        return bytes(given)
+    if hasattr(given, "__fspath__") or isinstance(given, str):
+        with open(given, "rb") as file:
+            return file.read()
+    return None

@@ -1,10 +1,12 @@
 """Images on their way into a prompt: patches, digests, and placeholders that become tokens."""
 
 import collections
+import dataclasses
 import hashlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +16,8 @@ from lora_jax.vision import layout
 from lora_jax.vision.processor import ProcessorSettings, image_digest, preprocess
 from serving.api.images import PreparedImage, PromptImage
 from serving.api.request import QueueFull
-from serving.engine.images.decode import ImageError
+from serving.engine.images.decode import ImageError, bytes_of, decode, pixels_of
+from serving.engine.images.prepared_images import PreparedImages
 
 TEXT_ONLY = "This model takes text only; it was given images."
 TOO_MANY = "At most {limit} image(s) may be provided in one prompt."
@@ -33,11 +36,16 @@ class ImageFront:
         placeholder: str,
         max_images: int,
         max_image_tokens: int,
+        cache_bytes: int = 0,
     ):
-        """`placeholder` is how the tokenizer spells the token that stands for an image."""
+        """`placeholder` is how the tokenizer spells the token that stands for an image.
+
+        Prepared images that take up to `cache_bytes` are kept for callers that send them again.
+        """
         self.token_id, self.placeholder = config.image_token_id, placeholder
         self.max_images = max_images
         self._config, self._settings, self._max_tokens = config, settings, max_image_tokens
+        self.prepared = PreparedImages(cache_bytes)
         self._lock = threading.Lock()
         self._held_bytes = 0
         self._freed: collections.deque[int] = collections.deque()  # since it was last summed
@@ -53,11 +61,55 @@ class ImageFront:
         with self._lock:
             return self._summed()
 
-    def prepare(self, pixels: np.ndarray, *, most_held: int | None = None) -> PreparedImage:
+    def of_caller(self, given: Any) -> PreparedImage:
+        """Return an image as a Python caller gives it (`pixels_of`), ready for the tower.
+
+        Raises what `pixels_of` and `prepare` raise.
+        """
+        data = bytes_of(given)
+        if data is not None:
+            return self.of_file(data)
+        pixels = pixels_of(given)
+        digest = image_digest(pixels, self._settings)
+        return self._known_or(digest, lambda: self.prepare(pixels, digest=digest))
+
+    def of_file(
+        self, data: bytes, salt: str = "", *, most_held: int | None = None
+    ) -> PreparedImage:
+        """Return the image of a file's bytes, ready for the tower.
+
+        A file that was prepared before is neither decoded nor resized again. Callers of different
+        salts never find each other's files. Raises what `decode` and `prepare` raise.
+        """
+        key = hashlib.sha256(b"file" + self._settings.digest)
+        for part in (salt.encode(), data):
+            key.update(len(part).to_bytes(8, "little"))
+            key.update(part)
+
+        def made() -> PreparedImage:
+            return self.prepare(decode(data), most_held=most_held)
+
+        return self._known_or(key.digest(), made, most_held)
+
+    def _known_or(
+        self, key: bytes, make: Callable[[], PreparedImage], most_held: int | None = None
+    ) -> PreparedImage:
+        """Return a copy of the image that is kept by a key, or a new one, which is kept then."""
+        if (known := self.prepared.find(key)) is not None:
+            size = known.patches.pixels.nbytes
+            return self._held(size, most_held, lambda: dataclasses.replace(known))
+        image = make()
+        self.prepared.keep(key, dataclasses.replace(image))  # no request's: it is not held
+        return image
+
+    def prepare(
+        self, pixels: np.ndarray, *, digest: bytes | None = None, most_held: int | None = None
+    ) -> PreparedImage:
         """Return an image of uint8 [height, width, 3], ready for the tower.
 
-        ImageError for one that is too narrow, or of more tokens than a prompt can have. QueueFull
-        when the images of all requests would take more than `most_held` bytes with it.
+        `digest` is its image_digest, where it is known. ImageError for an image that is too narrow,
+        or of more tokens than a prompt can have. QueueFull when the images of all requests would
+        take more than `most_held` bytes with it.
         """
         height, width = pixels.shape[:2]
         try:
@@ -71,11 +123,21 @@ class ImageFront:
                 f"{self._max_tokens} fit. Send a smaller one, or set max_pixels in "
                 "mm_processor_kwargs."
             )
-        size = grid[0] * grid[1] * 3 * self._config.patch_size**2
-        self._hold(size, most_held)
+
+        def made() -> PreparedImage:
+            own = digest or image_digest(pixels, self._settings)
+            patches = preprocess(pixels, self._settings)
+            return PreparedImage(patches, grid, count, own, height * width)
+
+        return self._held(grid[0] * grid[1] * 3 * self._config.patch_size**2, most_held, made)
+
+    def _held(
+        self, size: int, most: int | None, make: Callable[[], PreparedImage]
+    ) -> PreparedImage:
+        """Return a new image whose bytes count as held until it is freed."""
+        self._hold(size, most)
         try:
-            digest = image_digest(pixels, self._settings)
-            image = PreparedImage(preprocess(pixels, self._settings), grid, count, digest)
+            image = make()
         except BaseException:
             self._freed.append(size)
             raise

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from lora_jax.adapters.entries import AdapterEntry
 from serving.api.images import PlacedImages, PreparedImage
 from serving.api.request import Request
-from serving.engine.images.decode import pixels_of
 from serving.engine.images.front import TEXT_ONLY, ImageFront
 from serving.engine.inputs.generate_arguments import GivenPrompt
 from serving.text.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ def read_prompts(
             if front is None:
                 raise ValueError(TEXT_ONLY)
             front.check_count(len(prompt.images))
-            prepared = [front.prepare(pixels_of(image)) for image in prompt.images]
+            prepared = [front.of_caller(image) for image in prompt.images]
             prompt_ids, starts = front.expand(prompt_ids, prepared)
         ids.append(prompt_ids)
         placed.append(tuple(zip(prepared, starts, strict=True)))

@@ -26,6 +26,7 @@ from serving.engine.memory.sizing import (
     whole_adapters,
 )
 from serving.engine.memory.storage import kv_dtype, lora_dtype
+from serving.runtime import xla_memory
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,13 @@ def _log_sizes(size: CacheSize, per_token: int, num_host: int, host_bytes: int) 
 def free_device_bytes(config: EngineConfig) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit.
 
-    XLA's allocator "cuda_async" has none of its own: there it is what the driver has left.
+    Where XLA has no limit of its own (its allocator "cuda_async"), or took all that it may at the
+    start, it is what the driver has left.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         return None
-    if not stats["bytes_limit"]:
+    if not stats["bytes_limit"] or xla_memory.is_bounded():
         free = for_platform(jax.default_backend()).usage().device_free
         return None if free is None else free_bytes(config, free, 0)
     return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])

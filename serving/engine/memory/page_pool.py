@@ -77,25 +77,10 @@ class PagePoolParts:
         return extents
 
 
-def check_page_pool(config: EngineConfig, **others: bool) -> None:
-    """Raise ValueError for what a page pool does not go with; `others` are beside the config."""
+def check_platform(config: EngineConfig) -> None:
+    """Raise ValueError for a page pool on a device where nothing writes KV in place."""
     if config.page_pool_bytes is None:
         return
-    refused = {
-        f"tensor_parallel_size {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
-        "kv_cache_memory_bytes": config.kv_cache_memory_bytes is not None,
-        "lora_memory_bytes": config.lora_memory_bytes is not None,
-        "esft_memory_bytes": config.esft_memory_bytes is not None,
-        "kv_offloading_size": bool(config.kv_offloading_size),
-        f"lora_merge {config.lora_merge}": config.lora_merge != "off",
-        "merge_adapter": config.merge_adapter is not None,
-        **{name.replace("_", " "): is_set for name, is_set in others.items()},
-    }
-    if reasons := [name for name, is_set in refused.items() if is_set]:
-        raise ValueError(
-            f"page_pool_bytes does not go with {', '.join(reasons)}: KV pages and adapters share "
-            "its bytes on one device. Leave one of them out."
-        )
     platform = jax.default_backend()
     if platform not in ("cpu", "gpu"):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Dtypes in which an engine keeps adapters and KV pages, and what they do not go with."""
+"""Dtypes in which an engine keeps adapters and KV pages."""
 
 from collections.abc import Callable
 
@@ -11,23 +11,7 @@ from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.ops.kv_rows import CODED
 from serving.api.config import EngineConfig
 
-INT8 = "int8"
-
-
-def check_storage(config: EngineConfig, *, has_server: bool) -> None:
-    """Raise ValueError for what adapters in 8 bits do not go with."""
-    if config.lora_dtype != INT8:
-        return
-    if has_server:
-        raise ValueError(
-            "A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype int8 out, or "
-            "start without --lora-server."
-        )
-    if config.lora_merge != "off" or config.merge_adapter is not None:
-        raise ValueError(
-            "lora_merge and merge_adapter add adapters to the weights, and rows in 8 bits are not "
-            "what their files say: leave lora_dtype int8 out, or merge none."
-        )
+INT8 = "int8"  # lora_dtype
 
 
 def kv_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:

@@ -9,15 +9,6 @@ from serving.engine.metrics.metrics import EngineMetrics
 from serving.scheduling.speculation import DraftStats, Speculation
 
 
-def check_speculation(config: EngineConfig, *, has_server: bool) -> None:
-    """Raise ValueError for what cannot be served together with speculation."""
-    if has_server and config.speculation is not None:
-        raise ValueError(
-            "speculative_config is for engines that compute all of an adapter: leave it out, or "
-            "keep the adapters on the instances instead of a LoRA Server."
-        )
-
-
 def make_speculation(config: EngineConfig, metrics: EngineMetrics) -> Speculation | None:
     """Return the speculation that the config asks for, its counters among the metrics."""
     settings = config.speculation

@@ -16,23 +16,16 @@ from lora_jax.nn.output_norms import OutputNorms
 from serving.api.config import EngineConfig
 from serving.engine.memory.storage import INT8
 from serving.engine.parts.head_parts import head_labels
-
-_FLAG = "enable_dora_and_bias"
-_ROOM_FLAGS = ("max_lora_trainable_tokens", "max_lora_modules_to_save")
+from serving.engine.parts.pairs import GAINS, VOCABULARY, why_only_lora
 
 
 def takes_gains(
     config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]], has_server: bool
 ) -> bool:
-    """Return whether adapters may have DoRA and biases: as the config says, else if some have.
-
-    Raises ValueError for what that does not go with.
-    """
-    why = _why_not(config, has_server)
+    """Return whether adapters may have DoRA and biases: as the config says, else if some have."""
+    why = why_only_lora(config, has_server=has_server)
     if config.enable_dora_and_bias is None:
         return not why and any(c.has_gains for c in _configs(adapters.values()))
-    if config.enable_dora_and_bias and why:
-        raise ValueError(f"{_FLAG} does not go with {why}: leave {_FLAG} out, or the other.")
     return config.enable_dora_and_bias
 
 
@@ -41,23 +34,14 @@ def vocabulary_room(
 ) -> tuple[int, int]:
     """Return (trained tokens of an adapter, whole matrices of all adapters) that have room.
 
-    They are as the config says, else what the adapters have. Raises ValueError for what they do
-    not go with.
+    They are as the config says, else what the adapters have.
     """
-    why = _why_not(config, has_server)
+    why = why_only_lora(config, has_server=has_server)
     needed = [] if why else [needs(c) for c in _configs(adapters.values())]
     default = max((t for t, _ in needed), default=0), sum(saved for _, saved in needed)
-    wanted = [getattr(config, flag) for flag in _ROOM_FLAGS]
-    for flag, value in zip(_ROOM_FLAGS, wanted, strict=True):
-        if value and why:
-            raise ValueError(f"{flag} does not go with {why}: leave {flag} out, or the other.")
+    wanted = [getattr(config, flag) for flag in VOCABULARY]
     tokens, saved = (d if w is None else w for w, d in zip(wanted, default, strict=True))
-    if saved and config.lora_dtype == INT8:
-        if wanted[1]:
-            raise ValueError(
-                f"{_ROOM_FLAGS[1]} does not go with lora_dtype int8, which has a scale for each "
-                f"rank row: leave {_ROOM_FLAGS[1]} out, or the other."
-            )
+    if config.lora_dtype == INT8:
         saved = 0  # the load of the adapter says that there is no room
     return min(tokens, MOST_TOKENS), saved
 
@@ -71,21 +55,10 @@ def needed_sizes(
     """
     sizes = {
         "max_lora_cls_labels": head_labels(config, adapters, False),
-        _FLAG: takes_gains(config, adapters, False),
-        **dict(zip(_ROOM_FLAGS, vocabulary_room(config, adapters, False), strict=True)),
+        GAINS: takes_gains(config, adapters, False),
+        **dict(zip(VOCABULARY, vocabulary_room(config, adapters, False), strict=True)),
     }
     return {f: size for f, size in sizes.items() if size and getattr(config, f) is None}
-
-
-def _why_not(config: EngineConfig, has_server: bool) -> str:
-    """Return which feature does not go with adapters that bring more than LoRA; "" for none."""
-    if has_server:
-        return "a LoRA Server, which holds plain LoRA"
-    if config.tensor_parallel_size > 1:
-        return f"tensor_parallel_size {config.tensor_parallel_size}"
-    if config.merge_adapter is not None:
-        return f"merge_adapter {config.merge_adapter}, which changes the weights under them"
-    return ""
 
 
 def _configs(folders: Iterable[str | os.PathLike[str]]) -> Iterable[PeftConfig]:

@@ -31,11 +31,6 @@ def split_of(config: EngineConfig, gang: Gang | None = None) -> Split | None:
     if size == 1:
         return None
     model = read_config(Path(config.model))
-    if model.vision is not None and gang is not None:
-        raise ValueError(
-            f"{model.model_type} takes images, which one process serves: start it with --nnodes 1, "
-            "on the devices of one host."
-        )
     make_cpu_devices(size if gang is None else size // gang.size)
     if gang is not None:
         gang.start_jax()

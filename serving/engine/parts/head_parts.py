@@ -17,14 +17,9 @@ def head_labels(
 ) -> int:
     """Return how many labels a head may have: what the config says, else what the adapters have.
 
-    0: no program has a trace of heads. ValueError where a LoRA Server holds the adapters.
+    0: no program has a trace of heads, as where a LoRA Server holds the adapters.
     """
     if has_server:
-        if config.max_lora_cls_labels:
-            raise ValueError(
-                "Task heads are not served beside a LoRA Server yet: set max_lora_cls_labels to 0, "
-                "or keep the adapters on the instances."
-            )
         return 0
     if config.max_lora_cls_labels is not None:
         return config.max_lora_cls_labels

@@ -69,15 +69,6 @@ def take_tower(
     return ImageParts(tower, settings, rows, num_bytes)
 
 
-def check_pairs(model_config: ModelConfig, has_server: bool) -> None:
-    """Raise ValueError for what a model that takes images does not work together with."""
-    if model_config.vision is not None and has_server:
-        raise ValueError(
-            f"{model_config.model_type} takes images, which a LoRA Server does not serve yet: "
-            "start without lora_server."
-        )
-
-
 def make_encoder(
     config: EngineConfig,
     parts: ImageParts,
@@ -119,6 +110,7 @@ def make_front(
         placeholder=placeholder,
         max_images=config.max_images,
         max_image_tokens=min(parts.num_rows, max_model_len),
+        cache_bytes=int(config.mm_processor_cache_gb * (1 << 30)),
     )
 
 

@@ -10,7 +10,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.weights import AdapterWeights
-from lora_jax.config import ModelConfig
 from lora_jax.nn.decoder import AbstractCausalLM
 from serving.api.config import EngineConfig
 from serving.engine.memory.memory_budget import free_device_bytes
@@ -23,41 +22,6 @@ from serving.steps.merged_weights import MergedWeights, dense_map_bytes, dense_m
 logger = logging.getLogger(__name__)
 
 AUTO, OFF = "auto", "off"
-
-
-def check_merging(config: EngineConfig, model_config: ModelConfig, *, has_server: bool) -> None:
-    """Raise ValueError for what merged weights do not go with."""
-    merges, primary = config.lora_merge != OFF, config.merge_adapter
-    if not merges and primary is None:
-        return
-    flag = f"lora_merge {config.lora_merge}" if merges else f"merge_adapter {primary}"
-    name, _ = flag.split(" ", 1)
-    off = f"{name} to off" if merges else f"no {name}"
-    if merges and primary is not None:
-        raise ValueError(
-            f"{flag} merges adapters in turn, and merge_adapter {primary} merges one for good: set "
-            "one of them."
-        )
-    if model_config.quantization is not None:
-        raise ValueError(
-            f"{flag} adds adapters to the base's weights, and quantised weights would be rounded "
-            f"anew: {config.model} is quantised. Set {off}, or serve a base in 16 bits."
-        )
-    if config.lora_dtype != "auto":
-        raise ValueError(
-            f"{flag} adds rank rows to weights of the same dtype: set lora_dtype to auto, not "
-            f"{config.lora_dtype}, or set {off}."
-        )
-    if config.tensor_parallel_size > 1:
-        raise ValueError(
-            f"{flag} is for one device: set tensor_parallel_size to 1, not "
-            f"{config.tensor_parallel_size}, or set {off}."
-        )
-    if has_server:
-        raise ValueError(
-            f"{flag} merges adapters of this engine, and a LoRA Server holds those of this one: "
-            f"set {off}, or start without --lora-server."
-        )
 
 
 def merge_primary(

@@ -1,4 +1,4 @@
-"""An engine over several hosts: what it does not work together with, and the ranks that follow.
+"""An engine over several hosts: its config, and what rank 0 tells the ranks that follow.
 
 Every process builds the same parts from the same config. Rank 0 has the engine; the others do what
 its runner does, in the same order, and read no clock, no adapter and no request.
@@ -12,10 +12,10 @@ from serving.api.config import EngineConfig
 from serving.runtime.gang import Gang
 
 
-def check_gang(config: EngineConfig, gang: Gang | None) -> EngineConfig:
+def for_hosts(config: EngineConfig, gang: Gang | None) -> EngineConfig:
     """Return the config as it is over hosts: without room for ESFT adapters.
 
-    Raises ValueError for what an instance over several hosts does not work together with.
+    Raises ValueError where the nodes cannot have equal parts of the devices.
     """
     if gang is None:
         return config
@@ -24,12 +24,6 @@ def check_gang(config: EngineConfig, gang: Gang | None) -> EngineConfig:
             f"tensor_parallel_size {config.tensor_parallel_size} must be a multiple of the "
             f"{gang.size} nodes, each of which has an equal part of the devices."
         )
-    refused = {
-        "max_esft_adapters": config.max_esft_adapters,
-        "kv_offloading_size": config.kv_offloading_size,
-    }
-    if wrong := [name for name, value in refused.items() if value]:
-        raise ValueError(f"An instance over several hosts has no {' and '.join(wrong)}: set 0.")
     return dataclasses.replace(config, max_esft_adapters=0)
 
 

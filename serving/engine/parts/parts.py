@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import jax
 
 from lora_jax.adapters import vocabulary
 from lora_jax.adapters.host_copier import HostCopier
+from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
+from lora_jax.models.loader import read_config
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
 from serving.api.generation_config import read_generation_config
@@ -20,9 +23,9 @@ from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
 from serving.engine.memory.memory_budget import make_allocator, size_kv_cache
-from serving.engine.memory.page_pool import check_page_pool, make_page_pool
-from serving.engine.memory.storage import check_storage, host_form
-from serving.engine.metrics.draft_metrics import check_speculation, make_speculation
+from serving.engine.memory.page_pool import check_platform, make_page_pool
+from serving.engine.memory.storage import host_form
+from serving.engine.metrics.draft_metrics import make_speculation
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.engine.metrics.stats import EngineStats
 from serving.engine.metrics.traces import Traces, make_traces
@@ -30,24 +33,24 @@ from serving.engine.metrics.version_metrics import ShareCollector
 from serving.engine.parts.brought_parts import take_brought
 from serving.engine.parts.devices import held_locally, local_widths, split_of
 from serving.engine.parts.head_parts import head_labels, take_heads
-from serving.engine.parts.image_parts import check_pairs, make_front, take_tower, watch_tower
+from serving.engine.parts.image_parts import make_front, take_tower, watch_tower
 from serving.engine.parts.loaded_base import LoadedBase, load_model
 from serving.engine.parts.merging import (
-    check_merging,
     make_merged,
     make_modes,
     merge_primary,
     watch_merging,
 )
 from serving.engine.parts.model_info import ModelInfo, catalogue_of, model_info
-from serving.engine.parts.over_hosts import check_gang, shared, teller
+from serving.engine.parts.over_hosts import for_hosts, shared, teller
+from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.registries import load_adapters, make_registry
 from serving.engine.parts.shared_backbone import check_backbone, source_of
 from serving.engine.parts.step_parts import make_runner, make_scheduler
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
-from serving.lora_server.instance import ServerAccess, check_devices, check_split
+from serving.lora_server.instance import ServerAccess, check_devices
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.device_copier import engine_copier
@@ -102,20 +105,18 @@ def build_parts(
     server cannot be reached or does not fit.
     """
     check_devices(access, config)
-    check_speculation(config, has_server=access is not None)
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
-    check_storage(config, has_server=access is not None)
-    beside = {"lora_server": access is not None, "several_hosts": gang is not None}
-    check_page_pool(config, shared_backbone=backbone is not None, **beside)
-    config = check_gang(config, gang)
+    beside = Beside(access is not None, gang is not None, backbone is not None)
+    check_pairs(config, read_config(Path(config.model)), beside)
+    check_platform(config)
+    config = for_hosts(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
     keep_programs()
     split = split_of(config, gang)
-    check_split(access, split)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
@@ -128,8 +129,6 @@ def build_parts(
         made_up = model_config.vocab_size if source.made_up else None
         tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
         images = take_tower(config, model, model_config, dtype)
-        check_pairs(model_config, access is not None)
-        check_merging(config, model_config, has_server=access is not None)
         if traces is not None:
             undo.callback(traces.close)
         remote = None if access is None else access.open(config, dtype.name)
@@ -203,6 +202,8 @@ def _build(
         copier = engine_copier(is_pooled=base.pool is not None)
     # The host keeps what a device's memory takes; its own copier converts as it copies.
     copied_as = None if copier is None or isinstance(copier, HostCopier) else base.dtype
+    # Merges and towers are programs that read slots and are no steps.
+    by_host = isinstance(copier, HostCopier) and base.merged is None and base.images is None
     held_as = base.catalogue, base.widths, base.norms
     residencies = make_residencies(
         allocator,
@@ -213,6 +214,7 @@ def _build(
         on_loaded=metrics.adapter_loaded_on_device,
         tell=teller(gang),
         room=None if base.pool is None else base.pool.room,
+        table=HostTable() if by_host else None,
     )
     tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
     on_read = metrics.tiers.read, tokenizers.fitted

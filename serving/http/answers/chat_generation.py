@@ -53,7 +53,8 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
-    images = await read_images(server.engine, body.messages, server.settings.media)
+    salt = cache_salt(caller.salt, body.cache_salt)
+    images = await read_images(server.engine, body.messages, server.settings.media, salt)
     engine = engine_for(server.engine, target)
     prompt = await chat_prompt(engine, body.messages, options, special, images=images)
     sampling = fit_context(sampling, body, len(prompt.ids), limit)
@@ -64,7 +65,6 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
         sampling = dataclasses.replace(sampling, skip_special_tokens=False)
     how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
     generation = Generation(server.engine, server.mailbox, [prompt], **how)
-    salt = cache_salt(caller.salt, body.cache_salt)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)
     last = plain_messages(server.engine, body.messages[-1:])[0]
     role = server.settings.response_role if options.add_generation_prompt else last["role"]

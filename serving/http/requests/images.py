@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving.api.images import PreparedImage
-from serving.engine.images.decode import MAX_PIXELS, ImageError, decode
+from serving.engine.images.decode import MAX_PIXELS, ImageError
 from serving.engine.images.front import TOO_MANY, ImageFront
 from serving.engine.images.sources import FetchFailed, MediaPolicy, read_source
 from serving.http.errors import ApiError
@@ -48,11 +48,12 @@ def urls_of(messages: list[ChatMessage]) -> Iterator[str]:
 
 
 async def read_images(
-    engine: AbstractEngine, messages: list[ChatMessage], policy: MediaPolicy
+    engine: AbstractEngine, messages: list[ChatMessage], policy: MediaPolicy, salt: str
 ) -> list[PreparedImage]:
     """Return the images of the messages, prepared. ApiError 400, or 422 for a failed fetch.
 
-    QueueFull while the images of other requests fill MAX_HELD_BYTES.
+    QueueFull while the images of other requests fill MAX_HELD_BYTES. `salt` is that of the
+    request's caches.
 
     They are fetched and decoded one after the other in threads for that, so that a request takes
     no more than one of them and the memory of one image at a time.
@@ -66,15 +67,17 @@ async def read_images(
     images, pixels, tokens = [], 0, 0
     for number, url in enumerate(urls, 1):
         which = f"Image {number} of {len(urls)}: " if len(urls) > 1 else ""
-        lane = Lane.FETCH if url[:6].lower().startswith(_REMOTE) else Lane.IMAGES
         try:
-            data = await run_in(lane, read_source, url, policy)
-            size, image = await run_in(Lane.IMAGES, _prepared, front, data)
+            if url[:6].lower().startswith(_REMOTE):
+                data = await run_in(Lane.FETCH, read_source, url, policy)
+                image = await run_in(Lane.IMAGES, _prepared, front, data, salt)
+            else:
+                image = await run_in(Lane.IMAGES, _read, front, url, policy, salt)
         except FetchFailed as error:
             raise ApiError(422, f"{which}{error}", param="messages") from None
         except ImageError as error:
             raise _wrong(f"{which}{error}") from None
-        pixels, tokens = pixels + size, tokens + image.num_tokens
+        pixels, tokens = pixels + image.num_pixels, tokens + image.num_tokens
         if pixels > MAX_ALL_PIXELS:
             raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")
         if tokens > engine.model_info.max_model_len:
@@ -86,9 +89,12 @@ async def read_images(
     return images
 
 
-def _prepared(front: ImageFront, data: bytes) -> tuple[int, PreparedImage]:
-    pixels = decode(data)
-    return pixels.shape[0] * pixels.shape[1], front.prepare(pixels, most_held=MAX_HELD_BYTES)
+def _read(front: ImageFront, url: str, policy: MediaPolicy, salt: str) -> PreparedImage:
+    return _prepared(front, read_source(url, policy), salt)
+
+
+def _prepared(front: ImageFront, data: bytes, salt: str) -> PreparedImage:
+    return front.of_file(data, salt, most_held=MAX_HELD_BYTES)
 
 
 def _wrong(message: str) -> ApiError:

@@ -78,7 +78,10 @@ def _checked(param: str, fields: Mapping[str, Any]) -> StructuredOutputs:
 
 def _bad(param: str, error: ValueError) -> ApiError:
     """Return the answer to a structure that cannot be, by the field that the client knows."""
-    message = scrub(str(error))
+    message = str(error)
+    # A JSON pointer into the client's own schema looks like a path of the server.
+    if "Pointer '" not in message:
+        message = scrub(message)
     if param != "structured_outputs" and message.startswith("structured_outputs."):
         _, _, rest = message.partition(".")
         kind = len(rest) - len(rest.lstrip("abcdefghijklmnopqrstuvwxyz_"))

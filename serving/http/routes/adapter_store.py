@@ -10,7 +10,8 @@ from fastapi import Request
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, RegistryBusy
-from lora_jax.adapters.versions import FULL_NAME, split
+from lora_jax.adapters.registry_errors import AdapterRejected
+from lora_jax.adapters.versions import FULL_NAME, check_name, split
 from serving.http.access.auth import caller_of, require_admin
 from serving.http.errors import ApiError, from_exception, scrub
 from serving.http.server import Server, server_of
@@ -62,9 +63,13 @@ async def load(
     """
     if server.engine.config.lora_dir is None:
         raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
-    if not FULL_NAME.fullmatch(name) or server.names.is_base(split(name)[0]):
-        shown = name[:64]
-        raise ApiError(400, f"The adapter name {shown!r} is not allowed.", type="InvalidUserInput")
+    if server.names.is_base(split(name)[0]):
+        why = f"The name {split(name)[0]!r} is the base model's."
+        raise ApiError(400, why, type="InvalidUserInput")
+    try:
+        check_name(name)
+    except AdapterRejected as error:
+        raise ApiError(400, str(error), type="InvalidUserInput") from None
     if not path or "\0" in path:
         raise ApiError(400, "lora_path must not be empty.", type="InvalidUserInput")
     registry = server.engine.registry

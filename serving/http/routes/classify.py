@@ -35,9 +35,9 @@ async def classify(request: Request) -> Response:
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     check_classify(body, target)
-    prompts = await _prompts(server, engine_for(server.engine, target), body)
-    generation = Generation(server.engine, server.mailbox, prompts, by_head=True)
     salt = cache_salt(caller.salt, body.cache_salt)
+    prompts = await _prompts(server, engine_for(server.engine, target), body, salt)
+    generation = Generation(server.engine, server.mailbox, prompts, by_head=True)
     samplings = [HEAD_SAMPLING] * len(prompts)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry)
     answer = ClassifyAnswer(body, generation, target.name)
@@ -45,13 +45,15 @@ async def classify(request: Request) -> Response:
     return await respond(request, server, answer, None)
 
 
-async def _prompts(server: Server, engine: AbstractEngine, body: ClassifyBody) -> list[Prompt]:
+async def _prompts(
+    server: Server, engine: AbstractEngine, body: ClassifyBody, salt: str
+) -> list[Prompt]:
     """Return the prompt of each input, or of the conversation."""
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
         return await read_prompts(engine, body.input, special, field="input")
     options = template_options(body, server.settings.default_template_kwargs)
-    images = await read_images(engine, body.messages, server.settings.media)
+    images = await read_images(engine, body.messages, server.settings.media, salt)
     special = bool(body.add_special_tokens)
     return [await chat_prompt(engine, body.messages, options, special, images=images)]
 

@@ -27,14 +27,16 @@ async def tokenize(request: Request) -> Response:
     server = server_of(request)
     most = Bounds.of(server.engine).tokens
     body = await read_body(request, TokenizeBody)
-    target = await server.names.resolve(body.model, None, caller_of(request))
+    caller = caller_of(request)
+    target = await server.names.resolve(body.model, None, caller)
     engine = engine_for(server.engine, target)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
     special = body.add_special_tokens
     if body.messages is not None:
         options = template_options(body, server.settings.default_template_kwargs)
-        images = await read_images(server.engine, body.messages, server.settings.media)
+        media = server.settings.media
+        images = await read_images(server.engine, body.messages, media, caller.salt)
         prompt = await chat_prompt(engine, body.messages, options, bool(special), most, images)
         ids = prompt.ids
     else:

@@ -96,6 +96,10 @@ class AbstractAllocator[W: AnyWeights, P, R](abc.ABC):
         """Return whether the adapter can be placed now; if not, start what may change that."""
         return self.can_place(weights)
 
+    def try_place(self, weights: W, *, pinned: bool = False) -> P | None:
+        """Return what `place` does; None where there is no room now, as `make_room` says."""
+        return self.place(weights, pinned=pinned) if self.make_room(weights) else None
+
     def spent(self, seconds: float) -> None:
         """Note for how long loads kept the engine's thread busy. Without a pool nobody asks."""
         del seconds

@@ -18,7 +18,7 @@ import numpy as np
 
 from lora_jax.adapters import esft_config, safetensors_file
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.folder import AdapterFolder, pickle_hint
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_names import find_target
 from lora_jax.adapters.safetensors_file import AdapterTensor, FileLimits
@@ -94,8 +94,7 @@ def _weight_files(folder: AdapterFolder) -> tuple[str, ...]:
         files += [f"{part}/{n}" for n in folder.files(part) if n.endswith(".safetensors")]
     if not files:
         pickles = folder.pickles()
-        hint = f" {', '.join(pickles)} is not read: unpickling runs code." if pickles else ""
-        raise ValueError(f"no .safetensors file.{hint}")
+        raise ValueError(f"no .safetensors file.{pickle_hint(pickles)}")
     return tuple(files)
 
 

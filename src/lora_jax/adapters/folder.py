@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +22,16 @@ _THREADS = 8
 # Takes a function that reads so many bytes from a place on, and the file's size.
 Check = Callable[[Callable[[int, int], bytes], int], None]
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def pickle_hint(names: Sequence[str]) -> str:
+    """Return a sentence about files that only unpickling could read, '' where there are none."""
+    if not names:
+        return ""
+    return (
+        f" {', '.join(names)} is not read: unpickling runs code. Save the adapter as safetensors; "
+        "PEFT's save_pretrained does by default."
+    )
 
 
 class AdapterFolder:

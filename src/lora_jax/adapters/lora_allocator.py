@@ -97,6 +97,17 @@ class SlotAllocator(AbstractAllocator[AdapterWeights, LoraPlacement, Rows]):
         victims = self._victims(weights)
         if victims is None:
             raise ValueError(f"There is no room for the adapter {digest[:12]} now.")
+        return self._place_after(victims, weights, pinned)
+
+    def try_place(self, weights: AdapterWeights, *, pinned: bool = False) -> LoraPlacement | None:
+        victims = None if weights.digest in self._placed else self._victims(weights)
+        return None if victims is None else self._place_after(victims, weights, pinned)
+
+    def _place_after(
+        self, victims: tuple[str, ...], weights: AdapterWeights, pinned: bool
+    ) -> LoraPlacement:
+        """Evict the victims, which makes room, and give the adapter its place."""
+        digest = weights.digest
         for victim in victims:
             self._free(victim)
         starts = take_all(self._pools, weights.demand, weights.rows_by_width())

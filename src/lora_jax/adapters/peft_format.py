@@ -4,7 +4,9 @@ The tensors are the truth about what was trained; the config gives rank, alpha a
 tensor is placed, every A has its B, every shape is the base model's, or the read fails by name.
 """
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -21,7 +23,7 @@ from lora_jax.adapters import (
 from lora_jax.adapters.added_tokens import read_added
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.adapters.file_layouts import FileLayouts, LayoutSearch
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.folder import AdapterFolder, pickle_hint
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.peft_config import PeftConfig
 from lora_jax.adapters.peft_experts import Fused
@@ -106,7 +108,7 @@ def _read(
     if head is not None and warnings:
         # LoRA's shapes say that it fits. A head would tell its labels of states it does not know.
         raise ValueError(f"{CONFIG_FILE}: the task head was {warnings[0]}")
-    with naming(WEIGHTS_FILE):
+    with _telling(warnings), naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
         of_outputs = gains.take_tensors(tensors, config)
@@ -168,8 +170,7 @@ def check_files(folder: AdapterFolder) -> tuple[str, ...]:
         raise ValueError(f"no {CONFIG_FILE}.")
     if WEIGHTS_FILE not in names:
         pickles = [name for name in folder.pickles() if name.startswith("adapter_model")]
-        hint = f" {', '.join(pickles)} is not read: unpickling runs code." if pickles else ""
-        raise ValueError(f"no {WEIGHTS_FILE}.{hint}")
+        raise ValueError(f"no {WEIGHTS_FILE}.{pickle_hint(pickles)}")
     others = [n for n in names if ".safetensors" in n and n != WEIGHTS_FILE]
     if others:
         raise ValueError(f"{', '.join(others)} would be lost; only {WEIGHTS_FILE} is read.")
@@ -274,7 +275,8 @@ def check_ranks(sites: _SITES, max_rank: int) -> None:
     for (name, layer), site in sites.items():
         if site.rank > max_rank and name != SCORE:
             raise ValueError(
-                f"rank {site.rank} of {name} in layer {layer} is above the limit of {max_rank}."
+                f"rank {site.rank} of {name} in layer {layer} is above the limit of {max_rank}; "
+                "max_lora_rank sets it."
             )
 
 
@@ -286,6 +288,16 @@ def _warnings(config: PeftConfig, base_names: tuple[str, ...]) -> tuple[str, ...
     if named in served:
         return ()
     return (f"made for the base model {config.base_model!r}, served on {base_names[0]!r}.",)
+
+
+@contextlib.contextmanager
+def _telling(warnings: tuple[str, ...]) -> Iterator[None]:
+    """Add to a refusal that the adapter names another base model: that is the likely reason."""
+    try:
+        yield
+    except ValueError as error:
+        more = f" The adapter was {warnings[0]}" if warnings else ""
+        raise ValueError(f"{error}{more}") from None
 
 
 def _precision_warnings(metadata: dict[str, str], catalogue: LoraCatalogue) -> tuple[str, ...]:

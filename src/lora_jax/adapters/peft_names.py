@@ -15,7 +15,11 @@ _LORA = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.we
 # PEFT saves the whole base layer beside LoRA on an embedding or head.
 _STRAY = re.compile(r"(?P<head>base_model\.model\.(?:.+\.)?lm_head)\.base_layer\.(?:weight|bias)")
 _REFUSED = (
-    (re.compile(r"\.lora_embedding_[AB]"), "LoRA on an embedding is not supported"),
+    (
+        re.compile(r"\.lora_embedding_[AB]"),
+        "LoRA on an embedding is not supported; "
+        "train without embed_tokens, or list it in modules_to_save or trainable_token_indices",
+    ),
     (re.compile(r"\.lora_magnitude_vector"), "DoRA magnitudes are not supported"),
     (re.compile(r"\.lora_[AB]\.bias$"), "a bias of lora_A or lora_B is not supported"),
     (re.compile(r"\.trainable_tokens_"), "trained embedding rows are not supported"),
@@ -130,6 +134,9 @@ def _check_place(
 ) -> None:
     for module in modules:
         if layer not in module.layers:
-            raise ValueError(f"{path}: the base model has no {module.name} in layer {layer}.")
+            raise ValueError(
+                f"{path}: the base model has no {module.name} in layer {layer}; "
+                f"its last one is in layer {max(module.layers)}."
+            )
         if expert is not None and expert >= module.num_experts:
             raise ValueError(f"{path}: the base model has {module.num_experts} experts.")

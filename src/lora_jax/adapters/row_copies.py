@@ -7,13 +7,14 @@ bus instead, and only the table, which names them, is written by a program.
 
 import collections
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
 
 from lora_jax.adapters.host_rows import as_one, follows
+from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
 from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.slots import AdapterSlots, clear_slots, fenced, publish
@@ -58,7 +59,8 @@ class LoraCopyJob:
     Copies keep no order with programs. So none begins before every program that was enqueued before
     has ended, which may read rows that were another adapter's, and the table is written when all
     of them have arrived. Nobody waits for that: `advance` is to be called again. Several jobs may
-    be under way, each for rows of its own.
+    be under way, each for rows of its own. With a `table` the host writes that too, and no program
+    is in a load.
     """
 
     def __init__(
@@ -69,12 +71,13 @@ class LoraCopyJob:
         *,
         is_first: bool = True,
         chunk_bytes: int | None = None,
+        table: HostTable | None = None,
     ):
         """`slots` tells the shapes only. A later part of one placement is not the first.
 
         So many bytes count as one chunk, None: CHUNK_BYTES; no copy is larger.
         """
-        self._placement, self._copier = placement, copier
+        self._placement, self._copier, self._table = placement, copier, table
         self._chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         sizes = {key: pool.dtype.itemsize for key, pool in slots.pools.items()}
         self._writes = collections.deque(
@@ -86,7 +89,7 @@ class LoraCopyJob:
         self._bytes_left = sum(write.rows.size * sizes[key] for key, write in self._writes)
         self._waits, self._published = is_first, False
         self._failure: LoadFailed | None = None
-        self._mark: jax.Array | None = None  # ready when nothing reads rows that are free now
+        self._are_free: Callable[[], bool] | None = None  # nothing reads rows that are free now
 
     @property
     def digest(self) -> str:
@@ -118,10 +121,12 @@ class LoraCopyJob:
         if self.done or max_chunks < 1:
             return slots
         if self._waits:
-            if self._mark is None:
-                slots, self._mark = fenced(clear_slots(slots, self._placement.cleared_slots))
-            if not has_ended(self._mark):
+            if self._are_free is None:
+                slots, self._are_free = self._fence(slots)
+            if not self._are_free():
                 return slots
+            if self._table is not None:
+                self._table.clear(slots, self._placement.cleared_slots)
             self._waits = False
         try:
             if not self._copy(slots, max_chunks):
@@ -132,7 +137,18 @@ class LoraCopyJob:
             self._failure = LoadFailed(str(error), may_pass=False)
             return slots
         self._published = True
-        return publish(slots, self._placement)
+        if self._table is None:
+            return publish(slots, self._placement)
+        self._table.publish(slots, self._placement)
+        return slots
+
+    def _fence(self, slots: AdapterSlots) -> tuple[AdapterSlots, Callable[[], bool]]:
+        """Return `slots` (donated without a table), and what says that earlier programs ended."""
+        if (table := self._table) is not None:
+            count = table.dispatched
+            return slots, lambda: table.has_read(count)
+        slots, mark = fenced(clear_slots(slots, self._placement.cleared_slots))
+        return slots, lambda: has_ended(mark)
 
     def _copy(self, slots: AdapterSlots, max_chunks: int) -> bool:
         """Begin up to `max_chunks` more chunks; return whether all rows have arrived."""

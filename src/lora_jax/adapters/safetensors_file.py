@@ -192,11 +192,24 @@ def naming(file_name: str) -> Iterator[None]:
         raise ValueError(f"{file_name}: {error}") from None
 
 
+_LARGEST_HEADER = 100_000_000  # bytes, by the format itself
+
+
+def not_safetensors(first: bytes) -> str:
+    """Return what is wrong with a file of these first bytes, and what to do."""
+    if first.startswith(b"version "):
+        return "a Git LFS pointer in place of the file; fetch the file by `git lfs pull`"
+    return "not a safetensors file"
+
+
 def _raw_header(read: Read, file_bytes: int, limits: FileLimits) -> bytes:
     """Return the length and the JSON of a header, as they are."""
     if file_bytes < 8:
         raise ValueError(f"not a safetensors file, it has only {file_bytes} bytes.")
-    (length,) = struct.unpack("<Q", read(0, 8))
+    first = read(0, 8)
+    (length,) = struct.unpack("<Q", first)
+    if length > _LARGEST_HEADER:
+        raise ValueError(f"{not_safetensors(first)}.")
     if length > limits.max_header_bytes:
         raise ValueError(f"header of {length} bytes, at most {limits.max_header_bytes} allowed.")
     if 8 + length > file_bytes:

@@ -23,6 +23,8 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: naming an unknown model_type, a missing or wrong key, or a feature not done.
     """
+    if not isinstance(raw, Mapping):
+        raise ValueError("config.json must hold a JSON object.")
     model_type = raw.get("model_type")
     if model_type not in _READERS:
         allowed = ", ".join(known_model_types())

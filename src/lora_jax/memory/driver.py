@@ -132,9 +132,6 @@ class AbstractDriver(abc.ABC):
         """Return the bytes of the device that nobody uses, or None where nobody knows."""
         return None
 
-    def keep_freed(self, num_bytes: int) -> None:  # noqa: B027  where freed memory is kept anyway
-        """Let the driver's own allocator keep bytes that are freed, beside those in use now."""
-
 
 class DriverMemory(AbstractVirtualMemory):
     """The memory of the device that `driver` drives."""
@@ -287,9 +284,6 @@ class DriverMemory(AbstractVirtualMemory):
         with self._lock:
             self._ledger.check_reserved("array", address, num_bytes)
         return self._driver.array(address, shape, np.dtype(dtype))
-
-    def keep_freed(self, num_bytes: int) -> None:
-        self._driver.keep_freed(num_bytes)
 
     def usage(self) -> Usage:
         """Created and mapped from the ledger: drivers only count the whole device."""

@@ -108,9 +108,6 @@ class AbstractVirtualMemory(abc.ABC):
     def import_fd(self, fd: int, num_bytes: int) -> int:
         """Return the handle of another process's page; `fd` stays the caller's to close."""
 
-    def keep_freed(self, num_bytes: int) -> None:  # noqa: B027  where freed memory is kept anyway
-        """Let the allocator that JAX uses keep freed bytes, beside those that are in use now."""
-
     @abc.abstractmethod
     def write(self, address: int, data: np.ndarray) -> None:
         """Copy the array's bytes, in C order, to mapped and writable addresses; done on return."""

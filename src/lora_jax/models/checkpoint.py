@@ -14,6 +14,8 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
+from lora_jax.adapters.safetensors_file import not_safetensors
+
 Index = tuple[range, ...]  # one range per axis
 
 DTYPES = {
@@ -153,9 +155,12 @@ def read_header(file: Path) -> dict[str, CheckpointTensor]:
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
+        first = opened.read(8)
+        length = int.from_bytes(first, "little")
+        if size >= 8 and length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{file.name} is {not_safetensors(first)}.")
         if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(f"{file.name} is truncated or is not a safetensors file.")
+            raise ValueError(f"{file.name} is truncated, or is not a safetensors file.")
         try:
             header = json.loads(opened.read(length))
         except ValueError as error:
@@ -222,7 +227,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     elif (folder / SINGLE).is_file():
         names = [SINGLE]
     else:
-        raise ValueError(f"{folder.name} holds neither {SINGLE} nor {INDEX}.")
+        pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+        hint = f" {pickles[0]} is not read: unpickling runs code." if pickles else ""
+        hint += " Save the model as safetensors; save_pretrained does by default." if hint else ""
+        raise ValueError(f"{folder.name} holds neither {SINGLE} nor {INDEX}.{hint}")
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
             raise ValueError(f"{INDEX} names {name!r}, which is no file of {folder.name}.")

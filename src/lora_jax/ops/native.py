@@ -107,7 +107,7 @@ class Library:
         if self.ready is not None:
             return self.ready
         if not self.compilers:
-            raise BuildError(f"no {self.wanted} found")
+            raise BuildError(f"no {self.wanted} found; install one")
         try:
             return self._built_in(own_files.own_folder(folder))
         except OSError as error:

@@ -1,6 +1,5 @@
 """The GPU's memory: anywhere over a host library of the driver's symbols; on a GPU, for real."""
 
-import ctypes
 import os
 import shutil
 import signal
@@ -103,13 +102,6 @@ def test_a_mapping_without_access_is_not_left_behind(double):
     assert double.live() == (1, 0, 1)
     memory.destroy_page(handle)
     memory.release(address, page)
-
-
-@needs_gcc
-def test_freed_memory_is_kept_beside_what_is_in_use(memory, double):
-    memory.keep_freed(100)
-    kept = ctypes.c_uint64.in_dll(ctypes.CDLL(double.path), "double_pool_threshold")
-    assert kept.value == 105  # 5 bytes are in use
 
 
 @needs_gcc

@@ -18,23 +18,36 @@ def draw(rows: int, size: int, dtype: str, *, biased: bool):
     return x, weight, bias if biased else None
 
 
+@pytest.mark.parametrize(("name", "size"), [("xla", 24), ("ffi", 24), ("ffi", 3), ("ffi", 1029)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_portable_is_the_meaning_and_depends_on_no_other_row(dtype, biased):
-    x, *rest = draw(9, 24, dtype, biased=biased)
-    got = layer_norm(x, *rest, 1e-5, "xla")
+def test_it_is_the_meaning_and_depends_on_no_other_row(dtype, biased, size, name):
+    x, *rest = draw(9, size, dtype, biased=biased)
+    got = layer_norm(x, *rest, 1e-5, name)
     want = layer_norm(x, *rest, 1e-5, "reference")
     wide = (np.asarray(a, np.float32) for a in (got, want))
     np.testing.assert_allclose(*wide, **TOLERANCE[dtype])
-    np.testing.assert_array_equal(layer_norm(x[4:5], *rest, 1e-5, "xla")[0], got[4])
+    np.testing.assert_array_equal(layer_norm(x[4:5], *rest, 1e-5, name)[0], got[4])
 
 
-def test_gradient_is_that_of_the_formula():
+def test_on_a_cpu_it_is_one_kernel_where_dtypes_are_one():
+    x, weight, bias = draw(4, 8, "bfloat16", biased=True)
+    np.testing.assert_array_equal(
+        layer_norm(x, weight, bias, 1e-5), layer_norm(x, weight, bias, 1e-5, "ffi")
+    )
+    with pytest.raises(
+        NotImplementedError, match="all arrays in float32 or bfloat16, not bfloat16"
+    ):
+        layer_norm(x, weight.astype(jnp.float32), bias, 1e-5, "ffi")
+
+
+@pytest.mark.parametrize("name", ["ffi", "xla"])
+def test_gradient_is_that_of_the_formula(name):
     def loss(how):
         return lambda *given: jnp.sum(jnp.sin(layer_norm(*given, 1e-5, how)))
 
     given = draw(3, 8, "float32", biased=True)
-    got, want = (jax.grad(loss(how), (0, 1, 2))(*given) for how in ("xla", "reference"))
+    got, want = (jax.grad(loss(how), (0, 1, 2))(*given) for how in (name, "reference"))
     for mine, its in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
 

@@ -77,6 +77,15 @@ def test_huge_header(tmp_path):
         Checkpoint(tmp_path)
 
 
+def test_a_pointer_of_git_lfs_and_pickles_are_named(tmp_path):
+    (tmp_path / SINGLE).write_bytes(b"version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    with pytest.raises(ValueError, match=r"a Git LFS pointer .* `git lfs pull`"):
+        Checkpoint(tmp_path)
+    (tmp_path / SINGLE).rename(tmp_path / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model-00001-of-00002\.bin is not read: unpick"):
+        Checkpoint(tmp_path)
+
+
 def test_header_that_is_not_json(tmp_path):
     (tmp_path / SINGLE).write_bytes((4).to_bytes(8, "little") + b"abcd")
     with pytest.raises(ValueError, match="not JSON"):

@@ -21,7 +21,7 @@ from lora_jax.batch import ForwardBatch
 from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models import make_dummy, model_class
-from lora_jax.models.split import check_divides, make_split
+from lora_jax.models.split import make_split
 from lora_jax.sharding import AXIS
 
 SIZES = {
@@ -256,35 +256,6 @@ def test_experts_are_whole_where_their_number_divides():
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match="tensor_parallel_size is 8, but there are 4 devices"):
         make_split(config_of("llama"), 8)
-
-
-@pytest.mark.parametrize(
-    ("name", "size", "experts", "message"),
-    [
-        ("llama", 4, "ep", "num_key_value_heads 2 must divide by 4"),
-        ("llama", 3, "ep", "num_attention_heads 4, num_key_value_heads 2, hidden_size 32, "),
-        ("gpt_oss", 5, "tp", "intermediate_size 48"),
-        ("deepseek_v2", 3, "ep", "num_attention_heads 4, num_experts 4, hidden_size 32"),
-        ("mixtral", 4, "tp", "or enable_expert_parallel"),
-    ],
-)
-def test_sizes_that_do_not_divide_are_named(name, size, experts, message):
-    with pytest.raises(ValueError, match=message):
-        check_divides(config_of(name), size, experts)
-
-
-def test_a_latent_needs_no_heads_of_its_own():
-    check_divides(config_of("deepseek_v2"), 4, "ep")
-
-
-def test_parts_are_as_wide_as_a_device_s_kernels_want():
-    wide = from_hf(
-        FAMILIES["llama"]
-        | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 320, "head_dim": 64}
-    )
-    check_divides(wide, 2, "ep")
-    with pytest.raises(ValueError, match=r"intermediate_size 320 \(parts of 64\) must divide"):
-        check_divides(wide, 2, "ep", unit=64)
 
 
 def test_the_families_are_all_that_there_are():

@@ -368,26 +368,6 @@ int cuMemsetD8Async(uint64_t to, unsigned char value, size_t size, void *stream)
   return 0;
 }
 
-// The default pool: 5 bytes of it are in use.
-uint64_t double_pool_threshold;
-
-int cuDeviceGetDefaultMemPool(void **out, int device) {
-  *out = &double_pool_threshold;
-  return device ? INVALID_VALUE : 0;
-}
-
-int cuMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) {
-  if (pool != &double_pool_threshold || attribute != 7) return INVALID_VALUE;
-  *out = 5;
-  return 0;
-}
-
-int cuMemPoolSetAttribute(void *pool, int attribute, const uint64_t *value) {
-  if (pool != &double_pool_threshold || attribute != 4) return INVALID_VALUE;
-  double_pool_threshold = *value;
-  return 0;
-}
-
 int cuMemAlloc_v2(uint64_t *out, size_t size) {
   *out = (uint64_t)(uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256);
   return *out ? 0 : OUT_OF_MEMORY;

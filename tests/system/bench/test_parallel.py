@@ -13,7 +13,7 @@ from bench.parallel import bits, exchange, graphs, host, served, shapes, steps
 from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
-from lora_jax.models.split import check_divides
+from lora_jax.config.split_sizes import check_divides
 from serving.engine.parts.devices import make_cpu_devices
 
 

@@ -12,8 +12,11 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from support.oracles.tolerance import TOLERANCE
 from support.processes.server_process import ROOT
 
 from serving.http.access.key_hash import new_key
@@ -137,3 +140,29 @@ def test_python_snippets_of_the_readme_run(number, server):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_page_of_grouped_lora_adds_each_row_s_adapter(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (snippet,) = blocks(ROOT / "docs/how-to/use-grouped-lora.md", "python")
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    x, w, y = (np.asarray(names[name]) for name in ("x", "w", "y"))
+    want = x @ w
+    for row, (a, b, scaling) in enumerate(names["adapters"]):
+        want[row] += scaling * (x[row] @ np.asarray(a).T) @ np.asarray(b).T
+    np.testing.assert_allclose(y, want, **TOLERANCE["float32"])
+    assert len({len(a) for a, _, _ in names["adapters"]}) == 2  # ranks differ
+
+
+def test_code_and_tests_of_the_papers_are_where_the_page_says():
+    """A cell names paths; one without a folder lies beside the one before it."""
+    rows = (ROOT / "docs/reference/papers.md").read_text().splitlines()
+    cells = [re.findall(r"`([^` ]+)`", cell) for row in rows for cell in row.split("|")[2:4]]
+    assert sum(map(len, cells)) > 60
+    for names in cells:
+        folder = ROOT
+        for name in names:
+            path = ROOT / name if "/" in name else folder / name
+            folder = path.parent
+            assert path.exists(), name

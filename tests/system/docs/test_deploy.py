@@ -1,8 +1,12 @@
 """Files of deploy/: flags, routes, metrics and paths that they name exist."""
 
 import importlib.util
+import itertools
 import json
+import os
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 import yaml
 from support.processes.server_process import ROOT
 
+from serving.cli.options import Options
 from serving.http.access.auth import PROBE_PATHS
 from serving.launch import read_options
 
@@ -17,6 +22,31 @@ DEPLOY = ROOT / "deploy"
 MODEL = ROOT / "assets/tiny-moe"
 PLACES = {"/models/adapters": MODEL / "adapters", "/models/base": MODEL}
 PLACES |= {"/adapters": MODEL / "adapters", "/model": MODEL}
+# Files whose flags, paths, routes or metrics a test below compares with the server's.
+CHECKED = {
+    "Dockerfile",
+    "README.md",
+    "compose.cuda.yaml",
+    "compose.yaml",
+    "grafana/dashboard.py",
+    "grafana/lora-jax.json",
+    "grafana/provisioning/dashboards/lora-jax.yaml",
+    "grafana/provisioning/datasources/prometheus.yaml",
+    "kubernetes/functions.knative.yaml",
+    "kubernetes/gateway.yaml",
+    "kubernetes/nodes.yaml",
+    "kubernetes/server.yaml",
+    "nodes.sbatch",
+    "prometheus.yml",
+}
+
+
+def test_every_file_is_checked():
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listed, cwd=DEPLOY, capture_output=True, text=True, check=False)
+    if done.returncode:  # an archive without its history
+        pytest.skip("no git here")
+    assert set(done.stdout.split()) == CHECKED
 
 
 def load(path: Path) -> Any:
@@ -71,12 +101,88 @@ def test_metrics_and_labels_of_the_dashboard_exist(metrics):
     assert sum("by adapter" in title for title in titles) == 3
 
 
-def check_flags(command: list[str]) -> None:
+def check_flags(command: list[str]) -> Options:
     """The launcher takes a container's arguments, with folders that exist here."""
     for there, here in PLACES.items():
         command = [re.sub(rf"(^|=){there}$", rf"\1{here}", word) for word in command]
     options = read_options(command, {"SERVING_API_KEY": "key"})
     assert options.engine.model == str(MODEL)
+    return options
+
+
+def commands_of(script: list[str], folder: Path, environ: dict[str, str]) -> list[list[str]]:
+    """Run a script of nodes where programs only note what they are told; return those of python."""
+    programs = {
+        "python": 'printf "%s\\0" "$@" >>"$NOTED"; printf "\\n" >>"$NOTED"',
+        "scontrol": "printf 'node7\\nnode8\\n'",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    noted = folder / "noted"
+    environ = environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NOTED": str(noted)}
+    subprocess.run(script, env=environ, check=True, timeout=60)
+    return [line.split("\0")[:-1] for line in noted.read_text().splitlines()]
+
+
+def test_a_job_of_slurm_starts_each_node_with_flags_as_they_are_given(tmp_path):
+    given = ["--host", "0.0.0.0", "--override-generation-config", '{"temperature": 0.5}']
+    script = ["bash", str(DEPLOY / "nodes.sbatch"), "/model", "/some where/secret", *given]
+    environ = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "GPUS_PER_NODE": "2"}
+    commands = commands_of(script, tmp_path, environ)
+    assert [command[:2] for command in commands] == [["-m", "serving.launch"]] * 2
+    for rank, command in enumerate(commands):
+        options = check_flags(command[2:])
+        cluster = options.cluster
+        assert (cluster.nnodes, cluster.node_rank, cluster.master_addr) == (2, rank, "node7")
+        assert cluster.nodes_secret_file == "/some where/secret"
+        assert options.engine.tensor_parallel_size == 4
+        assert options.engine.override_generation_config == {"temperature": 0.5}
+
+
+def test_a_group_of_pods_is_an_instance_over_their_gpus(tmp_path):
+    (group,) = documents("kubernetes/nodes.yaml")
+    template = group["spec"]["leaderWorkerTemplate"]
+    pod = template["workerTemplate"]["spec"]
+    (container,) = pod["containers"]
+    size, gpus = template["size"], int(container["resources"]["limits"]["nvidia.com/gpu"])
+    environ = {"LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "head.x"}
+    (command,) = commands_of([*container["command"], *container["args"]], tmp_path, environ)
+    assert command[:2] == ["-m", "serving.launch"]
+    options = check_flags(command[2:])
+    assert options.engine.tensor_parallel_size == size * gpus
+    cluster = options.cluster
+    assert (cluster.nnodes, cluster.node_rank, cluster.master_addr) == (size, 1, "head.x")
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert cluster.nodes_secret_file == f"{mounts['secret']}/secret"
+    assert mounts["model"] == "/model"
+    # The secret is its owner's, root, and of the group of the image's user.
+    (user,) = re.findall(r"useradd --uid (\d+)", (DEPLOY / "Dockerfile").read_text())
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == int(user)
+
+
+def test_commands_of_the_page_name_files_and_flags_that_exist():
+    text = (DEPLOY / "README.md").read_text()
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line) for block in blocks for line in block.splitlines()]
+    lines += [shlex.split(line) for line in re.findall(r"`(kubectl [^`]+)`", text)]
+    targets = re.findall(r" AS (\w+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    checked = 0
+    for words in lines:
+        for flag, name in itertools.pairwise(words):
+            if flag in ("-f", "--file"):
+                assert (ROOT / name).is_file(), words
+                checked += 1
+            if flag == "--target":
+                assert name in targets, words
+        if words[:2] == ["docker", "run"]:
+            image = next(n for n, word in enumerate(words) if word.startswith("lora-jax:"))
+            assert words[image].removeprefix("lora-jax:") in targets
+            check_flags(words[image + 1 :])
+            checked += 1
+    assert checked == 6, lines
 
 
 def test_the_compose_files_start_the_server_and_mount_what_exists():

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from support.processes.server_process import ROOT, post
 
 import serving
 from serving import launch
-from serving.launch import main, read_options
+from serving.launch import StartError, main, read_options
 
 BODY = {"prompt": "x", "max_tokens": 4}
 
@@ -170,10 +171,20 @@ def test_a_bad_model_stops_the_start(monkeypatch, fake, caplog):
     assert "Cannot serve m: config.json is missing" in caplog.text
 
 
+def test_ctrl_c_during_the_start_is_a_line_and_no_traceback(monkeypatch, fake, caplog):
+    def engine(*args: object, **fields: object):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "Engine", engine, raising=False)
+    assert main(["m", "--port", "0"]) == launch.INTERRUPTED == 130
+    assert caplog.messages[-1] == "Interrupted before the server was ready."
+
+
 def test_a_taken_port_is_found_before_the_model_is_loaded(fake, caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["m", "--port", str(taken.getsockname()[1])]) == 1
     assert "Cannot listen on 127.0.0.1:" in caplog.text
+    assert "Address already in use. --port chooses another one, 0 a free one." in caplog.text
     assert fake == []
 
 
@@ -281,16 +292,33 @@ def test_keys_that_others_can_read_and_a_missing_one_are_warned_of(fake, monkeyp
 def test_the_command_is_a_node_a_front_of_functions_or_a_cluster_as_its_flags_say(
     monkeypatch, tmp_path
 ):
-    ran = []
-    for place in ("node.serve_node", "functions_front.serve_functions", "front.serve_cluster"):
-        module, _, name = place.partition(".")
-        told = lambda options, *sock, name=name: ran.append((name, *sock))  # noqa: E731
+    ran, closed = [], []
+    for module, name in (
+        ("nodes.agent", "serve_agent"),
+        ("functions_front", "serve_functions"),
+        ("front", "serve_cluster"),
+    ):
+        told = lambda options, *given, name=name: ran.append((name, *given))  # noqa: E731
         monkeypatch.setattr(importlib.import_module(f"serving.cluster.{module}"), name, told)
+    met = SimpleNamespace(close=lambda: closed.append("nodes"))
+    hosts = importlib.import_module("serving.cluster.nodes.hosts")
+    monkeypatch.setattr(hosts, "meet_nodes", lambda options: met)
     (tmp_path / "secret").write_text("s" * 32)
-    node = ["m", "--nnodes", "2", "--node-rank", "1", "--tensor-parallel-size", "2"]
-    launch.run(read_options([*node, "--nodes-secret-file", str(tmp_path / "secret")], {}))
-    assert ran == [("serve_node",)]  # which listens nowhere
-    for flags in (["--functions", str(tmp_path)], ["--instances", "2"]):
+    nodes = ["--nnodes", "2", "--nodes-secret-file", str(tmp_path / "secret")]
+    node = ["m", *nodes, "--node-rank", "1", "--tensor-parallel-size", "2"]
+    launch.run(read_options(node, {}))
+    assert ran == [("serve_agent",)]  # which listens nowhere
+    several = ["--instances", "2"]
+    for flags in (["--functions", str(tmp_path)], several, [*several, *nodes]):
         launch.run(read_options(["m", "--port", "0", *flags], {}))
-    assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster"]
-    assert [sock.fileno() for _, sock in ran[1:]] == [-1, -1]  # closed behind them
+    assert [name for name, *_ in ran[1:]] == ["serve_functions", "serve_cluster", "serve_cluster"]
+    assert [given[1].fileno() for given in ran[1:]] == [-1, -1, -1]  # closed behind them
+    assert [given[2:] for given in ran[1:]] == [(), (None,), (met,)]
+    assert closed == ["nodes"]
+
+
+def test_a_list_of_gpus_too_short_for_the_roles_is_refused_before_they_start(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    given = ["m", "--port", "0", "--instances", "2", "--lora-server", "2"]
+    with pytest.raises(StartError, match=r"needs GPUs 0 to 3, but .*=0,1,2 lists 3: list one for"):
+        launch.run(read_options(given, {}))

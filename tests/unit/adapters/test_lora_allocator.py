@@ -218,8 +218,10 @@ def test_adapters_in_use_pinned_or_loading_stay():
     slots.finish_loading("1.0")
     slots.acquire("1.0")
     assert not slots.can_place(ADAPTERS["1.1"])
+    assert slots.try_place(ADAPTERS["1.1"]) is None
     slots.release("1")
-    assert slots.place(ADAPTERS["1.1"]).evicted == ("1",)
+    assert slots.try_place(ADAPTERS["1.1"]).evicted == ("1",)
+    assert slots.try_place(ADAPTERS["1.1"]) is None, "it is there"
 
 
 def test_a_reload_gets_its_own_slot_while_the_old_is_in_use():

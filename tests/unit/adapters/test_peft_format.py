@@ -319,6 +319,11 @@ def test_another_base_model_is_a_warning(tmp_path, named, warns):
     weights = peft_format.read(tmp_path / "a", cases.llama(), base_names=("models/tiny-llama",))
     assert ["'org/other'" in w for w in weights.report.warnings] == [True] * warns
     assert "/home" not in json.dumps(weights.report.as_json())
+    wide = but(f"{Q}.lora_A.weight", np.ones((2, 17), np.float32))
+    cases.write_adapter(tmp_path / "b", wide, config)
+    with pytest.raises(ValueError, match=r"wants \(rank, 16\)") as refused:
+        peft_format.read(tmp_path / "b", cases.llama(), base_names=("models/tiny-llama",))
+    assert ("The adapter was made for the base model 'org/other'" in str(refused.value)) == warns
 
 
 def test_the_whole_real_adapter_is_refused_for_its_head_and_read_without(real_data, tmp_path):

@@ -56,8 +56,9 @@ TWO = {"a": entry(), "b": entry(offsets=(8, 16))}
 REFUSALS = {
     "nothing": (b"", "only 0 bytes"),
     "short": (b"1234567", "only 7 bytes"),
-    "pickle": (b"\x80\x04\x95\x00\x00\x00\x00\x00abc", "header of .* bytes, at most 4096"),
-    "huge_header": (struct.pack("<Q", 1 << 62), "header of 4611686018427387904 bytes"),
+    "zip": (b"PK\x03\x04\x14\x00\x08\x08\x08\x00", "not a safetensors file"),
+    "git_lfs": (b"version https://git-lfs.github.com/spec/v1\n", "pointer .* by `git lfs pull`"),
+    "huge_header": (struct.pack("<Q", 1 << 26), "header of 67108864 bytes, at most 4096"),
     "header_cut": (made(TWO)[:20], "truncated: header of"),
     "not_utf8": (made(b"\xff\xfe{}"), "not valid JSON"),
     "not_json": (made(b"{]"), "not valid JSON"),

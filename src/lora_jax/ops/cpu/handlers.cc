@@ -1,60 +1,16 @@
 // XLA FFI entry points of the CPU kernels: unpack buffers, call the kernel, report errors.
 #include <memory>
-#include <optional>
 
 #include "attention.h"
+#include "buffers.h"
 #include "gemm.h"
 #include "heads.h"
+#include "image_attention.h"
 #include "lora.h"
-#include "norm.h"
 #include "reroute.h"
-#include "silu.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using S32 = ffi::Buffer<ffi::S32>;
-using F32 = ffi::Buffer<ffi::F32>;
-using U8 = ffi::Buffer<ffi::U8>;
+#include "row_calls.h"
 
 namespace lora_jax {
-
-template <class T, ffi::DataType dtype>
-const T* data(const ffi::Buffer<dtype>& b) {
-  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
-}
-template <class T>
-const T* data(const ffi::AnyBuffer& b) {
-  return b.element_count() ? static_cast<const T*>(b.untyped_data()) : nullptr;
-}
-template <class T>
-T* data(ffi::Result<ffi::AnyBuffer>& b) {
-  return static_cast<T*>(b->untyped_data());
-}
-
-// Calls of one op for several types take buffers of any type: XLA's code that unpacks arguments is
-// then compiled once for all of them, a third less to compile. The calls check the types.
-template <ffi::DataType dtype, class... Buffers>
-bool all_of(const Buffers&... buffers) {
-  return ((buffers.element_type() == dtype) && ...);
-}
-inline ffi::Error WrongTypes(const char* op) {
-  return ffi::Error::InvalidArgument(std::string(op) + ": a buffer has another type than the call");
-}
-
-// Rest arguments of a call, one after the other.
-class Rest {
- public:
-  explicit Rest(const ffi::RemainingArgs& of) : of_(of) {}
-  // An empty optional past the last, or for what is no buffer.
-  std::optional<ffi::AnyBuffer> next() {
-    auto found = of_.get<ffi::AnyBuffer>(at_++);
-    return found ? std::optional<ffi::AnyBuffer>(*found) : std::nullopt;
-  }
-
- private:
-  const ffi::RemainingArgs& of_;
-  size_t at_ = 0;
-};
 
 // Weights of one product: plain ones, codes with scales and zeros, or values with scales.
 enum Form : int64_t { kPlain, kCoded, kScaled };
@@ -172,34 +128,6 @@ ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a_poo
   return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
 }
 
-template <class T, ffi::DataType dtype>
-ffi::Error RmsNormCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer addend,
-                       ffi::AnyBuffer weight, S32 num_rows, ffi::Result<ffi::AnyBuffer> out,
-                       ffi::RemainingRets sum, float eps) {
-  if (!all_of<dtype>(x, addend, weight, *out)) return WrongTypes("rms_norm");
-  RmsNorm<T> g{data<T>(x), data<T>(addend), data<T>(weight), nullptr, data<T>(out)};
-  g.rows = x.dimensions()[0], g.size = x.dimensions()[1], g.eps = eps;
-  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
-  if (g.addend) {
-    auto total = sum.get<ffi::AnyBuffer>(0);
-    if (!total || !all_of<dtype>(**total)) return WrongTypes("rms_norm");
-    g.sum = data<T>(*total);
-  }
-  run_rms_norm(pool, g);
-  return ffi::Error::Success();
-}
-
-template <class T, ffi::DataType dtype>
-ffi::Error SiluTimesCall(ffi::ThreadPool pool, ffi::AnyBuffer gate, ffi::AnyBuffer up,
-                         S32 num_rows, ffi::Result<ffi::AnyBuffer> out) {
-  if (!all_of<dtype>(gate, up, *out)) return WrongTypes("silu_times");
-  SiluTimes<T> g{data<T>(gate), data<T>(up), data<T>(out), int64_t(gate.dimensions()[0])};
-  g.real_rows = std::clamp<int64_t>(num_rows.typed_data()[0], 0, g.rows);
-  g.width = gate.dimensions()[1];
-  run_silu_times(pool, g);
-  return ffi::Error::Success();
-}
-
 // The pages are written where they are results, or else where they lie: XLA takes them for
 // arguments that nobody changes, and whoever reads them takes the call's q.
 template <class T, ffi::DataType dtype>
@@ -246,6 +174,25 @@ ffi::Error AttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer 
   if (run_attention<D>(pool, g, all)) return ffi::Error::Success();
   return ffi::Error::InvalidArgument(
       "paged_attention: a token's sequence or position lies outside the block tables");
+}
+
+// q, k and v are arrays of their own, or k and v are empty and q has all three side by side.
+template <class D, ffi::DataType dtype>
+ffi::Error ImageAttentionCall(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
+                              ffi::AnyBuffer v, F32 cos, F32 sin, ffi::Buffer<ffi::PRED> valid,
+                              S32 num_patches, ffi::Result<ffi::AnyBuffer> out, float scale,
+                              int64_t images) {
+  using T = typename D::T;
+  if (!all_of<dtype>(q, k, v, *out)) return WrongTypes("image_attention");
+  ImageAttention<T> g{data<T>(q), data<T>(k), data<T>(v), data<float>(cos), data<float>(sin)};
+  g.valid = valid.typed_data(), g.out = data<T>(out), g.patches = valid.dimensions()[0];
+  g.images = images, g.heads = out->dimensions()[1], g.dim = g.k_dim = out->dimensions()[2];
+  if (images < 1 || g.patches % images)
+    return ffi::Error::InvalidArgument("image_attention: patches of whole images");
+  g.num_patches = num_patches.typed_data()[0], g.stride = g.heads * g.dim, g.scale = scale;
+  if (!g.k) g.k = g.q + g.stride, g.v = g.k + g.stride, g.stride *= 3;
+  run_image_attention<D>(pool, g);
+  return ffi::Error::Success();
 }
 
 // Rows of `to`, which is written though XLA takes it for an argument that nobody changes; nothing to
@@ -337,6 +284,29 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Ret<ffi::AnyBuffer>()                              \
                                     .RemainingRets()                                    \
                                     .Attr<float>("eps"))
+#define LORA_JAX_LAYER_NORM(name, T, dtype)                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::LayerNormCall<T, dtype>),              \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Ret<ffi::AnyBuffer>()                              \
+                                    .Attr<float>("eps"))
+#define LORA_JAX_IMAGE_ATTENTION(name, D, dtype)                                        \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::ImageAttentionCall<lora_jax::D, dtype>), \
+                                ffi::Ffi::Bind()                                        \
+                                    .Ctx<ffi::ThreadPool>()                             \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<ffi::AnyBuffer>()                              \
+                                    .Arg<F32>()                                         \
+                                    .Arg<F32>()                                         \
+                                    .Arg<ffi::Buffer<ffi::PRED>>()                      \
+                                    .Arg<S32>()                                         \
+                                    .Ret<ffi::AnyBuffer>()                              \
+                                    .Attr<float>("scale")                               \
+                                    .Attr<int64_t>("images"))
 #define LORA_JAX_SILU_TIMES(name, T, dtype)                                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::SiluTimesCall<T, dtype>),              \
                                 ffi::Ffi::Bind()                                        \
@@ -380,6 +350,10 @@ LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_float32, float, ffi::F32);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_bfloat16, uint16_t, ffi::BF16);
+LORA_JAX_LAYER_NORM(lora_jax_layer_norm_float32, float, ffi::F32);
+LORA_JAX_LAYER_NORM(lora_jax_layer_norm_bfloat16, uint16_t, ffi::BF16);
+LORA_JAX_IMAGE_ATTENTION(lora_jax_image_attention_float32, DotF32, ffi::F32);
+LORA_JAX_IMAGE_ATTENTION(lora_jax_image_attention_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_SILU_TIMES(lora_jax_silu_times_float32, float, ffi::F32);
 LORA_JAX_SILU_TIMES(lora_jax_silu_times_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_PLACE_HEADS(lora_jax_place_heads_float32, float, ffi::F32);

@@ -1,7 +1,8 @@
-// s / sqrt(mean(s^2) + eps) * weight of rows s, which are x or x + addend, rounded to their type.
+// Norms of rows, whose results depend on the row alone: sums are kLanes sums along it, then sum_lanes.
 //
-// Squares are summed as dot.h sums a row times itself, so that a row's result depends on it alone. Of
-// padding rows sum and norm are zero.
+// RMS norm: s / sqrt(mean(s^2) + eps) * weight of rows s, which are x or x + addend, rounded to their
+// type; of padding rows sum and norm are zero. Layer norm: (x - mean) / sqrt(variance + eps) * weight
+// + bias.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -55,6 +56,44 @@ void run_rms_norm(xla::ffi::ThreadPool& pool, const RmsNorm<T>& g) {
   const int64_t first = g.real_rows * g.size, bytes = (g.rows - g.real_rows) * g.size * sizeof(T);
   std::memset(g.out + first, 0, bytes);
   if (g.addend) std::memset(g.sum + first, 0, bytes);
+}
+
+template <class T>
+struct LayerNorm {
+  const T *x, *weight, *bias;  // bias may be null
+  T* out;
+  int64_t rows, size;
+  float eps;
+};
+
+// `wide` has room for a row of floats.
+template <class T>
+inline void layer_norm_row(const LayerNorm<T>& g, int64_t row, float* wide) {
+  const T* x = g.x + row * g.size;
+  f32s sum = {}, squares = {};
+  for (int64_t k = 0; k < g.size; k += kLanes) sum += load(x + k, g.size - k);
+  const f32s mean = splat(sum_lanes(sum) / float(g.size));
+  for (int64_t k = 0; k < g.size; k += kLanes) {
+    const f32s centred = keep(load(x + k, g.size - k) - mean, g.size - k, 0.0f);
+    store(wide + k, centred, g.size - k);
+    squares = fma(centred, centred, squares);
+  }
+  const f32s scale = splat(1.0f / std::sqrt(sum_lanes(squares) / float(g.size) + g.eps));
+  for (int64_t k = 0; k < g.size; k += kLanes) {
+    const int64_t n = g.size - k;
+    const f32s bias = g.bias ? load(g.bias + k, n) : f32s{};
+    store(g.out + row * g.size + k, fma(load(wide + k, n) * scale, load(g.weight + k, n), bias), n);
+  }
+}
+
+template <class T>
+void run_layer_norm(xla::ffi::ThreadPool& pool, const LayerNorm<T>& g) {
+  parallel_for(pool, (g.rows + kNormRows - 1) / kNormRows, double(g.rows) * g.size / 3e3,
+               [&](int64_t i) {
+    std::vector<float> wide(g.size);
+    for (int64_t row = i * kNormRows; row < std::min(g.rows, (i + 1) * kNormRows); ++row)
+      layer_norm_row(g, row, wide.data());
+  });
 }
 
 }  // namespace lora_jax

@@ -3,11 +3,13 @@
 `turned_attention` turns q and k by their patches' angles before: rotary positions.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 
 from lora_jax.ops import checks
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel, lazy_kernel
-from lora_jax.ops.image_attention import reference, xla
+from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel, lazy_kernel
+from lora_jax.ops.image_attention import cpu, reference, xla
 from lora_jax.ops.image_attention.xla import attend_windows
 from lora_jax.ops.rotary import rotate
 from lora_jax.typing import Array, Bool, Float, Int
@@ -24,6 +26,7 @@ IMAGE_ATTENTION = Op(
     "image_attention",
     (
         Implementation("cudnn", GPU, lazy_kernel(f"{__name__}.cudnn", "attend"), (_leading,)),
+        Implementation("ffi", CPU, cpu.attend),
         Implementation("xla", ANY, xla.attend, stands_in=True),
         Implementation("reference", ANY, reference.attend),
     ),
@@ -70,16 +73,35 @@ def _turned(
     num_patches: Int[Array, ""],
     scale: float,
     leading: bool,
+    images: int,
 ) -> Float[Array, "patches heads dim"]:
     q, k, v = qkv.transpose(1, 0, 2, 3)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return image_attention(q, k, v, valid, num_patches, scale, leading=leading)
+    if images == 1:
+        return image_attention(q, k, v, valid, num_patches, scale, leading=leading)
+    size, outs = q.shape[0] // images, []
+    for n in range(images):
+        part = slice(n * size, (n + 1) * size)
+        count = jnp.clip(num_patches - n * size, 0, size)
+        outs.append(image_attention(q[part], k[part], v[part], valid[part], count, scale))
+    return jnp.concatenate(outs)
 
 
+def _one_image(kernel: Callable) -> Callable:
+    """Return a kernel without the number of images, which the op has asked for before."""
+    return lambda *args: kernel(*args[:-1])
+
+
+def _leading_of_one(*args: object) -> str | None:
+    return _leading(*args[:-1]) if args[-1] == 1 else "takes one image, not several"
+
+
+CUDA_TURNED = _one_image(backend_kernel("cuda", "turned_attention"))
 TURNED_ATTENTION = Op(
     "turned_attention",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "turned_attention"), (_leading,)),
+        Implementation("cuda", GPU, CUDA_TURNED, (_leading_of_one,)),
+        Implementation("ffi", CPU, cpu.turned),
         Implementation("xla", ANY, _turned, stands_in=True),
     ),
 )
@@ -94,9 +116,13 @@ def turned_attention(
     scale: float,
     *,
     leading: bool = False,
+    images: int = 1,
     implementation: str | None = None,
 ) -> Float[Array, "patches heads dim"]:
     """Return `image_attention` of q and k turned by angles, as ops.rotary turns halves, and of v.
+
+    With `images` the patches are those of so many images, each with its padding, one after the
+    other: a patch sees those of its own image, and has the bits that it has alone.
 
     Raises:
         ValueError: shapes or dtypes do not fit each other.
@@ -115,5 +141,7 @@ def turned_attention(
         valid=(tuple(valid.shape), (patches,)),
     )
     checks.check_dtype("turned_attention", jnp.int32, num_patches=num_patches)
-    args = (qkv, cos, sin, valid, num_patches, scale, leading)
+    if images < 1 or patches % images:
+        raise ValueError(f"turned_attention: {patches} patches are no {images} images of one size")
+    args = (qkv, cos, sin, valid, num_patches, scale, leading, images)
     return TURNED_ATTENTION.call(implementation, *args)

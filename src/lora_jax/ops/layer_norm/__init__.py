@@ -4,8 +4,8 @@ import functools
 
 import jax
 
-from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
-from lora_jax.ops.layer_norm import reference, xla
+from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
+from lora_jax.ops.layer_norm import cpu, reference, xla
 from lora_jax.typing import Array, Float
 
 __all__ = ["layer_norm"]
@@ -14,6 +14,7 @@ LAYER_NORM = Op(
     "layer_norm",
     (
         Implementation("cuda", GPU, backend_kernel("cuda", "layer_norm")),
+        Implementation("ffi", CPU, cpu.layer_norm),
         Implementation("xla", ANY, xla.layer_norm, stands_in=True),
         Implementation("reference", ANY, reference.layer_norm),
     ),

@@ -86,6 +86,8 @@ def lora_gemm(
     of slot -1 come back unchanged, bit for bit, and cost nothing. The kernel works in place if y is
     a temporary. y may be float32 with rows and pools in bfloat16, for a sum that is rounded
     elsewhere. Without y the sums alone come back, in delta_dtype: rows of slot -1 are exact zeros.
+    Kernels of CUDA and C++ have no gradient and no vmap; implementation="xla" has both.
+    Raises ValueError naming the argument whose shape or dtype is wrong.
     """
     if row_to_expert is None:
         row_to_expert = jnp.zeros(x.shape[:1], jnp.int32)

@@ -202,7 +202,7 @@ def test_the_last_instance_has_the_merged_adapter_and_the_others_all(options):
 class FarHosts(OneHost):
     """Hosts of which some may not be there, or not see a folder."""
 
-    are_this_host = False
+    answer_here = False
 
     def __init__(self, sees=True):
         self.sees, self.gone, self.folders, self.closed = sees, 0, [], False
@@ -228,10 +228,12 @@ def test_what_instances_of_other_hosts_share_is_in_a_folder_that_all_see(options
     lenient = dataclasses.replace(lenient, state_dir=str(tmp_path / "state"))
     hosts = FarHosts()
     cluster = LocalCluster(lenient, None, hosts)
-    (budgets,) = (tmp_path / "state").glob("budgets-*")
+    budgets, lock = sorted((tmp_path / "state").glob("budgets-*"))
+    assert budgets.is_dir()
     assert hosts.folders == [str(tmp_path / "state")]
     cluster.close()
     assert not budgets.exists()
+    assert not lock.exists()
     assert hosts.closed
     LocalCluster(options, None, hosts := FarHosts()).close()
     assert not hosts.folders  # nothing is shared

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -14,12 +15,9 @@ from pathlib import Path
 import pytest
 from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
-from support.processes.member_loss import MemberLoss
+from support.processes.member_loss import START_FOUND_S, MemberLoss
 from support.processes.server_process import ROOT, free_port, wait_healthy
-
-from serving.cli.serve import StartError
-from serving.cluster.node import gang_of
-from serving.launch import read_options
+from support.waiting import wait_until
 
 BODY = {"model": "a1", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 1}
 
@@ -59,6 +57,10 @@ class Nodes:
     def log(self, rank):
         return self.folder / f"log{rank}"
 
+    def until_they_load(self):
+        """Return when the processes of both nodes see each other's devices."""
+        wait_until(lambda: all(" devices)." in self.log(n).read_text() for n in (0, 1)), 280)
+
     def health(self):
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
@@ -77,13 +79,37 @@ class Nodes:
             choice = json.load(answer)["choices"][0]
         return choice["text"], choice["logprobs"]
 
+    @contextlib.contextmanager
+    def under_load(self):
+        """Ask all the time; yield what the requests got, each an answer or a status."""
+        over, said = threading.Event(), []
+
+        def crowd():
+            while not over.is_set():
+                try:
+                    said.append(self.ask())
+                except urllib.error.HTTPError as error:
+                    with error:
+                        said.append(error.code)
+                    over.wait(0.2)
+
+        threads = [threading.Thread(target=crowd) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield said
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(150)
+
     def member(self, rank):
-        """The process of a node that has its devices: the youngest that it started."""
+        """The process of a node that has its devices."""
         found = []
         for task in Path(f"/proc/{self.nodes[rank].pid}/task").iterdir():
             for pid in map(int, (task / "children").read_text().split()):
                 with contextlib.suppress(OSError):
-                    if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text():
+                    if "serving.cluster.far.member" in Path(f"/proc/{pid}/cmdline").read_text():
                         found.append(pid)
         return max(found)
 
@@ -98,25 +124,66 @@ class Nodes:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
-    """Killed and hung ones of either node; then rank 0 ends, and the other node with it."""
+    """Killed and hung ones of either node, under load; then rank 0 ends, and the other with it."""
     with contextlib.ExitStack() as stack:
         began, nodes = time.monotonic(), Nodes(model, stack)
         wait_healthy(nodes.url, nodes.nodes[0], nodes.log(0))
         start_s = time.monotonic() - began
         want = nodes.ask()
-        for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
-            loss = MemberLoss([nodes.member(rank)], number)
-            nodes.until(503)
-            loss.is_found()
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                nodes.ask()
-            assert refused.value.code == 503
-            refused.value.close()
-            nodes.until(200)
-            loss.is_over(start_s)
-            assert nodes.ask() == want
+        with nodes.under_load() as said:
+            for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
+                wait_until(lambda: said and said[-1] == want)
+                loss = MemberLoss([nodes.member(rank)], number)
+                nodes.until(503)
+                loss.is_found()
+                wait_until(lambda: said[-1] == 503)
+                nodes.until(200)
+                loss.is_over(start_s)
+                assert nodes.ask() == want
+        assert [one for one in said if one not in (want, 503)] == []
         nodes.nodes[0].terminate()
         assert [node.wait(60) for node in nodes.nodes] == [0, 0]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_start_that_is_stopped_ends_the_other_node_too(model):
+    """It does not wait for another rank 0."""
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        nodes.until_they_load()
+        nodes.nodes[0].terminate()
+        assert [node.wait(60) for node in nodes.nodes] == [0, 0], nodes.log(1).read_text()[-3000:]
+        assert "Rank 0 has ended" in nodes.log(1).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_start_that_fails_on_rank_0_alone_ends_both_and_names_the_cause(model):
+    """Only rank 0 reads adapters."""
+    (model / "a1" / "adapter_model.safetensors").unlink()
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        assert [node.wait(280) for node in nodes.nodes] == [1, 0]
+        said = nodes.log(0).read_text()
+        assert "Instance 0: Cannot serve" in said
+        assert "Adapter 'a1': no adapter_model.safetensors" in said
+        assert "Instance 0 did not start; its log says why." in said
+        assert "Rank 0 has ended" in nodes.log(1).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_node_that_hangs_while_it_starts_is_found(model):
+    """All of its processes are stopped."""
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        nodes.until_they_load()
+        stack.callback(nodes.nodes[1].send_signal, signal.SIGCONT)
+        loss = MemberLoss([nodes.nodes[1].pid, nodes.member(1)], signal.SIGSTOP)
+        assert nodes.nodes[0].wait(120) == 1
+        loss.is_found(START_FOUND_S)
+        assert "Node 1 of instance 0 hangs while it starts." in nodes.log(0).read_text()
 
 
 @pytest.mark.long
@@ -130,12 +197,3 @@ def test_a_node_that_does_not_fit_is_refused_with_what_differs(model):
         assert nodes.nodes[0].wait(280) == 1
         for rank in (0, 1):
             assert "--max-loras is '3' there and '2' on rank 0" in nodes.log(rank).read_text()
-
-
-def test_a_short_secret_and_a_missing_one_are_refused(model):
-    (model / "secret").write_text("short\n")
-    words = [str(model / "model"), "--tensor-parallel-size", "2", "--nnodes", "2"]
-    options = read_options([*words, "--nodes-secret-file", str(model / "secret")], {})
-    with pytest.raises(StartError, match="2 nodes: The secret of the nodes has 5 bytes"):
-        gang_of(options)
-    assert gang_of(read_options(words[:1], {})) is None

@@ -48,6 +48,21 @@ def test_an_adapter_has_one_name():
         Options(ENGINE, OPEN, adapters=twice)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("my law", "adapter name 'my law' is not 1 to 64 letters"),
+        ("m", "'m' is the name of the base"),
+        ("m@v2", "'m@v2' is the name of the base"),
+    ],
+)
+def test_a_name_that_no_adapter_may_have_is_found_before_the_load(name, message):
+    with pytest.raises(ValueError, match=message):
+        Options(ENGINE, OPEN, adapters=(LoraModuleFlag(name, "x"),))
+    served = HttpSettings(served_names=("base",))
+    Options(ENGINE, served, adapters=(LoraModuleFlag("m", "x"),))
+
+
 def test_by_default_one_process_does_it_all():
     assert Options(ENGINE, OPEN).cluster.is_single
 

@@ -1,5 +1,8 @@
 """Paths of the command line: found out before jax is loaded, told whole."""
 
+import contextlib
+import json
+import shutil
 import subprocess
 import sys
 
@@ -27,7 +30,7 @@ def check(model, *argv: str) -> None:
 def test_what_is_there_is_let_through(model):
     file = str(model / "config.json")
     check(model, "--lora-dir", str(model.parent), "--lora-modules", f"a={model.parent / 'a'}")
-    check(model, "--chat-template", file, "--ssl-certfile", file, "--generation-config", "vllm")
+    check(model, "--chat-template", file, "--generation-config", "vllm")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +38,7 @@ def test_what_is_there_is_let_through(model):
     [
         (["--lora-dir", "{}/none"], "--lora-dir: {}/none does not exist"),
         (["--lora-dir", "{}/m/config.json"], "--lora-dir: {}/m/config.json is a file"),
-        (["--lora-modules", "x={}/none"], "--lora-modules x: {}/none does not exist"),
+        (["--lora-modules", "x={}/none"], "--lora-modules x: {}/none does not exist; give NAME="),
         (["--lora-modules", "x={}/empty"], "{}/empty has no adapter_config.json or expert_cfg"),
         (["--chat-template", "{}/none.jinja"], "--chat-template: {}/none.jinja does not exist"),
         (["--chat-template", "{}/empty"], "{}/empty is a folder"),
@@ -49,6 +52,63 @@ def test_what_leads_nowhere_is_named_with_the_whole_path(model, argv, message):
     with pytest.raises(ValueError, match="--") as error:
         check(model, *argv)
     assert message.format(model.parent) in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory) -> dict[str, str]:
+    """Certificate and key, another key, and the key under a pass phrase."""
+    openssl, folder = shutil.which("openssl"), tmp_path_factory.mktemp("tls")
+    if openssl is None:
+        pytest.skip("certificates are made by openssl")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"]
+    made = {name: str(folder / name) for name in ("cert", "key", "other", "other-key", "locked")}
+    for cert, file in (("cert", "key"), ("other", "other-key")):
+        words = ["req", "-x509", *key, "-nodes", "-keyout", made[file], "-out", made[cert]]
+        subprocess.run([openssl, *words], check=True, capture_output=True)
+    words = ["ec", "-in", made["key"], "-aes128", "-passout", "pass:abcd", "-out", made["locked"]]
+    subprocess.run([openssl, *words], check=True, capture_output=True)
+    return made
+
+
+def test_certificate_and_key_fit_before_anything_is_loaded(model, tls):
+    check(model, "--ssl-certfile", tls["cert"], "--ssl-keyfile", tls["key"])
+    check(model, "--ssl-certfile", tls["cert"], "--ssl-keyfile", tls["locked"])
+    for other in (tls["other-key"], str(model / "config.json")):
+        with pytest.raises(ValueError, match=r"--ssl-certfile .*/cert and --ssl-keyfile .*PEM"):
+            check(model, "--ssl-certfile", tls["cert"], "--ssl-keyfile", other)
+    with pytest.raises(ValueError, match="give a certificate in PEM format and the key"):
+        check(model, "--ssl-certfile", tls["cert"])  # no key in it
+    pair = ["--ssl-certfile", tls["cert"], "--ssl-keyfile", tls["key"]]
+    check(model, *pair, "--ssl-ca-certs", tls["other"])
+    with pytest.raises(ValueError, match=r"--ssl-ca-certs .*give certificates in PEM"):
+        check(model, *pair, "--ssl-ca-certs", tls["key"])
+
+
+@pytest.mark.parametrize(
+    "flags", [("--ssl-keyfile", "{}/m/config.json"), ("--ssl-ca-certs", "{}/m/config.json")]
+)
+def test_tls_without_a_certificate_is_refused(model, flags):
+    """With these flags alone uvicorn ended after the load, or answered without TLS."""
+    with pytest.raises(ValueError, match=f"{flags[0]} needs the certificate too"):
+        check(model, *(word.format(model.parent) for word in flags))
+
+
+@pytest.mark.parametrize(
+    ("config", "flag", "message"),
+    [
+        ({"quant_method": "awq"}, "awq", ""),
+        ({"quant_method": "gptq"}, "gptq_marlin", ""),
+        ({"quant_method": "mxfp4"}, "gpt_oss_mxfp4", ""),
+        ({"quant_method": "gptq"}, "awq", "--quantization awq: config.json says gptq; leave"),
+        (None, "fp8", "names no quantisation; python -m lora_jax.quantize writes"),
+        (None, "none", ""),
+    ],
+)
+def test_vllm_s_quantization_has_to_be_that_of_the_files(model, config, flag, message):
+    (model / "config.json").write_text(json.dumps({"quantization_config": config}))
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check(model, "--quantization", flag)
 
 
 def test_a_model_that_is_none(model):

@@ -1,4 +1,4 @@
-"""A host that follows rank 0: its process is kept, replaced and ended. Processes are threads."""
+"""A process that follows rank 0 of an instance: kept by a connection. Processes are threads."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ from serving.api.config import EngineConfig
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster import node as module
-from serving.cluster.node import Node, NodeProcess, serve_node
+from serving.cluster.node import NodeProcess, gang_of
 from serving.http.settings import HttpSettings
 from serving.runtime.child_process import Pulse
 from serving.runtime.gang import EXIT_LOST
-from serving.runtime.gang_stream import GangPlace
+from serving.runtime.gang_stream import GangPlace, GangRefused
 from serving.runtime.role_host import ThisHost
 
 PLACE = GangPlace(3, 4, ("127.0.0.1", 1), b"s" * 32)
@@ -76,9 +76,7 @@ class Host(ThisHost):
 @pytest.fixture
 def host(monkeypatch):
     made = Host()
-    monkeypatch.setattr(module, "THIS_HOST", made)
     monkeypatch.setattr(module, "_END_S", 60.0)
-    monkeypatch.setattr(NodeProcess.__init__, "__defaults__", (None, made))
     monkeypatch.setattr(module.logs, "configure", lambda level: None)
     kept = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG_IGN")}
     monkeypatch.setattr(module, "signal", SimpleNamespace(**kept, signal=lambda *_: None))
@@ -120,94 +118,56 @@ def host(monkeypatch):
 
 @pytest.fixture
 def options():
-    cluster = ClusterConfig(nnodes=2, node_rank=1, nodes_secret_file="none")
-    return Options(EngineConfig(model="m", tensor_parallel_size=4), HttpSettings(), cluster)
+    cluster = ClusterConfig(nnodes=4, nodes_secret_file="none")
+    return Options(EngineConfig(model="m", tensor_parallel_size=8), HttpSettings(), cluster)
 
 
-def test_a_node_ends_with_rank_0(host, options):
-    node = Node(options)
-    host.over.set()
-    node.wait()
-    (process,) = host.started
-    assert (process.name, process.exitcode) == ("node-1", 0)
-    assert host.followed == [(options.engine, ("gang", None))]
-    assert host.gpus == [(0, 2)]  # its part of the devices
-
-
-def test_a_node_that_does_not_fit_says_so_and_is_not_started_again(host, options, caplog):
-    host.exits_with = StartError("--max-loras is '3' there and '2' on rank 0")
-    with pytest.raises(StartError, match="Node 1 cannot serve; see its log"):
-        Node(options).wait()
-    assert "Node 1: --max-loras is '3' there" in caplog.text
-    assert [process.exitcode for process in host.started] == [1]
-
-
-def test_a_process_that_has_lost_the_others_is_replaced(host, options, caplog):
-    again = threading.Event()
-
-    def follow():
-        if len(host.started) == 1:
-            host.exit(EXIT_LOST)  # as the gang's own watch does
-        again.set()
-        host.over.wait(60)
-
-    host.follow = follow
-    node = Node(options)
-    assert again.wait(60)
-    # Until then the handle is that of the first one, and a node that ends kills the second one.
-    wait_until(lambda: node._process._process is host.started[1] and node._process.is_ready)
-    assert "The process of this node has ended; restarting it." in caplog.text
-    node.end()
-    node.wait()
-    first, second = host.started
-    # The second one ended because the node hung up.
-    assert (first.exitcode, second.exitcode) == (EXIT_LOST, EXIT_LOST)
-
-
-def test_a_process_answers_while_it_computes_and_one_that_hangs_does_not(host, options):
+def test_a_process_follows_with_its_part_of_the_devices_and_ends_with_rank_0(host, options):
     process = NodeProcess(options, PLACE, host)
-    process.wait_up()
-    assert process.is_ready
-    for _ in range(3):
-        process._life.send_bytes(b"an earlier question that nobody waited for")
-    assert process.pulse(60) is Pulse.UP
-    assert host.started[0].name == "node-3"
-    wait_until(lambda: host.followed)  # a thread of the process answers before it follows
+    (made,) = host.started
+    host.over.set()
+    made.join(60)
+    process.stop()
+    assert (made.name, made.exitcode) == ("node-3", 0)
     assert host.followed == [(options.engine, ("gang", PLACE))]
+    assert host.gpus == [(0, 2)]
+
+
+def test_a_process_that_does_not_fit_says_so(host, options, caplog):
+    host.exits_with = StartError("Cannot serve on 4 nodes: too few devices")
+    process = NodeProcess(options, PLACE, host)
+    host.started[0].join(60)
+    process.stop()
+    assert "Node 3: Cannot serve on 4 nodes: too few devices" in caplog.text
+    assert host.started[0].exitcode == 1
+
+
+def test_a_process_answers_while_it_computes_and_leaves_when_nobody_keeps_it(host, options):
+    process = NodeProcess(options, PLACE, host)
+    for _ in range(3):
+        assert process.pulse(60) is Pulse.UP
+    wait_until(lambda: host.followed)
     process.stop()
     assert host.started[0].exitcode == EXIT_LOST
     assert process.pulse(0) is Pulse.SILENT
 
 
-def test_a_process_that_is_silent_is_not_up(host, options, monkeypatch):
+def test_a_process_that_hangs_is_silent(host, options, monkeypatch):
     monkeypatch.setattr(module, "_answer", lambda life: None)
-    monkeypatch.setattr(module, "_START_S", 0.05)
-    process = NodeProcess(options)
-    process.wait_up()
-    assert not process.is_ready
+    process = NodeProcess(options, PLACE, host)
+    assert process.pulse(0.05) is Pulse.SILENT
     process.kill()
     process.stop()
     assert host.started[0].exitcode == -signal.SIGKILL
 
 
-def test_a_signal_ends_a_node(host, options, monkeypatch, caplog):
-    handlers, set_both = {}, threading.Event()
+def test_an_instance_of_one_host_meets_nobody_and_what_differs_is_told(options, monkeypatch):
+    assert gang_of(options, None) is None
+    monkeypatch.setattr(module, "about_of", lambda engine: {})
 
-    def set_handler(number, handler):
-        handlers[number] = handler
-        if {signal.SIGTERM, signal.SIGINT} <= handlers.keys() and callable(handler):
-            set_both.set()
+    def refuse(*given):
+        raise GangRefused("Nodes [1] of 4 have not come within 600 s.")
 
-    monkeypatch.setattr(module.signal, "signal", set_handler)
-
-    def follow():
-        assert set_both.wait(60)
-        handlers[signal.SIGTERM](signal.SIGTERM, None)
-        host.over.wait(60)
-
-    host.follow = follow
-    with caplog.at_level("INFO"):
-        serve_node(options)
-    assert handlers.keys() >= {signal.SIGTERM, signal.SIGINT}
-    assert "Node 1 of 2 follows rank 0 at 127.0.0.1:" in caplog.text
-    assert host.started[0].exitcode == EXIT_LOST
+    monkeypatch.setattr(module, "Gang", refuse)
+    with pytest.raises(StartError, match=r"Cannot serve on 4 nodes: Nodes \[1\] of 4"):
+        gang_of(options, PLACE)

@@ -16,7 +16,6 @@ from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
 from lora_jax.memory.host import HostMemory
-from lora_jax.memory.virtual import MappingError, OutOfPages
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
 from serving.api.outputs import RequestFailed
@@ -58,7 +57,7 @@ def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, mo
     monkeypatch.setattr(function_process, "_shut_others_out", lambda: None)  # it is for good
     _, _, arena = load_into_arena(MODEL, HostMemory())
     fds = arena.export()
-    good = {"name": "f", "adapter": None, "model": MODEL, "fields": {}}
+    good = {"name": "f", "adapter": None, "model": MODEL, "fields": {}, "device": "cpu"}
     ours, theirs = socket.socketpair()
     with ours, theirs:
         send_header(ours, good | {"manifest": arena.manifest.fields()} | order)
@@ -104,7 +103,7 @@ def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
     ):
         monkeypatch.setattr(function_process, name, stand_in)
     order = {"name": "f", "adapter": None, "model": MODEL, "fields": {}, "manifest": {}}
-    order |= {"programs": {"demands": demands}, "jail": {"gpus": gpus}}
+    order |= {"programs": {"demands": demands}, "jail": {"gpus": gpus}, "device": "cpu"}
     ours, theirs = socket.socketpair()
     with ours, theirs:
         send_header(ours, order)
@@ -113,6 +112,27 @@ def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
     error = {"error": f"Function 'f' cannot start: JaxRuntimeError: {text}", "retryable": True}
     lacks = {"ready": False, "missing": f"JaxRuntimeError: {text}", "sizes": {}}
     assert said == (error if is_told else lacks)
+
+
+def test_a_process_whose_bound_was_too_small_says_that_it_lacks_memory(monkeypatch):
+    def fail(*parts, **fields):
+        raise jax.errors.JaxRuntimeError(NO_MEMORY)
+
+    monkeypatch.setattr(function_process.xla_memory, "is_bounded", lambda: True)
+    monkeypatch.setattr(function_process, "_shut_others_out", lambda: None)  # it is for good
+    monkeypatch.setattr(function_process, "Engine", fail)
+    _, _, arena = load_into_arena(MODEL, HostMemory())
+    fds = arena.export()
+    order = {"name": "f", "adapter": None, "model": MODEL, "fields": {}, "device": "cpu"}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_header(ours, order | {"manifest": arena.manifest.fields()})
+        send_fds(ours, fds)
+        function_process.main(theirs)
+        said = receive_header(ours)
+    close_all(fds)
+    assert said["lacks_memory"]
+    assert not said["ready"]
 
 
 PLANT = """
@@ -139,7 +159,7 @@ print(json.dumps([[str(f) for f in folders], made, read]))
 def test_a_function_cannot_plant_a_program_that_others_would_load(tmp_path, writes):
     """The one process that makes programs has no adapter."""
     programs = {"kind": "functions", "writes": writes}
-    order = {"model": MODEL, "adapter": None, "fields": {}, "programs": programs}
+    order = {"model": MODEL, "adapter": None, "fields": {}, "device": "cpu", "programs": programs}
     order["jail"] = {"memory_bytes": None, "gpus": False}
     machine = program_cache._machine()
     for folder in ("programs/functions", "programs/functions/steps"):
@@ -454,12 +474,3 @@ def test_turns_come_with_their_own_connection_and_the_functions_limits(monkeypat
         with connection:
             connection.send(b"x")
         assert end.recv(1) == b"x"
-
-
-@pytest.mark.parametrize("error", [NotImplementedError, MappingError, OutOfPages])
-def test_a_driver_that_keeps_no_freed_memory_only_warns(error, caplog):
-    def keep_freed(num_bytes):
-        raise error("it has no pool")
-
-    function_process._keep_freed(SimpleNamespace(keep_freed=keep_freed))
-    assert "take longer: it has no pool" in caplog.text

@@ -81,3 +81,26 @@ def test_programs_that_have_gone_are_made_again_and_those_of_others_are_not():
     assert sum(e[0] == "makes" for e in launches.events) == 2
     launches.maker._make(FIELDS, {}, asked_at=0.0)  # another one asked before they were made
     assert sum(e[0] == "makes" for e in launches.events) == 2
+
+
+def test_a_function_that_needs_more_than_was_measured_has_no_bound_from_then_on():
+    asked = []
+
+    def launch(order, programs):
+        asked.append((order["name"], order["bounded"], programs["demands"]))
+        if order["name"] == "big" and order["bounded"]:
+            return "first", 1, {"ready": False, "lacks_memory": True}
+        return "second", 1, {"ready": True}
+
+    ended = []
+    maker = ProgramMaker(launch, ended.append)
+    for name in ("big", "big", "small"):
+        order = {"name": name, "adapter": f"adapters/{name}"}
+        assert maker.start(order, FIELDS, compiles=False)[0] == "second"
+    assert asked == [
+        ("big", True, True),
+        ("big", False, True),
+        ("big", False, True),
+        ("small", True, True),
+    ]
+    assert ended == ["first"]

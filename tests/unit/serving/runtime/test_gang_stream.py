@@ -114,13 +114,35 @@ def test_members_that_differ_are_refused_on_both_sides(port, rank, about, messag
 
 
 def test_a_taken_port_and_missing_members_are_named(port):
-    taken = pytest.raises(GangRefused, match=rf"--master-port {port}: Address already in use")
+    taken = pytest.raises(GangRefused, match=rf"{port}: Address already in use; give all")
     with socket.create_server(("127.0.0.1", port)), taken:
         gather_followers(place(port, 0), ABOUT, "here:1")
     with pytest.raises(GangRefused, match=r"Nodes \[1\] of 2 have not come within 0\.1 s"):
         gather_followers(place(port, 0, wait_s=0.1), ABOUT, "here:1")
     with pytest.raises(GangRefused, match=rf"Rank 0 does not answer at 127\.0\.0\.1:{port}"):
         join_leader(place(port, 1, wait_s=0.1), ABOUT)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("203.0.113.7", "must be an address of the host of --node"),
+        ("no.such.host", "node 0"),
+    ],
+)
+def test_an_address_of_another_host_is_refused(port, address, words):
+    with pytest.raises(GangRefused, match=f"--master-addr {address} .*{words}"):
+        module.listen((address, port))
+
+
+def test_a_node_that_waits_for_rank_0_says_so_once(port, monkeypatch, caplog):
+    monkeypatch.setattr(module, "_QUIET_S", 0.0)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    with pytest.raises(GangRefused):
+        join_leader(place(port, 1, wait_s=0.2), ABOUT)
+    said = f"Rank 0 does not answer at 127.0.0.1:{port} yet"
+    assert caplog.text.count(said) == 1
+    assert "node 1 waits up to 0.2 s for it" in caplog.text
 
 
 def test_a_short_secret_is_refused(port):

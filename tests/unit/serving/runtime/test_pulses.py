@@ -12,7 +12,7 @@ from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
 from serving.runtime import pulses as module
-from serving.runtime.pulses import Echo, Pulses, wait_alive
+from serving.runtime.pulses import Echo, Hung, Pulses, Starting, wait_alive
 
 CHILD = """
 import sys, threading
@@ -133,27 +133,52 @@ class Child:
 
 def answering(answers):
     left = list(answers)
-    return types.SimpleNamespace(answered=lambda limit_s: left.pop(0) if left else False)
+    return types.SimpleNamespace(
+        ask=lambda: None, has_heard=lambda limit_s: left.pop(0) if left else False
+    )
 
 
 def test_a_start_that_hangs_is_ended_and_one_that_computes_is_not(caplog):
     looks = []
     child = Child([True, True])
     pulses = answering([True, *[False] * 5, True])
-    with pytest.raises(ConnectionError, match="Rank 7 hangs"):
-        wait_alive(child, "Rank 7", pulses, looks.append, 60)
+    with pytest.raises(Hung, match="Rank 7 hangs"):
+        wait_alive([Starting(child, "Rank 7", pulses)], looks.append, 60)
     assert child.killed == 1
     # An answer begins the count anew, and so do not looks at which it computes.
     assert len(looks) == 7 + module._SILENT_LOOKS + 2
     assert "Rank 7 hangs while it starts; it is killed." in caplog.text
 
 
+def test_of_processes_that_start_together_the_one_that_hangs_is_ended(monkeypatch):
+    """All of them are asked at once: silent ones share one wait."""
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    asked, waits = [], []
+
+    def process(number, answers):
+        def has_heard(limit_s):
+            waits.append(limit_s)
+            time.sleep(0.0 if answers else limit_s)
+            return answers
+
+        pulses = types.SimpleNamespace(ask=lambda: asked.append(number), has_heard=has_heard)
+        return Starting(Child([]), f"Node {number}", pulses)
+
+    processes = [process(number, answers=number < 2) for number in range(4)]
+    with pytest.raises(Hung, match="Node 2 hangs while it starts"):
+        wait_alive(processes, lambda seconds: False, 60)
+    assert asked == [0, 1, 2, 3] * module._SILENT_LOOKS
+    assert max(waits[3::4]) < 0.005  # what is left when the third one has been waited for
+    assert [one.child.killed for one in processes] == [0, 0, 1, 0]
+
+
 def test_a_start_that_answers_may_take_its_time():
     child, pulses, said = Child([]), answering([True] * 30), [False] * 30 + [True]
-    assert wait_alive(child, "Rank 7", pulses, lambda seconds: said.pop(0), 60)
-    assert not wait_alive(child, "Rank 7", pulses, lambda seconds: False, 0)
+    starting = [Starting(child, "Rank 7", pulses)]
+    assert wait_alive(starting, lambda seconds: said.pop(0), 60)
+    assert not wait_alive(starting, lambda seconds: False, 0)
     begun = time.monotonic()
-    assert not wait_alive(child, "Rank 7", answering([True] * 99), _asleep, 0.05)
+    assert not wait_alive([Starting(child, "Rank 7", answering([True] * 99))], _asleep, 0.05)
     assert time.monotonic() - begun >= 0.05
     assert not child.killed
 

@@ -22,7 +22,7 @@ def test_a_role_of_this_host_is_a_child_with_a_pipe():
 def test_one_host_has_all_roles():
     hosts = OneHost()
     assert hosts.instance(3) == (hosts.server_rank(1),) == (THIS_HOST,)
-    assert hosts.are_this_host
+    assert hosts.answer_here
     hosts.require_folder("/anywhere")
     hosts.close()
 

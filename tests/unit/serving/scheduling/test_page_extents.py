@@ -74,6 +74,68 @@ def test_pages_come_when_they_are_wanted_as_far_as_there_is_room():
     extents.check_integrity()
 
 
+def extents_of(pages: list[int]) -> list[int]:
+    return sorted({page // EXTENT for page in pages})
+
+
+def test_long_prompts_have_extents_of_their_own_and_short_ones_fill_gaps():
+    _, _, cache, extents = make(pool=12)
+    extents.want(24)
+    short = cache.allocate(1)
+    long = cache.allocate(5)
+    assert extents_of(short) == [0]
+    assert extents_of(long) == [0, 1], "one page more than an extent has, which fills a gap"
+    assert extents_of(cache.allocate(2)) == [0]
+    assert extents_of(cache.allocate(8)) == [2, 3]
+    cache.free(long)
+    assert extents_of(cache.allocate(4)) == [1]
+    extents.check_integrity()
+
+
+def test_an_extent_that_goes_takes_the_end_of_one_prefix_only():
+    _, exchange, cache, extents = make(pool=12, least=2)
+    extents.want(24)
+    held = cache.allocate(1)
+    prefixes = [cached(cache, token, 8) for token in (1, 2)]
+    cache.free(held)
+    for _ in range(3):  # two are blank
+        exchange.take(extents.offer())
+    assert [len(cache.match(keys)) for keys in prefixes] == [4, 8]
+    extents.check_integrity()
+
+
+def test_cached_pages_are_taken_once_each_where_blank_ones_are_too_few():
+    _, _, cache, extents = make(pool=4, cache_pages=8)
+    keys = [cached(cache, token, 2) for token in (1, 2, 3)]
+    assert cache.num_blank == 2
+    pages = cache.allocate(5)
+    assert len(set(pages)) == 5
+    assert [len(cache.match(of)) for of in keys] == [0, 1, 2]
+    extents.check_integrity()
+
+
+def test_pages_behind_one_that_was_lost_are_blank_when_they_are_computed_again():
+    _, exchange, cache, extents = make(cache_pages=16, least=2)
+    extents.want(8)
+    keys = PrefixChain("", "", 4).keys([1] * 20, 5)
+    cached(cache, 1, 1)  # a first turn of a dialogue
+    first, later = cache.match(keys), cache.allocate(4)
+    for page, key in zip(later, keys[1:], strict=True):
+        cache.register(page, key)
+    cache.free(first + later)
+    exchange.take(extents.offer())  # the extent of the first turn
+    assert cache.match(keys) == []
+    extents.want(5)
+    again = cache.allocate(5)
+    for page, key in zip(again, keys, strict=True):
+        cache.register(page, key)
+    assert cache.num_blank == 7, "no page lies twice"
+    extents.check_integrity()
+    cache.free(again)
+    assert cache.match(keys) == again
+    extents.check_integrity()
+
+
 def test_idle_extents_leave_lowest_value_first_and_may_come_back():
     memory, exchange, cache, extents = make(least=2)
     extents.want(12)
@@ -200,11 +262,14 @@ def test_random_walk():
     for number in range(600):
         match rng.randrange(5):
             case 0:
-                if (pages := cache.allocate(rng.randrange(1, 4))) is not None:
-                    for page in pages:
-                        cache.register(page, b"%d" % (number * 10 + page))
-                    held.append(pages)
+                keys = PrefixChain("", "", 4).keys([number % 7] * 24, rng.randrange(1, 7))
+                known = cache.match(keys)
+                if (pages := cache.allocate(len(keys) - len(known))) is not None:
+                    for page, key in zip(pages, keys[len(known) :], strict=True):
+                        cache.register(page, key)
+                    held.append(known + pages)
                 else:
+                    cache.free(known)
                     extents.want(12)
             case 1 if held:
                 cache.free(held.pop(rng.randrange(len(held))))

@@ -78,6 +78,32 @@ def test_least_recently_freed_goes_first_and_the_end_of_a_prefix_before_its_star
     assert cache.match(keys([2] * 8)) == second[:1]
 
 
+def test_what_is_computed_again_behind_a_lost_page_takes_the_place_of_its_equals():
+    cache = PageCache(8, SIZE)
+    tokens = list(range(12))
+    first = filled(cache, tokens)
+    cache.free(first)
+    cache.free(cache.allocate(6))  # the last page of the prefix, then blank ones, are others'
+    assert cache.match(keys(tokens)) == first[:2]
+    cache.free(first[:2])
+    cache.remove([first[0]])  # no page of the prefix is found without it
+    assert cache.match(keys(tokens)) == []
+    again = filled(cache, tokens)
+    assert cache.num_blank == 4, "the second page is there once"
+    cache.check_integrity([again])
+    cache.free(again)
+    assert cache.match(keys(tokens)) == again
+
+
+def test_of_two_equal_pages_that_are_held_the_first_stays_known():
+    cache = PageCache(8, SIZE)
+    tokens = list(range(12))
+    first, second = filled(cache, tokens), filled(cache, tokens)
+    cache.free(second)
+    assert cache.num_blank == 5
+    assert cache.match(keys(tokens)) == first
+
+
 def test_a_held_page_is_never_given_away():
     cache = PageCache(3, SIZE)
     held = filled(cache, [1] * 8)

@@ -1,6 +1,8 @@
 """Order in which programs are compiled or read."""
 
+import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +39,26 @@ def test_all_are_compiled_when_it_returns_and_errors_are_raised():
         compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=False)
 
 
+def test_ctrl_c_waits_for_no_program():
+    """XLA cannot be stopped; the call must not wait for what it compiles."""
+    may = threading.Event()
+    slow, never = Program(may), Program()
+
+    def programs():
+        yield slow
+        yield never
+        raise KeyboardInterrupt
+
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compile_all(programs(), list("abc"), progress=False)
+        assert time.monotonic() - begin < 30  # `slow` waits for 60 s
+        assert not slow.done.is_set()
+    finally:
+        may.set()
+
+
 def test_the_first_is_read_and_the_others_behind_it():
     may = threading.Event()
     first, *others = Program(), Program(may), Program(may)
@@ -54,8 +76,9 @@ def test_nothing_is_read_unless_all_are_kept():
     assert not kept.done.is_set()
 
 
-def test_the_bar_names_what_is_lowered_and_compiled(capsys):
+def test_the_bar_names_what_is_lowered_and_compiled(capsys, monkeypatch):
     may = threading.Event()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
     def programs():
         yield Program(may)
@@ -66,6 +89,20 @@ def test_the_bar_names_what_is_lowered_and_compiled(capsys):
     said = capsys.readouterr().err
     assert "lowers 8 tokens" in said
     assert "lowers 32 tokens; compiles 8 tokens" in said
+
+
+def test_a_log_file_gets_a_line_per_program_and_no_bar(capsys, caplog):
+    caplog.set_level("INFO")
+    names = ["8 tokens", "32 tokens"]
+    compile_all([Program(), Program()], names, progress=True)
+    assert sorted(text.partition(": ")[0] for text in caplog.messages) == [
+        "Compiled 1 of 2 programs",
+        "Compiled 2 of 2 programs",
+    ]
+    assert {text.partition(": ")[2] for text in caplog.messages} == {"8 tokens.", "32 tokens."}
+    compile_all([Program(), Program()], names, progress=False)
+    assert len(caplog.messages) == 2
+    assert "%" not in capsys.readouterr().err
 
 
 def runner_with(cold):

@@ -18,7 +18,7 @@ from serving.engine.memory import page_pool
 from serving.engine.memory.page_pool import (
     check_free,
     check_kernels,
-    check_page_pool,
+    check_platform,
     largest_adapter,
     pool_sizes,
 )
@@ -65,29 +65,6 @@ def test_a_pool_too_small_is_refused_with_what_it_needs():
         sizes(max_model_len=101)
 
 
-@pytest.mark.parametrize(
-    ("fields", "word"),
-    [
-        ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes"),
-        ({"lora_memory_bytes": 1}, "lora_memory_bytes"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size"),
-        ({"lora_merge": "exact"}, "lora_merge exact"),
-        ({"merge_adapter": "a"}, "merge_adapter"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused_by_name(fields, word):
-    with pytest.raises(ValueError, match=f"page_pool_bytes does not go with {word}"):
-        check_page_pool(config(**fields))
-    check_page_pool(dataclasses.replace(config(**fields), page_pool_bytes=None))
-
-
-def test_neighbours_are_refused_by_name():
-    check_page_pool(config(), lora_server=False)
-    with pytest.raises(ValueError, match="does not go with lora server"):
-        check_page_pool(config(), lora_server=True)
-
-
 def test_what_no_gpu_kernel_serves_is_refused_by_name(monkeypatch):
     catalogue = adapter_cases.llama(hidden=64, inner=48, layers=2)
     plain = SimpleNamespace(head_dim=128, mla=None)
@@ -103,7 +80,7 @@ def test_what_no_gpu_kernel_serves_is_refused_by_name(monkeypatch):
             check_kernels(asked, model, catalogue, jnp.dtype(dtype))
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.raises(ValueError, match="CPUs and NVIDIA GPUs; on tpu"):
-        check_page_pool(config())
+        check_platform(config())
 
 
 def test_a_pool_beyond_the_devices_memory_is_refused_before_any_is_taken():
@@ -160,7 +137,7 @@ def test_memory_moves_both_ways_and_no_answer_changes(engines):
 def test_without_kernels_that_write_in_place_a_cpu_has_no_pool(monkeypatch):
     monkeypatch.setattr(page_pool.build, "available", lambda: False)
     with pytest.raises(ValueError, match=r"needs the C\+\+ kernels, .* install g\+\+"):
-        check_page_pool(config())
+        check_platform(config())
 
 
 def test_pages_grow_with_the_granularity_and_stay_many():

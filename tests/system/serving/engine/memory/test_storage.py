@@ -1,4 +1,4 @@
-"""Adapters in 8 bits: the dtype of their rows, and what they do not go with."""
+"""Adapters and KV pages in 8 bits: the dtype of their rows."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +7,7 @@ from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.local_widths import LocalWidths
 from serving.api.config import EngineConfig
-from serving.engine.memory.storage import check_storage, host_form, kv_dtype, lora_dtype
+from serving.engine.memory.storage import host_form, kv_dtype, lora_dtype
 
 CODED = EngineConfig(model="m", lora_dtype="int8")
 BFLOAT16 = jnp.dtype(jnp.bfloat16)
@@ -37,18 +37,3 @@ def test_rows_that_are_copied_are_kept_as_the_device_has_them_unless_they_are_me
         config = EngineConfig(model="m", **changes)
         kept = host_form(config, cases.llama(), None, copied_as=BFLOAT16)(weights)
         assert kept.sites["q_proj", 0].b.dtype == dtype
-
-
-@pytest.mark.parametrize(
-    ("changes", "server", "reason"),
-    [
-        ({}, True, "A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype int8"),
-        ({"lora_merge": "auto"}, False, "lora_merge and merge_adapter add adapters"),
-        ({"merge_adapter": "law"}, False, "lora_merge and merge_adapter add adapters"),
-    ],
-)
-def test_refused_by_name(changes, server, reason):
-    config = EngineConfig(model="m", lora_dtype="int8", **changes)
-    with pytest.raises(ValueError, match=reason):
-        check_storage(config, has_server=server)
-    check_storage(CODED, has_server=False)

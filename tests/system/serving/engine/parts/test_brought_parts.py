@@ -1,7 +1,6 @@
 """Room for what adapters bring: as the config says, else as the adapters need."""
 
 import numpy as np
-import pytest
 from support.cases.brought_cases import FIXTURES
 from support.cases.head_cases import write_head
 
@@ -28,20 +27,6 @@ def test_gains_come_from_the_config_or_the_adapters():
     assert not takes_gains(default, ADAPTERS, True)  # its load says what a server needs
 
 
-@pytest.mark.parametrize(
-    ("fields", "has_server", "message"),
-    [
-        ({}, True, "enable_dora_and_bias does not go with a LoRA Server"),
-        ({"tensor_parallel_size": 2}, False, "does not go with tensor_parallel_size 2"),
-        ({"merge_adapter": "x"}, False, "does not go with merge_adapter x"),
-    ],
-)
-def test_what_it_does_not_go_with(fields, has_server, message):
-    config = EngineConfig("m", enable_dora_and_bias=True, **fields)
-    with pytest.raises(ValueError, match=message):
-        takes_gains(config, {}, has_server)
-
-
 def test_room_for_rows_of_the_vocabulary_is_as_asked_or_as_the_adapters_need():
     found = {name: FIXTURES / "qwen2" / name for name in ("tokens", "saved", "saved_tied")}
     default = EngineConfig("m")
@@ -52,19 +37,6 @@ def test_room_for_rows_of_the_vocabulary_is_as_asked_or_as_the_adapters_need():
     assert vocabulary_room(EngineConfig("m", **sizes), found, False) == (7, 0)
     in_8_bits = EngineConfig("m", lora_dtype="int8")
     assert vocabulary_room(in_8_bits, found, False) == (3, 0)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"merge_adapter": "x"}, "max_lora_modules_to_save does not go with merge_adapter x"),
-        ({"lora_dtype": "int8"}, "max_lora_modules_to_save does not go with lora_dtype int8"),
-    ],
-)
-def test_what_room_for_rows_of_the_vocabulary_does_not_go_with(fields, message):
-    config = EngineConfig("m", max_lora_modules_to_save=1, **fields)
-    with pytest.raises(ValueError, match=message):
-        vocabulary_room(config, {}, False)
 
 
 def test_without_room_the_catalogue_stays():

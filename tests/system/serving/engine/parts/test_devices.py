@@ -14,16 +14,14 @@ from support.cases import tiny_checkpoint, tiny_esft
 from support.cases.engine_cases import GREEDY, SCORED, answer, prompts_of, settle
 from support.cases.head_cases import write_head
 from support.cases.tiny_checkpoint import TinyShape
-from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
-from support.drivers.vision_driver import QWEN_TEXT
 from support.processes.server_process import ROOT
 
 from lora_jax.models import split as models_split
 from serving import Engine, RequestFailed, Sampling
 from serving.api.config import EngineConfig
 from serving.engine.parts.devices import log_devices, split_of
-from serving.lora_server.instance import ServerAccess, check_split
+from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
 
 SHAPES = {
@@ -123,11 +121,13 @@ def test_four_devices_answer_as_one(tmp_path, dtype):
         assert got == want
 
 
-def run_esft(root, base, devices, **fields):
+def run_esft(root, base, dtype, devices, kv_heads, **fields):
     """Answers to base, LoRA and ESFT in one batch, where ESFT adapters take turns in one slot."""
+    layers = tiny_esft.MIXTRAL.layers
     adapters = {name: str(root / name) for name in ("lora", "e0", "e1")}
     fields |= SIZES | {"max_lora_rank": 4, "max_esft_adapters": 1, "max_esft_experts": 3}
-    fields |= {"kv_cache_memory_bytes": 1 << 20, "dtype": "bfloat16"}
+    bytes_ = NUM_PAGES * PAGE_BYTES[dtype] * layers * kv_heads // devices
+    fields |= {"kv_cache_memory_bytes": bytes_, "dtype": dtype}
     names = [None, "lora", "e0", "e1"]
     with Engine(str(base), adapters, tensor_parallel_size=devices, **fields) as engine:
         outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
@@ -137,23 +137,26 @@ def run_esft(root, base, devices, **fields):
         stats = engine.stats()
         assert stats.compilations_after_warmup == 0
         assert stats.adapter_swaps
+        assert stats.preemptions
         answers = [answer(output) for output in outputs]
     assert answers[:4] == answers[8:12]
     return answers
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_esft_adapters_answer_as_on_one_device(tmp_path, devices):
+def test_esft_adapters_answer_as_on_one_device(tmp_path, devices, dtype):
     shape = dataclasses.replace(tiny_esft.MIXTRAL, experts=4 + devices, kv_heads=devices)
     base = tmp_path / "base"
     tiny_checkpoint.write_model(base, shape)
     tiny_checkpoint.write_adapter(tmp_path / "lora", shape, 3, seed=1)
     for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
         tiny_esft.write_esft_adapter(tmp_path / f"e{place}", base, experts, place)
-    want = run_esft(tmp_path, base, 1)
-    assert run_esft(tmp_path, base, devices) == want
-    assert run_esft(tmp_path, base, devices, enable_expert_parallel=False) == want
+    want = run_esft(tmp_path, base, dtype, 1, devices)
+    for expert_parallel in (True, False):
+        split = {"enable_expert_parallel": expert_parallel}
+        assert run_esft(tmp_path, base, dtype, devices, devices, **split) == want
 
 
 @pytest.mark.parametrize(
@@ -173,9 +176,14 @@ def test_what_contradicts_itself_is_refused(fields, message):
 def test_refusals_come_before_anything_is_loaded(tmp_path):
     write(tmp_path, "llama")
     (tmp_path / "model" / "model.safetensors").unlink()
-    for devices, message in ((4, "num_key_value_heads 2 must divide by 4"), (8, "are 4 devices")):
-        with pytest.raises(ValueError, match=message):
-            Engine(str(tmp_path / "model"), tensor_parallel_size=devices)
+    with pytest.raises(ValueError, match="num_key_value_heads 2 must divide by 4"):
+        Engine(str(tmp_path / "model"), tensor_parallel_size=4)
+    config = tmp_path / "model" / "config.json"
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config.write_text(json.dumps(json.loads(config.read_text()) | heads))
+    assert len(jax.devices()) == 4  # which jax does not make anew
+    with pytest.raises(ValueError, match="but there are 4 devices"):
+        Engine(str(tmp_path / "model"), tensor_parallel_size=8)
     with pytest.raises(ValueError, match="isolation 'server' is for one device"):
         Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=object())
 
@@ -196,26 +204,6 @@ def test_what_a_lora_server_does_not_hold_for_several_devices(
     access = ServerAccess(asked, "one", None, None, local_slots=slots)
     with pytest.raises(ValueError, match=message):
         Engine(str(tmp_path / "model"), tensor_parallel_size=2, lora_server=access, **fields)
-
-
-def test_a_lora_server_wants_experts_that_divide(tmp_path):
-    split = SimpleNamespace(size=4, experts="tp")
-    asked = ServerSpec(str(tmp_path), "float32", "ep1-pp1", 1, 4, 4, 64)
-    with pytest.raises(ValueError, match="a tensor_parallel_size that divides their number, not 4"):
-        check_split(ServerAccess(asked, "one", None, None), split)
-    check_split(None, split)
-
-
-def test_a_model_with_images_over_several_processes_is_refused_by_name(tmp_path):
-    raw = {
-        "model_type": "qwen3_vl",
-        "text_config": {**QWEN_TEXT, "rms_norm_eps": 1e-6, "rope_parameters": ROPE},
-        "vision_config": VISION,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="qwen3_vl takes images, which one process serves"):
-        split_of(config, SimpleNamespace(size=2))
 
 
 def test_the_log_says_where_the_model_lies(tmp_path, caplog):

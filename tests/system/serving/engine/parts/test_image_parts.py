@@ -11,7 +11,7 @@ from support.drivers.vision_driver import IMAGE, QWEN_TEXT
 
 from lora_jax.config import ModelConfig
 from serving.api.config import EngineConfig
-from serving.engine.parts.image_parts import DEFAULT_ROWS, check_pairs, make_front, take_tower
+from serving.engine.parts.image_parts import DEFAULT_ROWS, make_front, take_tower
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import TABLE_ROWS, StepSizes
 from serving.steps.step_programs import Program
@@ -58,14 +58,6 @@ def test_without_images_no_tower_stays(tmp_path):
     assert take_tower(config(tmp_path), model, plain, FLOAT) is None
     with pytest.raises(ValueError, match="takes text only"):
         take_tower(config(tmp_path, mm_processor_kwargs={"max_pixels": 9}), model, plain, FLOAT)
-
-
-def test_a_lora_server_is_refused_by_name():
-    _, made = random_model(RAW)
-    with pytest.raises(ValueError, match="LoRA Server"):
-        check_pairs(made, True)
-    check_pairs(made, False)
-    check_pairs(dataclasses.replace(made, vision=None), True)
 
 
 def lowered(model, made: ModelConfig) -> str:

@@ -11,7 +11,7 @@ from support.cases.engine_cases import PAGE_BYTES, SCORED, SHAPES, answer, promp
 
 from serving import Engine
 from serving.api.config import EngineConfig
-from serving.engine.parts.merging import check_merging, merge_primary
+from serving.engine.parts.merging import merge_primary
 from serving.scheduling.merge_policy import PLAIN, MergeTarget
 
 SHAPE = SHAPES["llama"]
@@ -263,37 +263,6 @@ def test_a_model_without_room_for_a_second_copy_serves_without(folder, monkeypat
     monkeypatch.setattr(merging, "dense_map_bytes", lambda model: 2000)
     assert merging.make_merged(config, model) is None
     assert "lora_merge is off: a second copy" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("fields", "quantization", "has_server", "words"),
-    [
-        ({}, object(), False, "quantised weights would be rounded"),
-        ({"tensor_parallel_size": 2}, None, False, "set tensor_parallel_size to 1, not 2"),
-        ({"lora_dtype": "int8"}, None, False, "set lora_dtype to auto, not int8"),
-        ({}, None, True, "LoRA Server"),
-    ],
-    ids=["quantised", "split", "8 bits", "disaggregated"],
-)
-@pytest.mark.parametrize("mode", ["exact", "auto"])
-def test_what_it_does_not_go_with_is_refused_by_name(
-    folder, mode, fields, quantization, has_server, words
-):
-    model_config = SimpleNamespace(quantization=quantization)
-    config = EngineConfig(model=str(folder / "model"), lora_merge=mode, **fields)
-    with pytest.raises(ValueError, match=f"lora_merge {mode}.*{words}"):
-        check_merging(config, model_config, has_server=has_server)
-    off = EngineConfig(model=str(folder / "model"), **fields)
-    check_merging(off, model_config, has_server=has_server)
-    primary = EngineConfig(model=str(folder / "model"), merge_adapter="sql", **fields)
-    with pytest.raises(ValueError, match=f"merge_adapter sql.*{words}"):
-        check_merging(primary, model_config, has_server=has_server)
-
-
-def test_one_engine_merges_in_turn_or_for_good():
-    config = EngineConfig(model="m", lora_merge="auto", merge_adapter="sql")
-    with pytest.raises(ValueError, match="set one of them"):
-        check_merging(config, SimpleNamespace(quantization=None), has_server=False)
 
 
 def test_a_primary_that_cannot_be_merged_is_refused_by_name(engine):

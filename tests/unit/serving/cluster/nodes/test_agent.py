@@ -1,9 +1,11 @@
 """A node's agent: starts processes, ends them with rank 0, and says what must be equal."""
 
+import dataclasses
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from support.cases import tiny_checkpoint
@@ -18,6 +20,7 @@ from serving.cluster.nodes import link
 from serving.cluster.nodes.agent import OwnNode, Starts, about_roles, answer_calls, serve_agent
 from serving.cluster.nodes.link import FarNode
 from serving.launch import read_options
+from serving.runtime.about import difference
 from serving.runtime.gang_stream import Connection, GangRefused
 
 ASLEEP = call_bytes("role", time.sleep, (100,))
@@ -137,12 +140,22 @@ def test_roles_and_flags_must_be_equal_on_all_nodes(options):
     assert about != about_roles(options("--max-loras", "3"))
 
 
+def test_the_model_is_at_one_path_on_all_nodes(options):
+    given = options()
+    here = Path(given.engine.model)
+    there = dataclasses.replace(given.engine, model=str(here / "." / ".." / here.name))
+    other = about_roles(dataclasses.replace(given, engine=there))
+    assert difference(about_roles(given), other, "on rank 0").startswith("the model's path is")
+
+
 def test_an_agent_comes_back_to_a_rank_0_that_was_lost(options, monkeypatch, caplog):
     ends, joined, signals = ["silence", None], [], []
     monkeypatch.setattr(module.signal, "signal", lambda number, call: signals.append(number))
     monkeypatch.setattr(module, "join_leader", lambda *given: joined.append(given) or (None, ""))
     monkeypatch.setattr(module, "answer_calls", lambda connection, starts: ends.pop(0))
-    serve_agent(options())
+    with caplog.at_level("INFO"):
+        serve_agent(options())
+    assert "Rank 0 has ended, and node 1 ends with it." in caplog.text
     assert len(joined) == 2
     assert signals == [signal.SIGTERM, signal.SIGINT]
     assert "Node 1 has lost rank 0: silence" in caplog.text

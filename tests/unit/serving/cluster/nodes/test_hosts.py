@@ -1,23 +1,27 @@
 """Roles on two nodes of this machine: their agents meet rank 0, start processes, and are lost."""
 
+import dataclasses
 import importlib
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from support.processes.server_process import free_port
+from support.processes.server_process import ROOT, free_port
 from support.waiting import wait_until
 
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.serve import StartError
 from serving.cluster.nodes import agent as node_agent
 from serving.cluster.nodes import hosts as module
 from serving.cluster.nodes import link
 from serving.cluster.nodes.agent import Starts, answer_calls
-from serving.cluster.nodes.hosts import NodeHosts, node_hosts
+from serving.cluster.nodes.hosts import NodeHosts, meet_nodes, options_of_roles
 from serving.cluster.nodes.seats import seats_of
 from serving.launch import read_options
 from serving.runtime.gang_stream import GangPlace, GangRefused, join_leader
@@ -95,6 +99,7 @@ def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_pat
     (first,), second = hosts.instance(0), hosts.server_rank(0)
     assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
     assert first.has_own_gpus
+    assert hosts.answer_here  # a rank of the LoRA Server answers no client
     with socket.create_server(("127.0.0.1", second.free_port())):
         pass
     hosts.require_folder(str(tmp_path))
@@ -183,9 +188,48 @@ def options(port, tmp_path):
 def test_a_node_that_does_not_come_and_a_taken_port_are_refused(port, options):
     with pytest.raises(GangRefused, match=r"Nodes \[1\] of 2 have not come within 0\.05 s"):
         new_hosts(port, 0.05)
-    said = f"2 nodes: Cannot listen on .* --master-port {port}"
+    said = f"2 nodes: Cannot listen on .* --master-port {port}: .* in use; give all nodes another"
     with socket.create_server(("127.0.0.1", port)), pytest.raises(StartError, match=said):
-        node_hosts(options(2))
+        meet_nodes(options(2))
+
+
+def test_a_short_secret_is_refused(tmp_path, options):
+    given = options(2)
+    (tmp_path / "secret").write_text("short\n")
+    with pytest.raises(StartError, match="2 nodes: The secret of the nodes has 5 bytes"):
+        meet_nodes(given)
+
+
+def test_a_role_of_several_is_on_one_host_and_one_that_is_alone_on_all(tmp_path, options):
+    several = options(2)
+    assert several.cluster.instances == 3
+    assert options_of_roles(several).cluster.nnodes == 1
+    alone = ClusterConfig(nnodes=2, nodes_secret_file=str(tmp_path / "secret"))
+    one = dataclasses.replace(
+        several, cluster=alone, engine=dataclasses.replace(several.engine, tensor_parallel_size=2)
+    )
+    assert options_of_roles(one) is one
+
+
+def test_rank_0_meets_its_nodes_without_jax():
+    code = "import sys, serving.cluster.nodes.hosts; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_an_instance_over_all_nodes_has_a_process_on_each(port, tmp_path):
+    agent = Agent(port)
+    place = GangPlace(0, 2, ("127.0.0.1", port), SECRET, 60.0)
+    hosts = NodeHosts(seats_of(1, 4, 0, 2), place, ABOUT)
+    first, second = hosts.instance(0)
+    assert (first._gpus, second._gpus) == ((0, 2), (0, 2))
+    assert (type(first._node), type(second._node)) == (node_agent.OwnNode, link.FarNode)
+    assert hosts.answer_here  # clients are answered by the first
+    agent.joined.result(60)._sock.shutdown(socket.SHUT_RDWR)
+    wait_until(lambda: 1 not in hosts._nodes)
+    with pytest.raises(ConnectionError, match=r"Node 1 is not there\."):
+        hosts.instance(0)
+    hosts.close()
+    agent.end()
 
 
 def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
@@ -194,7 +238,7 @@ def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
     agent = Agent(port, node_agent.about_roles(given))
     agent.joined.add_done_callback(lambda joined: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ending:
-        node_hosts(given)
+        meet_nodes(given)
     assert ending.value.code == 0
     assert agent.end() == [None]
 
@@ -202,7 +246,7 @@ def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
 def test_a_folder_that_a_node_does_not_see_is_refused(port, tmp_path, monkeypatch):
     agent, hosts = Agent(port), new_hosts(port)
     monkeypatch.setattr(module.NodeHost, "sees", lambda host, path, content: host._gpus is None)
-    with pytest.raises(ConnectionError, match="nodes 0, 1 do not see rank 0's folder"):
+    with pytest.raises(ConnectionError, match=r"is not seen by node 0\. Instances share"):
         hosts.require_folder(str(tmp_path))
     assert not list(tmp_path.iterdir())
     hosts.close()

@@ -159,7 +159,7 @@ def test_every_role_has_a_group_and_each_bundle_an_actor(cluster, config, hosts)
         assert actor.options["max_concurrency"] > 1  # `run` lasts; questions are answered meanwhile
     assert [host.where for host in hosts.instance(0)] == cluster.addresses
     assert hosts.server_rank(0).address == LOCAL
-    assert not hosts.are_this_host
+    assert not hosts.answer_here
 
 
 def test_a_role_that_starts_again_gets_new_actors_in_its_group(cluster, hosts):
@@ -248,7 +248,7 @@ def test_a_folder_that_a_host_does_not_see_is_refused(cluster, hosts, tmp_path, 
         return actor is not blind and sees(actor, path, content)
 
     monkeypatch.setattr(RoleActor, "sees", seen)
-    with pytest.raises(ConnectionError, match=r"The hosts 127.0.0.2 do not see .*--state-dir"):
+    with pytest.raises(ConnectionError, match=r"not seen by host 127.0.0.2\. .*--state-dir"):
         hosts.require_folder(str(shared))
     assert not list(shared.iterdir())
 

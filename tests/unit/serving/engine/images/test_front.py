@@ -9,8 +9,9 @@ from PIL import Image
 from support.cases.tiny_vision import picture, png
 
 from lora_jax.config import VisionConfig
-from lora_jax.vision.processor import ProcessorSettings
+from lora_jax.vision.processor import ProcessorSettings, preprocess
 from serving.api.request import QueueFull
+from serving.engine.images import front as module
 from serving.engine.images.decode import ImageError, decode
 from serving.engine.images.front import ImageFront
 
@@ -79,6 +80,47 @@ def test_bytes_of_images_are_counted_while_anyone_holds_them():
     del first, second
     gc.collect()
     assert front.held_bytes == 0
+
+
+def caching(max_bytes: int) -> ImageFront:
+    sizes = {"max_images": 2, "max_image_tokens": 40, "cache_bytes": max_bytes}
+    return ImageFront(CONFIG, SETTINGS, placeholder="<image>", **sizes)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_known_image_is_prepared_once_for_each_salt(as_file, monkeypatch: pytest.MonkeyPatch):
+    front, resized = caching(1 << 20), []
+    monkeypatch.setattr(module, "preprocess", lambda *a: (resized.append(1), preprocess(*a))[1])
+    given = png(picture(20, 12)) if as_file else picture(20, 12)
+    want = FRONT.prepare(picture(20, 12))
+    resized.clear()
+    images = [front.of_caller(given) for _ in range(3)]
+    for image in images:
+        np.testing.assert_array_equal(image.patches.pixels, want.patches.pixels)
+        facts = [(i.grid, i.num_tokens, i.digest, i.num_pixels) for i in (image, want)]
+        assert facts[0] == facts[1]
+        assert image.num_pixels == 240
+    assert len(resized) == 1
+    # Each is held, and what is kept is held by nobody.
+    assert front.held_bytes == 3 * want.patches.pixels.nbytes
+    with pytest.raises(QueueFull):
+        front.of_file(png(picture(20, 12)), most_held=front.held_bytes)
+    del image, images
+    gc.collect()
+    assert front.held_bytes == 0
+    resized.clear()
+    for salt in ("a", "b", "a"):
+        front.of_file(png(picture(20, 12)), salt)
+    assert len(resized) == 2
+
+
+def test_a_file_that_fails_fails_again_and_is_not_kept():
+    front = caching(1 << 20)
+    for bad in (png(picture(16, 16))[:40], png(picture(64, 64)), b"GIF89a"):
+        for _ in range(2):
+            with pytest.raises(ImageError):
+                front.of_file(bad)
+    assert front.prepared.num_bytes == 0
 
 
 def test_what_does_not_fit_is_named():

@@ -12,6 +12,7 @@ from support.cases.tiny_vision import picture, png
 from lora_jax.config import VisionConfig
 from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
+from serving.engine.images import front as front_module
 from serving.engine.images.decode import decode
 from serving.engine.images.front import ImageFront
 from serving.engine.images.sources import FetchFailed, MediaPolicy
@@ -55,7 +56,7 @@ def image(at: str, **more: Any) -> dict[str, Any]:
 
 
 def read(*messages: ChatMessage, policy: MediaPolicy | None = None):
-    return asyncio.run(read_images(ENGINE, list(messages), policy or MediaPolicy()))
+    return asyncio.run(read_images(ENGINE, list(messages), policy or MediaPolicy(), ""))
 
 
 @pytest.mark.parametrize(
@@ -169,14 +170,14 @@ def test_images_are_decoded_by_few_threads_beside_the_event_loop(monkeypatch: py
 
     async def run() -> list[list[Any]]:
         messages = [user(image(GOOD))]
-        reads = [read_images(ENGINE, messages, MediaPolicy()) for _ in range(6)]
+        reads = [read_images(ENGINE, messages, MediaPolicy(), "") for _ in range(6)]
         tasks = [asyncio.create_task(each) for each in reads]
         while busy < Lane.IMAGES.value[1]:
             await asyncio.sleep(0.001)
         held.set()
         return await asyncio.gather(*tasks)
 
-    monkeypatch.setattr(module, "decode", slow)
+    monkeypatch.setattr(front_module, "decode", slow)
     assert [len(images) for images in asyncio.run(run())] == [1] * 6
     assert most == Lane.IMAGES.value[1] == 2
 
@@ -189,4 +190,4 @@ def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_model_of_text_reads_no_images():
     engine: Any = SimpleNamespace(images=None)
-    assert asyncio.run(read_images(engine, [user(image(GOOD))], MediaPolicy())) == []
+    assert asyncio.run(read_images(engine, [user(image(GOOD))], MediaPolicy(), "")) == []

@@ -87,3 +87,12 @@ def test_mistakes_are_named_and_nothing_is_submitted(client, engine, fields, mes
         assert message in error["message"]
         assert error["param"] in (*fields, "response_format")
     assert len(engine.submitted) == before
+
+
+def test_a_pointer_into_the_schema_is_no_path_of_the_server(client, engine, monkeypatch):
+    def refuse(outputs: object) -> None:
+        raise ValueError("structured_outputs.json: Pointer '/nope' does not exist")
+
+    monkeypatch.setattr(engine.grammars, "find", refuse)
+    answer = chat(client, **of_schema(schema={"$ref": "#/nope"}))
+    assert answer.json()["error"]["message"] == "response_format: Pointer '/nope' does not exist"

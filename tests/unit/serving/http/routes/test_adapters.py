@@ -95,7 +95,10 @@ def test_all_routes_share_one_registry(client):
 def test_names_that_are_not_allowed(client, name):
     answer = client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": "sql"})
     assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "InvalidUserInput"
+    error = answer.json()["error"]
+    assert error["type"] == "InvalidUserInput"
+    why = "is the base model's" if name == "fake-base" else "is not 1 to 64 letters, digits"
+    assert why in error["message"]
     assert loaded(client) == set()
 
 

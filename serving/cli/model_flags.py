@@ -1,0 +1,50 @@
+"""Flags against the model's config.json, before jax is imported or a process started. No jax."""
+
+import dataclasses
+from pathlib import Path
+
+from lora_jax import strict_json
+from lora_jax.config import ModelConfig, from_hf
+from serving.api.config import EngineConfig
+from serving.cli.options import Options
+from serving.engine.parts.pairs import Beside, check_pairs
+
+
+def check_model_flags(options: Options) -> None:
+    """Raise ValueError for flags that the model, or another flag, does not go with.
+
+    An engine checks the same at its start, and says what is wrong with a config.json.
+    """
+    model = _config_of(Path(options.engine.model))
+    if model is None:
+        return
+    cluster = options.cluster
+    over_hosts = cluster.nnodes > 1 and not cluster.spreads_roles
+    has_functions = options.functions.functions is not None
+    beside = Beside(bool(cluster.lora_server), over_hosts, has_functions)
+    for engine in engines_of(options.engine):
+        check_pairs(engine, model, beside)
+    if has_functions and options.functions.functions_isolation == "server":
+        try:
+            check_pairs(options.engine, model, dataclasses.replace(beside, lora_server=True))
+        except ValueError as error:
+            raise ValueError(
+                "With --functions-isolation server an engine has no adapters, as beside a LoRA "
+                f"Server: {error} Or choose --functions-isolation process."
+            ) from None
+
+
+def engines_of(engine: EngineConfig) -> tuple[EngineConfig, EngineConfig]:
+    """Return the configs of the last instance, which has --merge-adapter, and of all others."""
+    if engine.merge_adapter is None:
+        return engine, engine
+    last = dataclasses.replace(engine, lora_merge="off")
+    return last, dataclasses.replace(engine, merge_adapter=None)
+
+
+def _config_of(folder: Path) -> ModelConfig | None:
+    """Return the config of a model, None for one that is not served."""
+    try:
+        return from_hf(strict_json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,56 @@
+"""The device memory that XLA's allocator takes: all that a process needs, at once.
+
+XLA's own allocator gives the arrays of a step the same addresses each time, so that the step's
+CUDA graph stays as it is. But it takes most of the device, or twice what it took before each time,
+unless it knows its limit. The driver's (`cuda_async`) takes what is asked for. With it a step took
+longer to dispatch, most after a pause; that its addresses differ then is the likely reason.
+"""
+
+from collections.abc import Iterable
+
+import jax
+from jax._src import xla_bridge  # jax reads its environment once, before a process is forked
+from jax.stages import Compiled
+
+# For what no program says: small arrays, copies of an adapter's rows, gaps between arrays.
+SPARE_BYTES = 24 << 20
+_bounded: list[int] = []  # bytes, where this process has a bound
+
+
+def bound(num_bytes: int, device_bytes: int) -> bool:
+    """Let XLA take so many of the device's `device_bytes` at its start, and never more.
+
+    Returns False where that cannot be said: jax has no CUDA, or is at work already.
+    """
+    registered = xla_bridge._backend_factories.get("cuda")
+    options = getattr(getattr(registered, "factory", None), "keywords", {}).get("options")
+    if xla_bridge.backends_are_initialized() or not isinstance(options, dict):
+        return False
+    share = num_bytes / device_bytes
+    options.update(allocator="default", preallocate=True, memory_fraction=share)
+    _bounded[:] = [num_bytes]
+    return True
+
+
+def is_bounded() -> bool:
+    """True if XLA took all of its memory at the start of this process."""
+    return bool(_bounded)
+
+
+def needed_bytes(programs: Iterable[Compiled]) -> int | None:
+    """Return what a process with these programs needs: the arrays that it has, the temporary ones
+    and results of its largest program, and `SPARE_BYTES`.
+
+    None: the device or a program does not say it.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_in_use" not in stats:
+        return None
+    most = 0
+    for compiled in programs:
+        analysis = compiled.memory_analysis()
+        if analysis is None:
+            return None
+        own = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        most = max(most, analysis.temp_size_in_bytes + own)
+    return int(stats["bytes_in_use"]) + most + SPARE_BYTES

@@ -1,0 +1,50 @@
+"""Sizes that must divide among devices: those that do not are named, with what to change."""
+
+import pytest
+from support.cases.config_cases import hub
+
+from lora_jax.config import from_hf
+from lora_jax.config.split_sizes import check_divides, expert_split
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+
+
+def config_of(model_type, **sizes):
+    return from_hf(hub(model_type) | SIZES | sizes)
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "experts", "message"),
+    [
+        (config_of("llama"), 4, "ep", "num_key_value_heads 2 must divide by 4"),
+        (config_of("llama"), 3, "ep", "num_attention_heads 4, num_key_value_heads 2, hidden_siz"),
+        (config_of("mixtral", num_local_experts=4), 3, "ep", "num_experts 4, hidden_size 32"),
+        (config_of("mixtral", num_local_experts=4), 4, "tp", "or enable_expert_parallel"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(config, size, experts, message):
+    with pytest.raises(ValueError, match=message):
+        check_divides(config, size, experts)
+
+
+def test_a_latent_needs_no_heads_of_its_own():
+    sizes = {"n_routed_experts": 4, "num_key_value_heads": 1}
+    check_divides(config_of("deepseek_v2", **sizes), 4, "ep")
+
+
+def test_parts_are_as_wide_as_a_device_s_kernels_want():
+    wide = config_of("llama", hidden_size=256, intermediate_size=320, head_dim=64)
+    check_divides(wide, 2, "ep")
+    with pytest.raises(ValueError, match=r"intermediate_size 320 \(parts of 64\) must divide"):
+        check_divides(wide, 2, "ep", unit=64)
+
+
+def test_experts_lie_whole_where_their_number_divides():
+    mixture = config_of("mixtral", num_local_experts=4)
+    assert expert_split(mixture, 2, None) == expert_split(mixture, 2, True) == "ep"
+    assert expert_split(mixture, 3, None) == expert_split(mixture, 2, False) == "tp"
+    with pytest.raises(ValueError, match="4 experts do not divide among 3 devices"):
+        expert_split(mixture, 3, True)
+    assert expert_split(config_of("llama"), 3, None) == "ep"
+    with pytest.raises(ValueError, match="llama has none"):
+        expert_split(config_of("llama"), 2, True)

@@ -1,0 +1,36 @@
+"""Lists of GPUs in which those of a role come first."""
+
+import pytest
+
+from serving.runtime.visible_gpus import first_of
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "wanted"),
+    [
+        ("4,5,6", 0, "4,5,6"),
+        ("4, 5,6", 2, "6,4,5"),
+        ("GPU-a,GPU-b", 1, "GPU-b,GPU-a"),
+        ("", 3, ""),
+    ],
+)
+def test_its_own_comes_first(visible, number, wanted):
+    assert first_of(visible, number) == wanted
+
+
+def test_those_of_a_split_model_come_first():
+    assert first_of("4,5,6,7", 2, 2) == "6,7,4,5"
+    with pytest.raises(ValueError, match=r"needs GPUs 2 to 4, .* or start fewer"):
+        first_of("4,5,6,7", 2, 3)
+
+
+def test_without_a_list_all_are_in_sight():
+    names = first_of(None, 3).split(",")
+    assert names[:5] == ["3", "0", "1", "2", "4"]
+    assert sorted(names, key=int) == [str(n) for n in range(16)]
+
+
+@pytest.mark.parametrize(("visible", "number"), [("4,5", 2), ("4,5", -1), (None, 16)])
+def test_a_gpu_that_is_not_there_is_said(visible, number):
+    with pytest.raises(ValueError, match=f"needs GPU {number}, .* or start fewer"):
+        first_of(visible, number)

@@ -1,0 +1,84 @@
+"""The bound of XLA's memory, and what a process needs."""
+
+import functools
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from serving.runtime import xla_memory
+
+
+@pytest.fixture
+def options(monkeypatch):
+    """Options of a CUDA client that jax has not made yet."""
+    given = {"allocator": "cuda_async", "preallocate": False}
+    factory = functools.partial(lambda name, options: None, "cuda", options=given)
+    factories = {"cuda": SimpleNamespace(factory=factory)}
+    monkeypatch.setattr(xla_memory.xla_bridge, "_backend_factories", factories)
+    monkeypatch.setattr(xla_memory.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(xla_memory, "_bounded", [])
+    return given
+
+
+def test_a_bound_is_an_option_of_the_client_that_is_to_come(options):
+    assert not xla_memory.is_bounded()
+    assert xla_memory.bound(250, 1000)
+    assert options == {"allocator": "default", "preallocate": True, "memory_fraction": 0.25}
+    assert xla_memory.is_bounded()
+
+
+def test_a_client_that_is_there_gets_no_bound(options, monkeypatch):
+    monkeypatch.setattr(xla_memory.xla_bridge, "backends_are_initialized", lambda: True)
+    assert not xla_memory.bound(250, 1000)
+    assert options["allocator"] == "cuda_async"
+    assert not xla_memory.is_bounded()
+
+
+def test_without_cuda_there_is_no_bound(options, monkeypatch):
+    monkeypatch.setattr(xla_memory.xla_bridge, "_backend_factories", {})
+    assert not xla_memory.bound(250, 1000)
+
+
+def test_what_is_needed_is_what_is_there_and_the_largest_program(monkeypatch):
+    device = SimpleNamespace(memory_stats=lambda: {"bytes_in_use": 1000})
+    monkeypatch.setattr(xla_memory.jax, "local_devices", lambda: [device])
+    large = jax.jit(lambda x: jnp.sort(x @ x) + 1).lower(jnp.ones((64, 64))).compile()
+    small = jax.jit(lambda x: x + 1).lower(jnp.ones(3)).compile()
+    needed, analysis = xla_memory.needed_bytes([small, large]), large.memory_analysis()
+    assert needed is not None
+    assert analysis is not None
+    own = needed - 1000 - xla_memory.SPARE_BYTES
+    assert own == analysis.temp_size_in_bytes + analysis.output_size_in_bytes >= 64 * 64 * 4
+
+
+@pytest.mark.parametrize("stats", [None, {}])
+def test_a_device_that_counts_nothing_says_nothing(monkeypatch, stats):
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(xla_memory.jax, "local_devices", lambda: [device])
+    assert xla_memory.needed_bytes([]) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_xla_takes_its_bytes_at_once():
+    code = (
+        "from jax._src import xla_bridge\n"
+        "xla_bridge._discover_and_register_pjrt_plugins()\n"
+        "from serving.runtime import xla_memory\n"
+        "from lora_jax.memory.platforms import for_platform\n"
+        "usage = for_platform('gpu').usage()\n"
+        "assert xla_memory.bound(256 << 20, usage.device_used + usage.device_free)\n"
+        "import jax, jax.numpy as jnp\n"
+        "jnp.ones(3).block_until_ready()\n"
+        "stats = jax.local_devices()[0].memory_stats()\n"
+        "assert abs(stats['bytes_limit'] - (256 << 20)) < 1 << 20, stats\n"
+        "try:\n"
+        "    jnp.ones(128 << 20).block_until_ready()\n"
+        "except jax.errors.JaxRuntimeError as error:\n"
+        "    print('refused', error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.startswith("refused RESOURCE_EXHAUSTED"), done.stderr
