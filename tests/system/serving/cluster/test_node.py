@@ -159,6 +159,21 @@ def test_a_start_that_is_stopped_ends_the_other_node_too(model):
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+def test_a_start_that_fails_on_rank_0_alone_ends_both_and_names_the_cause(model):
+    """Only rank 0 reads adapters."""
+    (model / "a1" / "adapter_model.safetensors").unlink()
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        assert [node.wait(280) for node in nodes.nodes] == [1, 0]
+        said = nodes.log(0).read_text()
+        assert "Instance 0: Cannot serve" in said
+        assert "Adapter 'a1': no adapter_model.safetensors" in said
+        assert "Instance 0 did not start; its log says why." in said
+        assert "Rank 0 has ended" in nodes.log(1).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_node_that_hangs_while_it_starts_is_found(model):
     """All of its processes are stopped."""
     with contextlib.ExitStack() as stack:
