@@ -132,8 +132,8 @@ notebooks: .venv/.dev
 	$(BIN)/python -m pytest --nbmake notebooks
 
 .venv/bin/python:
-	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 12), "Python 3.12 or newer is needed: make PYTHON=/path/to/python3.12"'
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed, not %d.%d: make PYTHON=/path/to/python3.12" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }  # no half folder for the next make
 
 .venv/.serve: pyproject.toml requirements/build.txt requirements/serve.txt | .venv/bin/python
 	$(call install,serve)

@@ -198,7 +198,7 @@ def plot_adapter_eviction(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Simulate, write the result and its plot."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.adapter_eviction", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--traces", type=Path, required=True, help=f"folder with {SERVEGEN}, {AZURE}"

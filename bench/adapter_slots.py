@@ -3,8 +3,9 @@
 `python -m bench.adapter_slots --out DIR`: the shipped model on a CPU, 16 rows and 16 slots, 16, 32,
 64 and 128 adapters of the same bytes that requests name at random, each as often. Requests come at
 random times (Poisson) at 70% of the rate at which the engine answers 16 resident adapters. A *hit*
-is a request whose adapter is on the device when it comes. Populations take turns, so that all meet
-the same noise of the machine; percentiles are of all turns together.
+is a request whose adapter is on the device when it comes. Populations take turns, with the same
+times of a turn, so that all meet the same bursts and the same noise of the machine. Percentiles are
+of all turns together; a ratio to the resident ones is the median of those of the turns.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import dataclasses
 import json
 import queue
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -106,18 +108,24 @@ def measure(engine: Engine, names: list[str], slots: int, case: Case) -> dict[st
     send(engine, names, [0.0] * len(names), case)  # reads all files
     capacity(engine, resident, case)
     rate = case.load * capacity(engine, resident, case)
+    turns: list[dict[str, dict[str, float]]] = []
     for _ in range(case.turns):
+        gaps, turn = [rng.expovariate(rate) for _ in range(case.requests)], {}
         for ratio in case.ratios:
             send(engine, resident, [0.0] * slots, case)
             chosen = rng.choices(names[: slots * ratio], k=case.requests)
-            gaps = [rng.expovariate(rate) for _ in chosen]
-            results[ratio] += send(engine, chosen, gaps, case)
+            asked = send(engine, chosen, gaps, case)
+            results[ratio] += asked
+            turn[str(ratio)] = summary(asked)
+        turns.append(turn)
     rows = {str(ratio): summary(asked) for ratio, asked in results.items()}
-    base = rows[str(min(case.ratios))]
-    for row in rows.values():
-        row["p99_of_resident"] = row["p99_ms"] / base["p99_ms"]
-        row["hits_p99_of_resident"] = row["hits_p99_ms"] / base["p99_ms"]
-    return {**dataclasses.asdict(case), "requests_per_s": rate, "slots": slots, "by_ratio": rows}
+    first = str(min(case.ratios))
+    for ratio, row in rows.items():
+        for of in ("p99_ms", "hits_p99_ms"):
+            of_turns = [turn[ratio][of] / turn[first]["p99_ms"] for turn in turns]
+            row[of.replace("_ms", "_of_resident")] = statistics.median(of_turns)
+    figures = {"requests_per_s": rate, "slots": slots, "by_ratio": rows, "by_turn": turns}
+    return {**dataclasses.asdict(case), **figures}
 
 
 def on_shipped_model(case: Case) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def on_shipped_model(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.adapter_slots", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--turns", type=int, default=Case.turns)

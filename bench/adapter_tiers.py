@@ -198,7 +198,7 @@ def _by_tier(text: str) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.adapter_tiers", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--adapters", type=int, default=Case.adapters)
     parser.add_argument("--requests", type=int, default=Case.requests)

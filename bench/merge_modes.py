@@ -232,7 +232,7 @@ def costs(root: Path, turns: int) -> list[dict]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.merge_modes", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, help="folder for the JSON file")
     kinds = parser.add_mutually_exclusive_group()

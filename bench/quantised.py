@@ -74,7 +74,7 @@ def measure(turns: int) -> list[dict]:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.quantised", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of quantised_cpu.json")
     parser.add_argument("--turns", type=int, default=7)

@@ -215,7 +215,7 @@ MEASURED = {"edit": measure_edits, "free": measure_free}
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.speculation", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of speculation_cpu.json")
     parser.add_argument("--turns", type=int, default=5)

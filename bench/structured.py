@@ -132,7 +132,7 @@ class Parts:
         self._time(parts.runner._step, "_step", "_forward", "_sample", launch="launch ")
         self._time(parts.runner._step.inputs, "set_table", "set_masks")
         self._time(engine.grammars.masks, "start", "finish", "post")
-        self._time(engine.grammars.masks, "_work")
+        self._time(engine.grammars.masks, "_fill")
         self._time(loop, "_hand_out")
 
     def start(self) -> None:
@@ -220,7 +220,7 @@ def _row(
         [(one[place], other[place]) for one, other in zip(taken, plain, strict=True)]
         for place in (0, 1)
     )
-    masks = spent["work"] or [0.0]
+    masks = spent["fill"] or [0.0]
     return {
         "rows": rows,
         "case": name,
@@ -238,7 +238,7 @@ def _row(
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.structured", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("shipped", *SHAPES), required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")

@@ -119,7 +119,7 @@ def _mean_tokens(engine: Engine, texts: Sequence[str]) -> float:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.task_heads", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder of task_heads_cpu.json")
     parser.add_argument("--model", type=Path, default=MODEL)

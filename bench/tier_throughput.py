@@ -235,7 +235,7 @@ def _keep_more(keep: Callable[[dict], None], known: dict, more: dict) -> None:
 
 def main() -> None:
     """Measure, print and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.tier_throughput", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, required=True, help="folder for the JSON file")
     parser.add_argument("--small", action="store_true")

@@ -34,6 +34,7 @@ from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
 from serving.runtime.role_host import AbstractRoleHosts
+from serving.runtime.visible_gpus import VISIBLE, first_of
 
 __all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
 
@@ -63,7 +64,7 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
         parser.error("no model is given; start with its folder: python -m serving.launch FOLDER")
     cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
     functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
-    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan")
+    names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan", "quantization")
     names += ("log_stats", "quiet_paths", "access_log")
     names += ("state_dir", "max_connections", "shutdown_timeout", "metrics_port", "metrics_host")
     given = {"quiet_paths": given.get("disable_access_log_for_endpoints", ())} | given
@@ -158,10 +159,27 @@ def run(options: Options) -> None:
         elif options.cluster.is_single:
             serve(options, sock)
         else:
+            _require_gpus(options, os.environ)
+            if options.cluster.uses_ray:
+                from serving.cluster.ray.joining import check_ray  # here: of few
+
+                check_ray(options)
             nodes = _nodes_of(options, stack)
             from serving.cluster.front import serve_cluster  # here: most need no other processes
 
             serve_cluster(options, sock, nodes)
+
+
+def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
+    """Raise StartError where this host's list of GPUs is too short for its roles."""
+    cluster = options.cluster
+    if cluster.uses_ray or cluster.has_nodes:  # which have lists of their own
+        return
+    count = cluster.instances * options.engine.tensor_parallel_size + cluster.lora_server
+    try:
+        first_of(environ.get(VISIBLE), 0, count)
+    except ValueError as error:
+        raise StartError(f"Cannot start {cluster.instances} instances: {error}") from None
 
 
 def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:

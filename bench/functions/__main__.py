@@ -24,7 +24,7 @@ from bench.functions.run import simulate
 from bench.functions.sweeps import sweeps
 from bench.functions.systems import ABLATIONS, SYSTEMS
 from bench.functions.times import Times, read_times
-from bench.functions.traces import CLASSES, MINUTES, WINDOWS, read_classes
+from bench.functions.traces import CLASSES, CONVERSATIONS, MINUTES, WINDOWS, read_classes
 from serving.api.functions_config import ISOLATIONS
 
 
@@ -38,7 +38,7 @@ def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
 
 def main() -> None:
     """Run what was asked for, write a JSON file and print its rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.functions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--policies", action="store_true", help="compare greedy plans with the best ones"
@@ -80,7 +80,9 @@ def main() -> None:
         default=60.0,
         help="length of the trace of --measure; 0: none",
     )
-    parser.add_argument("--traces", type=Path, help=f"folder with {WINDOWS} and {MINUTES}")
+    parser.add_argument(
+        "--traces", type=Path, help=f"folder with {WINDOWS}, {MINUTES} and {CONVERSATIONS}"
+    )
     parser.add_argument("--times", type=Path, help="JSON with fields of bench.functions.times")
     parser.add_argument("--instances", type=int, default=20, help="random instances of --policies")
     parser.add_argument(
@@ -95,8 +97,14 @@ def main() -> None:
         )
     if (given.measure or given.isolation) and given.adapter is None:
         parser.error("--measure and --isolation need --adapter.")
-    if given.simulate and (given.traces is None or not (given.traces / WINDOWS).is_file()):
-        parser.error(f"--simulate reads {WINDOWS} in --traces.")
+    if given.simulate:
+        folder = given.traces or Path()
+        missing = [n for n in (WINDOWS, MINUTES, CONVERSATIONS) if not (folder / n).is_file()]
+        if given.traces is None or missing:
+            parser.error(
+                f"--simulate reads {', '.join(missing)} in the folder --traces; bench/README.md "
+                "says what these files are."
+            )
     start = time.monotonic()
     about = record.about(record.gpu() if given.pages or given.device else None)
     if given.policies:

@@ -14,7 +14,7 @@ from typing import Any
 from bench.functions.run import simulate
 from bench.functions.systems import SYSTEMS, System
 from bench.functions.times import Model, Times
-from bench.functions.traces import read_classes, thinned
+from bench.functions.traces import CONVERSATIONS, read_classes, thinned
 from serving.functions.policies.batching import PrefillTime, largest_batch
 
 SHARES = (0.125, 0.25, 0.5, 1.0)  # of the calls: figure 11
@@ -37,7 +37,7 @@ def sweeps(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
         "memory": _memory(normal, times),
         "keep_alive": _keep_alive(normal, times),
         "batches": peak_batches(times),
-        "large": _large(read_llm(traces / "azure_llm_2023_conv.csv.gz", 4), times),
+        "large": _large(read_llm(traces / CONVERSATIONS, 4), times),
     }
 
 

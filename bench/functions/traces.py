@@ -7,6 +7,7 @@ from pathlib import Path
 
 WINDOWS = "azure_functions_2019_windows.csv"
 MINUTES = "azure_functions_2019_5fn_per_minute.csv.gz"
+CONVERSATIONS = "azure_llm_2023_conv.csv.gz"
 WINDOW_MINUTES = 240
 CLASSES = ("predictable", "normal", "bursty")
 

@@ -23,8 +23,8 @@ from lora_jax.models.qwen3_tower import Qwen3Tower
 from lora_jax.vision import layout
 from lora_jax.vision.processor import preprocess, read_settings
 from serving import Engine, Sampling
-from serving.api.images import PreparedImage
-from serving.steps.image_encoder import ImageEncoder
+from serving.api.images import EncodeImage, PreparedImage
+from serving.steps.image_encoder import ImageEncoder, TowerWork
 from serving.steps.shadow import Shadow
 
 DENSE_FLOPS = {"H100": 989e12, "H200": 989e12}  # bfloat16, without sparsity
@@ -117,7 +117,7 @@ def tower(folder: Path, sides: tuple[int, int] = shapes.SIDES) -> dict[str, Any]
 
     def run(count: int) -> None:
         for _ in range(count):
-            encoder.encode(image, rows, -1, None)
+            encoder.encode([EncodeImage(image, rows, -1)], None)
         encoder.wait()
 
     resident = _resident(encoder, image, rows)
@@ -146,7 +146,8 @@ def _resident(
 ) -> Callable[[int], None]:
     """Return a call that computes an image, whose arrays are on the device, this many times."""
     bucket = encoder.buckets[-1]
-    leaves, _, *given = encoder._arguments(image.patches, rows, -1, bucket, None)
+    work = TowerWork(image.patches, rows, -1)
+    leaves, _, *given = encoder._arguments([work], bucket, 1, None)
     tree = given.pop()
     given = jax.device_put(given)
 

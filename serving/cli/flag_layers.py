@@ -20,14 +20,29 @@ class ParserWithSource(argparse.ArgumentParser):
 
     source = ""
 
+    def __init__(self, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self._refused: list[str] = []
+
+    def refuse(self, flag: str, reason: str) -> None:
+        """Note a flag that is not offered: parse_args names all of them in one error."""
+        self._refused.append(f"{flag}: {reason}")
+
     def error(self, message: str) -> NoReturn:
         super().error(f"{self.source}{message}")
 
     def parse_args(self, args=None, namespace=None):
         """Return what was given; an unknown flag is an error that names its neighbours."""
+        self._refused.clear()
         parsed, unknown = self.parse_known_args(plain_words(args or []), namespace)
+        wrong = list(self._refused)
         if unknown:
-            self.error(unknown_flags(unknown, list(self._option_string_actions)))
+            wrong.append(unknown_flags(unknown, list(self._option_string_actions)))
+        if len(wrong) > 1:
+            lines = "".join(f"\n  {text}" for text in wrong)
+            self.error(f"{len(wrong)} flags are not offered; change or remove them:{lines}")
+        if wrong:
+            self.error(wrong[0])
         return parsed
 
 

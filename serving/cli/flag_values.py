@@ -98,6 +98,11 @@ def dtype(text: str) -> str:
     return "float32" if text == "float" else text
 
 
+def kv_cache_dtype(text: str) -> str:
+    """Return a dtype of the KV cache; fp8_e4m3 is vLLM's other name of fp8."""
+    return "fp8" if text == "fp8_e4m3" else text
+
+
 def policy(text: str) -> str:
     """Return a scheduling policy; vLLM's priority is refused with the reason."""
     if text == "priority":

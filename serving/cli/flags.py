@@ -17,6 +17,7 @@ from serving.cli.flag_values import (
     dtype,
     json_list,
     json_object,
+    kv_cache_dtype,
     length_or_auto,
     policy,
     port,
@@ -27,9 +28,13 @@ from serving.http.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words than their type
     "dtype": dtype,
+    "kv_cache_dtype": kv_cache_dtype,
     "max_model_len": length_or_auto,
     "scheduling_policy": policy,
 }
+# Words in the names of fields that are about adapters, or about images.
+_OF_ADAPTERS = {"lora", "loras", "esft", "adapter", "dora", "base"}
+_OF_IMAGES = {"mm", "encoder", "language"}
 _CHOICES = dict((*config.CHOICES, *cluster_config.CHOICES))
 _KEY_LIMITS = {
     "max_running": ("N", "running sequences of one key. Further ones wait"),
@@ -83,8 +88,10 @@ def build_parser() -> ParserWithSource:
     _add_http_flags(parser.add_argument_group("HTTP"))
     _add_log_flags(parser.add_argument_group("log"))
     _add_key_flags(parser.add_argument_group("keys"))
-    _add_adapter_flags(parser.add_argument_group("adapters"))
-    _add_engine_flags(parser.add_argument_group("engine"))
+    adapters = parser.add_argument_group("adapters")
+    engine, images = (parser.add_argument_group(title) for title in ("engine", "images"))
+    _add_adapter_flags(adapters)
+    _add_engine_flags(adapters, engine, images)
     _add_cluster_flags(parser.add_argument_group("several processes"))
     _add_function_flags(parser.add_argument_group("isolated functions"))
     add_foreign_flags(parser)
@@ -274,11 +281,21 @@ def _add_adapter_flags(group) -> None:
     group.add_argument("--max-loras-per-batch", type=int, help=hidden)
 
 
-def _add_engine_flags(group) -> None:
-    """One flag per field of EngineConfig, with the field's own type."""
+def _add_engine_flags(adapters, group, images) -> None:
+    """One flag per field of EngineConfig, with the field's own type, in the group of its subject.
+
+    `group` has those that are about neither adapters nor images.
+    """
     for field in dataclasses.fields(EngineConfig):
         if field.name not in ("model", "served_model_name"):
-            _add_field(group, field, ENGINE_HELP)
+            words = set(field.name.split("_"))
+            subject = adapters if words & _OF_ADAPTERS else images if words & _OF_IMAGES else group
+            _add_field(subject, field, ENGINE_HELP)
+    text = (
+        "Format that the model's config.json has to name: vLLM's flag, checked and then ignored. "
+        "Default: no check."
+    )
+    group.add_argument("--quantization", metavar="FORMAT", help=text)
     hidden, number = argparse.SUPPRESS, whole_number  # SGLang's names
     group.add_argument("--context-length", dest="max_model_len", type=number, help=hidden)
     group.add_argument("--max-running-requests", dest="max_num_seqs", type=number, help=hidden)

@@ -116,17 +116,25 @@ class ForeignFlag(argparse.Action):
         super().__init__(*args, **more)
         self._verdict = verdict
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
+    def __call__(self, parser: Any, namespace, values, option_string=None) -> None:
         accepted, reason = self._verdict.accepted, self._verdict.reason
         if self.nargs == 0:
             if option_string not in accepted:
-                parser.error(f"{option_string}: {reason}")
+                parser.refuse(option_string, _to_leave_out(reason))
             return
         text = " ".join(map(str, values)) if isinstance(values, list) else str(values or "")
         if "*" in accepted or text.lower() in _NOTHING or any(_same(text, a) for a in accepted):
             return
-        only = f" {text}: only {' or '.join(accepted)} is offered;" if accepted else ":"
-        parser.error(f"{option_string}{only} {reason}")
+        if accepted:
+            only = f"only {' or '.join(accepted)} is offered; {reason}"
+            parser.refuse(f"{option_string} {text}", only)
+        else:
+            parser.refuse(option_string, _to_leave_out(reason))
+
+
+def _to_leave_out(reason: str) -> str:
+    """Return the reason with what to do, which those that name another flag say already."""
+    return reason if "--" in reason else f"{reason}; leave the flag out"
 
 
 def _same(text: str, accepted: str) -> bool:

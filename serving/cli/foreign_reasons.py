@@ -103,7 +103,7 @@ REFUSED = {
     ),
     "the tokenizer is the one in the model's folder": "--tokenizer --skip-tokenizer-init",
     "the model's quantization_config sets it; python -m lora_jax.quantize writes one": (
-        "--quantization --quantization-config --allow-deprecated-quantization"
+        "--quantization-config --allow-deprecated-quantization"
     ),
     "safetensors files are read straight to the device": (
         "--safetensors-prefetch-num-threads --safetensors-prefetch-block-size "

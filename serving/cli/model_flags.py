@@ -24,6 +24,14 @@ def check_model_flags(options: Options) -> None:
     beside = Beside(bool(cluster.lora_server), over_hosts, has_functions)
     for engine in engines_of(options.engine):
         check_pairs(engine, model, beside)
+    if has_functions and options.functions.functions_isolation == "server":
+        try:
+            check_pairs(options.engine, model, dataclasses.replace(beside, lora_server=True))
+        except ValueError as error:
+            raise ValueError(
+                "With --functions-isolation server an engine has no adapters, as beside a LoRA "
+                f"Server: {error} Or choose --functions-isolation process."
+            ) from None
 
 
 def engines_of(engine: EngineConfig) -> tuple[EngineConfig, EngineConfig]:

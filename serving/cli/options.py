@@ -36,6 +36,7 @@ class Options:
     log_stats: bool = True
     metrics_port: int | None = None  # /metrics without a key
     metrics_host: str = "127.0.0.1"
+    quantization: str | None = None  # the format that config.json has to name
     plan: str | None = None  # JSON: print what a deployment needs and end
     provision: str | None = None  # a workload file: print the LoRA Server it needs and end
     uvicorn: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lora_jax import strict_json
 from lora_jax.adapters.reader import CONFIG_FILES
 from serving.api.generation_config import FILE, FROM_MODEL, NONE
 from serving.cli.options import Options
@@ -20,6 +21,8 @@ def check_paths(options: Options) -> None:
     """Raise ValueError naming the flag and the path for the first one that leads nowhere."""
     engine = options.engine
     _folder("the model", engine.model, ("config.json",))
+    if options.quantization not in (None, "", "none", "None"):
+        _quantization(engine.model, options.quantization)
     if engine.lora_dir is not None:
         _folder("--lora-dir", engine.lora_dir)
     if options.functions.functions is not None:
@@ -39,6 +42,28 @@ def check_paths(options: Options) -> None:
         if name in options.uvicorn:
             _file(_flag(name), options.uvicorn[name])
     _certificate(options.uvicorn)
+
+
+def _quantization(model: str, wanted: str) -> None:
+    """Check that config.json names the format of --quantization, by vLLM's names of them."""
+    try:
+        config = strict_json.loads((Path(model) / "config.json").read_text())
+    except ValueError:
+        return  # the engine says what is wrong with it
+    section = config.get("quantization_config") if isinstance(config, dict) else None
+    method = section.get("quant_method") if isinstance(section, dict) else None
+    plain = wanted.removesuffix("_marlin").removeprefix("gpt_oss_")
+    if plain == method:
+        return
+    if method is not None:
+        raise ValueError(
+            f"--quantization {wanted}: config.json says {method}; leave the flag out, the server "
+            "reads the format there"
+        )
+    raise ValueError(
+        f"--quantization {wanted}: config.json of {model} names no quantisation; "
+        "python -m lora_jax.quantize writes a quantised folder, which needs no flag"
+    )
 
 
 def _folder(

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
@@ -181,6 +182,7 @@ class FunctionsProxy(AbstractFront):
         for _ in range(_TRIES):
             connection = await self._connection(function, receive)
             process = function.running
+            life = process and weakref.ref(process)  # a process id may be used again
             try:
                 asking = send_over(connection, *_rewritten(scope), body, *_limit(scope))
                 upstream = await while_there(asking, receive)
@@ -188,11 +190,11 @@ class FunctionsProxy(AbstractFront):
                 await relay(upstream, receive, send_)
             except UpstreamBroken as error:
                 logger.warning("Function %r has ended during a request: %s", function.name, error)
-                self._suspects.died(path, body)
+                self._suspects.died(path, body, life)
                 await while_there(_ended(process), receive)
             except ConnectionAbortedError:  # a part of the answer is out
                 with contextlib.suppress(ApiError):
-                    self._suspects.died(path, body)
+                    self._suspects.died(path, body, life)
                 raise
             except UpstreamSlow as error:
                 raise ApiError(503, str(error), headers=_BUSY) from None

@@ -116,6 +116,7 @@ class Proxy(AbstractFront):
         tried: list[int] = []
         while len(tried) < len(self._paths):
             instance = self._router.choose(adapter, load, tried)
+            life = self._router.life(instance)
             try:
                 status = await self._exchange(instance, scope, body, receive, send_)
             except (UpstreamDown, UpstreamBroken) as error:
@@ -123,11 +124,11 @@ class Proxy(AbstractFront):
                 self._router.set_up(instance, False)
                 tried.append(instance)
                 if isinstance(error, UpstreamBroken):
-                    self._suspects.died(path, body)
+                    self._suspects.died(path, body, life)
             except ConnectionAbortedError:  # a part of the answer is out
                 self._router.set_up(instance, False)
                 with contextlib.suppress(ApiError):
-                    self._suspects.died(path, body)
+                    self._suspects.died(path, body, life)
                 raise
             except UpstreamSlow as error:
                 raise ApiError(503, str(error), headers={"Retry-After": RETRY_S}) from None

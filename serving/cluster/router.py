@@ -27,6 +27,7 @@ class Router:
         self._merged, self._shared = merged, instances - (merged is not None)
         self._under_way = [0] * instances
         self._is_up = [True] * instances
+        self._lives = [0] * instances
         self._load_of = dict.fromkeys((a for a in adapters if a != merged), 1.0)
         self._instance_of = assign(self._load_of, self._shared)
         self._totals = self._sums()
@@ -75,7 +76,13 @@ class Router:
     def set_up(self, instance: int, up: bool) -> None:
         """Say whether an instance answers."""
         with self._lock:
+            self._lives[instance] += up and not self._is_up[instance]
             self._is_up[instance] = up
+
+    def life(self, instance: int) -> tuple[int, int]:
+        """Return what tells an instance's process from the one that comes in its place."""
+        with self._lock:
+            return instance, self._lives[instance]
 
     @property
     def up(self) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from serving.http.routes import (
     rollouts,
     tokenize,
 )
-from serving.http.routes.description import describe
+from serving.http.routes.description import ABOUT, describe
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
 from serving.runtime.journal import Journal
@@ -48,6 +48,7 @@ def create_app(
     openapi_url = "/openapi.json" if settings.docs else None
     app = FastAPI(
         title="lora-jax",
+        description=ABOUT,
         docs_url=None,
         redoc_url=None,
         openapi_url=openapi_url,

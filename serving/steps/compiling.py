@@ -1,7 +1,9 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
+import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,10 +25,15 @@ def compile_all(
 ) -> None:
     """Compile every program, several at a time: XLA works outside Python's lock.
 
-    The bar says by their names which program is lowered, and which ones are compiled.
+    With `progress` a bar says by their names which program is lowered, and which ones are compiled;
+    where stderr is no terminal, a line of the log names each program that is done.
     """
-    bar = tqdm(total=len(names), desc="Compile", unit="program", disable=not progress)
+    is_terminal = sys.stderr.isatty()
+    bar = tqdm(
+        total=len(names), desc="Compile", unit="program", disable=not (progress and is_terminal)
+    )
     at_work: dict[int, str] = {}
+    numbers = itertools.count(1)
 
     def say(lowered: str = "") -> None:
         parts = [f"lowers {lowered}"] if lowered else []
@@ -34,7 +41,9 @@ def compile_all(
         bar.set_postfix_str("; ".join(parts))
 
     def done(number: int) -> None:
-        at_work.pop(number, None)
+        name = at_work.pop(number)
+        if progress and not is_terminal:  # a log file has lines
+            logger.info("Compiled %d of %d programs: %s.", next(numbers), len(names), name)
         bar.update()
         say()
 

@@ -13,20 +13,20 @@ class DeviceStopwatch:
         self.seconds, self.count = 0.0, 0
         self._waiting = ThreadPoolExecutor(1, "device stopwatch")  # its thread ends with this
 
-    def add(self, before: jax.Array, after: jax.Array) -> None:
+    def add(self, before: jax.Array, after: jax.Array, count: int = 1) -> None:
         """Count the time from `before` to `after` when they are there; returns at once.
 
-        Neither may be donated.
+        It is the time of `count` runs. Neither array may be donated.
         """
-        self._waiting.submit(self._wait_for, before, after)
+        self._waiting.submit(self._wait_for, before, after, count)
 
     def settle(self) -> None:
         """Return when all that was added is counted."""
         self._waiting.submit(lambda: None).result()
 
-    def _wait_for(self, before: jax.Array, after: jax.Array) -> None:
+    def _wait_for(self, before: jax.Array, after: jax.Array, count: int) -> None:
         before.block_until_ready()
         start = time.monotonic()
         after.block_until_ready()
         self.seconds += time.monotonic() - start
-        self.count += 1
+        self.count += count

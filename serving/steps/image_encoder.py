@@ -1,11 +1,13 @@
 """Images on the device: the tower's programs, the encoder cache, and which token takes which row.
 
 A tower runs between two steps, each image alone in a bucket of patches, and writes the rows of the
-encoder cache that the scheduler chose. A step reads them through a table with, for every position
-of every sequence row, the encoder row (-1: text) and the three positions of M-RoPE.
+encoder cache that the scheduler chose. On a CPU one program computes several small images of one
+grid, each with the bits that it has alone. A step reads the rows through a table with, for every
+position of every sequence row, the encoder row (-1: text) and the three positions of M-RoPE.
 """
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +24,16 @@ from lora_jax.typing import Array, Float, Int
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches, ProcessorSettings
 from lora_jax.vision.rope_positions import rope_positions
-from serving.api.images import PreparedImage
-from serving.api.request import Sequence
+from serving.api.images import EncodeImage
+from serving.api.request import Sequence as RunningSequence
 from serving.steps.compiling import compile_all
 from serving.steps.device_stopwatch import DeviceStopwatch
 from serving.steps.split_step import encode_on_every_device
 
 ENCODER_ROW, POSITIONS = 0, slice(1, 4)  # of the table's second axis
 TABLE_WIDTH = 4
+# Images of the smallest bucket that one program computes, and how few others compute one by one.
+_SEVERAL, _FEW = 8, 3
 _KEPT_SIZES = 8  # sizes of images whose arrays stay on the device, and prompts' places of images
 
 
@@ -38,6 +42,14 @@ class ImageOperands(NamedTuple):
 
     rows: Float[Array, "encoder_rows parts hidden"]
     places: Int[Array, "seqs 4 max_len"]
+
+
+class TowerWork(NamedTuple):
+    """An image for the tower: its patches, the cache's rows that it goes to, its LoRA's slot."""
+
+    patches: Patches
+    rows: tuple[int, ...]
+    slot: int
 
 
 class ImageEncoder:
@@ -69,6 +81,9 @@ class ImageEncoder:
         self._encode = _jit_encode(graphdef, treedef, module_names, max_rank, split)
         # Without adapters a GPU computes a map and what follows it in one launch.
         self._has_plain = jax.default_backend() == "gpu"
+        # Larger images fill the cores of a CPU alone.
+        on_cpu = jax.default_backend() == "cpu" and split is None
+        self._several = _SEVERAL if on_cpu and tower.takes_several else 1
         self.stopwatch = DeviceStopwatch()  # of the tower
         # Frames of one size need their arrays but the patches on the device once.
         self._places = functools.lru_cache(_KEPT_SIZES)(self._place)
@@ -90,18 +105,24 @@ class ImageEncoder:
         size = self._tower_config.patch_size
         none = Patches(np.zeros((0, 3 * size * size), np.uint8), (0, 0))
         with_slots = (-1, 0) if slots is not None and self._has_plain else (-1,)
-        jobs = [(slot, bucket, slots) for bucket in self.buckets for slot in with_slots]
+        several = [(self.buckets[0], self._several)] if self._several > 1 else []
+        programs = [*((bucket, 1) for bucket in self.buckets), *several]
+        jobs = [
+            ([TowerWork(none, (), slot)], *program, slots)
+            for program in programs
+            for slot in with_slots
+        ]
         # A call finds what was lowered from arguments like its own. A GPU times kernels while it
         # compiles, one program at a time.
         if not self._has_plain:
-            lowered = [self._encode.lower(*self._arguments(none, (), *job)) for job in jobs]
-            names = [f"{bucket} patches" for _, bucket, _ in jobs]
+            lowered = [self._encode.lower(*self._arguments(*job)) for job in jobs]
+            names = [f"{images} x {bucket} patches" for _, bucket, images, _ in jobs]
             compile_all(lowered, names, progress=False)
         for job in jobs:
-            self._run(none, (), *job)
+            self._run(*job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
 
-    def admit(self, sequence: Sequence) -> None:
+    def admit(self, sequence: RunningSequence) -> None:
         """Write the table of a sequence that has a new row."""
         images = sequence.request.images
         places = self._positions(tuple((image.start, image.image.grid) for image in images)).copy()
@@ -110,16 +131,33 @@ class ImageEncoder:
                 places[ENCODER_ROW, image.start : image.end] = rows
         self._set_places(sequence.row, places)
 
-    def encode(
-        self, image: PreparedImage, rows: tuple[int, ...], slot: int, slots: AdapterSlots | None
-    ) -> None:
-        """Have the tower compute an image, with the LoRA of a slot (-1: none); returns at once.
+    def encode(self, works: Sequence[EncodeImage], slots: AdapterSlots | None) -> None:
+        """Have the tower compute images, each with the LoRA of its slot (-1: none).
 
-        `rows` are the cache's rows that its output goes to.
+        `rows` of each are the cache's rows that its output goes to. Returns at once.
         """
-        needed = layout.tower_patches(self._tower_config, image.grid)
-        bucket = next(bucket for bucket in self.buckets if bucket >= needed)
-        self.stopwatch.add(*self._run(image.patches, rows, slot, bucket, slots))
+        for grid, group in self._groups(works):
+            needed = layout.tower_patches(self._tower_config, grid)
+            bucket = next(bucket for bucket in self.buckets if bucket >= needed)
+            images = self._several if len(group) > 1 else 1
+            self.stopwatch.add(*self._run(group, bucket, images, slots), len(group))
+
+    def _groups(
+        self, works: Sequence[EncodeImage]
+    ) -> Iterator[tuple[tuple[int, int], list[TowerWork]]]:
+        """Yield what goes into a program each: several small images of a grid, or one."""
+        by_grid: dict[tuple[int, int], list[TowerWork]] = {}
+        for work in works:
+            patches = TowerWork(work.image.patches, work.rows, work.slot)
+            by_grid.setdefault(work.image.grid, []).append(patches)
+        for grid, group in by_grid.items():
+            fits = layout.tower_patches(self._tower_config, grid) <= self.buckets[0]
+            for first in range(0, len(group), self._several):
+                some = group[first : first + self._several]
+                if fits and len(some) > _FEW:
+                    yield grid, some
+                else:
+                    yield from ((grid, [one]) for one in some)
 
     def wait(self) -> None:
         """Wait until everything has run."""
@@ -138,43 +176,44 @@ class ImageEncoder:
         return places
 
     def _run(
-        self,
-        image: Patches,
-        rows: tuple[int, ...],
-        slot: int,
-        bucket: int,
-        slots: AdapterSlots | None,
+        self, works: Sequence[TowerWork], bucket: int, images: int, slots: AdapterSlots | None
     ) -> tuple[jax.Array, jax.Array]:
         """Return what is there before the tower begins, and what is there when it ends."""
         before = _mark(self.operands.places)
-        done, after = self._encode(*self._arguments(image, rows, slot, bucket, slots))
+        done, after = self._encode(*self._arguments(works, bucket, images, slots))
         self.operands = self.operands._replace(rows=done)
         return before, after
 
     def _arguments(
-        self,
-        image: Patches,
-        rows: tuple[int, ...],
-        slot: int,
-        bucket: int,
-        slots: AdapterSlots | None,
+        self, works: Sequence[TowerWork], bucket: int, images: int, slots: AdapterSlots | None
     ) -> tuple[Any, ...]:
-        """Return what the tower's program takes; it donates the cache."""
-        arrays = layout.arrange(self._tower_config, image, bucket)
+        """Return what the tower's program for so many images takes; it donates the cache."""
+        grid, patches = works[0].patches.grid, []
+        image_to_slot = np.full(images, -1, np.int32)
         # Rows of padding go to distinct places past the end and are dropped.
-        targets = self._num_rows + np.arange(len(arrays.cells), dtype=np.int32)
-        targets[: len(rows)] = rows
-        adapters, tree = jax.tree.flatten(None if slot < 0 and self._has_plain else slots)
-        inputs = {**self._places(image.grid, bucket), "patches": arrays.patches}
+        cells = layout.bucket_cells(self._tower_config, bucket)
+        targets = self._num_rows + np.arange(images * cells, dtype=np.int32)
+        for number, (of_image, rows, slot) in enumerate(works):
+            patches += layout.arrange(self._tower_config, of_image, bucket).patches
+            image_to_slot[number] = slot
+            targets[number * cells : number * cells + len(rows)] = rows
+        inputs = self._places(grid, bucket, images)
+        if images > 1:  # places past the last image are not read
+            patches += patches[:1] * (images - len(works))
+            inputs = {**inputs, "num_patches": np.array(len(works) * bucket, np.int32)}
+        inputs = {**inputs, "patches": tuple(patches)}
+        has_none = self._has_plain and (image_to_slot < 0).all()
+        adapters, tree = jax.tree.flatten(None if has_none else slots)
         given = (self._leaves, self.operands.rows, inputs, adapters)
-        return *given, np.int32(slot), targets, tree
+        return *given, image_to_slot, targets, tree
 
-    def _place(self, grid: tuple[int, int], bucket: int) -> dict[str, Array]:
+    def _place(self, grid: tuple[int, int], bucket: int, images: int) -> dict[str, Array]:
         """Return the arrays of images of a grid, all but their patches, on the device."""
         none = Patches(np.zeros((grid[0] * grid[1], 0), np.uint8), grid)
-        arrays = vars(layout.arrange(self._tower_config, none, bucket)) | {"values": self._values}
-        del arrays["patches"]
-        return jax.device_put(arrays, self._sharding)
+        arrays = layout.several(layout.arrange(self._tower_config, none, bucket), images)
+        of_grid = vars(arrays) | {"values": self._values}
+        del of_grid["patches"]
+        return jax.device_put(of_grid, self._sharding)
 
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
@@ -190,17 +229,18 @@ def _jit_encode(
     """Return the tower's program: everything goes in as leaves, the cache is donated."""
 
     @functools.partial(jax.jit, static_argnames="adapters_tree", donate_argnums=1)
-    def encode(leaves, cache, inputs, adapters, slot, targets, adapters_tree):
+    def encode(leaves, cache, inputs, adapters, image_to_slot, targets, adapters_tree):
         local = functools.partial(encode_here, adapters_tree=adapters_tree)
         if split is not None:
             local = encode_on_every_device(local, adapters_tree, split)
-        return local(leaves, cache, inputs, adapters, slot, targets)
+        return local(leaves, cache, inputs, adapters, image_to_slot, targets)
 
-    def encode_here(leaves, cache, inputs, adapters, slot, targets, *, adapters_tree):
+    def encode_here(leaves, cache, inputs, adapters, image_to_slot, targets, *, adapters_tree):
         tower = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
         slots = jax.tree.unflatten(adapters_tree, adapters)
-        whole = TowerInputs(**inputs | {"patches": jnp.concatenate(inputs["patches"])})
-        row_to_slot = jnp.full((whole.patches.shape[0],), slot, jnp.int32)
+        patches, images = jnp.concatenate(inputs["patches"]), image_to_slot.shape[0]
+        whole = TowerInputs(**inputs | {"patches": patches, "images": images})
+        row_to_slot = jnp.repeat(image_to_slot, patches.shape[0] // images)
         routing = AdapterRouting(whole.num_patches, row_to_slot, slots, names, max_rank)
         rows = tower(whole, routing.with_items())
         rows = rows.astype(cache.dtype)

@@ -6,6 +6,7 @@ way. A step that a grammar binds waits on the device for masks, which are posted
 step can wait, it is two programs: `forward` goes out like any step, `sample` when masks are there.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
@@ -299,9 +300,10 @@ class ModelRunner:
         if self.encoder is not None:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
-            for work in plan.encodes:
-                slot = lora_slot(work.slot, *self._num_slots)
-                self.encoder.encode(work.image, work.rows, slot, self._plain_slots)
+            slots = (lora_slot(work.slot, *self._num_slots) for work in plan.encodes)
+            works = zip(plan.encodes, slots, strict=True)
+            works = [dataclasses.replace(work, slot=slot) for work, slot in works]
+            self.encoder.encode(works, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)
         return step_input.table

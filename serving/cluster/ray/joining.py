@@ -1,6 +1,7 @@
 """Joins a running Ray cluster for the roles of one command, and refuses what cannot work there."""
 
 import dataclasses
+import importlib.util
 import logging
 import os
 import socket
@@ -26,11 +27,12 @@ def ray_hosts(
 ) -> tuple[Options, AbstractRoleHosts]:
     """Return the hosts for all roles, and the options with --nnodes as Ray's hosts need it.
 
-    Raises StartError for a cluster that is not there, demands no tokens or is too small, and for
-    hosts that do not fit this one.
+    `check_ray` has found nothing. Raises StartError for a cluster that is not there or too small,
+    and for hosts that do not fit this one.
     """
-    ray = _ray()
-    _require_tokens(options, environ)
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a late call after the end joins nothing
+    import ray  # here: others have no ray
+
     _join(ray, environ)
     from serving.cluster.ray.hosts import RayHosts, rooms  # here: they import ray
 
@@ -54,17 +56,22 @@ def ray_hosts(
         raise StartError(f"Cannot serve on Ray's hosts: {error}") from error
 
 
-def _ray() -> Any:
-    """Return the package. Raises StartError where it is not installed."""
-    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a late call after the end joins nothing
-    try:
-        import ray
-    except ModuleNotFoundError:
+def check_ray(options: Options, environ: Mapping[str, str] = os.environ) -> None:
+    """Raise StartError for what is known before ray is imported.
+
+    These are the package, the tokens, and a cluster at whose address nobody listens.
+    """
+    if importlib.util.find_spec("ray") is None:
         raise StartError(
             "--distributed-executor-backend ray needs the package ray: pip install "
             "'lora-jax[cluster]' on every host, or leave the flag out."
-        ) from None
-    return ray
+        )
+    _require_tokens(options, environ)
+    address = environ.get(_ADDRESS, "auto")
+    try:
+        _require_listener(address)
+    except OSError as error:
+        raise _not_there(address, error) from error
 
 
 def _require_tokens(options: Options, environ: Mapping[str, str]) -> None:
@@ -87,15 +94,18 @@ def _join(ray: Any, environ: Mapping[str, str]) -> None:
     """Connect this process. Raises StartError where there is no cluster, or the token is wrong."""
     address = environ.get(_ADDRESS, "auto")
     try:
-        _require_listener(address)
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=True)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        text = (str(error).strip() or repr(error)).splitlines()[0]
-        raise StartError(
-            f"Cannot join the Ray cluster at {address}: {text}. Start it "
-            "(ray start --head, and ray start --address=HEAD:6379 on the others), set "
-            f"{_ADDRESS}=HEAD:6379, and give this command the cluster's token."
-        ) from error
+        raise _not_there(address, error) from error
+
+
+def _not_there(address: str, error: Exception) -> StartError:
+    text = (str(error).strip() or repr(error)).splitlines()[0]
+    return StartError(
+        f"Cannot join the Ray cluster at {address}: {text}. Start it "
+        "(ray start --head, and ray start --address=HEAD:6379 on the others), set "
+        f"{_ADDRESS}=HEAD:6379, and give this command the cluster's token."
+    )
 
 
 def _require_listener(address: str) -> None:

@@ -274,9 +274,9 @@ class EngineLoop:
         assert board is not None, "a step reads masks from a board that is not there"
         row_masks.settle()
         masks = board.new_masks()
-        rows = row_masks.rows(plan, first_samples)
         told = functools.partial(board.post, number)  # the next step may be out by then
-        self._failed = row_masks.post(rows, masks.words, masks.row_to_mask, told)
+        given = masks.words, masks.row_to_mask
+        self._failed = row_masks.post(plan, first_samples, *given, told)
 
     def _post_masks_first(self, plan: StepPlan, first_samples: list[int], number: int) -> None:
         """Read the step before and make the masks of a step that may not wait on the device."""
@@ -293,8 +293,7 @@ class EngineLoop:
         as a stop string ends a sequence and takes its row away, and no plan may hold it then.
         """
         row_masks, masks = self._parts.grammars.masks, self._parts.runner.new_masks()
-        rows = row_masks.rows(held.plan, held.first_samples)
-        filling = row_masks.start(rows, masks.words)
+        filling = row_masks.start(held.plan, held.first_samples, masks.words)
         self._hand_out(progress)
         # The device is idle from the end of this step to the next one's dispatch.
         settled = not (held.plan.is_short or held.plan.has_drafts)

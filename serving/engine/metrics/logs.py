@@ -64,7 +64,7 @@ def adapter_table(entries: Sequence[AdapterEntry]) -> list[str]:
         report = entry.report
         ranks = sorted({r for module in report.modules.values() for r in module.ranks})
         shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}" if ranks else "-"
-        size = f"{report.weight_bytes / 2**20:.1f}"
+        size = f"{report.weight_bytes / 1e6:.2f}"
         modules = ",".join(report.modules)
         rows.append((entry.name, report.kind, shown, modules, size, report.digest[:12]))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

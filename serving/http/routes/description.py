@@ -14,6 +14,10 @@ _WITH_NAME = (400, 403, 404)
 _SGLANG = ("/load_lora_adapter", "/unload_lora_adapter")  # their errors have SGLang's form
 _CHECKS = ("/health", "/ping", "/ready")  # which may answer that the server is not well
 _ROLLOUTS = "/v1/adapters/{name}/roll"
+ABOUT = (
+    "The field model of a request names the base model or an adapter; GET /v1/models lists them. "
+    "A server with keys wants the header Authorization: Bearer KEY."
+)
 _ERROR = {
     "type": "object",
     "required": ["error"],

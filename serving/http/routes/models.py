@@ -14,10 +14,8 @@ router = APIRouter()
 
 @router.get("/v1/models")
 def list_models(request: Request) -> dict[str, Any]:
-    """Return a card per name of the base model and per adapter.
-
-    Not a coroutine: it looks through a folder that may hold thousands, and so runs in a thread.
-    """
+    """Return a card per name of the base model and per adapter."""
+    # Not a coroutine: it looks through a folder that may hold thousands, so it runs in a thread.
     server = server_of(request)
     cards = [card(server, name, None) for name in server.names.listed]
     adapters = server.names.visible_adapters(caller_of(request))

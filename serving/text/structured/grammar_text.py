@@ -13,12 +13,27 @@ from serving.api.structured_outputs import StructuredOutputs
 WHITESPACE = r"\x20|\r?\n(\x20{0,32}|\t{0,8})"
 MAX_TAGS = 256
 
+# The model chooses the tokens of a text that the grammar leaves no choice of. Otherwise the library
+# asks Python for the tokens of such a text and allows no others: a call within many masks, which
+# needs the interpreter's lock.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+
 
 def grammar_text(outputs: StructuredOutputs) -> str:
     """Return llguidance's grammar; ValueError for a structure that does not say one.
 
-    Whether llguidance takes it is another question: see `checker`.
+    It allows each token with which some answer may go on. Whether llguidance takes it is another
+    question: see `checker`.
     """
+    text = _text(outputs)
+    if not text.startswith("{"):
+        return _OPTIONS + text
+    (bound,) = json.loads(text)["grammars"]  # Lark alone has options, and sets them for all
+    start = {"name": "start", "lark_grammar": f"{_OPTIONS}start: @{bound['name']}"}
+    return json.dumps({"grammars": [start, bound]})
+
+
+def _text(outputs: StructuredOutputs) -> str:
     if outputs.kind in ("json", "json_object"):
         return _of_schema(outputs.text, _json_options(outputs))
     if outputs.kind == "regex":

@@ -7,17 +7,17 @@ keeps its place, and a step whose results are void changes nothing.
 
 import collections
 import dataclasses
-import itertools
+import functools
 import logging
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from serving.api.request import ScheduledChunk, Sequence, SequenceState, StepPlan
+from serving.api.request import Sequence, SequenceState, StepPlan
 from serving.api.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -34,7 +34,6 @@ THREADS_BESIDE_DEVICE = 12
 _BITS = 32
 _SAMPLED = 16  # one word of so many is counted
 _SOME, _NEARLY_ALL = 0.05, 0.99  # of the tokens
-_BYTES_WORDS = 32  # of a mask, in which most vocabularies have the tokens of single bytes
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,16 +41,29 @@ class GrammarState:
     """Place of one sequence in its grammar."""
 
     matcher: "LLMatcher"
-    num_seen: int = 0  # output tokens that the matcher has consumed
+    num_read: int  # of the sequence's tokens: its prompt, and what the matcher has consumed
+    holds_ends: bool  # by ignore_eos, whatever the answer's length
+    counts: bool  # by min_tokens, up to that length
     effort: int = 0  # that its next mask may take: 2 is much
 
 
-class BoundRow(NamedTuple):
-    """A sequence that takes a mask in its logit row `first`, and one after each of its drafts."""
+# A sequence, its state, the logit row that takes its first mask, that mask, the tokens that the
+# matcher has not consumed, and the drafts, each of which is followed by a mask too. A plain tuple:
+# another object takes as long to make as a mask's tenth.
+BoundRow = tuple[Sequence, GrammarState, int, int, list[int], tuple[int, ...]]
 
-    sequence: Sequence
-    first: int
-    drafts: tuple[int, ...] = ()
+
+@dataclasses.dataclass(eq=False)
+class Filling:
+    """Masks that are being written, and sequences that cannot go on, with the reason."""
+
+    words: np.ndarray
+    rows: list[BoundRow] = dataclasses.field(default_factory=list)
+    held: list[int] = dataclasses.field(default_factory=list)  # masks without the model's ends
+    counted: list[BoundRow] = dataclasses.field(default_factory=list)  # rows with min_tokens
+    failed: list[tuple[Sequence, str]] = dataclasses.field(default_factory=list)
+    num_masks: int = 0
+    job: Future[None] | None = None
 
 
 class RowMasks:
@@ -69,29 +81,20 @@ class RowMasks:
         self._worker: ThreadPoolExecutor | None = None
         self._posted: Future[None] | None = None  # what `post` gave to the worker last
 
-    @staticmethod
-    def rows(plan: StepPlan, first_rows: SequenceOf[int]) -> list[BoundRow]:
-        """Return the plan's rows that take masks; `first_rows` has the first sample of each chunk.
+    def start(self, plan: StepPlan, first_rows: SequenceOf[int], words: np.ndarray) -> Filling:
+        """Begin to write the masks of the plan's bound rows, numpy int32 [masks, words].
 
-        To be asked before the next plan, which may end sequences.
+        `first_rows` has the first sample of each chunk. Many rows are the work of other threads,
+        and the caller may plan meanwhile.
         """
-        chunks = zip(plan.chunks, first_rows, strict=True)
-        return [BoundRow(c.sequence, first, c.drafts) for c, first in chunks if _takes_mask(c)]
-
-    def start(self, rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
-        """Begin to write the masks of bound rows, numpy int32 [masks, words].
-
-        Many rows are the work of other threads, and the caller may plan meanwhile.
-        """
-        behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
-        filling = self._filling(rows, words)
-        if len(rows) < self._few:
-            self._work(filling, behind)
+        filling = _filling(plan, first_rows, words)
+        if len(filling.rows) < self._few:
+            self._fill(filling)
         else:
-            filling.job = self._in_thread(lambda: self._work(filling, behind))
+            filling.job = self._in_thread(lambda: self._fill(filling))
         return filling
 
-    def finish(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
+    def finish(self, filling: Filling, row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
         """Wait for the masks and write which logit row has which.
 
         Returns sequences that cannot go on, with the reason; their rows are not masked. After a
@@ -99,11 +102,13 @@ class RowMasks:
         """
         if filling.job is not None:
             filling.job.result()
-        return self._assign(filling, row_to_mask)
+        self._assign(filling, row_to_mask)
+        return filling.failed
 
     def post(
         self,
-        rows: SequenceOf[BoundRow],
+        plan: StepPlan,
+        first_rows: SequenceOf[int],
         words: np.ndarray,
         row_to_mask: np.ndarray,
         told: Callable[[], None],
@@ -112,24 +117,17 @@ class RowMasks:
 
         The list that is returned has its sequences by then.
         """
-        behind = [(row.sequence, _unseen(row.sequence)) for row in rows]
-        filling, failed = self._filling(rows, words), []
+        filling = _filling(plan, first_rows, words)
 
         def work() -> None:
-            try:
-                self._work(filling, behind)
-                failed.extend(self._assign(filling, row_to_mask))
-            except Exception as error:
-                logger.exception("Masks could not be made.")
-                failed.extend((row.sequence, _TOO_HARD.format(why=error)) for row in rows)
-            finally:
-                told()
+            self._fill(filling, row_to_mask)
+            told()
 
-        if len(rows) < self._few:
+        if len(filling.rows) < self._few:
             work()
         else:
             self._posted = self._in_thread(work)
-        return failed
+        return filling.failed
 
     def settle(self) -> None:
         """Return when nobody writes to the memory that was given to `post`.
@@ -140,75 +138,76 @@ class RowMasks:
         if posted is not None:
             posted.result()
 
-    def _assign(self, filling: "Filling", row_to_mask: np.ndarray) -> list[tuple[Sequence, str]]:
-        self._hold_back(filling)
-        words, lost, failed = filling.words, filling.lost, []
-        fits = _any_bit(words[: filling.places[-1]]).tolist()
-        for row, place in zip(filling.rows, filling.places, strict=False):
-            matcher = row.sequence.grammar_state.matcher
-            if lost and id(row.sequence) in lost:
-                failed.append((row.sequence, _why(matcher, "a token")))
-            elif matcher.is_error() or not fits[place]:
-                failed.append((row.sequence, _why(matcher, "no token fits.")))
-            elif row.drafts:
-                for ahead in range(1 + _num_allowed(row.drafts, words[place:])):
-                    row_to_mask[row.first + ahead] = place + ahead
-            else:
-                row_to_mask[row.first] = place
-        return failed
-
     def close(self) -> None:
         """End the thread, if it runs."""
         if self._worker is not None:
             self._worker.shutdown(wait=False)
 
-    @staticmethod
-    def _filling(rows: SequenceOf[BoundRow], words: np.ndarray) -> "Filling":
-        counts = (1 + len(row.drafts) for row in rows)
-        return Filling(rows, list(itertools.accumulate(counts, initial=0)), words)
-
     def _in_thread(self, work: Callable[[], None]) -> Future[None]:
         self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="masks")
         return self._worker.submit(work)
 
-    def _work(self, filling: "Filling", behind: SequenceOf[tuple[Sequence, list[int]]]) -> None:
-        filling.lost = self._catch_up(behind)
-        self._compute(filling)
-
-    def _catch_up(self, behind: SequenceOf[tuple[Sequence, list[int]]]) -> set[int]:
-        """Feed matchers the tokens they have not seen; return whose took one that does not fit."""
-        new_of = [(s, s.grammar_state.matcher, new) for s, new in behind if new]
-        if len(new_of) < self._few or any(len(new) > 1 for *_, new in new_of):
-            return {id(s) for s, matcher, new in new_of if not matcher.consume_tokens(new)}
-        # Each has one new token, as in most steps.
-        done = self._threads().consume_token_par([(matcher, new[0]) for _, matcher, new in new_of])
-        return {id(s) for (s, *_), is_done in zip(new_of, done, strict=True) if not is_done}
-
-    def _compute(self, filling: "Filling") -> None:
-        words, lost = filling.words, filling.lost
-        alone, drafted, size = [], [], words.shape[1] * words.itemsize
-        rows = list(zip(filling.rows, filling.places, strict=False))
-        shared = len(rows) >= self._few
-        for row, place in _dealt(rows, self._num_threads) if shared else rows:
-            if lost and id(row.sequence) in lost:
-                continue
-            matcher = row.sequence.grammar_state.matcher
-            if row.drafts:
-                words[place : place + 1 + len(row.drafts)] = 0  # not all of them may be reached
-                drafted.append((matcher, place, list(row.drafts)))
+    def _fill(self, filling: Filling, row_to_mask: np.ndarray | None = None) -> None:
+        """Write the masks, and which logit row has which if that is given; never raises."""
+        try:
+            if len(filling.rows) < self._few:
+                self._fill_here(filling)
             else:
-                alone.append((matcher, place))
-        address = words.ctypes.data
-        where = address, size, words.shape[0]
-        if len(alone) >= self._few:
-            self._threads().unsafe_compute_mask_ptr(alone, *where)
-        else:
-            for matcher, place in alone:
-                matcher.unsafe_compute_mask_ptr(address + place * size, size)
-        if drafted:
-            self._threads().unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
-        if shared:
-            _guess_efforts(rows, words[: filling.places[-1]])
+                self._fill_by_threads(filling)
+            self._hold_back(filling)
+            if row_to_mask is not None:
+                self._assign(filling, row_to_mask)
+        except Exception as error:
+            logger.exception("Masks could not be made.")
+            why = _TOO_HARD.format(why=error)
+            filling.failed += [(sequence, why) for sequence, *_ in filling.rows]
+            filling.rows = []  # finish has none to assign
+
+    def _fill_here(self, filling: Filling) -> None:
+        """Fill the masks row by row: beside a step on few cores no other thread is free."""
+        words, drafted = filling.words, []
+        address, size = words.ctypes.data, words.shape[1] * words.itemsize
+        for row in filling.rows:
+            _, state, _, place, new, drafts = row
+            if new and not state.matcher.consume_tokens(new):
+                continue  # the matcher has an error now
+            if drafts:
+                drafted.append(row)
+            else:
+                state.matcher.unsafe_compute_mask_ptr(address + place * size, size)
+        self._fill_drafted(drafted, words)
+
+    def _fill_by_threads(self, filling: Filling) -> None:
+        behind = [(state.matcher, new) for _, state, _, _, new, _ in filling.rows if new]
+        if any(len(new) > 1 for _, new in behind):
+            for matcher, new in behind:
+                matcher.consume_tokens(new)
+        elif behind:  # one new token each, as in most steps
+            self._threads().consume_token_par([(matcher, token) for matcher, (token,) in behind])
+        alone, drafted, words = [], [], filling.words
+        for row in _dealt(filling.rows, self._num_threads):
+            _, state, _, place, _, drafts = row
+            if state.matcher.is_error():
+                continue
+            if drafts:
+                drafted.append(row)
+            else:
+                alone.append((state.matcher, place))
+        if alone:
+            size = words.shape[1] * words.itemsize
+            self._threads().unsafe_compute_mask_ptr(alone, words.ctypes.data, size, words.shape[0])
+        self._fill_drafted(drafted, words)
+        _guess_efforts(filling.rows, words[: filling.num_masks])
+
+    def _fill_drafted(self, rows: SequenceOf[BoundRow], words: np.ndarray) -> None:
+        if not rows:
+            return
+        asked = []
+        for _, state, _, place, _, drafts in rows:
+            words[place : place + 1 + len(drafts)] = 0  # not all of them may be reached
+            asked.append((state.matcher, place, list(drafts)))
+        where = words.ctypes.data, words.shape[1] * words.itemsize, words.shape[0]
+        self._threads().unsafe_compute_mask_ptr_with_draft_token(asked, *where)
 
     def _threads(self) -> "LLExecutor":
         if self._executor is None:
@@ -217,32 +216,38 @@ class RowMasks:
             self._executor = LLExecutor(max(1, self._num_threads))
         return self._executor
 
-    def _hold_back(self, filling: "Filling") -> None:
+    def _assign(self, filling: Filling, row_to_mask: np.ndarray) -> None:
+        """Write which logit row has which mask; where no token fits, the matcher has an error."""
+        for sequence, state, first, place, _, drafts in filling.rows:
+            if state.matcher.is_error():
+                filling.failed.append((sequence, _why(state.matcher)))
+            elif drafts:
+                for ahead in range(1 + _num_allowed(drafts, filling.words[place:])):
+                    row_to_mask[first + ahead] = place + ahead
+            else:
+                row_to_mask[first] = place
+
+    def _hold_back(self, filling: Filling) -> None:
         """Take the ends out that ignore_eos and min_tokens ask for, unless nothing else is left."""
         by_ends = collections.defaultdict[tuple[int, ...], list[int]](list)
-        for row, place in zip(filling.rows, filling.places, strict=False):
-            sampling = row.sequence.request.sampling
-            if sampling.min_tokens:
-                length = len(row.sequence.token_ids) - row.sequence.num_prompt
-                for ahead in range(1 + len(row.drafts)):
-                    by_ends[self._held_ends(sampling, length + ahead)].append(place + ahead)
-            elif sampling.ignore_eos:
-                by_ends[self._end_ids] += range(place, place + 1 + len(row.drafts))
+        if filling.held:
+            by_ends[self._end_ids] += filling.held
+        for sequence, _, _, place, _, drafts in filling.counted:
+            sampling = sequence.request.sampling
+            length = len(sequence.token_ids) - sequence.num_prompt
+            for ahead in range(1 + len(drafts)):
+                by_ends[self._held_ends(sampling, length + ahead)].append(place + ahead)
         by_ends.pop((), None)
         bits = filling.words.view(np.uint32)
-        for ends, rows in by_ends.items():
-            kept = dict.fromkeys((token // _BITS for token in ends), (1 << _BITS) - 1)
-            for token in ends:
-                kept[token // _BITS] &= ~(1 << token % _BITS)
-            columns, held = list(kept), np.array(list(kept.values()), np.uint32)
-            before = bits[np.ix_(rows, columns)]
-            changed = np.flatnonzero((before & ~held).any(axis=1))
-            if not len(changed):  # as in the middle of most answers
-                continue
-            before, rows = before[changed], [rows[place] for place in changed]
-            bits[np.ix_(rows, columns)] = before & held
-            empty = np.flatnonzero(~_any_bit(bits[rows]))
-            bits[np.ix_([rows[place] for place in empty], columns)] = before[empty]
+        for ends, places in by_ends.items():
+            columns, held = _held_words(ends)
+            if not (bits[: filling.num_masks, columns] & ~held).any():
+                continue  # no mask has an end, as in the middle of most answers
+            rows = np.array(places)[:, None]
+            before = bits[rows, columns]
+            bits[rows, columns] = before & held
+            empty = ~bits[rows[:, 0]].any(axis=1)
+            bits[rows[empty], columns] = before[empty]
 
     def _held_ends(self, sampling: Sampling, length: int) -> tuple[int, ...]:
         """Return the tokens that may not end an answer of this many tokens."""
@@ -251,35 +256,60 @@ class RowMasks:
         return self._end_ids if sampling.ignore_eos else ()
 
 
-@dataclasses.dataclass(eq=False)
-class Filling:
-    """Masks that are being written."""
+def _filling(plan: StepPlan, first_rows: SequenceOf[int], words: np.ndarray) -> Filling:
+    """Return the plan's rows that take masks, without any yet.
 
-    rows: SequenceOf[BoundRow]
-    places: SequenceOf[int]  # the first mask of each row, and their number
-    words: np.ndarray
-    lost: set[int] = dataclasses.field(default_factory=set)  # ids of sequences with a wrong token
-    job: Future[None] | None = None
+    A grammar that cannot start fails its sequence alone.
+    """
+    filling, place = Filling(words), 0
+    for chunk, first in zip(plan.chunks, first_rows, strict=True):
+        sequence = chunk.sequence
+        if sequence.request.grammar is None or not chunk.samples:
+            continue
+        if sequence.num_discarded or sequence.state is not SequenceState.RUNNING:
+            continue  # what it draws does not count: it may have ended meanwhile
+        state = sequence.grammar_state or _start(sequence, filling.failed)
+        if state is None:
+            continue
+        # As if the matcher had consumed them: the sequence may get more before it does.
+        new = sequence.token_ids[state.num_read :]
+        state.num_read += len(new)
+        row = (sequence, state, first, place, new, chunk.drafts)
+        filling.rows.append(row)
+        after = place + 1 + len(chunk.drafts)
+        if state.counts:
+            filling.counted.append(row)
+        elif state.holds_ends:
+            filling.held += range(place, after)
+        place = after
+    filling.num_masks = place
+    return filling
 
 
-def _takes_mask(chunk: ScheduledChunk) -> bool:
-    """Return whether the chunk draws a token that counts: its sequence may have ended meanwhile."""
-    sequence = chunk.sequence
-    runs = sequence.state is SequenceState.RUNNING and not sequence.num_discarded
-    return chunk.samples and runs and sequence.request.grammar is not None
+def _start(sequence: Sequence, failed: list[tuple[Sequence, str]]) -> GrammarState | None:
+    """Begin a sequence's grammar; None if that fails, with the reason in `failed`."""
+    sampling = sequence.request.sampling
+    try:
+        matcher = sequence.request.grammar.start()
+    except Exception as error:
+        logger.exception("A grammar could not start.")
+        failed.append((sequence, _TOO_HARD.format(why=error)))
+        return None
+    holds = sampling.ignore_eos, sampling.min_tokens > 0
+    state = sequence.grammar_state = GrammarState(matcher, sequence.num_prompt, *holds)
+    return state
 
 
-def _unseen(sequence: Sequence) -> list[int]:
-    """Return the output tokens that the sequence's matcher has not consumed, as if it had."""
-    state = sequence.grammar_state
-    if state is None:
-        state = sequence.grammar_state = GrammarState(sequence.request.grammar.start())
-    new = sequence.token_ids[sequence.num_prompt + state.num_seen :]
-    state.num_seen += len(new)
-    return new
+@functools.lru_cache(maxsize=64)
+def _held_words(ends: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the words of a mask that have these tokens, and their other bits, uint32."""
+    kept = dict.fromkeys((token // _BITS for token in ends), (1 << _BITS) - 1)
+    for token in ends:
+        kept[token // _BITS] &= ~(1 << token % _BITS)
+    return np.array(list(kept)), np.array(list(kept.values()), np.uint32)
 
 
-def _guess_efforts(rows: SequenceOf[tuple[BoundRow, int]], words: np.ndarray) -> None:
+def _guess_efforts(rows: SequenceOf[BoundRow], words: np.ndarray) -> None:
     """Note by its last mask what a row's next one may take.
 
     Within a string's last characters some tokens are too long, and each has to be tried: the last
@@ -288,29 +318,19 @@ def _guess_efforts(rows: SequenceOf[tuple[BoundRow, int]], words: np.ndarray) ->
     bits = np.bitwise_count(words.view(np.uint32)[:, ::_SAMPLED]).sum(axis=1, dtype=np.int64)
     shares = bits / (_BITS * -(-words.shape[1] // _SAMPLED))
     efforts = (shares > _SOME).astype(int) + ((shares > _SOME) & (shares < _NEARLY_ALL))
-    for row, place in rows:
-        row.sequence.grammar_state.effort = int(efforts[place])
+    for _, state, _, place, _, _ in rows:
+        state.effort = int(efforts[place])
 
 
-def _dealt(
-    rows: SequenceOf[tuple[BoundRow, int]], num_threads: int
-) -> SequenceOf[tuple[BoundRow, int]]:
+def _dealt(rows: SequenceOf[BoundRow], num_threads: int) -> SequenceOf[BoundRow]:
     """Return the rows in an order by which threads end at about the same time.
 
     The library's threads halve the list until each has two pieces; rows that may take long begin
     pieces of their own.
     """
-    by_effort = sorted(rows, key=lambda one: -one[0].sequence.grammar_state.effort)
+    by_effort = sorted(rows, key=lambda row: -row[1].effort)
     num_pieces = 1 << num_threads.bit_length()
-    return [one for piece in range(num_pieces) for one in by_effort[piece::num_pieces]]
-
-
-def _any_bit(words: np.ndarray) -> np.ndarray:
-    """Return whether each row of words has a bit; nearly all have one among single bytes."""
-    found = words[:, :_BYTES_WORDS].any(axis=1)
-    rest = np.flatnonzero(~found)
-    found[rest] = words[rest].any(axis=1)
-    return found
+    return [row for piece in range(num_pieces) for row in by_effort[piece::num_pieces]]
 
 
 def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
@@ -321,5 +341,5 @@ def _num_allowed(drafts: SequenceOf[int], masks: np.ndarray) -> int:
     return len(drafts)
 
 
-def _why(matcher: "LLMatcher", otherwise: str) -> str:
-    return _TOO_HARD.format(why=(matcher.get_error() or otherwise).splitlines()[0])
+def _why(matcher: "LLMatcher") -> str:
+    return _TOO_HARD.format(why=matcher.get_error().splitlines()[0])

@@ -70,9 +70,9 @@ class _Tokens:
         self._by_byte = {token[0]: i for i, token in enumerate(self.tokens) if len(token) == 1}
 
     def __call__(self, text: bytes) -> list[int]:
-        """Return some tokens of a text: llguidance asks for those of strings that it forces.
+        """Return some tokens of a text: llguidance asks for those of texts that it forces.
 
-        Nothing here is forced, so bytes will do.
+        No grammar forces any (see grammar_text), so bytes will do.
         """
         return [self._by_byte[byte] for byte in text if byte in self._by_byte]
 

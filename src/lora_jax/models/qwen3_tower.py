@@ -87,6 +87,8 @@ class Qwen3Merger(nnx.Module):
 class Qwen3Tower(AbstractTower):
     """The tower of Qwen3-VL, dense and MoE."""
 
+    takes_several = True
+
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         options = {"dtype": dtype, "rngs": rngs}
@@ -112,7 +114,8 @@ class Qwen3Tower(AbstractTower):
     def __call__(
         self, inputs: TowerInputs, routing: AdapterRouting
     ) -> Float[Array, "cells parts hidden"]:
-        merged = at_rows(routing, inputs.cells.shape[0], inputs.num_patches // self.unit)
+        num_cells = inputs.num_patches // self.unit
+        merged = at_rows(routing, inputs.cells.shape[0], num_cells, inputs.images)
         pixels = normalised(self.config, inputs).astype(self.positions.dtype)
         learned = self._resampled(inputs).astype(pixels.dtype)
         x = mapped(self.patch_embed, pixels, routing, addend=learned)

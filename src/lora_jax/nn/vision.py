@@ -6,7 +6,7 @@ the language model, each row's adapter included.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,11 @@ PREFIX = "visual."  # of the names of a tower's modules
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TowerInputs:
-    """One image, padded to a bucket. Patches stand in the order in which the tower wants them."""
+    """An image, padded to a bucket. Patches stand in the order in which the tower wants them.
+
+    A tower with `takes_several` takes `images` of one grid too, one padded image after the other:
+    then all places up to the last image's end count as its patches.
+    """
 
     patches: Shaped[Array, "patches patch_pixels"]  # uint8, each (channel, y, x)
     values: Float[Array, "3 256"]  # what each pixel value of each channel becomes
@@ -39,10 +43,13 @@ class TowerInputs:
     cells: Int[Array, "cells"]  # cell of the tower that is the image's n-th row
     table_rows: Int[Array, "patches 4"]  # of a learned position table, with their weights
     table_weights: Float[Array, "patches 4"]
+    images: int = dataclasses.field(default=1, metadata={"static": True})
 
 
 class AbstractTower(nnx.Module):
-    """Patches of one image to rows of the language model."""
+    """Patches of one image to rows of the language model, or of several, each as if alone."""
+
+    takes_several: ClassVar[bool] = False  # images in one call
 
     @abc.abstractmethod
     def __init__(self, config: VisionConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -128,8 +135,9 @@ class VisionAttention(nnx.Module):
             q, k = rotate(q, *angles), rotate(k, *angles)
             out = attend_windows(q, k, v, inputs.valid, window, scale)
         else:
-            real = inputs.valid, inputs.num_patches
-            out = turned_attention(qkv, *angles, *real, scale, leading=window is None)
+            real, images = (inputs.valid, inputs.num_patches), inputs.images
+            leading = window is None and images == 1
+            out = turned_attention(qkv, *angles, *real, scale, leading=leading, images=images)
         return mapped(self.proj, out.reshape(x.shape), routing, addend=addend)
 
 
@@ -180,9 +188,11 @@ def quick_gelu(x: Float[Array, "*rows"]) -> Float[Array, "*rows"]:
     return (wide * jax.nn.sigmoid(jnp.float32(1.702) * wide)).astype(x.dtype)
 
 
-def at_rows(routing: AdapterRouting, rows: int, num_rows: Int[Array, ""]) -> AdapterRouting:
-    """Return the routing of another matrix of the same image, which has one adapter throughout."""
-    slots = jnp.full((rows,), routing.row_to_slot[0])
+def at_rows(
+    routing: AdapterRouting, rows: int, num_rows: Int[Array, ""], images: int = 1
+) -> AdapterRouting:
+    """Return the routing of another matrix of the same images, each with one adapter throughout."""
+    slots = jnp.repeat(routing.row_to_slot.reshape(images, -1)[:, 0], rows // images)
     return dataclasses.replace(
         routing, num_rows=num_rows, row_to_slot=slots, items=None
     ).with_items()

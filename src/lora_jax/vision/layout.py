@@ -46,6 +46,11 @@ def buckets(config: VisionConfig, max_patches: int) -> tuple[int, ...]:
     return (*sizes, most) if most not in sizes else tuple(sizes)
 
 
+def bucket_cells(config: VisionConfig, bucket: int) -> int:
+    """Return how many rows of the language model a bucket of patches can become."""
+    return bucket // config.merge_size**2
+
+
 def num_tokens(config: VisionConfig, grid: tuple[int, int]) -> int:
     """Return how many rows of the language model an image becomes."""
     return grid[0] * grid[1] // config.merge_size**2
@@ -82,6 +87,22 @@ def arrange(config: VisionConfig, image: Patches, bucket: int) -> TowerArrays:
     parts = ((pixels[n : n + size], min(size, bucket - n)) for n in range(0, bucket, size))
     pieces = tuple(part if len(part) == rows else _padded(part, rows) for part, rows in parts)
     return dataclasses.replace(places, patches=pieces)
+
+
+def several(arrays: TowerArrays, images: int) -> TowerArrays:
+    """Return the arrays, but for the patches, of so many images of one size in a row."""
+    shift = np.arange(images, dtype=np.int32)[:, None] * len(arrays.cells)
+    tiled = {
+        name: np.concatenate([getattr(arrays, name)] * images)
+        for name in ("positions", "valid", "table_rows", "table_weights")
+    }
+    return dataclasses.replace(
+        arrays,
+        patches=(),
+        num_patches=arrays.num_patches + np.int32((images - 1) * len(arrays.valid)),
+        cells=(arrays.cells[None] + shift).reshape(-1),
+        **tiled,
+    )
 
 
 @functools.lru_cache(maxsize=32)

@@ -12,6 +12,8 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 
+from support.doubles.paying_drafts import num_drafts, send_all_drafts  # noqa: E402
+
 from serving import Engine, Sampling  # noqa: E402
 from serving.api.config import EngineConfig  # noqa: E402
 from serving.engine.parts.following import follow  # noqa: E402
@@ -40,12 +42,21 @@ jax.device_put, begin, Gang.serve = put_here, Gang.serve, serve
 def answers(engine, asked):
     """Return what the requests get, and that a reloaded adapter answers as before."""
     samplings = [Sampling(**fields) for fields in asked["samplings"]]
+    speculates = engine.config.speculation is not None
+    if speculates:
+        send_all_drafts(engine)
     outputs = engine.generate(asked["prompts"], asked["adapters"], samplings)
     name, folder = asked["again"]
     engine.load_adapter(name, folder, replace=True)
     outputs += engine.generate(asked["prompts"][:2], name, samplings[0])
+    labels = [engine.classify(asked["prompts"][:2], name)[0].outputs for name in asked["heads"]]
     assert engine.stats().compilations_after_warmup == 0
-    return [
+    if speculates:  # each alone: beside others its drafts depend on their times
+        for place in range(-3, 0):
+            one = asked["prompts"][place], asked["adapters"][place], samplings[place]
+            outputs += engine.generate(*one)
+        assert num_drafts(engine)[2] > 0
+    return [[repr(one)] for one in labels] + [
         [o.outputs[0].token_ids, repr(o.outputs[0].logprobs), repr(o.prompt_logprobs)]
         for o in outputs
     ]

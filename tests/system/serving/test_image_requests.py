@@ -1,6 +1,7 @@
 """Images through the whole engine: answers of transformers, and bits that nothing changes."""
 
 import base64
+import dataclasses
 import struct
 import zlib
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -25,10 +27,12 @@ from support.processes.http_server import client_of
 
 from lora_jax.vision.processor import preprocess, read_settings
 from serving import Engine, Sampling
+from serving.api.images import EncodeImage
 from serving.engine.images.decode import ImageError
 from serving.engine.images.sources import MediaPolicy
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
+from serving.steps.device_stopwatch import DeviceStopwatch
 
 FIELDS = {
     "structured_outputs": False,
@@ -161,6 +165,32 @@ def test_batch_caches_and_forms_keep_the_bits(engine: Engine):
     assert bits(outputs[4]) == ask(engine, PICTURES[1:3], adapter="text")
     assert bits(outputs[2]) == ask(engine, PICTURES[:1], f"{HOLDER} one", "text")
     assert bits(outputs[3]) == ask(engine, PICTURES[1:3], adapter="tower")
+
+
+def test_small_images_of_several_adapters_have_in_one_program_the_rows_that_each_has_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    ask(engine, PICTURES[:2], adapter="tower")  # then it is in a slot
+    runner = engine._parts.loop._parts.runner
+    monkeypatch.setattr(runner.encoder, "stopwatch", DeviceStopwatch())  # metrics count requests'
+    encoder, kept = runner.encoder, jnp.copy(runner.encoder.operands.rows)
+    images = [engine.images.prepare(picture(40, 24, n)) for n in range(7)]
+    works = [
+        EncodeImage(image, tuple(range(15 * n, 15 * n + 15)), slot)
+        for n, (image, slot) in enumerate(zip(images, range(-1, 6), strict=True))
+    ]
+
+    def rows(groups) -> np.ndarray:
+        for group in groups:
+            encoder.encode(group, runner._plain_slots)
+        return np.asarray(encoder.operands.rows)[: 15 * len(works)].copy()
+
+    together, alone = rows([works]), rows([work] for work in works)
+    base = rows([dataclasses.replace(work, slot=-1)] for work in works)
+    encoder.operands = encoder.operands._replace(rows=kept)
+    np.testing.assert_array_equal(together, alone)
+    changed = (together != base).reshape(len(works), -1).any(1)
+    assert changed.sum() == 1, "the one adapter of the tower changes the image of its slot"
 
 
 def test_sums_of_adapters_change_the_tower_like_their_parts(engine: Engine):

@@ -23,7 +23,7 @@ from support.processes.server_process import ROOT, post
 
 import serving
 from serving import launch
-from serving.launch import main, read_options
+from serving.launch import StartError, main, read_options
 
 BODY = {"prompt": "x", "max_tokens": 4}
 
@@ -315,3 +315,10 @@ def test_the_command_is_a_node_a_front_of_functions_or_a_cluster_as_its_flags_sa
     assert [given[1].fileno() for given in ran[1:]] == [-1, -1, -1]  # closed behind them
     assert [given[2:] for given in ran[1:]] == [(), (None,), (met,)]
     assert closed == ["nodes"]
+
+
+def test_a_list_of_gpus_too_short_for_the_roles_is_refused_before_they_start(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    given = ["m", "--port", "0", "--instances", "2", "--lora-server", "2"]
+    with pytest.raises(StartError, match=r"needs GPUs 0 to 3, but .*=0,1,2 lists 3: list one for"):
+        launch.run(read_options(given, {}))

@@ -92,11 +92,11 @@ def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine,
     monkeypatch.setattr(board, "_most_waits", 0)
     monkeypatch.setattr(engine.grammars.masks, "_few", 1)  # as on a machine of many cores
     monkeypatch.setattr(step_parts, "make_board", lambda *_: None)
-    answers, count, work = [], itertools.count(), RowMasks._work
+    answers, count, work = [], itertools.count(), RowMasks._fill
     with Engine(str(MODEL), ADAPTERS, kv_cache_memory_bytes=400 << 10, **SIZES) as in_two:
         assert in_two._loop._parts.runner.board is None
         for each in (in_two, engine):
-            monkeypatch.setattr(RowMasks, "_work", slow if each is engine else work)
+            monkeypatch.setattr(RowMasks, "_fill", slow if each is engine else work)
             samplings = [
                 bound(seed, structured_outputs={"json": drawn_schema(seed)}) for seed in range(5)
             ]
@@ -107,7 +107,7 @@ def test_steps_that_wait_for_their_masks_answer_as_steps_in_two_programs(engine,
     assert answers[0] == answers[1]
     meet_a_driver_that_waits(engine, users, monkeypatch)
     assert lose_masks(engine, monkeypatch) == answers[0][5:8]
-    monkeypatch.setattr(RowMasks, "_work", work)
+    monkeypatch.setattr(RowMasks, "_fill", work)
     assert answer(engine.generate("x", sampling=endless)[0]) == answers[0][-1]
     assert engine.stats().compilations_after_warmup == 0
     settle(engine)
@@ -153,13 +153,13 @@ def meet_a_driver_that_waits(engine, users, monkeypatch):
 
 def lose_masks(engine, monkeypatch):
     """Have masks come too late; return the answers of free rows, which lose nothing by that."""
-    work = RowMasks._work
+    work = RowMasks._fill
 
     def late(masks, *given):
         time.sleep(0.5)
         work(masks, *given)
 
-    monkeypatch.setattr(RowMasks, "_work", late)
+    monkeypatch.setattr(RowMasks, "_fill", late)
     with patience(0.1), ThreadPoolExecutor(1) as pool:
         free = pool.submit(engine.generate, ["x"] * 3, NAMES[1:], FREE)
         outputs = {"json": drawn_schema(0)}

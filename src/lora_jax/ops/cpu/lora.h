@@ -148,7 +148,7 @@ void shrink(const G& g, const LoraItem& item, float* h) {
       int64_t m = std::min<int64_t>(kRows, item.count - r);
       if (!Rows::kScaled && r == 0 && m == 1 && j + 2 * kCols <= item.rank) {
         f32s acc[kTile] = {};
-        dot_rows<D, 1, true>(x, a, 0, 0, g.d_in, acc, kCols * g.d_in);
+        dot_rows<D, 1, true, true>(x, a, 0, g.d_in, acc, kCols * g.d_in);
         sum_tile<1>(acc, sums);
       } else {
         dot_tile<D>(m, x + r, a, g.d_in, sums);

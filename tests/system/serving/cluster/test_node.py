@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -78,6 +79,30 @@ class Nodes:
             choice = json.load(answer)["choices"][0]
         return choice["text"], choice["logprobs"]
 
+    @contextlib.contextmanager
+    def under_load(self):
+        """Ask all the time; yield what the requests got, each an answer or a status."""
+        over, said = threading.Event(), []
+
+        def crowd():
+            while not over.is_set():
+                try:
+                    said.append(self.ask())
+                except urllib.error.HTTPError as error:
+                    with error:
+                        said.append(error.code)
+                    over.wait(0.2)
+
+        threads = [threading.Thread(target=crowd) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield said
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join(150)
+
     def member(self, rank):
         """The process of a node that has its devices."""
         found = []
@@ -99,23 +124,23 @@ class Nodes:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
-    """Killed and hung ones of either node; then rank 0 ends, and the other node with it."""
+    """Killed and hung ones of either node, under load; then rank 0 ends, and the other with it."""
     with contextlib.ExitStack() as stack:
         began, nodes = time.monotonic(), Nodes(model, stack)
         wait_healthy(nodes.url, nodes.nodes[0], nodes.log(0))
         start_s = time.monotonic() - began
         want = nodes.ask()
-        for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
-            loss = MemberLoss([nodes.member(rank)], number)
-            nodes.until(503)
-            loss.is_found()
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                nodes.ask()
-            assert refused.value.code == 503
-            refused.value.close()
-            nodes.until(200)
-            loss.is_over(start_s)
-            assert nodes.ask() == want
+        with nodes.under_load() as said:
+            for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
+                wait_until(lambda: said and said[-1] == want)
+                loss = MemberLoss([nodes.member(rank)], number)
+                nodes.until(503)
+                loss.is_found()
+                wait_until(lambda: said[-1] == 503)
+                nodes.until(200)
+                loss.is_over(start_s)
+                assert nodes.ask() == want
+        assert [one for one in said if one not in (want, 503)] == []
         nodes.nodes[0].terminate()
         assert [node.wait(60) for node in nodes.nodes] == [0, 0]
 
@@ -129,6 +154,21 @@ def test_a_start_that_is_stopped_ends_the_other_node_too(model):
         nodes.until_they_load()
         nodes.nodes[0].terminate()
         assert [node.wait(60) for node in nodes.nodes] == [0, 0], nodes.log(1).read_text()[-3000:]
+        assert "Rank 0 has ended" in nodes.log(1).read_text()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_start_that_fails_on_rank_0_alone_ends_both_and_names_the_cause(model):
+    """Only rank 0 reads adapters."""
+    (model / "a1" / "adapter_model.safetensors").unlink()
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(model, stack)
+        assert [node.wait(280) for node in nodes.nodes] == [1, 0]
+        said = nodes.log(0).read_text()
+        assert "Instance 0: Cannot serve" in said
+        assert "Adapter 'a1': no adapter_model.safetensors" in said
+        assert "Instance 0 did not start; its log says why." in said
         assert "Rank 0 has ended" in nodes.log(1).read_text()
 
 

@@ -103,3 +103,15 @@ def test_a_merged_adapter_has_the_last_instance_and_nothing_else_goes_there():
         made.set_up(number, False)
     assert made.choose(None) in (0, 1)
     assert made.choose("hot") == 2
+
+
+def test_a_process_that_comes_in_another_ones_place_has_a_life_of_its_own():
+    made = Router(2)
+    first = made.life(0)
+    made.set_up(0, True)
+    assert made.life(0) == first
+    made.set_up(0, False)
+    made.set_up(0, False)
+    assert made.life(0) == first  # of which late news may come
+    made.set_up(0, True)
+    assert made.life(0) not in (first, made.life(1))

@@ -12,10 +12,10 @@ from support.drivers.vision_driver import IMAGE, QWEN_TEXT, Tower
 
 from lora_jax.vision.processor import ProcessorSettings, preprocess
 from lora_jax.vision.rope_positions import rope_positions
-from serving.api.images import PreparedImage, PromptImage
+from serving.api.images import EncodeImage, PreparedImage, PromptImage
 from serving.api.request import Request, Sequence
 from serving.api.sampling import Sampling
-from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageEncoder
+from serving.steps.image_encoder import ENCODER_ROW, POSITIONS, ImageEncoder, TowerWork
 
 RAW = {
     "model_type": "qwen3_vl",
@@ -44,8 +44,8 @@ def make_encoder(model, config, settings) -> ImageEncoder:
     return ImageEncoder(model.tower, config, settings, model.module_names, **sizes)
 
 
-def prepared(height: int, width: int) -> PreparedImage:
-    patches = preprocess(picture(height, width), SETTINGS)
+def prepared(height: int, width: int, seed: int = 0) -> PreparedImage:
+    patches = preprocess(picture(height, width, seed), SETTINGS)
     return PreparedImage(patches, patches.grid, patches.grid[0] * patches.grid[1] // 4, b"")
 
 
@@ -56,7 +56,7 @@ def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made
     where = tuple(range(38, 38 - image.num_tokens, -1))
     before = np.asarray(encoder.operands.rows)
     assert encoder.stopwatch.count == 0  # warming up is not counted
-    encoder.encode(image, where, -1, None)
+    encoder.encode([EncodeImage(image, where, -1)], None)
     after = np.asarray(encoder.operands.rows)
     encoder.stopwatch.settle()
     assert (encoder.stopwatch.count, encoder.stopwatch.seconds > 0) == (1, True)
@@ -65,13 +65,35 @@ def test_an_image_s_rows_are_where_they_were_asked_for_and_no_others_change(made
     np.testing.assert_array_equal(after[others], before[others])
 
 
+@pytest.mark.as_shipped
+@pytest.mark.parametrize("count", [4, 5, 8, 9])
+def test_several_small_images_have_the_rows_that_each_has_alone(made, count, monkeypatch):
+    """Their grid does not fill the bucket; one of another grid runs apart."""
+    encoder, oracle, *_ = made
+    images = [prepared(16 - 8 * (n == 1), 16, seed=n) for n in range(count)]
+    works = [
+        EncodeImage(image, tuple(range(4 * n, 4 * n + image.num_tokens)), -1)
+        for n, image in enumerate(images)
+    ]
+    sizes, run = [], encoder._run
+    monkeypatch.setattr(
+        encoder, "_run", lambda group, *rest: (sizes.append(len(group)), run(group, *rest))[1]
+    )
+    encoder.encode(works, None)
+    rows = np.asarray(encoder.operands.rows)
+    for work in works:
+        np.testing.assert_array_equal(rows[list(work.rows)], oracle(work.image.patches))
+    assert sorted(sizes) == {4: [1, 1, 1, 1], 5: [1, 4], 8: [1, 7], 9: [1, 8]}[count]
+
+
 def test_on_a_gpu_an_image_without_an_adapter_takes_a_program_without_any(made, monkeypatch):
     """There a map and what follows it are one launch, and adapters come between them."""
     encoder, *_ = made
     image, slots = prepared(16, 24), {"pool": np.zeros(1)}
     for plain, counts in ((False, [1, 1]), (True, [0, 1])):
         monkeypatch.setattr(encoder, "_has_plain", plain)
-        given = (encoder._arguments(image.patches, (), slot, 64, slots) for slot in (-1, 0))
+        works = ([TowerWork(image.patches, (), slot)] for slot in (-1, 0))
+        given = (encoder._arguments(work, 64, 1, slots) for work in works)
         assert [len(adapters) for _, _, _, adapters, *_ in given] == counts
 
 

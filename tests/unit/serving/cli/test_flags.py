@@ -60,7 +60,7 @@ def test_help_shows_flags_of_vllm_that_are_true_anyway():
     shown = help_text()
     assert "--enable-request-id-headers every answer has the header X-Request-Id" in shown
     assert "--runner auto|generate models only generate text" in shown
-    assert "--quantization" not in shown
+    assert "--enforce-eager" not in shown
     assert "docs/vllm_flags.md" in shown
 
 

@@ -35,9 +35,9 @@ def test_what_is_so_anyway_changes_nothing(flag):
     ("flags", "reason"),
     [
         (["--trust-remote-code"], "never run here"),
-        (["--enforce-eager"], "one compiled program"),
         (["--fully-sharded-loras"], "the whole A"),
-        (["--quantization=awq"], "quantization_config sets it"),
+        (["--enforce-eager"], "one compiled program; leave the flag out"),
+        (["--quantization-config", "{}x"], "quantization_config sets it; python -m"),
         (["--tokenizer", "other"], "the model's folder"),
         (["--enable-expert-parallel"], "set tensor_parallel_size"),
         (["--enable-eplb"], "share experts in order"),
@@ -62,11 +62,32 @@ def test_what_is_not_offered_is_refused_with_the_reason(capsys, flags, reason):
     assert flags[0].partition("=")[0].strip("-").replace("-", "_") in said.replace("-", "_")
 
 
+def test_one_start_names_every_flag_that_is_refused(capsys):
+    """A long command of vLLM is repaired in one go."""
+    argv = ["m", "--swap-space", "4", "--enforce-eager", "--max-lorass", "8", "--max-loras", "4"]
+    with pytest.raises(SystemExit) as stop:
+        read_options([*argv, "--pipeline-parallel-size", "2"], {})
+    assert stop.value.code == 2
+    said = capsys.readouterr().err.partition("error: ")[2].splitlines()
+    assert said[0] == "4 flags are not offered; change or remove them:"
+    assert [line.split()[0] for line in said[1:4]] == [
+        "--swap-space:",
+        "--enforce-eager:",
+        "--pipeline-parallel-size",
+    ]
+    assert "--max-lorass (did you mean --max-loras" in said[4]
+
+
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size=2", "-tp=2", "--tp=2", "--tp-size=2"])
 def test_devices_of_a_split_model(flag):
     assert read_options(["m", flag], {}).engine.tensor_parallel_size == 2
     by_outputs = read_options(["m", flag, "--no-enable-expert-parallel"], {}).engine
     assert by_outputs.enable_expert_parallel is False
+
+
+def test_fp8_has_two_names():
+    for name in ("fp8", "fp8_e4m3"):
+        assert read_options(["m", "--kv-cache-dtype", name], {}).engine.kv_cache_dtype == "fp8"
 
 
 def test_other_names_of_our_flags():

@@ -1,6 +1,7 @@
 """Flags that the model does not go with are refused from its config.json, at once."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -34,6 +35,10 @@ def model(tmp_path):
         (["--lora-server", "1", "--lora-dtype", "int8"], "leave lora_dtype int8 out"),
         (["--functions", ".", "--page-pool-bytes", "9"], "does not go with shared backbone"),
         (
+            ["--functions", ".", "--functions-isolation", "server", "--lora-dtype", "int8"],
+            "With --functions-isolation server .* leave lora_dtype int8 out",
+        ),
+        (
             ["--tensor-parallel-size", "2", "--max-esft-adapters", "2", *NODES],
             "An instance over several hosts has no max_esft_adapters: set 0",
         ),
@@ -46,6 +51,51 @@ def model(tmp_path):
 def test_a_pair_that_does_not_work_is_refused(model, flags, words):
     with pytest.raises(ValueError, match=words):
         check_model_flags(read_options([model, *flags], {}))
+
+
+OVER_HOSTS = {  # flags that turn a feature on; what is said of them with one instance over hosts
+    "ESFT": (["--max-esft-adapters", "2"], "has no max_esft_adapters"),
+    "task heads": (["--max-lora-cls-labels", "3"], None),
+    "DoRA and biases": (["--enable-dora-and-bias"], "not go with tensor_parallel_size 2"),
+    "tokens and saved modules": (
+        ["--max-lora-trainable-tokens", "4"],
+        "not go with tensor_parallel_size 2",
+    ),
+    "structured outputs": ([], None),
+    "speculation": (
+        ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+        None,
+    ),
+    "merged modes": (["--lora-merge", "auto"], "is for one device"),
+    "merged primary": (["--lora-modules", "a=x", "--merge-adapter", "a"], "add --instances 2"),
+    "quantised base": ([], None),
+    "adapters in 8 bits": (["--lora-dtype", "int8"], None),
+    "KV cache in 8 bits": (["--kv-cache-dtype", "fp8"], None),
+    "KV pages on the host": (["--kv-offloading-size", "1"], "has no kv_offloading_size"),
+    "page pool": (["--page-pool-bytes", "9"], "does not go with tensor_parallel_size 2"),
+    "several devices": ([], None),
+    "LoRA Server": (["--lora-server", "1"], "serves instances of one host each"),
+    "isolated functions": (["--functions", "."], "--functions does not work with .* or --nnodes"),
+    "loads at run time": (["--enable-runtime-lora", "--lora-dir", "."], None),
+}
+
+
+@pytest.mark.parametrize("feature", OVER_HOSTS)
+def test_what_one_instance_over_hosts_serves_is_as_the_page_says(model, feature, capsys):
+    flags, words = OVER_HOSTS[feature]
+    page = (ROOT / "docs/reference/feature-pairs.md").read_text().partition("## Over several")[2]
+    said = {row[1]: row[2] for row in re.findall(r"^(\| (.+?) \| (\w+) \|)", page, re.MULTILINE)}
+    assert set(said) == {*OVER_HOSTS, "images", "---"} - {"---"}
+    assert said[feature] == ("yes" if words is None else "no")
+    given = [model, "--tensor-parallel-size", "2", "--nnodes", "2", *RAY, *flags]
+    try:
+        check_model_flags(read_options(given, {}))
+        found = None
+    except ValueError as error:
+        found = str(error)
+    except SystemExit:
+        found = capsys.readouterr().err
+    assert re.search(words, found) if words else found is None, found
 
 
 @pytest.mark.parametrize(

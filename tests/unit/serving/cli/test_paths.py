@@ -1,5 +1,7 @@
 """Paths of the command line: found out before jax is loaded, told whole."""
 
+import contextlib
+import json
 import shutil
 import subprocess
 import sys
@@ -89,6 +91,24 @@ def test_tls_without_a_certificate_is_refused(model, flags):
     """With these flags alone uvicorn ended after the load, or answered without TLS."""
     with pytest.raises(ValueError, match=f"{flags[0]} needs the certificate too"):
         check(model, *(word.format(model.parent) for word in flags))
+
+
+@pytest.mark.parametrize(
+    ("config", "flag", "message"),
+    [
+        ({"quant_method": "awq"}, "awq", ""),
+        ({"quant_method": "gptq"}, "gptq_marlin", ""),
+        ({"quant_method": "mxfp4"}, "gpt_oss_mxfp4", ""),
+        ({"quant_method": "gptq"}, "awq", "--quantization awq: config.json says gptq; leave"),
+        (None, "fp8", "names no quantisation; python -m lora_jax.quantize writes"),
+        (None, "none", ""),
+    ],
+)
+def test_vllm_s_quantization_has_to_be_that_of_the_files(model, config, flag, message):
+    (model / "config.json").write_text(json.dumps({"quantization_config": config}))
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check(model, "--quantization", flag)
 
 
 def test_a_model_that_is_none(model):

@@ -1,5 +1,6 @@
 """Order in which programs are compiled or read."""
 
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -75,8 +76,9 @@ def test_nothing_is_read_unless_all_are_kept():
     assert not kept.done.is_set()
 
 
-def test_the_bar_names_what_is_lowered_and_compiled(capsys):
+def test_the_bar_names_what_is_lowered_and_compiled(capsys, monkeypatch):
     may = threading.Event()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
 
     def programs():
         yield Program(may)
@@ -87,6 +89,20 @@ def test_the_bar_names_what_is_lowered_and_compiled(capsys):
     said = capsys.readouterr().err
     assert "lowers 8 tokens" in said
     assert "lowers 32 tokens; compiles 8 tokens" in said
+
+
+def test_a_log_file_gets_a_line_per_program_and_no_bar(capsys, caplog):
+    caplog.set_level("INFO")
+    names = ["8 tokens", "32 tokens"]
+    compile_all([Program(), Program()], names, progress=True)
+    assert sorted(text.partition(": ")[0] for text in caplog.messages) == [
+        "Compiled 1 of 2 programs",
+        "Compiled 2 of 2 programs",
+    ]
+    assert {text.partition(": ")[2] for text in caplog.messages} == {"8 tokens.", "32 tokens."}
+    compile_all([Program(), Program()], names, progress=False)
+    assert len(caplog.messages) == 2
+    assert "%" not in capsys.readouterr().err
 
 
 def runner_with(cold):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.cases import lora_server_cases as cases
+from support.cases import tiny_checkpoint
+from support.cases.tiny_checkpoint import TinyShape
 from support.doubles import nvshmem_double
 from support.processes.server_process import ROOT, free_port, post, wait_healthy
 from support.waiting import wait_until
@@ -36,7 +38,7 @@ def coupled(files):
 class Nodes:
     """Two nodes on this machine, which find the emulated NVSHMEM."""
 
-    def __init__(self, files, folder, stack, *flags):
+    def __init__(self, files, folder, stack, *flags, ranks=2):
         self.folder, self.stack = folder, stack
         self.port, master = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -49,7 +51,9 @@ class Nodes:
         }
         model, adapters = files
         self.command = [sys.executable, "-m", "serving.launch", model, *cases.engine_flags()]
-        self.command += ["--instances", "2", "--lora-server", "2", "--lora-server-wait-s", "30"]
+        self.command += ["--instances", "2"]
+        if ranks:
+            self.command += ["--lora-server", str(ranks), "--lora-server-wait-s", "30"]
         self.command += ["--nnodes", "2", "--master-port", str(master), "--port", str(self.port)]
         self.command += ["--nodes-secret-file", str(folder / "secret"), *flags]
         self.command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
@@ -131,3 +135,35 @@ def test_other_transports_and_instances_answer_so_too(files, coupled, tmp_path, 
         assert set(nodes.roles(1)) == {"instance-1", "lora-server-1"}
         nodes.nodes[0].terminate()
         assert [node.wait(60) for node in nodes.nodes] == [0, 0], nodes.log(0).read_text()[-3000:]
+
+
+def test_the_last_instance_has_an_adapter_merged_and_the_other_the_rest(tmp_path):
+    """Each of them has the bits of an engine alone."""
+    shape = TinyShape(max_positions=96)  # dense maps, which merged weights can stand for
+    tiny_checkpoint.write_model(tmp_path / "model", shape)
+    adapters = {name: str(tmp_path / name) for name in ("a0", "a1")}
+    for seed, folder in enumerate(adapters.values()):
+        tiny_checkpoint.write_adapter(Path(folder), shape, 3, seed)
+    files = str(tmp_path / "model"), adapters
+    want, plain = {}, scores(files, ["a0", None, "a1"])
+    want |= {name: plain[name] for name in ("a0", None)}
+    want |= scores(files, ["a1"], merge_adapter="a1")
+    assert want["a1"] != plain["a1"]
+    with contextlib.ExitStack() as stack:
+        nodes = Nodes(files, tmp_path, stack, "--merge-adapter", "a1", ranks=0)
+        assert set(nodes.roles(0)) == {"instance-0"}
+        assert set(nodes.roles(1)) == {"instance-1"}
+        for name in (None, "a0", "a1", "a0", None):
+            body = {"model": name or "model", "prompt": PROMPTS[0], "max_tokens": TOKENS}
+            body |= {"temperature": 0, "ignore_eos": True, "logprobs": 1}
+            choice = post(f"{nodes.url}/v1/completions", body)["choices"][0]
+            assert choice["logprobs"]["token_logprobs"] == want[name], name
+
+
+def scores(files, names, **fields):
+    """Return the log-probabilities of one engine's answers to one prompt, by adapter."""
+    greedy = Sampling(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, logprobs=1)
+    with Engine(*files, **cases.ENGINE, **fields) as engine:
+        outputs = engine.generate([PROMPTS[0]] * len(names), names, greedy)
+    found = [[place.logprob for place in output.outputs[0].logprobs] for output in outputs]
+    return dict(zip(names, found, strict=True))

@@ -322,3 +322,25 @@ def test_functions_on_two_hosts_outlive_the_loss_of_an_agent(model):
         assert {name: server.ask(name) for name in want} == want
         server.until(200)
         assert {name: server.ask(name) for name in want} == want
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_last_instance_has_an_adapter_merged_and_the_other_the_rest(tmp_path):
+    """Its answers are near those of rank rows, and have other bits."""
+    shape = TinyShape(layers=1, max_positions=64)  # dense maps, which merged weights stand for
+    tiny_checkpoint.write_model(tmp_path / "model", shape)
+    for seed, name in enumerate(("a1", "a2", "a2-again")):
+        tiny_checkpoint.write_adapter(tmp_path / name, shape, 3, seed=min(seed, 1))
+    with contextlib.ExitStack() as stack:
+        nodes = RayNodes(tmp_path, stack)
+        modules = " ".join(f"{name}={tmp_path / name}" for name in ("a1", "a2", "a2-again"))
+        words = f"--data-parallel-size 2 --merge-adapter a2 --lora-modules {modules}"
+        server = Served(nodes, tmp_path, stack, words)
+        server.wait()
+        assert sorted(members(nodes)) == ["instance-0", "instance-1"]
+        (text, merged), (same, rows) = server.ask("a2"), server.ask("a2-again")
+        assert text == same
+        assert merged["token_logprobs"] != rows["token_logprobs"]
+        assert merged["token_logprobs"] == pytest.approx(rows["token_logprobs"], abs=1e-3)
+        assert server.ask("a1") != server.ask("model")

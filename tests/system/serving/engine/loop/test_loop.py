@@ -240,7 +240,7 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     host = SimpleNamespace(address=None, values=np.zeros(99, np.int32), post=posted.append)
     board = MaskBoard(host, StepSizes(2, 8, 4, 9, 2, 4), 70)
     masks = RowMasks(())
-    masks._few, masks._work = 0, lambda *_: may.wait(60)  # another thread's work
+    masks._few, masks._fill = 0, lambda *_: may.wait(60)  # another thread's work
     loop, plan = EngineLoop.__new__(EngineLoop), SimpleNamespace(chunks=())
     loop._parts = SimpleNamespace(
         runner=SimpleNamespace(board=board), grammars=SimpleNamespace(masks=masks)

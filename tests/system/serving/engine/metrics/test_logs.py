@@ -58,7 +58,7 @@ def test_adapter_table_has_a_row_per_adapter(tmp_path):
         engine.registry.load(name, name)
     header, *rows = adapter_table(engine.registry.entries())
     assert header.split() == ["adapter", "kind", "rank", "modules", "MB", "sha256"]
-    assert rows[0].split() == ["a-longer-name", "lora", "4", "q_proj", "1.0", "0" * 12]
+    assert rows[0].split() == ["a-longer-name", "lora", "4", "q_proj", "1.05", "0" * 12]
     assert header.index("kind") == rows[1].index("lora")
 
 

@@ -121,11 +121,13 @@ def test_four_devices_answer_as_one(tmp_path, dtype):
         assert got == want
 
 
-def run_esft(root, base, devices, **fields):
+def run_esft(root, base, dtype, devices, kv_heads, **fields):
     """Answers to base, LoRA and ESFT in one batch, where ESFT adapters take turns in one slot."""
+    layers = tiny_esft.MIXTRAL.layers
     adapters = {name: str(root / name) for name in ("lora", "e0", "e1")}
     fields |= SIZES | {"max_lora_rank": 4, "max_esft_adapters": 1, "max_esft_experts": 3}
-    fields |= {"kv_cache_memory_bytes": 1 << 20, "dtype": "bfloat16"}
+    bytes_ = NUM_PAGES * PAGE_BYTES[dtype] * layers * kv_heads // devices
+    fields |= {"kv_cache_memory_bytes": bytes_, "dtype": dtype}
     names = [None, "lora", "e0", "e1"]
     with Engine(str(base), adapters, tensor_parallel_size=devices, **fields) as engine:
         outputs = engine.generate(prompts_of(8, high=20), names * 2, SCORED)
@@ -135,23 +137,26 @@ def run_esft(root, base, devices, **fields):
         stats = engine.stats()
         assert stats.compilations_after_warmup == 0
         assert stats.adapter_swaps
+        assert stats.preemptions
         answers = [answer(output) for output in outputs]
     assert answers[:4] == answers[8:12]
     return answers
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("devices", [2, 4])
-def test_esft_adapters_answer_as_on_one_device(tmp_path, devices):
+def test_esft_adapters_answer_as_on_one_device(tmp_path, devices, dtype):
     shape = dataclasses.replace(tiny_esft.MIXTRAL, experts=4 + devices, kv_heads=devices)
     base = tmp_path / "base"
     tiny_checkpoint.write_model(base, shape)
     tiny_checkpoint.write_adapter(tmp_path / "lora", shape, 3, seed=1)
     for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
         tiny_esft.write_esft_adapter(tmp_path / f"e{place}", base, experts, place)
-    want = run_esft(tmp_path, base, 1)
-    assert run_esft(tmp_path, base, devices) == want
-    assert run_esft(tmp_path, base, devices, enable_expert_parallel=False) == want
+    want = run_esft(tmp_path, base, dtype, 1, devices)
+    for expert_parallel in (True, False):
+        split = {"enable_expert_parallel": expert_parallel}
+        assert run_esft(tmp_path, base, dtype, devices, devices, **split) == want
 
 
 @pytest.mark.parametrize(

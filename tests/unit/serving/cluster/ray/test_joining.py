@@ -2,10 +2,12 @@
 
 import dataclasses
 import socket
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+from support.processes.server_process import ROOT
 
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
@@ -13,7 +15,7 @@ from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.cluster.ray import joining
 from serving.cluster.ray.groups import HostRoom
-from serving.cluster.ray.joining import ray_hosts
+from serving.cluster.ray.joining import check_ray, ray_hosts
 from serving.http.settings import HttpSettings
 
 TOKENS = {"RAY_AUTH_MODE": "token", "RAY_ADDRESS": "head:6379", "JAX_PLATFORMS": "cpu", "HOME": "/"}
@@ -50,6 +52,7 @@ def made(monkeypatch):
     monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
     monkeypatch.setattr(joining.socket, "create_connection", lambda *given: socket.socket())
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(joining.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "serving.cluster.ray.hosts", of_hosts)
     return calls
 
@@ -65,9 +68,11 @@ def test_a_cluster_is_joined_and_its_hosts_are_taken(made):
 def test_without_tokens_a_cluster_is_refused_unless_it_may_be_open(made, caplog):
     for environ in ({}, {"RAY_AUTH_MODE": "disabled"}):
         with pytest.raises(StartError, match=r"set RAY_AUTH_MODE=token .* --insecure takes"):
-            ray_hosts(options(), environ)
-    assert not made.joined
-    ray_hosts(dataclasses.replace(options(), insecure=True), {})
+            check_ray(options(), environ)
+    check_ray(options(), TOKENS)
+    is_open = dataclasses.replace(options(), insecure=True)
+    check_ray(is_open, {})
+    ray_hosts(is_open, {})
     assert (made.joined, made.needs_tokens) == (["auto"], False)
     assert "Ray requires no token" in caplog.text
 
@@ -80,13 +85,12 @@ def test_a_cluster_that_is_not_there_is_told_with_what_to_do(made):
 
 def test_where_nobody_listens_ray_is_not_asked(made, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(exceptions=ERRORS, init=None))
+    monkeypatch.setattr(joining.importlib.util, "find_spec", lambda name: name)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(StartError, match=rf"Ray cluster at {address}: .*refused.* Start it"):
-            ray_hosts(options(), TOKENS | {"RAY_ADDRESS": address})
+            check_ray(options(), TOKENS | {"RAY_ADDRESS": address})
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,12 @@ def test_what_does_not_fit_is_refused_and_the_cluster_left(made, given, message)
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setenv("RAY_ENABLE_AUTO_CONNECT", "1")
-    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(joining.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(StartError, match=r"pip install 'lora-jax\[cluster\]'"):
-        joining.ray_hosts(options(), TOKENS)
+        check_ray(options(), TOKENS)
+
+
+def test_what_is_known_is_told_without_jax_and_ray():
+    code = "import sys, serving.cluster.ray.joining as _; "
+    code += "sys.exit(bool({'jax', 'ray'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

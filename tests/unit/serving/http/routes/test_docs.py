@@ -17,6 +17,10 @@ def test_it_names_every_route_and_field(client: httpx.Client):
         assert f" {path}</h2>" in answer.text
     assert "<code>chat_template_kwargs</code></td><td>object" in answer.text
     assert "<code>stop</code></td><td>string or list of string" in answer.text
+    assert "<code>messages</code></td><td>list of ChatMessage, required" in answer.text
+    message = answer.text.partition("<h2>ChatMessage</h2>")[2].partition("<h2>")[0]
+    assert "<code>role</code></td><td>" in message
+    assert "GET /v1/models lists them" in answer.text
 
 
 def test_it_loads_and_runs_nothing(client: httpx.Client):

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from llguidance import LLMatcher
 from support.cases.grammar_cases import vocabulary
@@ -73,6 +74,43 @@ def test_the_other_kinds(fits):
     assert not fits("größ", choice=odd)
     assert fits("((x))", grammar='start: "x" | "(" start ")"')  # Lark
     assert fits("((x))", grammar='root ::= "x" | "(" root ")"')  # GBNF
+
+
+WORD = {"type": "object", "properties": {"intent": {"type": "null"}}, "required": ["intent"]}
+
+
+WORD_TAG = {
+    "triggers": ["<"],
+    "structures": [{"begin": "<intent>", "schema": {"type": "null"}, "end": ""}],
+}
+SKIPPING = '%llguidance {"allow_initial_skip": true}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ('{"intent":null', {"json": WORD, "disable_any_whitespace": True}),
+        ("intent: 17", {"regex": "intent: 17"}),
+        ("intent: 17", {"choice": ["intent: 17"]}),
+        ("intent: 17", {"grammar": 'start: "intent" ": 17"'}),
+        ("intent: 17", {"grammar": SKIPPING + 'start: "intent: 17"'}),
+        ("intent: 17", {"grammar": 'root ::= "intent" ": 17"'}),
+        ("<intent>null", {"structural_tag": WORD_TAG}),
+    ],
+)
+def test_the_model_chooses_the_tokens_of_a_text_without_a_choice(text, fields):
+    """Each token that begins what is left may come: no token is forced on the model."""
+    tokens = vocabulary().tokens
+    grammar = grammar_text(StructuredOutputs(**fields))
+    matcher = LLMatcher(vocabulary().tokenizer(), grammar, log_level=0)
+    start = text.index("intent")
+    assert matcher.consume_tokens([tokens.index(byte.encode()) for byte in text[:start]])
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    fitting = {
+        i for i, token in enumerate(tokens) if token and text[start:].encode().startswith(token)
+    }
+    assert {b"i", b"intent"} <= {tokens[i] for i in fitting}
+    assert set(np.flatnonzero(bits).tolist()) == fitting
 
 
 TAGS = {

@@ -1,6 +1,7 @@
 """Masks of a step: who gets one, what it allows, and what a sequence may go through meanwhile."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from serving.api.request import Request, ScheduledChunk, Sequence, SequenceState
 from serving.api.sampling import Sampling
 from serving.text.structured.grammars import Grammar
 from serving.text.structured.row_masks import (
-    BoundRow,
     GrammarState,
     RowMasks,
     _dealt,
@@ -60,7 +60,7 @@ def fill(plan, rows=8):
     row_to_mask = np.full(rows, -1, np.int32)
     masks = RowMasks(ENDS)
     first = [chunk.sequence.row for chunk in plan.chunks]
-    filling = masks.start(masks.rows(plan, first), words)
+    filling = masks.start(plan, first, words)
     failed = masks.finish(filling, row_to_mask)
     masks.close()
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
@@ -139,6 +139,34 @@ def test_a_grammar_that_runs_out_of_states_fails_its_sequence(sequence, tokenize
     assert "too many states" in failed[0][1]
 
 
+def test_a_grammar_that_cannot_start_fails_its_sequence_alone(sequence):
+    bad, good, failed = sequence(row=0), sequence(row=1), []
+    broken = SimpleNamespace(start=lambda: 1 / 0)
+    object.__setattr__(bad.request, "grammar", broken)
+    allowed, failed = fill(plan_of(bad, good))
+    assert allowed[:2] == [None, {token_of("Q")}]
+    assert [one for one, _ in failed] == [bad]
+    assert "grammar cannot go on: division by zero" in failed[0][1]
+    masks, told = RowMasks(ENDS), []
+    words, row_to_mask = np.zeros((2, WORDS), np.int32), np.full(2, -1, np.int32)
+    step = plan_of(bad, good), [0, 1]
+    failed = masks.post(*step, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
+    assert [one for one, _ in failed] == [bad]
+    assert told == [[-1, 0]]
+
+
+def test_masks_that_cannot_be_made_fail_their_sequences_and_the_step_goes_on(sequence):
+    one, masks, told = sequence(), RowMasks(ENDS), []
+    masks._fill_here = lambda filling: 1 / 0
+    words, row_to_mask = np.zeros((1, WORDS), np.int32), np.full(1, -1, np.int32)
+    step = plan_of(one), [0]
+    failed = masks.post(*step, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
+    assert [sequence for sequence, _ in failed] == [one]
+    assert told == [[-1]]
+    filling = masks.start(*step, words)
+    assert [sequence for sequence, _ in masks.finish(filling, row_to_mask)] == [one]
+
+
 def drafted(sequence, *texts):
     """A step of one sequence with drafts."""
     drafts = tuple(token_of(text) for text in texts)
@@ -172,11 +200,11 @@ def test_ends_are_held_back_by_the_length_with_drafts(sequence):
 
 def test_masks_of_a_step_that_did_not_wait_are_made_before_the_next_ones(sequence):
     masks, may, told = RowMasks(ENDS), threading.Event(), []
-    masks._few, work = 1, masks._work  # another thread's work
-    masks._work = lambda *given: may.wait(60) and work(*given)
+    masks._few, fill = 1, masks._fill  # another thread's work
+    masks._fill = lambda *given: may.wait(60) and fill(*given)
     words, row_to_mask = np.zeros((1, WORDS), np.int32), np.full(1, -1, np.int32)
-    rows = masks.rows(plan_of(sequence()), [0])
-    masks.post(rows, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
+    step = plan_of(sequence()), [0]
+    masks.post(*step, words, row_to_mask, lambda: told.append(row_to_mask.tolist()))
     assert told == []
     threading.Timer(0.05, may.set).start()
     masks.settle()
@@ -187,16 +215,16 @@ def test_masks_of_a_step_that_did_not_wait_are_made_before_the_next_ones(sequenc
 
 def test_rows_whose_masks_may_take_long_begin_pieces_of_their_own(sequence):
     """A mask of many tokens, yet not of all, is followed by one that takes long."""
-    rows = [(BoundRow(sequence(), first), first) for first in range(16)]
-    for row, _ in rows:
-        row.sequence.grammar_state = GrammarState(row.sequence.request.grammar.start())
+    one = sequence()
+    matcher = one.request.grammar.start()
+    rows = [(one, GrammarState(matcher, 2, False, False), i, i, [], ()) for i in range(16)]
     words = np.full((16, 320), 7 << 29, np.uint32).view(np.int32)  # a tenth of the tokens
     words[4:] = 0
     words[8:12] = -1
     _guess_efforts(rows, words)
-    efforts = [row.sequence.grammar_state.effort for row, _ in rows]
+    efforts = [state.effort for _, state, *_ in rows]
     assert efforts == [2] * 4 + [0] * 4 + [1] * 4 + [0] * 4
-    order = [place for _, place in _dealt(rows, num_threads=2)]  # four pieces of four
+    order = [place for _, _, _, place, *_ in _dealt(rows, num_threads=2)]  # four pieces of four
     assert order[::4] == [0, 1, 2, 3]
     assert order[1::4] == [8, 9, 10, 11]
     assert sorted(order) == list(range(16))
