@@ -27,6 +27,8 @@ def test_beside_others_the_sizes_are_a_cpus():
     """A LoRA Server is started with the size of a message, by a process without the device."""
     config = EngineConfig("model")
     assert sizes(config, on_cpu=False, device_bytes=H200, alone=False) == (32, 512)
+    split = EngineConfig("model", tensor_parallel_size=2)
+    assert sizes(split, device_bytes=H200, **ALONE) == (256, 512)
     assert (config.step_seqs, config.step_tokens, config.max_logit_rows) == (32, 512, 64)
 
 
