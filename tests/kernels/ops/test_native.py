@@ -220,7 +220,7 @@ def test_a_full_disk_is_told_and_done_without(library, tmp_path, caplog):
     """The kernels were off then, and every op ran as plain JAX."""
     cache, fake = tmp_path / "cache", tmp_path / "g++"
     fake.write_text(
-        f'#!/bin/sh\ncase "$*" in *{cache}*) echo "ld: No space left on device" >&2; exit 1;; esac\n'
+        f'#!/bin/sh\ncase "$*" in *{cache}*) echo No space left on device >&2; exit 1;; esac\n'
         f'exec {library.compilers[0].path} "$@"\n'
     )
     fake.chmod(0o755)
