@@ -80,10 +80,11 @@ class Engine:
         that cannot be served, and ConnectionError when the server cannot be reached or does not
         fit.
         """
-        self.config = config_of(model, fields)
+        config = config_of(model, fields)
         self._parts: EngineParts = build_parts(
-            self.config, dict(adapters or {}), lora_server, backbone, turns, gang
+            config, dict(adapters or {}), lora_server, backbone, turns, gang
         )
+        self.config = self._parts.config
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
         self.tokenizer, self.tokenizer_of = self._parts.tokenizer, self._parts.tokenizers.of
