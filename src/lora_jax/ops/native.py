@@ -112,7 +112,7 @@ class Library:
         try:
             return self._built_in(own_files.own_folder(folder))
         except OSError as error:
-            log.warning("The %s are compiled anew at each start: %s", self.title, error)
+            _warn_once(f"The {self.title} are compiled anew at each start: {error}")
         try:
             return self._built_in(own_files.own_folder(_private_folder()))
         except OSError as error:
@@ -226,6 +226,12 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Log a warning at its first call: programs and their callers look for the library in turn."""
+    log.warning("%s", text)
 
 
 @functools.cache
