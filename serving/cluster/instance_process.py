@@ -248,6 +248,8 @@ def instance_main(
             serve(options, sock, access, gang_of(options, seat.gang), announce=announce)
     except StartError as error:
         logger.error("Instance %d: %s", seat.number, error)
+        if seat.gang is not None:  # jax's farewell to the other members, which wait, takes seconds
+            os._exit(1)
         raise SystemExit(1) from None
 
 

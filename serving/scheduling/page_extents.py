@@ -54,6 +54,8 @@ class PageExtents:
         self._idle: set[int] = set()  # present ones of which no page is held
         self._held = [0] * count  # pages of each
         self._blank: list[set[int]] = [set() for _ in range(count)]  # pages of each
+        # Extents by their number of blank pages.
+        self._by_blank: list[set[int]] = [set(range(count)), *(set() for _ in range(extent))]
         self._worth = [0.0] * count  # of what is cached on them
         self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages
@@ -143,7 +145,7 @@ class PageExtents:
         self._idle.discard(extent)
         self._held[extent] += 1
         was_cached = page in self._values
-        self._blank[extent].discard(page)
+        self._note_blank(page, is_blank=False)
         value = self._lose(page)
         if fresh:
             self._note_gone(page, was_cached)
@@ -162,14 +164,14 @@ class PageExtents:
             heapq.heappush(self._order, (self._values[page], self._number, page))
             self._compact()
         else:
-            self._blank[extent].add(page)
+            self._note_blank(page, is_blank=True)
         if not self._held[extent]:
             self._idle.add(extent)
 
     def blanked(self, page: int) -> None:
         """A cached page is blank now, as a page that is held has the same contents."""
         self._lose(page)
-        self._blank[page // self._size].add(page)
+        self._note_blank(page, is_blank=True)
 
     def places(self, count: int) -> list[int]:
         """Return the pages for a sequence's next ones: blank, and cached where these are too few.
@@ -179,19 +181,30 @@ class PageExtents:
         without which the rest of it is not found.
         """
         chosen: list[int] = []
-        blank = {extent: len(pages) for extent, pages in enumerate(self._blank) if pages}
-        while blank and (left := count - len(chosen)):
-            wide = [extent for extent, number in blank.items() if number >= left]
-            if wide:
-                extent = min(wide, key=lambda one: blank[one])  # the first of equal ones
-            else:
-                extent = max(blank, key=lambda one: blank[one])
-            chosen += sorted(self._blank[extent])[:left]
-            del blank[extent]
+        while (left := count - len(chosen)) and (extent := self._with_blank(left)) is not None:
+            part = sorted(self._blank[extent])[:left]
+            for page in part:
+                self._note_blank(page, is_blank=False)
+            chosen += part
         for _ in range(count - len(chosen)):
             chosen.append(self.least_cached())
             heapq.heappop(self._order)  # or it would be named twice
         return chosen
+
+    def _with_blank(self, count: int) -> int | None:
+        """Return the extent with fewest blank pages that are so many, else that with most."""
+        enough = range(count, self._size + 1)
+        fewer = range(min(count, self._size), 0, -1)
+        number = next((n for n in (*enough, *fewer) if self._by_blank[n]), 0)
+        return min(self._by_blank[number]) if number else None
+
+    def _note_blank(self, page: int, *, is_blank: bool) -> None:
+        """Note whether a page is blank."""
+        extent = page // self._size
+        pages = self._blank[extent]
+        self._by_blank[len(pages)].discard(extent)
+        (pages.add if is_blank else pages.discard)(page)
+        self._by_blank[len(pages)].add(extent)
 
     def least_cached(self) -> int:
         """Return the cached page that is worth least, of equal ones the oldest; there is one."""
@@ -234,6 +247,7 @@ class PageExtents:
             assert (extent in self._idle) == (not held and extent not in absent)
             blank = {page for page in pages if self._cache.is_blank(page)}
             assert self._blank[extent] == blank, f"blank pages of extent {extent}"
+            assert extent in self._by_blank[len(blank)], f"number of blank pages of {extent}"
             worth = sum(self._values.get(page, 0.0) for page in pages)
             assert abs(worth - self._worth[extent]) < 1e-6 * max(1.0, worth), "worth"
         present = [p for e in range(len(self._held)) if e not in absent for p in self._pages(e)]
@@ -293,7 +307,8 @@ class PageExtents:
         self._absent.discard(extent)
         self._idle.add(extent)
         self._worth[extent] = 0.0
-        self._blank[extent] = set(self._pages(extent))
+        for page in self._pages(extent):
+            self._note_blank(page, is_blank=True)
         self._cache.bring(self._pages(extent))
         return True
 
@@ -303,8 +318,8 @@ class PageExtents:
         for page in pages:
             self._note_gone(page, page in self._values)
             self._lose(page)
+            self._note_blank(page, is_blank=False)
         self._idle.discard(extent)
-        self._blank[extent].clear()
         self._leaving.add(extent)
         self._memory.leave_pages(pages, lambda: self._gone(extent))
 

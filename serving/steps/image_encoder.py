@@ -88,6 +88,7 @@ class ImageEncoder:
         # Frames of one size need their arrays but the patches on the device once.
         self._places = functools.lru_cache(_KEPT_SIZES)(self._place)
         self._positions = functools.lru_cache(_KEPT_SIZES)(self._table)
+        self._written: dict[int, Any] = {}  # what each row of the table was made of
 
     def start(self, max_seqs: int, max_len: int, sharding: Any) -> None:
         """Make the cache and the table on the device."""
@@ -121,15 +122,24 @@ class ImageEncoder:
         for job in jobs:
             self._run(*job)
         self._set_places(0, np.full(self.operands.places.shape[1:], -1, np.int32))
+        self._written.clear()
 
     def admit(self, sequence: RunningSequence) -> None:
-        """Write the table of a sequence that has a new row."""
+        """Write the table of a sequence that has a new row, where it differs from the last one's.
+
+        Sequences of text, and those whose images' tokens are cached, differ by images' sizes alone.
+        """
         images = sequence.request.images
-        places = self._positions(tuple((image.start, image.image.grid) for image in images)).copy()
+        grids = tuple((image.start, image.image.grid) for image in images)
+        written = grids, tuple(sequence.image_rows)
+        if self._written.get(sequence.row) == written:
+            return
+        places = self._positions(grids).copy()
         for image, rows in zip(images, sequence.image_rows, strict=True):
             if rows:
                 places[ENCODER_ROW, image.start : image.end] = rows
         self._set_places(sequence.row, places)
+        self._written[sequence.row] = written
 
     def encode(self, works: Sequence[EncodeImage], slots: AdapterSlots | None) -> None:
         """Have the tower compute images, each with the LoRA of its slot (-1: none).

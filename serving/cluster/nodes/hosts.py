@@ -108,8 +108,8 @@ class NodeHosts(AbstractRoleHosts):
     ):
         """Return when all nodes are there. `about` is as of gang_stream.
 
-        Raises GangRefused for a node that does not fit, and when one does not come in time; OSError
-        for an address that this host does not have.
+        Raises GangRefused for a node that does not fit, when one does not come in time, and for an
+        address or a port that this host does not have free.
         """
         self._seats, self._place, self._about = seats, place, about
         fronts = {some[0].node for (kind, _), some in seats.items() if kind == INSTANCE}
@@ -117,9 +117,10 @@ class NodeHosts(AbstractRoleHosts):
         self._changed = threading.Condition()
         self._closed, self._refused = False, list[GangRefused]()
         self._starts = itertools.count()
-        own = socket.gethostbyname(place.address[0])
+        self._listening = listen(place.address)
+        own: str = self._listening.getsockname()[0]
         self._nodes: dict[int, AbstractNode] = {0: OwnNode(own)}
-        self._listening, self._board = listen(place.address), Switchboard(own)
+        self._board = Switchboard(own)
         try:
             take_callers(self._listening, self._admit, "nodes")
             self._wait_for_all()

@@ -194,12 +194,12 @@ class ImageFront:
 
         ValueError when a token of an image stands where none is, or the other way round.
         """
-        covered = np.zeros(len(ids), bool)
+        covered = [False] * len(ids)
         for image, start in zip(images, starts, strict=True):
-            covered[start : start + image.num_tokens] = True
-        wanted = np.asarray(ids) == self.token_id
+            covered[start : start + image.num_tokens] = [True] * image.num_tokens
         total = sum(image.num_tokens for image in images)
-        if not np.array_equal(covered, wanted) or total != wanted.sum():
+        wanted = [token == self.token_id for token in ids]
+        if covered != wanted or total != sum(wanted):
             raise ValueError(
                 f"The prompt holds the image placeholder {self.placeholder!r} where no image is."
             )

@@ -143,41 +143,57 @@ __attribute__((noinline)) void dot_rest(const typename D::X* const* x,
 template <class D>
 constexpr bool kRestApart = kLanes == 8 && std::is_same_v<typename D::T, float>;
 
-// acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1). k0 is a multiple of
-// the step, and so is k1 unless it is the end. Element k of w[c] stands at k - first.
+// acc[r * kCols + c] += lane products of x[r] and w[c] over elements [k0, k1); with kFresh the sums
+// begin. k0 is a multiple of the step, and so is k1 unless it is the end.
 //
-// With kFetch, what lies `fetch` elements beyond w is brought into L2 on the way.
-template <class D, int M, bool kFetch = false>
-inline void dot_rows(const typename D::X* const* x, const typename D::T* const* w, int64_t first,
-                     int64_t k0, int64_t k1, f32s* acc, int64_t fetch = 0) {
+// With kFetch, what lies `fetch` elements beyond w is brought into L2 on the way. In a function of its
+// own whose loops are unrolled early GCC 12 copies no sums through memory before and after the loop.
+template <class D, int M, bool kFetch = false, bool kFresh = false>
+__attribute__((noinline)) void dot_rows(const typename D::X* const* x,
+                                        const typename D::T* const* w, int64_t k0, int64_t k1,
+                                        f32s* acc, int64_t fetch = 0) {
   f32s a[M][kCols];
-  for (int r = 0; r < M; ++r)
-    for (int c = 0; c < kCols; ++c) a[r][c] = acc[r * kCols + c];
   const typename D::T* wp[kCols];
-  for (int c = 0; c < kCols; ++c) wp[c] = w[c] - first;
   const typename D::X* xp[M];
-  for (int r = 0; r < M; ++r) xp[r] = x[r];
+#pragma GCC unroll 3
+  for (int r = 0; r < M; ++r) {
+    xp[r] = x[r];
+#pragma GCC unroll 8
+    for (int c = 0; c < kCols; ++c) a[r][c] = kFresh ? f32s{} : acc[r * kCols + c];
+  }
+#pragma GCC unroll 8
+  for (int c = 0; c < kCols; ++c) wp[c] = w[c];
   int64_t k = k0;
   for (; k + D::kStep <= k1; k += D::kStep)
+#pragma GCC unroll 2
     for (int part = 0; part < D::kParts; ++part) {
       typename D::V xv[M];
+#pragma GCC unroll 3
       for (int r = 0; r < M; ++r) xv[r] = D::load_x(xp[r] + k, part);
+#pragma GCC unroll 8
       for (int c = 0; c < kCols; ++c) {
         typename D::V wv = D::load_w(wp[c] + k, part);
         in_register(wv);
         if (kFetch && part == 0) __builtin_prefetch(wp[c] + k + fetch, 0, 2);
+#pragma GCC unroll 3
         for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
       }
     }
-  for (int part = 0; !kRestApart<D> && k < k1 && part < D::kParts; ++part) {
-    typename D::V xv[M];
-    for (int r = 0; r < M; ++r) xv[r] = D::load_x(xp[r] + k, part, k1 - k);
-    for (int c = 0; c < kCols; ++c) {
-      typename D::V wv = D::load_w(wp[c] + k, part, k1 - k);
-      for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
+  if (!kRestApart<D> && k < k1)
+    for (int part = 0; part < D::kParts; ++part) {
+      typename D::V xv[M];
+#pragma GCC unroll 3
+      for (int r = 0; r < M; ++r) xv[r] = D::load_x(xp[r] + k, part, k1 - k);
+#pragma GCC unroll 8
+      for (int c = 0; c < kCols; ++c) {
+        typename D::V wv = D::load_w(wp[c] + k, part, k1 - k);
+#pragma GCC unroll 3
+        for (int r = 0; r < M; ++r) a[r][c] = D::fma(a[r][c], xv[r], wv);
+      }
     }
-  }
+#pragma GCC unroll 3
   for (int r = 0; r < M; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < kCols; ++c) acc[r * kCols + c] = a[r][c];
   if (kRestApart<D> && k < k1) {
     for (int c = 0; c < kCols; ++c) wp[c] += k;
@@ -198,11 +214,11 @@ inline void sum_tile(const f32s* acc, float* out) {
 template <class D>
 inline void dot_tile(int64_t m, const typename D::X* const* x, const typename D::T* const* w,
                      int64_t k, float* out) {
-  f32s acc[kTile] = {};
+  f32s acc[kTile];
   switch (m) {
-    case 1: dot_rows<D, 1>(x, w, 0, 0, k, acc); return sum_tile<1>(acc, out);
-    case 2: dot_rows<D, 2>(x, w, 0, 0, k, acc); return sum_tile<2>(acc, out);
-    case 3: dot_rows<D, 3>(x, w, 0, 0, k, acc); return sum_tile<3>(acc, out);
+    case 1: dot_rows<D, 1, false, true>(x, w, 0, k, acc); return sum_tile<1>(acc, out);
+    case 2: dot_rows<D, 2, false, true>(x, w, 0, k, acc); return sum_tile<2>(acc, out);
+    case 3: dot_rows<D, 3, false, true>(x, w, 0, k, acc); return sum_tile<3>(acc, out);
   }
 }
 

@@ -1,86 +1,44 @@
 // y[t] = w[g] x[t] + bias[g] for rows sorted by group, of one w or of several. See dot.h for the order
 // of the sums.
 //
-// Weights are plain, or rows that are decoded, a few rows of x in registers, many block by block
-// (quantised.h).
+// Weights are plain, or rows that are decoded, for a few rows of x in registers (quantised.h). For
+// many rows panels are decoded, or copied, block by block (panels.h).
 #pragma once
 #include <algorithm>
 #include <vector>
 
-#include "dot.h"
+#include "panels.h"
 #include "parallel.h"
-#include "quantised.h"
 
 namespace lora_jax {
-
-template <class D>
-struct Gemm {
-  using T = typename D::T;
-  const T* w;                     // null if `decoded` is there
-  const DecodedRows<D>* decoded;  // null if weights are plain
-  const T *x, *bias;              // bias may be null
-  const int32_t* group_sizes;
-  T* y;
-  int64_t rows, groups, d_out, d_in;
-};
-
-// A product and its rows as the dot products read them.
-template <class D>
-struct PackedGemm : Gemm<D> {
-  const typename D::X* const* xs;
-};
-
-// Rows [row0, row1) of one group times columns [col0, col1) of its matrix in one of the products.
-struct GemmItem {
-  int64_t product, group, row0, row1, col0, col1;
-};
 
 constexpr int64_t kAccRows = 48;       // rows whose accumulators wait between blocks of K
 constexpr int64_t kBlockBytes = 3072;  // of K per row: a block of kCols matrix rows stays in L1
 
 // A product of few rows takes some 20 to 200 us: in pieces of 50 most ran on one core.
 constexpr double kPieceMicros = 12.0;
+// Pieces for each thread where that makes longer ones: a piece's next panel is fetched by its core.
+constexpr int64_t kPieces = 16;
 
-// What multiplies a block of decoded weights, which are in the type of x: floats in the order that
-// `pack` gives where rows of x are packed.
-template <class D>
-using Wide = std::conditional_t<PackedRows<D>::kCopies, DotF32, D>;
+// Rows from which on plain weights are copied to where they stay in L1, if a column is one block
+// there: copies of more blocks took as long as they saved. Measured with AVX2 alone.
+constexpr int64_t kCopiedRows = kLanes == 8 ? 48 : INT64_MAX;
 
-// kCols rows of a matrix, the first of their elements there being `first`; past the last of the
-// matrix they repeat it.
+// kCols rows of a matrix; past the last of the matrix they repeat it.
 template <class D>
 struct Panel {
   const typename D::T* w[kCols];
-  int64_t first;
   int64_t fetch;  // elements to the next panel; 0 if there is none
-};
-
-// Room for a block of a panel that is decoded.
-template <class D>
-struct Room {
-  alignas(64) typename D::X w[kCols][kBlockBytes / sizeof(typename D::X) + kWords];
 };
 
 // The panel at column `col` of a group's matrix where it stands.
 template <class D>
 inline Panel<D> plain_panel(const PackedGemm<D>& g, int64_t group, int64_t col) {
-  Panel<D> panel{{}, 0, 0};
+  Panel<D> panel{{}, 0};
   int64_t last = g.d_out - 1 - col;
   const typename D::T* w = g.w + (group * g.d_out + col) * g.d_in;
   for (int64_t c = 0; c < kCols; ++c) panel.w[c] = w + std::min(c, last) * g.d_in;
   if (last + 1 >= 2 * kCols) panel.fetch = kCols * g.d_in;
-  return panel;
-}
-
-// The same of quantised weights, elements [k0, k1) decoded.
-template <class D>
-inline Panel<Wide<D>> decoded_panel(const PackedGemm<D>& g, Room<D>& room, int64_t group,
-                                    int64_t col, int64_t k0, int64_t k1) {
-  Panel<Wide<D>> panel{{}, k0, 0};
-  int64_t last = g.d_out - 1 - col;
-  for (int64_t c = 0; c <= std::min<int64_t>(kCols - 1, last); ++c)
-    g.decoded->decode(group * g.d_out + col + c, k0, k1, room.w[c]);
-  for (int64_t c = 0; c < kCols; ++c) panel.w[c] = room.w[std::min(c, last)];
   return panel;
 }
 
@@ -118,55 +76,53 @@ inline void write_tile(const Gemm<D>& g, int64_t group, int64_t row, int64_t m, 
 }
 
 // One tile over one block of K: accumulators live in `acc` between blocks and are summed at last.
-template <class P, class D, int M>
-inline void run_tile(const PackedGemm<D>& g, const Panel<P>& panel, const GemmItem& item,
+template <class D, int M>
+inline void run_tile(const PackedGemm<D>& g, const Panel<D>& panel, const GemmItem& item,
                      int64_t row, int64_t col, int64_t k0, int64_t k1, f32s* acc) {
-  if (k0 == 0)
-    for (int i = 0; i < kTile; ++i) acc[i] = f32s{};
-  if (panel.fetch && row == item.row0)
-    dot_rows<P, M, true>(g.xs + row, panel.w, panel.first, k0, k1, acc, panel.fetch);
+  const bool fetch = panel.fetch && row == item.row0;
+  if (fetch && k0 == 0)
+    dot_rows<D, M, true, true>(g.xs + row, panel.w, k0, k1, acc, panel.fetch);
+  else if (fetch)
+    dot_rows<D, M, true>(g.xs + row, panel.w, k0, k1, acc, panel.fetch);
+  else if (k0 == 0)
+    dot_rows<D, M, false, true>(g.xs + row, panel.w, k0, k1, acc);
   else
-    dot_rows<P, M>(g.xs + row, panel.w, panel.first, k0, k1, acc);
+    dot_rows<D, M>(g.xs + row, panel.w, k0, k1, acc);
   if (k1 < g.d_in) return;
   float sums[kTile];
   sum_tile<M>(acc, sums);
   write_tile(g, item.group, row, M, col, std::min<int64_t>(kCols, item.col1 - col), sums);
 }
 
-template <class P, class D>
-inline void run_tiles(const PackedGemm<D>& g, const Panel<P>& panel, const GemmItem& item,
+template <class D>
+inline void run_tiles(const PackedGemm<D>& g, const Panel<D>& panel, const GemmItem& item,
                       int64_t row0, int64_t row1, int64_t col, int64_t k0, int64_t k1, f32s* acc) {
   for (int64_t row = row0; row < row1; row += kRows, acc += kTile) switch (row1 - row) {
-      case 1: run_tile<P, D, 1>(g, panel, item, row, col, k0, k1, acc); break;
-      case 2: run_tile<P, D, 2>(g, panel, item, row, col, k0, k1, acc); break;
-      default: run_tile<P, D, kRows>(g, panel, item, row, col, k0, k1, acc);
+      case 1: run_tile<D, 1>(g, panel, item, row, col, k0, k1, acc); break;
+      case 2: run_tile<D, 2>(g, panel, item, row, col, k0, k1, acc); break;
+      default: run_tile<D, kRows>(g, panel, item, row, col, k0, k1, acc);
     }
 }
 
 // Elements of K per block: so many that a block of a panel stays in L1, or all where no other rows
-// would find the block there again and nothing is decoded into it.
+// would find the block there again.
 template <class D>
 inline int64_t block_of(const PackedGemm<D>& g, int64_t rows) {
-  int64_t step = g.decoded ? kWords : D::kStep;
-  int64_t bytes = g.d_in * int64_t(g.decoded ? sizeof(typename D::X) : sizeof(typename D::T));
+  const int64_t bytes = g.d_in * int64_t(sizeof(typename D::T));
   int64_t blocks = std::max<int64_t>(1, (bytes + kBlockBytes - 1) / kBlockBytes);
-  if (rows <= kRows && !g.decoded) blocks = 1;
-  int64_t steps = (g.d_in + step - 1) / step;
-  return (steps + blocks - 1) / blocks * step;
+  if (rows <= kRows) blocks = 1;
+  return ((g.d_in + D::kStep - 1) / D::kStep + blocks - 1) / blocks * D::kStep;
 }
 
-// Rows [row0, row1) of an item times one panel, block by block of K.
+// Rows [row0, row1) of an item times one panel where it stands, block by block of K.
 template <class D>
-inline void run_rows(const PackedGemm<D>& g, Room<D>& room, const GemmItem& item,
-                     int64_t row0, int64_t row1, int64_t col, int64_t block, f32s* acc) {
+inline void run_rows(const PackedGemm<D>& g, const GemmItem& item, int64_t row0, int64_t row1,
+                     int64_t col, int64_t block, f32s* acc) {
+  const Panel<D> panel = plain_panel(g, item.group, col);
   int64_t k0 = 0;
   do {
     int64_t k1 = std::min(k0 + block, g.d_in);
-    if (g.decoded)
-      run_tiles(g, decoded_panel(g, room, item.group, col, k0, k1), item, row0, row1, col, k0, k1,
-                acc);
-    else
-      run_tiles(g, plain_panel(g, item.group, col), item, row0, row1, col, k0, k1, acc);
+    run_tiles(g, panel, item, row0, row1, col, k0, k1, acc);
     k0 = k1;
   } while (k0 < g.d_in);
 }
@@ -176,20 +132,17 @@ template <class D>
 inline void dot_columns(const PackedGemm<D>& g, const GemmItem& item, int64_t col, int64_t n,
                         f32s* acc) {
   if (g.decoded) return g.decoded->dot(1, g.xs + item.row0, item.group * g.d_out + col, n, acc);
-  for (int64_t c = 0; c < kCols; ++c) acc[c] = f32s{};
   const Panel<D> panel = plain_panel(g, item.group, col);
   if (panel.fetch)
-    dot_rows<D, 1, true>(g.xs + item.row0, panel.w, 0, 0, g.d_in, acc, panel.fetch);
+    dot_rows<D, 1, true, true>(g.xs + item.row0, panel.w, 0, g.d_in, acc, panel.fetch);
   else
-    dot_rows<D, 1>(g.xs + item.row0, panel.w, 0, 0, g.d_in, acc);
+    dot_rows<D, 1, false, true>(g.xs + item.row0, panel.w, 0, g.d_in, acc);
 }
 
 // An item of one row times plain weights or such that are decoded in registers: eight columns are
 // summed and written at a time.
 template <class D>
 inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
-  const typename D::T* bias = g.bias ? g.bias + item.group * g.d_out : nullptr;
-  typename D::T* y = g.y + item.row0 * g.d_out;
   alignas(64) f32s acc[8] = {};
   for (int64_t col = item.col0; col < item.col1; col += 8) {
     int64_t n = std::min<int64_t>(8, item.col1 - col);
@@ -197,10 +150,7 @@ inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
       dot_columns(g, item, col + c, std::min<int64_t>(kCols, n - c), acc + c);
     float sums[8];
     sum_lanes_8(acc, sums);
-    for (int64_t c = 0; c < n; c += kLanes) {
-      f32s added = bias ? load(bias + col + c, n - c) : f32s{};
-      store(y + col + c, load(sums + c, n - c) + added, n - c);
-    }
+    write_eight(g, item.group, item.row0, col, n, sums);
   }
 }
 
@@ -226,12 +176,16 @@ void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
       g.decoded->in_registers(item.group * g.d_out + item.col0, item.col1 - item.col0);
   if (rows == 1 && (!g.decoded || in_registers)) return run_one_row<D>(g, item);
   if (in_registers) return run_few_rows<D>(g, item);
-  int64_t block = block_of<D>(g, item.row1 - item.row0);
+  const bool one_block = g.d_in * int64_t(sizeof(typename D::X)) <= kPanelBytes;
+  if (g.decoded || (rows >= kCopiedRows && one_block)) {
+    Panels<D>(g, item).run();
+    return;
+  }
+  const int64_t block = block_of<D>(g, rows);
   alignas(64) f32s acc[kAccRows / kRows * kTile];
-  Room<D> room;
   for (int64_t col = item.col0; col < item.col1; col += kCols)
     for (int64_t row = item.row0; row < item.row1; row += kAccRows)
-      run_rows<D>(g, room, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
+      run_rows<D>(g, item, row, std::min(row + kAccRows, item.row1), col, block, acc);
 }
 
 // Rough time of the whole op on one core, in microseconds: the longer of arithmetic and memory.
@@ -239,30 +193,50 @@ inline double gemm_micros(double rows, double matrices, double d_out, double d_i
   return std::max(2.0 * rows * d_out * d_in / 90e3, matrices * d_out * d_in * bytes / 15e3);
 }
 
-// Splits the rows so that a piece's x stays in L2, and the columns into pieces of about kPieceMicros.
-// Returns how long they take together; `used_rows` are those of groups.
+// Rows of a group, the first being `start`.
 template <class D>
-double gemm_items(const Gemm<D>& g, int64_t product, std::vector<GemmItem>* items,
-                  int64_t* used_rows) {
-  int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(typename D::T));
-  int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
-  double bytes = g.decoded ? g.decoded->bytes : sizeof(typename D::T), micros = 0;
-  int64_t start = 0;
+inline int64_t group_rows(const Gemm<D>& g, int64_t group, int64_t start) {
+  return std::clamp<int64_t>(g.group_sizes[group], 0, g.rows - start);
+}
+
+// Bytes that a weight takes as long as.
+template <class D>
+inline double weight_bytes(const Gemm<D>& g) {
+  return g.decoded ? g.decoded->bytes : sizeof(typename D::T);
+}
+
+// How long a product takes on one core; `used_rows` are those of groups.
+template <class D>
+inline double gemm_micros(const Gemm<D>& g, int64_t* used_rows) {
+  double matrices = 0;
+  *used_rows = 0;
   for (int64_t group = 0; group < g.groups; ++group) {
-    int64_t end = start + std::clamp<int64_t>(g.group_sizes[group], 0, g.rows - start);
+    int64_t rows = group_rows(g, group, *used_rows);
+    matrices += rows > 0;
+    *used_rows += rows;
+  }
+  return gemm_micros(double(*used_rows), matrices, g.d_out, g.d_in, weight_bytes(g));
+}
+
+// Splits the rows so that a piece's x stays in L2, and the columns into pieces that take about so
+// long. Whole panels: another thread would copy the rest of one again.
+template <class D>
+void gemm_items(const Gemm<D>& g, int64_t product, double piece_micros,
+                std::vector<GemmItem>* items) {
+  int64_t row_bytes = std::max<int64_t>(1, g.d_in * sizeof(typename D::X));
+  int64_t chunk = std::clamp<int64_t>((512 << 10) / row_bytes, kAccRows, 512) / kAccRows * kAccRows;
+  for (int64_t group = 0, start = 0; group < g.groups; ++group) {
+    int64_t end = start + group_rows(g, group, start);
     for (int64_t row = start; row < end; row += chunk) {
       int64_t row1 = std::min(row + chunk, end);
-      double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, bytes);
-      int64_t pieces = std::max<int64_t>(1, int64_t(cost / kPieceMicros));
-      int64_t cols = ((g.d_out + pieces - 1) / pieces + kCols - 1) / kCols * kCols;
+      double cost = gemm_micros(row1 - row, 1, g.d_out, g.d_in, weight_bytes(g));
+      int64_t pieces = std::max<int64_t>(1, int64_t(cost / piece_micros));
+      int64_t cols = ((g.d_out + pieces - 1) / pieces + kPanel - 1) / kPanel * kPanel;
       for (int64_t col = 0; col < g.d_out; col += cols)
         items->push_back({product, group, row, row1, col, std::min(col + cols, g.d_out)});
-      micros += cost;
     }
     start = end;
   }
-  *used_rows = start;
-  return micros;
 }
 
 // Products of the same rows in the same groups, at least one.
@@ -271,8 +245,9 @@ void run_gemms(xla::ffi::ThreadPool& pool, const std::vector<Gemm<D>>& products)
   double micros = 0;
   int64_t used_rows = 0;
   std::vector<GemmItem> items;
-  for (size_t i = 0; i < products.size(); ++i)
-    micros += gemm_items(products[i], int64_t(i), &items, &used_rows);
+  for (const Gemm<D>& g : products) micros += gemm_micros(g, &used_rows);
+  const double piece = std::max(kPieceMicros, micros / double(kPieces * pool.num_threads()));
+  for (size_t i = 0; i < products.size(); ++i) gemm_items(products[i], int64_t(i), piece, &items);
   const Gemm<D>& first = products.front();
   PackedRows<D> packed(used_rows, first.d_in);
   std::vector<const typename D::X*> xs(used_rows);

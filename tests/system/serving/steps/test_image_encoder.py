@@ -130,3 +130,9 @@ def test_an_admitted_sequence_has_rows_and_positions(made):
     sequence.image_rows = [()]  # its tokens are in the prefix cache
     encoder.admit(sequence)
     assert (np.asarray(encoder.operands.places)[1, ENCODER_ROW] == -1).all()
+    before = encoder.operands.places
+    encoder.admit(sequence)  # as the one before in the same row
+    assert encoder.operands.places is before
+    sequence.row = 2
+    encoder.admit(sequence)
+    np.testing.assert_array_equal(np.asarray(encoder.operands.places)[2, POSITIONS], want)

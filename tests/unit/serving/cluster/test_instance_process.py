@@ -13,13 +13,14 @@ from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
 from serving.cli.options import Options
-from serving.cli.serve import Started
+from serving.cli.serve import Started, StartError
 from serving.cluster import instance_process as module
 from serving.cluster.addresses import FarAddress
 from serving.cluster.instance_process import InstanceProcess, InstanceSeat, instance_main
 from serving.http.settings import HttpSettings
 from serving.runtime import pulses
 from serving.runtime.child_process import Pulse
+from serving.runtime.gang_stream import GangPlace
 
 
 def options(**engine):
@@ -179,3 +180,27 @@ def test_the_process_serves_functions_where_it_is_asked_to_and_ends_with_its_par
     thread.join(60)
     assert not thread.is_alive()
     assert seen == [(1, 1), path, (True, signal.SIGTERM)]
+
+
+def test_a_process_that_cannot_start_ends_and_one_of_a_gang_at_once(host, tmp_path, monkeypatch):
+    """jax would say farewell to members that wait for this one."""
+
+    def refuse(*given, **more):
+        raise StartError("an adapter is missing")
+
+    ended = []
+    monkeypatch.setattr(module.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(module.logs, "configure", lambda level: None)
+    monkeypatch.setattr(module, "use_gpu", lambda *given: None)
+    monkeypatch.setattr(module, "gang_of", lambda *given: None)
+    monkeypatch.setattr(module, "serve", refuse)
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    for gang in (None, GangPlace(0, 2, ("127.0.0.1", 1), b"s" * 32)):
+        (_, life), (_, pulse) = host.pipe(), host.pipe()
+        folder = tmp_path / f"gang-{gang is not None}"
+        folder.mkdir()
+        seat = InstanceSeat("instance-0 x", 0, str(folder / "socket"), 0, gang)
+        with pytest.raises(SystemExit) as ending:
+            instance_main(life, pulse, None, options(), seat, None)
+        assert ending.value.code == 1
+        assert ended == ([] if gang is None else [1])
