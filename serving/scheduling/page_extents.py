@@ -54,8 +54,8 @@ class PageExtents:
         self._idle: set[int] = set()  # present ones of which no page is held
         self._held = [0] * count  # pages of each
         self._blank: list[set[int]] = [set() for _ in range(count)]  # pages of each
-        self._by_blank: list[set[int]] = [set() for _ in range(extent + 1)]  # extents, by their
-        self._by_blank[0].update(range(count))  # number of blank pages
+        # Extents by their number of blank pages.
+        self._by_blank: list[set[int]] = [set(range(count)), *(set() for _ in range(extent))]
         self._worth = [0.0] * count  # of what is cached on them
         self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages

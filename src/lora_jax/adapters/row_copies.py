@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 import numpy as np
 
+from lora_jax.adapters.host_copier import HostCopier
 from lora_jax.adapters.host_rows import as_one, follows
 from lora_jax.adapters.host_table import HostTable
 from lora_jax.adapters.lora_allocator import LoraPlacement, RowWrite
@@ -157,9 +158,11 @@ class LoraCopyJob:
             key, write = self._writes.popleft()
             pool = slots.pools[key]
             offset = write.offset * pool.shape[1] * pool.dtype.itemsize
-            rows = write.rows.astype(pool.dtype, copy=False)
+            rows = write.rows
+            if not isinstance(self._copier, HostCopier):  # which converts as it copies
+                rows = rows.astype(pool.dtype, copy=False)
             self._copier.begin_write_into(pool, offset, rows)
-            self._bytes_left -= rows.nbytes
+            self._bytes_left -= rows.size * pool.dtype.itemsize
         if before - self._chunks_left >= max_chunks or not self._copier.writes_done():
             return False
         self._copier.finish_writes()

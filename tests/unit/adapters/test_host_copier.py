@@ -23,7 +23,8 @@ def test_the_slots_are_those_that_programs_write(name, chunk_bytes):
 
     class Noting(HostCopier):
         def begin_write_into(self, array, offset, data):
-            sizes.append((data.nbytes, data[:1].nbytes))
+            itemsize = array.dtype.itemsize
+            sizes.append((data.size * itemsize, data[:1].size * itemsize))
             super().begin_write_into(array, offset, data)
 
     def copies(placement, slots):
@@ -50,6 +51,8 @@ def test_a_copy_stays_inside_the_array():
     assert isinstance(copier, Copier)
     copier.begin_write_into(array, 8, np.ones((1, 2), np.float32))
     np.testing.assert_array_equal(np.asarray(array)[:, 0], [0, 1, 0, 0])
+    copier.begin_write_into(array, 16, np.array([[7, 8]], np.int16))  # as the array's dtype
+    np.testing.assert_array_equal(np.asarray(array)[2], [7, 8])
     for offset in (-4, 28):
         with pytest.raises(ValueError, match="are not in an array of 32"):
             copier.begin_write_into(array, offset, np.ones((1, 2), np.float32))

@@ -19,7 +19,7 @@ from support.processes.member_loss import START_FOUND_S, MemberLoss
 from support.processes.server_process import ROOT, free_port, wait_healthy
 from support.waiting import wait_until
 
-BODY = {"model": "a1", "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 1}
+BODY = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 1}
 
 
 @pytest.fixture
@@ -43,7 +43,8 @@ class Nodes:
         words = f"--tensor-parallel-size 2 --nnodes 2 --node-rank {rank} --port {self.port} "
         words += f"--master-port {self.master} --nodes-secret-file {self.folder / 'secret'} "
         words += "--max-loras 2 --max-lora-rank 4 --max-num-seqs 4 --max-num-batched-tokens 8 "
-        words += f"--no-structured-outputs --lora-modules a1={self.folder / 'a1'}"
+        words += f"--no-structured-outputs --lora-modules a1={self.folder / 'a1'} "
+        words += f"--enable-runtime-lora --lora-dir {self.folder}"
         command = [sys.executable, "-m", "serving.launch", str(self.folder / "model")]
         env = os.environ | {"JAX_PLATFORMS": "cpu"}
         with self.log(rank).open("a") as out:
@@ -69,10 +70,10 @@ class Nodes:
             with error:
                 return error.code
 
-    def ask(self):
+    def ask(self, model="a1"):
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
-            json.dumps(BODY).encode(),
+            json.dumps(BODY | {"model": model}).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=120) as answer:
@@ -130,6 +131,13 @@ def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
         wait_healthy(nodes.url, nodes.nodes[0], nodes.log(0))
         start_s = time.monotonic() - began
         want = nodes.ask()
+        load = {"lora_name": "late", "lora_path": "a1"}
+        request = urllib.request.Request(
+            f"{nodes.url}/v1/load_lora_adapter",
+            json.dumps(load).encode(),
+            {"Content-Type": "application/json"},
+        )
+        urllib.request.urlopen(request, timeout=60).close()
         with nodes.under_load() as said:
             for rank, number in ((1, signal.SIGKILL), (1, signal.SIGSTOP), (0, signal.SIGKILL)):
                 wait_until(lambda: said and said[-1] == want)
@@ -139,7 +147,7 @@ def test_a_lost_member_is_found_and_the_answers_stay_the_same(model):
                 wait_until(lambda: said[-1] == 503)
                 nodes.until(200)
                 loss.is_over(start_s)
-                assert nodes.ask() == want
+                assert nodes.ask() == nodes.ask("late") == want  # loaded again, too
         assert [one for one in said if one not in (want, 503)] == []
         nodes.nodes[0].terminate()
         assert [node.wait(60) for node in nodes.nodes] == [0, 0]
