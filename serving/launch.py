@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 1
     except KeyboardInterrupt:
-        logger.info("Interrupted before the server was ready.")
+        logger.info("Interrupted: the server ends without waiting for what it began.")
         return INTERRUPTED
     return 0
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import pytest
 from support.cases.bad_adapters import missing_b
 from support.cases.tiny_checkpoint import TinyShape, write_adapter, write_model
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.processes.certificates import make_certificate
 from support.processes.server_process import ROOT, post
 
 import serving
@@ -178,7 +180,7 @@ def test_ctrl_c_during_the_start_is_a_line_and_no_traceback(monkeypatch, fake, c
 
     monkeypatch.setattr(serving, "Engine", engine, raising=False)
     assert main(["m", "--port", "0"]) == launch.INTERRUPTED == 130
-    assert caplog.messages[-1] == "Interrupted before the server was ready."
+    assert caplog.messages[-1].startswith("Interrupted: the server ends")
 
 
 INTERRUPTED_BY_COMMAND = """
@@ -296,6 +298,30 @@ def test_a_unix_socket_instead_of_a_port(fake, caplog, tmp_path):
     thread = threading.Thread(target=client)
     thread.start()
     assert main(["serve", "m", "--uds", path, "--disable-log-stats"]) == 0
+    thread.join()
+    assert answers == [200]
+
+
+def test_tls_is_spoken_with_the_certificate_of_the_flags(fake, caplog, tmp_path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make_certificate(certificate, key)
+    answers: list[int] = []
+
+    def client() -> None:
+        try:
+            while "Ready: https://127.0.0.1:" not in caplog.text:
+                time.sleep(0.01)
+            url = caplog.text.split("Ready: ")[1].split()[0]
+            trusted = ssl.create_default_context(cafile=certificate)
+            with urllib.request.urlopen(f"{url}/health", context=trusted) as answer:
+                answers.append(answer.status)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--port", "0"]
+    assert main(["m", *flags]) == 0
     thread.join()
     assert answers == [200]
 

@@ -16,7 +16,10 @@ from serving.api.config import EngineConfig
         ({"max_num_seqs": 0}, r"max_num_seqs must be in \[1, 1024\], got 0"),
         ({"max_num_seqs": True}, "max_num_seqs must be an integer"),
         ({"max_num_seqs": 1.5}, "max_num_seqs must be an integer"),
-        ({"max_num_seqs": 600}, r"max_num_batched_tokens \(512\) must be at least max_num_seqs"),
+        (
+            {"max_num_seqs": 600, "max_num_batched_tokens": 512},
+            r"max_num_batched_tokens \(512\) must be at least max_num_seqs",
+        ),
         ({"max_model_len": 0}, "max_model_len"),
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes"),
         ({"lora_memory_bytes": 1 << 60}, "lora_memory_bytes"),
