@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lora_jax.adapters.registry import AdapterEntry
-from serving.api.request import (
-    EngineDead,
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceState,
-    StepPlan,
-)
+from serving.api.request import EngineDead, FinishReason, Request, Sequence, SequenceState, StepPlan
 from serving.engine.loop import failures
 from serving.engine.loop.cold_programs import run_cold
 from serving.engine.loop.failures import Failure
