@@ -1,6 +1,7 @@
 # Two commands do all the set-up: `make serve` and `make test`.
 SHELL := /bin/bash
-PYTHON ?= $(shell command -v python3.12 || command -v python3)
+# The first that runs: pyenv has a command for each version that is not switched on too.
+PYTHON ?= $(shell for p in python3.12 python3.13 python3; do $$p -c "" 2>/dev/null && command -v $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 MODEL ?= assets/tiny-moe
@@ -132,6 +133,7 @@ notebooks: .venv/.dev
 	$(BIN)/python -m pytest --nbmake notebooks
 
 .venv/bin/python:
+	@test -n '$(PYTHON)' || { echo 'No python3.12, python3.13 or python3 runs: make PYTHON=/path/to/python3.12'; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 12) or sys.exit("Python 3.12 or newer is needed, not %d.%d: make PYTHON=/path/to/python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }  # no half folder for the next make
 

@@ -246,6 +246,8 @@ def main() -> None:
     args, about = parser.parse_args(), record.about()
     if args.quantization and args.devices > 1:
         parser.error("--quantization goes with one device")
+    if not args.tiny:
+        record.need_gpu("--tiny runs on a CPU.")
     changed = {**QWEN3, **(TINY if args.tiny else {}), "num_hidden_layers": args.layers}
     raw = {**json.loads(SHOWN.read_text()), **changed}
     split = split_for(raw, args.devices, args.expert_parallel)

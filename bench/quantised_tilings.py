@@ -109,6 +109,7 @@ def main() -> None:
         "--bandwidth", type=float, help="copy bandwidth in bytes per second (default: measured)"
     )
     args = parser.parse_args()
+    record.need_gpu("bench.quantised_products measures a CPU.")
     about = record.about()
     bandwidth, results = args.bandwidth or copy_bandwidth(), []
     with Path(tempfile.gettempdir(), "quantised_tilings.lock").open("w") as lock:

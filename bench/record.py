@@ -41,6 +41,12 @@ def jax_device() -> str:
     return host() if device.platform == "cpu" else device.device_kind
 
 
+def need_gpu(instead: str = "") -> None:
+    """End the command where jax sees no GPU; `instead` says what runs on a CPU."""
+    if jax_device() == host():
+        raise SystemExit(f"This bench needs an NVIDIA GPU, and jax sees none. {instead}".rstrip())
+
+
 def gpu() -> str:
     """Return the name of the first GPU as nvidia-smi tells it; `host()` where there is none."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

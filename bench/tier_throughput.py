@@ -247,6 +247,8 @@ def main() -> None:
     case, shape = Case(), LLAMA_8B
     if args.small:
         case, shape = SMALL_CASE, SMALL
+    else:
+        record.need_gpu("--small runs on a CPU.")
     parts = PARTS if args.part is None else (args.part,)
     told = record.about(record.jax_device())
     device = record.in_file_name(told["device"])

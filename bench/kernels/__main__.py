@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     start = time.perf_counter()
+    record.need_gpu("tests/kernels runs the kernels in interpreters and emulators.")
     ffi.require()
     head = record.about(device := record.jax_device())
     file = args.out / f"kernels_{record.in_file_name(device)}_{head['date']}.json"

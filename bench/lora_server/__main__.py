@@ -218,6 +218,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.gpus = options.gpus or list(range(count_gpus(os.environ)))
+    if not options.gpus:
+        parser.error("no NVIDIA GPU is visible, and each process needs one")
     if options.plans:
         wanted = list(itertools.product(options.adapters, options.plans, options.batches))
     else:

@@ -16,6 +16,7 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
 MERGE_MODES = ("off", "exact", "auto")
 DEFAULT_IMAGES = 8  # of one prompt
+CPU_SEQS, CPU_TOKENS = 32, 512  # of one step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +32,8 @@ class EngineConfig:
     dtype: str = "auto"  # "auto": what the checkpoint says
     load_format: str = "auto"  # "dummy": random weights from config.json alone
     max_model_len: int | None = None  # None: the model's, or what the KV pages can hold
-    max_num_seqs: int = 32  # sequences in one step
-    max_num_batched_tokens: int = 512  # tokens in one step
+    max_num_seqs: int | None = None  # sequences in one step; None: by the device
+    max_num_batched_tokens: int | None = None  # tokens in one step; None: see device_sizes
     # Devices of this engine, over which the model is split, and whether its experts are split by
     # expert: None where their number divides, else along their outputs.
     tensor_parallel_size: int = 1
@@ -129,7 +130,7 @@ class EngineConfig:
             raise ValueError(f"lora_merge_theta must be in [0, 60], got {theta!r}.")
         _check_gib("mm_processor_cache_gb", self.mm_processor_cache_gb)
         self._check_offloading()
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if (self.max_num_batched_tokens or self.step_tokens) < (self.max_num_seqs or 1):
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})."
@@ -173,9 +174,21 @@ class EngineConfig:
         return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
+    def step_seqs(self) -> int:
+        """Sequences in one step; those of a CPU where none are asked for."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return min(CPU_SEQS, self.max_num_batched_tokens or CPU_SEQS)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one step; those of a CPU where none are asked for."""
+        return self.max_num_batched_tokens or max(CPU_TOKENS, self.max_num_seqs or 0)
+
+    @property
     def max_logit_rows(self) -> int:
         """Most tokens of one step whose logits are computed."""
-        return max(self.max_num_seqs, 64)
+        return max(self.step_seqs, 64)
 
 
 _SWITCHES = (
@@ -195,8 +208,6 @@ CHOICES = (
 )
 _INT_BOUNDS = (
     ("tensor_parallel_size", 1, 64),
-    ("max_num_seqs", 1, 1024),
-    ("max_num_batched_tokens", 1, 65536),
     ("block_size", 1, 256),
     ("max_queue", 1, 1_000_000),
     ("seed", -(2**63), 2**63 - 1),
@@ -212,6 +223,8 @@ _INT_BOUNDS = (
 
 
 _OPTIONAL_INT_BOUNDS = (
+    ("max_num_seqs", 1, 1024),
+    ("max_num_batched_tokens", 1, 65536),
     ("max_model_len", 1, 1 << 50),
     ("kv_cache_memory_bytes", 1, 1 << 50),
     ("lora_memory_bytes", 1, 1 << 50),

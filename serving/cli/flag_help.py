@@ -8,8 +8,11 @@ ENGINE_HELP = {
     "load_format": "Format of the weights. dummy: random weights, to measure speed.",
     "max_model_len": "Maximum tokens of prompt and answer together, such as 4096 or 4k. auto: the "
     "model's. Default: the model's, or fewer where the KV cache has no room.",
-    "max_num_seqs": "Maximum sequences in one step.",
-    "max_num_batched_tokens": "Maximum tokens in one step.",
+    "max_num_seqs": "Maximum sequences in one step. Default: 256 on an accelerator, 32 on a CPU "
+    "and beside a LoRA Server.",
+    "max_num_batched_tokens": "Maximum tokens in one step. Default: 8192 on an accelerator of 64 "
+    "GiB or more, 2048 on a smaller one, 512 on a CPU, over several devices and beside a LoRA "
+    "Server.",
     "tensor_parallel_size": "Number of devices that the model is split over. The results have "
     "the bits of one device.",
     "enable_expert_parallel": "Give each device whole experts instead of a part of every expert. "

@@ -90,7 +90,7 @@ def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
     try:
         content = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
-        parser.error(f"{path}: {error}")
+        parser.error(f"{path}: {getattr(error, 'strerror', None) or error}")
     if not isinstance(content, dict):
         parser.error(f"{path} must map flags to values.")
     flags, argv = _long_flags(parser), []

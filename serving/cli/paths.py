@@ -112,6 +112,9 @@ def _certificate(given: Mapping[str, Any]) -> None:
     if given.get("ssl_ca_certs"):
         with _naming(f"--ssl-ca-certs {given['ssl_ca_certs']}", "certificates in PEM format"):
             context.load_verify_locations(given["ssl_ca_certs"])
+    if given.get("ssl_ciphers"):
+        with _naming(f"--ssl-ciphers {given['ssl_ciphers']}", "ciphers in OpenSSL's format"):
+            context.set_ciphers(given["ssl_ciphers"])
     files = f"{certificate} and --ssl-keyfile {key}" if key else certificate
     wanted = "a certificate in PEM format and the key that it was made for"
     with contextlib.suppress(_HasPassphrase), _naming(f"--ssl-certfile {files}", wanted):
@@ -124,7 +127,7 @@ def _naming(what: str, wanted: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # ssl.SSLError too
-        is_tls = isinstance(error, ssl.SSLError)
-        reason = error.reason or "not a PEM file" if is_tls else error.strerror
-        reason = str(reason).lower().replace("_", " ")
+        # OpenSSL's own reason has none where it found no PEM block.
+        reason = getattr(error, "reason", "") if isinstance(error, ssl.SSLError) else error.strerror
+        reason = str(reason or "not readable").lower().replace("_", " ")
         raise ValueError(f"{what}: {reason}; give {wanted}") from None

@@ -19,7 +19,7 @@ from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import lru_hits, top_share, zipf
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.memory.sizing import LORA_SHARE
+from serving.engine.memory.sizing import ASKED_LORA_SHARE
 
 _RANKS = (4, 16, 64, 256)
 _MONTH_H = 730
@@ -105,7 +105,7 @@ def plan_text(
         gpus *= 2
     free = int(gpus * usable) - sizes.weights
     largest = adapter_bytes(catalogue, engine.max_lora_rank, sizes.itemsize)
-    most = engine.lora_memory_bytes or int(LORA_SHARE * free)
+    most = engine.lora_memory_bytes or int(ASKED_LORA_SHARE * free)
     slots = max(largest, min(engine.max_loras * largest, most))
     if slots >= free:
         raise ValueError(

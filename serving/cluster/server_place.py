@@ -61,7 +61,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         ranks=ranks,
         num_adapters=adapters,
         max_rank=engine.max_lora_rank,
-        max_rows=engine.max_num_batched_tokens * config.moe.top_k,
+        max_rows=engine.step_tokens * config.moe.top_k,
         byte_budget=cluster.lora_server_memory_bytes,
         host_bytes=engine.max_total_adapter_bytes,
         layerwise=cluster.layerwise_loading,

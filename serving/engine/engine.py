@@ -16,7 +16,6 @@ from typing import Any, Literal
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.rollout import Rollout
 from lora_jax.memory.arena import ImportedArena
-from serving.api.config import EngineConfig
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, Request, Share, TraceContext
@@ -27,6 +26,7 @@ from serving.engine.classification import HEAD_SAMPLING, Classification, classif
 from serving.engine.images.front import ImageFront
 from serving.engine.inputs.batch import Batch
 from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
+from serving.engine.inputs.engine_arguments import config_of
 from serving.engine.inputs.generate_arguments import (
     Adapter,
     Adapters,
@@ -80,10 +80,11 @@ class Engine:
         that cannot be served, and ConnectionError when the server cannot be reached or does not
         fit.
         """
-        self.config = EngineConfig(model=os.fspath(model), **fields)
+        config = config_of(model, fields)
         self._parts: EngineParts = build_parts(
-            self.config, dict(adapters or {}), lora_server, backbone, turns, gang
+            config, dict(adapters or {}), lora_server, backbone, turns, gang
         )
+        self.config = self._parts.config
         self._loop = self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
         self.tokenizer, self.tokenizer_of = self._parts.tokenizer, self._parts.tokenizers.of

@@ -179,7 +179,7 @@ def _turns_of(connection, order: dict[str, Any]) -> TurnSide | None:
     if order.get("turns") is None:
         return None
     (fd,) = receive_fds(connection, 1)
-    limit = order["fields"].get("max_num_seqs", EngineConfig.max_num_seqs)
+    limit = EngineConfig(order["model"], **order["fields"]).step_seqs
     return TurnSide(socket.socket(fileno=fd), order["turns"]["slo_s"], limit)
 
 

@@ -238,7 +238,7 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     when it cannot be reached, or serves another base model or in another way.
     """
     server_design = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
-    server_design.require_rows(config.max_num_batched_tokens)
+    server_design.require_rows(config.step_tokens)
     server_design.require_rank(config.max_lora_rank)
     client = _client(access, server_design.terms, config.tensor_parallel_size)
     client.set_limit(access.wait_s)

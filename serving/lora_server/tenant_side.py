@@ -303,7 +303,7 @@ class TenantAccess:
                 f"isolation 'server' runs on CPUs, not on {jax.default_backend()}: use 'process'."
             )
         layout, moe = layout_of(config.model), read_config(Path(config.model)).moe
-        rows = config.max_num_batched_tokens * (1 if moe is None else moe.top_k)
+        rows = config.step_tokens * (1 if moe is None else moe.top_k)
         shapes = layout.shapes(max(rows, config.max_logit_rows), dtype)
         client = TenantClient(shapes, self.max_tenants)
         client.set_limit(self.wait_s)

@@ -6,9 +6,9 @@ way. A step that a grammar binds waits on the device for masks, which are posted
 step can wait, it is two programs: `forward` goes out like any step, `sample` when masks are there.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Set
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -300,9 +300,7 @@ class ModelRunner:
         if self.encoder is not None:
             for sequence in plan.admitted:
                 self.encoder.admit(sequence)
-            slots = (lora_slot(work.slot, *self._num_slots) for work in plan.encodes)
-            works = zip(plan.encodes, slots, strict=True)
-            works = [dataclasses.replace(work, slot=slot) for work, slot in works]
+            works = [replace(w, slot=lora_slot(w.slot, *self._num_slots)) for w in plan.encodes]
             self.encoder.encode(works, self._plain_slots)
         if self.merged is not None and self.slots is not None:
             self.merged.prepare(plan, self.slots)

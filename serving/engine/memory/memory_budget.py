@@ -16,6 +16,7 @@ from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.engine.memory.sizing import (
+    LORA_SHARE,
     CacheSize,
     adapter_bytes,
     cache_size,
@@ -40,18 +41,21 @@ def size_kv_cache(
     num_full_adapters: int = 0,
     encoder_bytes: int = 0,
     devices: int = 1,
+    *,
+    share: float = LORA_SHARE,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same arguments, rows of
-    images `encoder_bytes`. Of a model over several devices all bytes are those of one, as are the
-    widths of the catalogue.
+    Adapters take of it what `make_allocator` gives them for the same arguments, at most `share`
+    of what is free, and rows of images `encoder_bytes`. Of a model over several devices all bytes
+    are those of one, as are the widths of the catalogue.
     """
     shape = model.kv_shape(model_config).local(devices)
     per_token = shape.bytes_per_token(kv_dtype(config, dtype))
     free = free_device_bytes(config)
     if free is not None:
-        slots = adapter_bytes(config, _one_adapter_bytes(config, local_catalogue, dtype), free)
+        one = _one_adapter_bytes(config, local_catalogue, dtype)
+        slots = adapter_bytes(config, one, free, share)
         if num_full_adapters:
             slots += num_full_adapters * _one_adapter_bytes(
                 config, model.catalogue(model_config), dtype
@@ -76,6 +80,12 @@ def _log_sizes(size: CacheSize, per_token: int, num_host: int, host_bytes: int) 
     )
     if num_host:
         logger.info("KV pages in host memory: %d, %.1f MB.", num_host, host_bytes / 1e6)
+
+
+def bytes_limit() -> int | None:
+    """Return what JAX may use of a device; None where it has no bound of its own."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats.get("bytes_limit") or None
 
 
 def free_device_bytes(config: EngineConfig) -> int | None:
@@ -105,15 +115,16 @@ def make_allocator(
     local_catalogue: LoraCatalogue,
     dtype: jnp.dtype,
     num_full_adapters: int = 0,
+    *,
+    share: float = LORA_SHARE,
 ) -> tuple[SlotAllocator, SlotsSpec]:
     """Return slots for the modules of `local_catalogue`, all or some of the catalogue's.
 
     `num_full_adapters` more slots have room for adapters of max_lora_rank on every module of
-    the catalogue.
+    the catalogue. All others take at most `share` of what is free.
     """
-    budget = adapter_bytes(
-        config, _one_adapter_bytes(config, local_catalogue, dtype), free_device_bytes(config)
-    )
+    one = _one_adapter_bytes(config, local_catalogue, dtype)
+    budget = adapter_bytes(config, one, free_device_bytes(config), share)
     itemsize = lora_dtype(config, dtype).itemsize
     spec = size_slots(local_catalogue, config.max_loras, config.max_lora_rank, itemsize, budget)
     _warn_if_short(config, local_catalogue, spec, itemsize, budget)

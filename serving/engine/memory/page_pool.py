@@ -268,6 +268,6 @@ def pool_sizes(
             "pages: raise it, or lower max_model_len or max_lora_rank."
         )
     least = -(-longest // config.block_size)
-    useful = config.max_num_seqs * least
+    useful = config.step_seqs * least
     kv_pages = min(most, -(-useful // extent) * extent)
     return PoolSizes(page, pages, extent, extent_pages, kv_pages, least, longest)

@@ -6,7 +6,8 @@ from serving.api.config import EngineConfig
 
 DEFAULT_KV_BYTES = 256 << 20
 DEFAULT_LORA_BYTES = 512 << 20
-LORA_SHARE = 0.25  # of what weights leave of an accelerator's memory
+# Of what weights leave of an accelerator's memory: where adapters may come, and where they will.
+LORA_SHARE, ASKED_LORA_SHARE = 0.25, 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +80,14 @@ def cache_size(
         )
     longest = min(wanted, affordable * page_size)
     if config.max_model_len and longest < wanted:
+        other = "raise kv_cache_memory_bytes"
+        if free is not None and not config.kv_cache_memory_bytes:  # adapters have the rest
+            other = "give adapters less by lora_memory_bytes, max_loras or max_lora_rank"
         raise ValueError(
             f"A sequence of max_model_len {wanted} takes {wanted * bytes_per_token} bytes of KV "
-            f"cache; the budget is {budget}. Raise kv_cache_memory_bytes or lower max_model_len."
+            f"cache; the budget is {budget}. Lower max_model_len, or {other}."
         )
-    pages = min(affordable, config.max_num_seqs * -(-longest // page_size))
+    pages = min(affordable, config.step_seqs * -(-longest // page_size))
     return CacheSize(pages, page_size, longest)
 
 
@@ -108,17 +112,27 @@ def host_pages(config: EngineConfig, page_bytes: int, memory: int) -> int:
     return budget // page_bytes
 
 
-def adapter_bytes(config: EngineConfig, one_adapter: int, free: int | None = None) -> int:
+def lora_share(config: EngineConfig, num_given: int) -> float:
+    """Return the most of an accelerator's free memory that adapters take.
+
+    It is half where adapters are given at the start, or may be loaded from a folder.
+    """
+    return ASKED_LORA_SHARE if num_given or config.lora_dir is not None else LORA_SHARE
+
+
+def adapter_bytes(
+    config: EngineConfig, one_adapter: int, free: int | None = None, share: float = LORA_SHARE
+) -> int:
     """Return the byte budget of the adapter slots.
 
     `one_adapter` is what an adapter of max_lora_rank on every module takes. Without
-    lora_memory_bytes there is room for max_loras such adapters, but no more than LORA_SHARE of the
+    lora_memory_bytes there is room for max_loras such adapters, but no more than `share` of the
     `free` bytes, on a CPU DEFAULT_LORA_BYTES, unless a single one needs more: few adapters are as
     big as they may be.
     """
     if config.lora_memory_bytes is not None:
         return config.lora_memory_bytes
-    most = DEFAULT_LORA_BYTES if free is None else int(LORA_SHARE * free)
+    most = DEFAULT_LORA_BYTES if free is None else int(share * free)
     return max(one_adapter, min(config.max_loras * one_adapter, most))
 
 

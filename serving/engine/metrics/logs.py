@@ -1,6 +1,7 @@
 """Log format and status lines of the server; prompts are never logged."""
 
 import importlib.metadata
+import io
 import json
 import logging
 import platform
@@ -28,6 +29,8 @@ def configure(level: str = "info", quiet_paths: Collection[str] = ()) -> None:
 
     Probes and the quiet paths are left out of the access log.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # prompts of examples in an ASCII locale
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(LINE, TIME))
     root = logging.getLogger()

@@ -18,12 +18,14 @@ from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.loader import read_config
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
+from serving.api.device_sizes import for_device
 from serving.api.generation_config import read_generation_config
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
-from serving.engine.memory.memory_budget import make_allocator, size_kv_cache
+from serving.engine.memory.memory_budget import bytes_limit, make_allocator, size_kv_cache
 from serving.engine.memory.page_pool import check_platform, make_page_pool
+from serving.engine.memory.sizing import lora_share
 from serving.engine.memory.storage import host_form
 from serving.engine.metrics.draft_metrics import make_speculation
 from serving.engine.metrics.metrics import EngineMetrics
@@ -71,6 +73,7 @@ logger = logging.getLogger(__name__)
 class EngineParts:
     """Parts of an engine."""
 
+    config: EngineConfig  # with what the device and the other processes make of it
     tokenizer: Tokenizer
     tokenizers: AdapterTokenizers
     registry: AdapterRegistry
@@ -121,6 +124,10 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
+    alone = access is None and backbone is None
+    config = for_device(
+        config, on_cpu=device.platform == "cpu", device_bytes=bytes_limit(), alone=alone
+    )
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
         use.enter_context(USERS.use())
@@ -153,7 +160,8 @@ def build_parts(
         pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
-        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room))
+        share = lora_share(config, len(adapters))
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, share=share))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -193,8 +201,10 @@ def _build(
     if base.pool is not None:
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
-        how_many = base.dtype, num_full_adapters
-        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many)
+        how_many, share = (base.dtype, num_full_adapters), lora_share(config, len(adapters))
+        allocator, spec = make_allocator(
+            config, base.catalogue, local_modules, *how_many, share=share
+        )
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     copier = None
@@ -264,7 +274,7 @@ def _build(
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     observers = metrics, compilations, loop, info, front, grammars
-    kept = tokenizer, tokenizers, registry, rollouts, compositions, residencies
+    kept = config, tokenizer, tokenizers, registry, rollouts, compositions, residencies
     return EngineParts(*kept, *observers, gang, primary)
 
 

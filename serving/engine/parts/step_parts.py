@@ -56,7 +56,7 @@ def make_runner(
         base.model,
         base.model.kv_shape(base.config),
         sizes,
-        max_tokens=config.max_num_batched_tokens,
+        max_tokens=config.step_tokens,
         vocab_size=base.config.vocab_size,
         dtype=kv_dtype(config, base.dtype),
         end_ids=end_ids,
@@ -117,7 +117,7 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
 def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
     size, head = base.size, base.catalogue.modules.get(SCORE)
     return StepSizes(
-        max_seqs=config.max_num_seqs,
+        max_seqs=config.step_seqs,
         max_len=size.max_model_len,
         page_size=size.page_size,
         num_pages=size.num_pages,
@@ -145,8 +145,8 @@ def make_scheduler(
         num_pages=size.num_pages,
         page_size=size.page_size,
         max_model_len=size.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.step_seqs,
+        max_num_batched_tokens=config.step_tokens,
         max_logit_rows=config.max_logit_rows,
         max_queue=config.max_queue,
         adapter_wait_s=config.adapter_wait_s,

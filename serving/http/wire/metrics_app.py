@@ -9,7 +9,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serving.http.wire.uvicorn_server import uvicorn_config
+from serving.http.wire.uvicorn_server import let_next_bind, uvicorn_config
 
 PLAIN_TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,6 +35,7 @@ def serve_metrics(sock: socket.socket, registries: Sequence[CollectorRegistry]) 
     """Answer on the bound socket until the block ends; a caller that comes at once waits."""
     config = uvicorn_config(metrics_app(registries), lifespan="off")
     server = uvicorn.Server(config)
+    let_next_bind(sock)
     sock.listen(config.backlog)  # the thread would do so a moment later
     thread = threading.Thread(
         target=server.run, kwargs={"sockets": [sock]}, name="metrics", daemon=True

@@ -44,16 +44,32 @@ def uvicorn_config(
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a bound socket that does not listen yet; OSError when the address is taken."""
+    """Return a bound socket that does not listen yet; OSError when the address is taken.
+
+    It is taken for other servers from now on. Call `let_next_bind` before it listens.
+    """
+    try:
+        return _bound(host, port, reuses=False)
+    except OSError:  # perhaps of connections that a server which has ended has left
+        return _bound(host, port, reuses=True)
+
+
+def _bound(host: str, port: int, *, reuses: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
         sock.bind((host, port))
     except OSError:
         sock.close()
         raise
     return sock
+
+
+def let_next_bind(sock: socket.socket) -> None:
+    """Let the next server have the address while connections of this one fade (TIME_WAIT)."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def bind_unix(path: str) -> socket.socket:
@@ -93,6 +109,8 @@ class AnnouncingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         log_descriptors(asyncio.get_running_loop())
+        for sock in sockets or ():
+            let_next_bind(sock)
         await super().startup(sockets)
         for sock in sockets or ():
             sock.listen(_WAITING)

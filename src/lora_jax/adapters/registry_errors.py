@@ -19,7 +19,10 @@ class AdapterNotFound(KeyError):
         if self.why:
             return f"The adapter {self.name[:80]!r} was not found: {self.why}"
         names = ", ".join(self.known) or "none"
-        return f"The adapter {self.name[:80]!r} does not exist. Known: {names}."
+        return (
+            f"The adapter {self.name[:80]!r} does not exist. Known: {names}. "
+            "load_adapter(name, folder) loads one."
+        )
 
 
 class AdapterRejected(ValueError):

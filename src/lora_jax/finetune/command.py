@@ -13,10 +13,10 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     parser = argparse.ArgumentParser(prog=f"python -m lora_jax.finetune.{name}", description=text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--model", type=pathlib.Path, required=True, help="checkpoint folder of the base model")
+    add("--model", type=_model, required=True, help="checkpoint folder of the base model")
     add(
         "--data",
-        type=pathlib.Path,
+        type=_file,
         nargs="+",
         required=True,
         help="records, as .jsonl or .jsonl.gz files",
@@ -37,6 +37,25 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     add("--checkpoint-every", type=int, default=50)
     add("--seed", type=int, default=0)
     return parser
+
+
+def _model(text: str) -> pathlib.Path:
+    """Return a checkpoint folder, or raise what argparse turns into its message."""
+    path = pathlib.Path(text)
+    if not (path / "config.json").is_file():
+        what = "has no config.json" if path.is_dir() else "is no folder"
+        raise argparse.ArgumentTypeError(
+            f"{text} {what}; give the folder of a model, nothing is downloaded"
+        )
+    return path
+
+
+def _file(text: str) -> pathlib.Path:
+    """Return a file that is there, or raise what argparse turns into its message."""
+    path = pathlib.Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    return path
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:

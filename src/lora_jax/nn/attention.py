@@ -101,6 +101,7 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             scales, eps = (self.q_norm.weight[...], self.k_norm.weight[...]), self.q_norm.eps
         pages = cache.k, cache.v, batch.token_to_page_slot
-        args = PlaceHeadsArgs(q, k, v, *angles, scales, *pages, eps, cache.in_place)
+        how = eps, cache.in_place, batch.num_tokens
+        args = PlaceHeadsArgs(q, k, v, *angles, scales, *pages, *how)
         q, k, v = place_heads(args)
         return q, dataclasses.replace(cache, k=k, v=v)

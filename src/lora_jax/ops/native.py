@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import fcntl
 import functools
 import hashlib
@@ -111,7 +112,7 @@ class Library:
         try:
             return self._built_in(own_files.own_folder(folder))
         except OSError as error:
-            log.warning("The %s are compiled anew at each start: %s", self.title, error)
+            _warn_once(f"The {self.title} are compiled anew at each start: {error}")
         try:
             return self._built_in(own_files.own_folder(_private_folder()))
         except OSError as error:
@@ -195,7 +196,10 @@ class Calls:
 
 
 def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
-    """Compile into a temporary name, then publish: a process loads a whole library or none."""
+    """Compile into a temporary name, then publish: a process loads a whole library or none.
+
+    Raises BuildError where the compiler fails, OSError where the folder's disk is full.
+    """
     log.info("Compiling the %s with %s, once for this machine.", what.title, compiler.path)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
@@ -204,6 +208,8 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             output = (result.stderr or result.stdout).strip()[:2000]
+            if (full := os.strerror(errno.ENOSPC)) in output:  # no mistake of the compiler
+                raise OSError(errno.ENOSPC, full, str(library.parent))
             raise BuildError(f"{compiler.path} failed: {output}")
         own_files.publish(part, library)
     finally:
@@ -220,6 +226,12 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """Log a warning at its first call: programs and their callers look for the library in turn."""
+    log.warning("%s", text)
 
 
 @functools.cache

@@ -213,7 +213,21 @@ def test_a_cache_that_cannot_be_written_is_told_and_done_without(library, tmp_pa
     file = tmp_path / "file"
     file.write_text("")
     assert library.load(file / "cache").one() == 1
-    assert "compiled anew at each start" in caplog.text
+    library.build(file / "cache")
+    assert caplog.text.count("compiled anew at each start") == 1
+
+
+def test_a_full_disk_is_told_and_done_without(library, tmp_path, caplog):
+    """The kernels were off then, and every op ran as plain JAX."""
+    cache, fake = tmp_path / "cache", tmp_path / "g++"
+    fake.write_text(
+        f'#!/bin/sh\ncase "$*" in *{cache}*) echo No space left on device >&2; exit 1;; esac\n'
+        f'exec {library.compilers[0].path} "$@"\n'
+    )
+    fake.chmod(0o755)
+    there = dataclasses.replace(library, compilers=(native.Compiler(str(fake)),))
+    assert there.load(cache).one() == 1
+    assert f"at each start: [Errno 28] No space left on device: '{cache}'" in caplog.text
 
 
 def test_nowhere_to_write_is_an_error(library, tmp_path, monkeypatch):

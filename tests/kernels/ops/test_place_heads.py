@@ -95,6 +95,21 @@ def test_a_token_of_a_cpu_gets_the_bits_that_it_gets_alone():
     np.testing.assert_array_equal(np.asarray(got[2]).reshape(20, 2, 22)[at], whole.v[17])
 
 
+def test_norms_of_a_cpu_leave_out_padding():
+    args = some_heads("bfloat16", True)
+    want = place_heads(args, implementation="ffi")
+    bad = jnp.nan * jnp.ones(16, jnp.bfloat16)
+    args = dataclasses.replace(args, q=args.q.at[2].set(bad), k=args.k.at[2].set(bad))
+    args = dataclasses.replace(args, num_tokens=jnp.int32(2))
+    q, *pages = place_heads(args, implementation="ffi")
+    np.testing.assert_array_equal(
+        np.asarray(q[:2], np.float32), np.asarray(want[0][:2], np.float32)
+    )
+    np.testing.assert_array_equal(np.asarray(q[2], np.float32), 0)
+    for mine, its in zip(pages, want[1:], strict=True):
+        np.testing.assert_array_equal(np.asarray(mine, np.float32), np.asarray(its, np.float32))
+
+
 def test_heads_are_turned_as_the_models_turn_them():
     """So that the tests of kernels cannot agree on another rotation than the models'."""
     args = some_heads("float32", False)

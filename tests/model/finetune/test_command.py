@@ -12,8 +12,31 @@ from lora_jax.finetune.records import write_jsonl
 NEEDED = ["--model", "m", "--data", "d", "--out", "some/out"]
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> None:
+    """A folder with the model m and the file d."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    (tmp_path / "d").touch()
+    monkeypatch.chdir(tmp_path)
+
+
 def parse(*more: str):
     return training_parser("lora", "text", 0.5).parse_args([*NEEDED, *more])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "gone"], "--model: gone is no folder; give the folder of a model"),
+        (["--model", "."], "--model: . has no config.json"),
+        (["--data", "d", "gone"], "--data: there is no file gone"),
+    ],
+)
+def test_what_is_not_there_is_named_before_the_model_is_loaded(capsys, flags, message):
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(9, 0), (50, 5), (1000, 20)])

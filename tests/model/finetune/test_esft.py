@@ -119,6 +119,8 @@ def test_answer_only_learns_the_answers_alone(folder, monkeypatch, answer_only):
 
 def test_a_quantised_base_is_refused_by_name(tmp_path):
     quantised, _ = write_pair(tmp_path, "int4", MOE)
-    command = ["--model", str(quantised), "--data", "none.jsonl", "--out", str(tmp_path / "out")]
+    (tmp_path / "none.jsonl").touch()
+    command = ["--model", str(quantised), "--data", str(tmp_path / "none.jsonl")]
+    command += ["--out", str(tmp_path / "out")]
     with pytest.raises(ValueError, match=r"quantised is quantised \(compressed-tensors\); an ESFT"):
         esft.main(command)

@@ -50,3 +50,11 @@ def test_commit_is_marked_where_files_differ(tmp_path, monkeypatch):
 )
 def test_device_in_the_name_of_a_file(device, name):
     assert record.in_file_name(device) == name
+
+
+def test_a_bench_for_gpus_ends_with_a_word_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(record, "jax_device", record.host)
+    with pytest.raises(SystemExit, match=r"needs an NVIDIA GPU, and jax sees none\. --tiny runs"):
+        record.need_gpu("--tiny runs on a CPU.")
+    monkeypatch.setattr(record, "jax_device", lambda: "NVIDIA H200")
+    record.need_gpu()

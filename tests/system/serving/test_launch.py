@@ -7,10 +7,12 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 import urllib.request
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ import pytest
 from support.cases.bad_adapters import missing_b
 from support.cases.tiny_checkpoint import TinyShape, write_adapter, write_model
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
+from support.processes.certificates import make_certificate
 from support.processes.server_process import ROOT, post
 
 import serving
@@ -177,7 +180,29 @@ def test_ctrl_c_during_the_start_is_a_line_and_no_traceback(monkeypatch, fake, c
 
     monkeypatch.setattr(serving, "Engine", engine, raising=False)
     assert main(["m", "--port", "0"]) == launch.INTERRUPTED == 130
-    assert caplog.messages[-1] == "Interrupted before the server was ready."
+    assert caplog.messages[-1].startswith("Interrupted: the server ends")
+
+
+INTERRUPTED_BY_COMMAND = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+import serving
+def engine(*args, **fields):
+    ThreadPoolExecutor(1).submit(time.sleep, 300)
+    raise KeyboardInterrupt
+serving.Engine = engine
+sys.argv = ["lora-jax", "serve", "assets/tiny-moe", "--port", "0"]
+from serving.launch import {function}
+sys.exit({function}())
+"""
+
+
+def test_the_installed_command_ends_at_ctrl_c_though_a_program_is_compiled():
+    """Python's own exit waits for the threads of pools."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    code = INTERRUPTED_BY_COMMAND.format(function=scripts["lora-jax"].partition(":")[2])
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == -signal.SIGINT
 
 
 def test_a_taken_port_is_found_before_the_model_is_loaded(fake, caplog):
@@ -250,7 +275,7 @@ def test_a_real_server_prints_a_command_that_works_and_stops_cleanly(tiny):
 @pytest.mark.long
 def test_a_real_bad_adapter_ends_with_status_1(tiny):
     with start(tiny, "--lora-modules", f"evil={tiny / 'bad'}") as process:
-        text, _ = process.communicate(timeout=120)
+        text, _ = process.communicate(timeout=6)
     assert process.returncode == 1
     last = text.strip().splitlines()[-1]
     assert last.startswith("ERROR")
@@ -273,6 +298,30 @@ def test_a_unix_socket_instead_of_a_port(fake, caplog, tmp_path):
     thread = threading.Thread(target=client)
     thread.start()
     assert main(["serve", "m", "--uds", path, "--disable-log-stats"]) == 0
+    thread.join()
+    assert answers == [200]
+
+
+def test_tls_is_spoken_with_the_certificate_of_the_flags(fake, caplog, tmp_path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    make_certificate(certificate, key)
+    answers: list[int] = []
+
+    def client() -> None:
+        try:
+            while "Ready: https://127.0.0.1:" not in caplog.text:
+                time.sleep(0.01)
+            url = caplog.text.split("Ready: ")[1].split()[0]
+            trusted = ssl.create_default_context(cafile=certificate)
+            with urllib.request.urlopen(f"{url}/health", context=trusted) as answer:
+                answers.append(answer.status)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    flags = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key), "--port", "0"]
+    assert main(["m", *flags]) == 0
     thread.join()
     assert answers == [200]
 

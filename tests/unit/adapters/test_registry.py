@@ -69,7 +69,10 @@ def test_not_found_lists_the_known_and_is_a_key_error(root):
     names.load("sql", "sql")
     with pytest.raises(KeyError) as caught:
         names.get("med")
-    assert str(caught.value) == "The adapter 'med' does not exist. Known: law, sql."
+    said = (
+        "The adapter 'med' does not exist. Known: law, sql. load_adapter(name, folder) loads one."
+    )
+    assert str(caught.value) == said
     assert isinstance(caught.value, AdapterNotFound)
     assert caught.value.known == ("law", "sql")
 

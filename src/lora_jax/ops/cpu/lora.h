@@ -17,6 +17,8 @@ namespace lora_jax {
 
 constexpr int64_t kChunkRows = 12;
 constexpr int64_t kInt8Tail = 16;  // bytes behind a row's int8 values: their scale, and nothing
+// Rows of a tile of B, so many that the sums of four vectors each stay in registers.
+constexpr int64_t kExpandRows = kLanes == 8 ? 3 : 4;
 constexpr int64_t kStripsAhead = 4;  // columns of B are fetched this many strips before their use
 template <class T>
 constexpr int64_t kLineElements = 64 / sizeof(T);
@@ -190,13 +192,13 @@ inline void expand_tile(const G& g, const LoraItem& item, const float* h, int64_
 
 template <int S, class G>
 inline void expand_rows(const G& g, const LoraItem& item, const float* h, int64_t col, int64_t n) {
-  for (int64_t row = 0; row < item.count; row += 4) {
+  for (int64_t row = 0; row < item.count; row += kExpandRows) {
     const float* hr = h + row * item.rank;
-    switch (item.count - row) {
+    switch (std::min(kExpandRows, item.count - row)) {
       case 1: expand_tile<1, S>(g, item, hr, row, col, n); break;
       case 2: expand_tile<2, S>(g, item, hr, row, col, n); break;
       case 3: expand_tile<3, S>(g, item, hr, row, col, n); break;
-      default: expand_tile<4, S>(g, item, hr, row, col, n);
+      default: expand_tile<kExpandRows, S>(g, item, hr, row, col, n);
     }
   }
 }

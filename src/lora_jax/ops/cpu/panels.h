@@ -167,8 +167,10 @@ class Panels {
         D::pack(g_.w + row * g_.d_in + k0, k1 - k0, to);
       } else {
         std::memcpy(to, g_.w + row * g_.d_in + k0, (k1 - k0) * sizeof(X));
-        std::fill(to + (k1 - k0), to + (k1 - k0 + D::kStep - 1) / D::kStep * D::kStep, X{});
       }
+      // What packs rows does this too.
+      if (!PackedRows<D>::kCopies)
+        std::fill(to + (k1 - k0), to + (k1 - k0 + D::kStep - 1) / D::kStep * D::kStep, X{});
     }
   }
 

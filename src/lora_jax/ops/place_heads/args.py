@@ -13,8 +13,9 @@ class PlaceHeadsArgs:
     """New heads of a flat list of tokens, their angles, and the pages that k and v go to.
 
     `scales` are the weights of the norms that each head of q and of k goes through first, if any.
-    Tokens whose page slot is out of range are dropped. Pages may be in 8 bits (ops.kv_rows). With
-    `in_place` the pages are written where they lie, though the program does not own them.
+    Tokens whose page slot is out of range are dropped. With `num_tokens` q of later tokens may be 0
+    instead. Pages may be in 8 bits (ops.kv_rows). With `in_place` the pages are written where they
+    lie, though the program does not own them.
     """
 
     q: Float[Array, "tokens q_heads head_dim"]
@@ -28,3 +29,4 @@ class PlaceHeadsArgs:
     token_to_page_slot: Int[Array, "tokens"]
     eps: float = dataclasses.field(default=0.0, metadata={"static": True})  # of the norms
     in_place: bool = dataclasses.field(default=False, metadata={"static": True})
+    num_tokens: Int[Array, ""] | None = None

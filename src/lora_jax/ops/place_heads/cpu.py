@@ -13,8 +13,8 @@ from lora_jax.ops.kv_rows import CODED
 from lora_jax.ops.pages import write_in_place
 from lora_jax.ops.place_heads.args import PlaceHeadsArgs
 from lora_jax.ops.place_heads.xla import turned
-from lora_jax.ops.rms_norm import rms_norm
-from lora_jax.typing import Array
+from lora_jax.ops.rms_norm import add_rms_norm
+from lora_jax.typing import Array, Float
 
 
 def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
@@ -32,7 +32,7 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
         raise Declined(f"takes heads and pages in float32 or bfloat16, not {sorted(dtypes)}")
     q, k = args.q, args.k
     if args.scales is not None:
-        q, k = rms_norm(q, args.scales[0], args.eps), rms_norm(k, args.scales[1], args.eps)
+        q, k = _normed(q, args.scales[0], args), _normed(k, args.scales[1], args)
     name, out = (
         f"lora_jax_place_heads_{args.q.dtype.name}",
         jax.ShapeDtypeStruct(args.q.shape, args.q.dtype),
@@ -44,3 +44,14 @@ def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
     call = jax.ffi.ffi_call(name, [out, *written], input_output_aliases={5: 1, 6: 2})
     turned_q, k_pages, v_pages = map(jnp.asarray, call(*given))
     return turned_q, k_pages, v_pages
+
+
+def _normed(
+    heads: Float[Array, "tokens heads head_dim"],
+    scale: Float[Array, "head_dim"],
+    args: PlaceHeadsArgs,
+) -> Float[Array, "tokens heads head_dim"]:
+    """Return the norm of every head of the first args.num_tokens tokens, 0 for others."""
+    rows = None if args.num_tokens is None else args.num_tokens * heads.shape[1]
+    flat = heads.reshape(-1, heads.shape[2])
+    return add_rms_norm(flat, None, scale, args.eps, num_rows=rows)[1].reshape(heads.shape)

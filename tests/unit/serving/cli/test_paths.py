@@ -2,11 +2,11 @@
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
+from support.processes.certificates import make_certificate, run_openssl
 from support.processes.server_process import ROOT
 
 from serving.cli.paths import check_paths
@@ -57,16 +57,14 @@ def test_what_leads_nowhere_is_named_with_the_whole_path(model, argv, message):
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> dict[str, str]:
     """Certificate and key, another key, and the key under a pass phrase."""
-    openssl, folder = shutil.which("openssl"), tmp_path_factory.mktemp("tls")
-    if openssl is None:
-        pytest.skip("certificates are made by openssl")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=localhost"]
-    made = {name: str(folder / name) for name in ("cert", "key", "other", "other-key", "locked")}
-    for cert, file in (("cert", "key"), ("other", "other-key")):
-        words = ["req", "-x509", *key, "-nodes", "-keyout", made[file], "-out", made[cert]]
-        subprocess.run([openssl, *words], check=True, capture_output=True)
-    words = ["ec", "-in", made["key"], "-aes128", "-passout", "pass:abcd", "-out", made["locked"]]
-    subprocess.run([openssl, *words], check=True, capture_output=True)
+    folder = tmp_path_factory.mktemp("tls")
+    names = ("cert", "key", "other", "other-key", "locked")
+    paths = {name: folder / name for name in names}
+    make_certificate(paths["cert"], paths["key"])
+    make_certificate(paths["other"], paths["other-key"])
+    made = {name: str(path) for name, path in paths.items()}
+    locked = ("-aes128", "-passout", "pass:abcd", "-out", made["locked"])
+    run_openssl("ec", "-in", made["key"], *locked)
     return made
 
 
@@ -82,6 +80,8 @@ def test_certificate_and_key_fit_before_anything_is_loaded(model, tls):
     check(model, *pair, "--ssl-ca-certs", tls["other"])
     with pytest.raises(ValueError, match=r"--ssl-ca-certs .*give certificates in PEM"):
         check(model, *pair, "--ssl-ca-certs", tls["key"])
+    with pytest.raises(ValueError, match="--ssl-ciphers NONE: not readable; give ciphers"):
+        check(model, *pair, "--ssl-ciphers", "NONE")
 
 
 @pytest.mark.parametrize(

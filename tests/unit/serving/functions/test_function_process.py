@@ -462,13 +462,13 @@ def test_a_failure_for_want_of_an_adapter_s_process_names_it():
 
 def test_turns_come_with_their_own_connection_and_the_functions_limits(monkeypatch):
     monkeypatch.setattr(function_process, "TurnSide", lambda *given: given)
-    assert function_process._turns_of(None, {"fields": {}}) is None
+    assert function_process._turns_of(None, {"model": MODEL, "fields": {}}) is None
     ours, theirs = socket.socketpair()
     end, other = socket.socketpair()
     with ours, theirs, end:
         with other:
             send_fds(ours, [other.fileno()])
-        order = {"turns": {"slo_s": 0.5}, "fields": {"max_num_seqs": 3}}
+        order = {"turns": {"slo_s": 0.5}, "model": MODEL, "fields": {"max_num_seqs": 3}}
         connection, slo_s, limit = function_process._turns_of(theirs, order)
         assert (slo_s, limit) == (0.5, 3)
         with connection:

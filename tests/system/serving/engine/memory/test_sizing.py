@@ -13,6 +13,7 @@ from serving.engine.memory.sizing import (
     free_bytes,
     host_pages,
     kv_bytes,
+    lora_share,
     shortage_line,
     whole_adapters,
 )
@@ -39,8 +40,12 @@ def test_the_budget_caps_pages_and_the_length_nobody_asked_for():
 def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ValueError, match="max_model_len is 51, but the model has 50"):
         cache_size(config(max_model_len=51), 100, 50)
-    with pytest.raises(ValueError, match=r"max_model_len 50 takes 5000 bytes.* budget is 3200"):
-        cache_size(config(max_model_len=50, kv_cache_memory_bytes=3200), 100, 50)
+    small = config(max_model_len=50, kv_cache_memory_bytes=3200)
+    for free in (None, 9000):
+        with pytest.raises(ValueError, match=r"50 takes 5000 bytes.* budget is 3200.* or raise kv"):
+            cache_size(small, 100, 50, free)
+    with pytest.raises(ValueError, match=r"budget is 3200.* or give adapters less by lora_memory"):
+        cache_size(config(max_model_len=50), 100, 50, 3200)
     with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
         cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
 
@@ -68,8 +73,15 @@ def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
 def test_on_an_accelerator_adapters_get_a_share_of_what_weights_leave():
     assert adapter_bytes(config(max_loras=3), 1000, 1 << 20) == 3000
     assert adapter_bytes(config(max_loras=16), 1000, 20_000) == 20_000 * LORA_SHARE
+    asked = lora_share(config(), 1)
+    assert adapter_bytes(config(max_loras=16), 1000, 20_000, asked) == 10_000
     assert adapter_bytes(config(max_loras=16), 1000, 2000) == 1000
     assert adapter_bytes(config(lora_memory_bytes=77), 1000, 2000) == 77
+
+
+def test_adapters_that_are_given_or_may_come_from_a_folder_get_up_to_half():
+    assert lora_share(config(), 0) == LORA_SHARE
+    assert lora_share(config(), 3) == lora_share(config(lora_dir="adapters"), 0) == 0.5
 
 
 def test_host_memory_holds_whole_pages_and_no_more_than_there_is():

@@ -1,10 +1,12 @@
 """Log lines: what operators and scripts look for."""
 
 import base64
+import io
 import json
 import logging
 import shlex
 import subprocess
+import sys
 import time
 
 import pytest
@@ -37,6 +39,16 @@ def test_lines_have_level_time_and_place(capsys):
     assert out[0].endswith("hello")
     assert "[test_logs.py:" in out[0]
     assert out[1].endswith("Application startup complete.")
+
+
+def test_a_locale_without_chinese_gets_escapes_and_no_traceback(monkeypatch, capsys):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii"))
+    configure("info")
+    logging.getLogger("serving.x").info('{"content": "明天"}')
+    sys.stdout.flush()
+    assert raw.getvalue().endswith(b'{"content": "\\u660e\\u5929"}\n')
+    assert capsys.readouterr().err == ""
 
 
 def test_probes_are_not_in_the_access_log(capsys):

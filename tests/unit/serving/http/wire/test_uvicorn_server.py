@@ -12,6 +12,7 @@ from serving.http.wire.uvicorn_server import (
     AnnouncingServer,
     bind,
     bind_unix,
+    let_next_bind,
     uvicorn_config,
 )
 
@@ -67,6 +68,22 @@ def test_bind_takes_a_port_without_listening():
     with pytest.raises(OSError, match="in use"):
         bind("127.0.0.1", port)
     sock.close()
+
+
+def test_a_port_is_taken_while_its_server_starts_and_free_when_it_has_ended():
+    """Two servers that start at once would find out when both have loaded their models."""
+    first = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", port)
+    let_next_bind(first)
+    first.listen()
+    with pytest.raises(OSError, match="in use"):
+        bind("127.0.0.1", port)
+    with socket.create_connection(("127.0.0.1", port)):
+        first.accept()[0].close()  # the side that ends first keeps the port for a minute
+    first.close()
+    bind("127.0.0.1", port).close()
 
 
 def test_announcement_comes_when_connections_are_accepted():

@@ -1,0 +1,35 @@
+"""Sizes of a step where none are asked for: those of a CPU, or of an accelerator by its memory.
+
+An accelerator reads all weights in each step, so it wants many rows; 512 tokens of a prompt at a
+time would leave most of it idle. vLLM has the same two numbers of tokens.
+"""
+
+import dataclasses
+
+from serving.api.config import CPU_TOKENS, EngineConfig
+
+ACCELERATOR_SEQS = 256
+ACCELERATOR_TOKENS, LARGE_TOKENS = 2048, 8192
+LARGE_BYTES = 48 << 30  # that JAX may use: three quarters of a device of 64 GiB
+
+
+def for_device(
+    config: EngineConfig, *, on_cpu: bool, device_bytes: int | None, alone: bool
+) -> EngineConfig:
+    """Return the config with sequences and tokens of a step.
+
+    `device_bytes` is what JAX may use of a device, None where that has no bound. An engine that is
+    not `alone` has a CPU's sizes: its messages to a LoRA Server, or its turns, go by them. Of
+    several devices the exchanges go by the tokens, so these are a CPU's too.
+    """
+    large = device_bytes is not None and device_bytes >= LARGE_BYTES
+    seqs, tokens = config.step_seqs, config.step_tokens
+    if alone and not on_cpu:
+        usual = LARGE_TOKENS if large else ACCELERATOR_TOKENS
+        if config.tensor_parallel_size > 1:
+            usual = CPU_TOKENS
+        seqs = config.max_num_seqs or ACCELERATOR_SEQS
+        tokens = config.max_num_batched_tokens or usual
+        if config.max_num_seqs is None:
+            seqs = min(seqs, tokens)
+    return dataclasses.replace(config, max_num_seqs=seqs, max_num_batched_tokens=max(seqs, tokens))
