@@ -40,7 +40,7 @@ def test_a_file_that_holds_no_object_is_refused():
         with pytest.raises(ValueError, match=r"config\.json must hold a JSON object"):
             from_hf(raw)
     for odd in ([], {}, ["llama"], None):
-        with pytest.raises(ValueError, match="model_type .* is not supported; supported are"):
+        with pytest.raises(ValueError, match=r"model_type .* is not supported; supported are"):
             from_hf({"model_type": odd})
 
 
