@@ -36,7 +36,7 @@ from serving.http.wire.uvicorn_server import bind, bind_unix
 from serving.runtime.role_host import AbstractRoleHosts
 from serving.runtime.visible_gpus import VISIBLE, first_of
 
-__all__ = ["Options", "StartError", "is_loopback", "main", "read_options", "run"]
+__all__ = ["Options", "StartError", "command", "is_loopback", "main", "read_options", "run"]
 
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
@@ -291,5 +291,10 @@ def _end(status: int) -> NoReturn:
     sys.exit(status)
 
 
-if __name__ == "__main__":
+def command() -> NoReturn:
+    """Run the server as `lora-jax` and as `python -m serving.launch`: see `main`."""
     _end(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -24,8 +24,10 @@ class BudgetsFolder:
     def __init__(self, state_dir: str | os.PathLike[str]):
         """Make the folder, and remove those of killed commands of this host. Raises OSError."""
         state, prefix = Path(state_dir), f"budgets-{_host_name()}-"
+        own = re.compile(re.escape(prefix) + r"[0-9a-f]{16}" + re.escape(_LOCK))
         for lock in state.glob(f"{prefix}*{_LOCK}"):
-            _remove_if_left(lock)
+            if own.fullmatch(lock.name):  # and not of a host whose name begins with this one's
+                _remove_if_left(lock)
         self.path, self._lock = _new_folder(state, prefix)
 
     def close(self) -> None:

@@ -57,6 +57,8 @@ class PageExtents:
         # Extents by their number of blank pages.
         self._by_blank: list[set[int]] = [set(range(count)), *(set() for _ in range(extent))]
         self._worth = [0.0] * count  # of what is cached on them
+        self._tops = [0.0] * count  # of the pages of each that were matched, the highest value
+        self._unsure = set(range(count))  # extents whose top is to be looked for again
         self._newest = [0] * count  # number of the page of each that was cached last
         self._uses = [0] * cache.num_pages
         self._values: dict[int, float] = {}  # of cached pages
@@ -159,6 +161,8 @@ class PageExtents:
         if cached:
             self._values[page] = self._value(page)
             self._worth[extent] += self._values[page]
+            if self._uses[page] > 1:
+                self._tops[extent] = max(self._tops[extent], self._values[page])
             self._number += 1
             self._numbers[page] = self._newest[extent] = self._number
             heapq.heappush(self._order, (self._values[page], self._number, page))
@@ -231,8 +235,12 @@ class PageExtents:
         return Offer(value, self._extent_pages, lambda: self._give(extent), lost_s)
 
     def _rank(self, extent: int) -> tuple[float, int, int]:
-        """Return what orders idle extents: worth, then age; of blank ones the last go first."""
-        worth = self._worth[extent]
+        """Return what orders idle extents: worth, then age; of blank ones the last go first.
+
+        The most valuable page counts for all, because what is behind it is lost with it: gaps that
+        others' pages fill make the end of a prefix worth no less.
+        """
+        worth = self._top(extent) or self._worth[extent] / self._size
         return worth, self._newest[extent] if worth else 0, -extent
 
     def check_integrity(self) -> None:
@@ -249,6 +257,8 @@ class PageExtents:
             assert self._blank[extent] == blank, f"blank pages of extent {extent}"
             assert extent in self._by_blank[len(blank)], f"number of blank pages of {extent}"
             worth = sum(self._values.get(page, 0.0) for page in pages)
+            matched = [self._values.get(page, 0.0) for page in pages if self._uses[page] > 1]
+            assert self._top(extent) == max(matched, default=0.0), f"the best of extent {extent}"
             assert abs(worth - self._worth[extent]) < 1e-6 * max(1.0, worth), "worth"
         present = [p for e in range(len(self._held)) if e not in absent for p in self._pages(e)]
         assert self._cache.num_absent == self._cache.num_pages - len(present), "absent pages"
@@ -295,7 +305,18 @@ class PageExtents:
         self._numbers[page] = 0
         extent = page // self._size
         self._worth[extent] -= value
+        if value == self._tops[extent]:
+            self._unsure.add(extent)  # pages of a prefix go one after the other
         return value
+
+    def _top(self, extent: int) -> float:
+        """Return the highest value of an extent's cached pages that were matched; 0: none."""
+        if extent in self._unsure:
+            pages = (page for page in self._pages(extent) if self._uses[page] > 1)
+            values = (self._values[page] for page in pages if page in self._values)
+            self._tops[extent] = max(values, default=0.0)
+            self._unsure.discard(extent)
+        return self._tops[extent]
 
     def _add(self) -> bool:
         """Give the lowest absent extent memory; False: there is none, or no room."""

@@ -1,5 +1,6 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
+import functools
 import itertools
 import logging
 import os
@@ -40,8 +41,10 @@ def compile_all(
         parts += [f"compiles {', '.join(list(at_work.values()))}"] if at_work else []
         bar.set_postfix_str("; ".join(parts))
 
-    def done(number: int) -> None:
+    def done(number: int, job: Future) -> None:
         name = at_work.pop(number)
+        if job.cancelled() or job.exception() is not None:
+            return
         if progress and not is_terminal:  # a log file has lines
             logger.info("Compiled %d of %d programs: %s.", next(numbers), len(names), name)
         bar.update()
@@ -56,7 +59,7 @@ def compile_all(
             for number, program in enumerate(programs):
                 at_work[number] = names[number]
                 jobs.append(pool.submit(program.compile))
-                jobs[-1].add_done_callback(lambda _, number=number: done(number))
+                jobs[-1].add_done_callback(functools.partial(done, number))
                 say(*names[number + 1 : number + 2])
             for job in jobs:
                 job.result()

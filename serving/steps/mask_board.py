@@ -22,6 +22,7 @@ from serving.steps.token_masks import HostMasks, TokenMasks, num_words, unpack_m
 logger = logging.getLogger(__name__)
 
 _MOST = 2**31 - 1
+_DEBUG = "jax_debug_nans", "jax_debug_infs"
 
 
 class MaskBoard:
@@ -47,6 +48,7 @@ class MaskBoard:
         self._waiting = set[int]()  # numbers of steps
         self._number = 0  # of the newest step that reads the board
         self._posting, self._has_ended = threading.Lock(), False
+        self._late_calls: list[str] = []  # settings that a log line has named
         self.address = board.address
 
     def take_number(self) -> int:
@@ -59,6 +61,13 @@ class MaskBoard:
 
         Then they must be posted next.
         """
+        late_calls = _late_calls()
+        if late_calls != self._late_calls:  # since the engine's start, or since the last step
+            self._late_calls = late_calls
+            if late_calls:
+                logger.warning("Masks are made before their steps: %s", _why_late(late_calls))
+        if late_calls:
+            return False
         may = self._users.begin_wait(self._most_waits)
         if may:
             with self._posting:
@@ -132,12 +141,20 @@ def _check_calls(backend: str) -> None:
 
     The thread that has sent a step has its masks made next: it would wait for itself.
     """
-    debug = "jax_debug_nans", "jax_debug_infs"
-    if on := [name for name in debug if getattr(jax.config, name)]:
-        raise dispatch.Declined(f"with {' and '.join(on)} a call returns when its results are read")
+    if on := _late_calls():
+        raise dispatch.Declined(_why_late(on))
     setting = "jax_cpu_enable_async_dispatch"  # of the client, as it was made
     if backend == "cpu" and not jax.config.read(setting):
         raise dispatch.Declined(f"without {setting} a call returns when its program has run")
+
+
+def _late_calls() -> list[str]:
+    """Return the settings by which jax reads the results of a call before it returns."""
+    return [name for name in _DEBUG if getattr(jax.config, name)]
+
+
+def _why_late(settings: list[str]) -> str:
+    return f"with {' and '.join(settings)} a call returns when its results are read"
 
 
 def _on_cpu(count: int) -> AbstractHostBoard:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from lora_jax.adapters.rollout_guard import Outcome
-from serving.api.request import FinishReason, Sequence
+from serving.api.request import FinishReason, Request, Sequence
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.engine.metrics.traces import Traces
@@ -22,10 +22,10 @@ _NO_OUTPUT = "The output of the request could not be processed."
 
 
 class LiveRequests:
-    """Live requests by id; the engine's thread uses it, other threads `in` and `add`.
+    """Live requests by id; the engine's thread uses it, other threads `in`, `find` and `add`.
 
-    `lock` guards the scheduler and the requests: who calls `in`, `add` or `check_integrity` holds
-    it, the other methods take it.
+    `lock` guards the scheduler and the requests: callers of `in`, `find`, `add` and
+    `check_integrity` hold it, the other methods take it.
     """
 
     def __init__(
@@ -47,6 +47,11 @@ class LiveRequests:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._live
+
+    def find(self, request_id: str) -> Request | None:
+        """Return the live request of an id."""
+        live = self._live.get(request_id)
+        return None if live is None else live.request
 
     def add(self, live: LiveRequest) -> None:
         """Keep a request until it ends."""

@@ -12,14 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from lora_jax.adapters.registry import AdapterEntry
-from serving.api.request import (
-    EngineDead,
-    FinishReason,
-    Request,
-    Sequence,
-    SequenceState,
-    StepPlan,
-)
+from serving.api.request import EngineDead, FinishReason, Request, Sequence, SequenceState, StepPlan
 from serving.engine.loop import failures
 from serving.engine.loop.cold_programs import run_cold
 from serving.engine.loop.failures import Failure
@@ -58,7 +51,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._woken = False
-        self._aborts: list[str] = []
+        self._aborts: list[Request] = []
         self._closing = False
         self._dead = False
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
@@ -128,10 +121,11 @@ class EngineLoop:
             self._ring()
 
     def abort(self, request_id: str) -> None:
-        """End a request soon; unknown ones are ignored."""
+        """End a request soon; unknown ones are ignored, and later ones of the same id go on."""
         with self._lock:
-            self._aborts.append(request_id)
-            self._ring()
+            if (request := self._live.find(request_id)) is not None:
+                self._aborts.append(request)
+                self._ring()
 
     def _ring(self) -> None:
         """Wake the loop, wherever it waits; under the lock."""
@@ -202,7 +196,9 @@ class EngineLoop:
     def _wait_to_plan(self) -> None:
         """Return when the next step is due to be planned."""
         if self._flying is not None:
-            wait_s = self._pacer.wait_s(self._flying.plan.num_tokens)
+            # Its masks took a core from the step; the plan runs beside its sampler, on a free one.
+            late = self._flying.waits and self._parts.grammars.masks.on_few_cores
+            wait_s = self._pacer.wait_s(self._flying.plan.num_tokens, late=late)
             if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
                 time.sleep(wait_s)
         if self._parts.turns is not None:
@@ -214,7 +210,8 @@ class EngineLoop:
         with self._lock:
             aborts, self._aborts, self._woken = self._aborts, [], False
             self._follower.follow()
-            ended = [s for request_id in aborts for s in scheduler.abort(request_id)]
+            ids = [r.request_id for r in aborts if self._live.find(r.request_id) is r]
+            ended = [s for request_id in ids for s in scheduler.abort(request_id)]
             expired = scheduler.expired(now)
             return _Planned(scheduler.plan(now), ended, expired)
 

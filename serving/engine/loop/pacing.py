@@ -3,7 +3,8 @@
 A step that is planned as soon as possible keeps the device busy, but a request that comes after
 that waits for it too: for two steps instead of one. Where several tenants ask, the loop therefore
 plans as late as the device allows: before the end of the step that runs, by the time the host takes
-and a margin. Times of steps are the shortest ones lately, so that a wrong guess plans early.
+and a margin. So it does beside a step with masks on few cores, which the plan would take from it.
+Times of steps are the shortest ones lately, so that a wrong guess plans early.
 """
 
 import collections
@@ -42,10 +43,13 @@ class Pacer:
         # Never changed in place: the loop's thread reads it without the lock.
         self._asked = lately | {tenant: now}
 
-    def wait_s(self, num_tokens: int) -> float:
-        """Return how long the plan after the step that runs, of `num_tokens`, can wait."""
+    def wait_s(self, num_tokens: int, *, late: bool = False) -> float:
+        """Return how long the plan after the step that runs, of `num_tokens`, can wait.
+
+        With `late` it waits though only one tenant asks.
+        """
         now, times = self._clock(), self._steps.get(num_tokens.bit_length())
-        if not times or not self._host or not self._is_shared(now):
+        if not times or not self._host or not (late or self._is_shared(now)):
             return 0.0
         step = min(times)
         margin = max(_LEAST_MARGIN_S, _MARGIN * step)

@@ -80,9 +80,12 @@ def cache_size(
         )
     longest = min(wanted, affordable * page_size)
     if config.max_model_len and longest < wanted:
+        other = "raise kv_cache_memory_bytes"
+        if free is not None and not config.kv_cache_memory_bytes:  # adapters have the rest
+            other = "give adapters less by lora_memory_bytes, max_loras or max_lora_rank"
         raise ValueError(
             f"A sequence of max_model_len {wanted} takes {wanted * bytes_per_token} bytes of KV "
-            f"cache; the budget is {budget}. Raise kv_cache_memory_bytes or lower max_model_len."
+            f"cache; the budget is {budget}. Lower max_model_len, or {other}."
         )
     pages = min(affordable, config.step_seqs * -(-longest // page_size))
     return CacheSize(pages, page_size, longest)

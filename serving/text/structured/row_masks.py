@@ -81,6 +81,11 @@ class RowMasks:
         self._worker: ThreadPoolExecutor | None = None
         self._posted: Future[None] | None = None  # what `post` gave to the worker last
 
+    @property
+    def on_few_cores(self) -> bool:
+        """True if the caller fills all masks, as no core is free for another thread."""
+        return self._num_threads <= 1
+
     def start(self, plan: StepPlan, first_rows: SequenceOf[int], words: np.ndarray) -> Filling:
         """Begin to write the masks of the plan's bound rows, numpy int32 [masks, words].
 

@@ -156,6 +156,23 @@ def test_no_program_waits_where_a_call_returns_when_it_has_run(
         jax.config.update(setting, not value)
 
 
+@pytest.mark.parametrize("setting", ["jax_debug_nans", "jax_debug_infs"])
+def test_no_step_waits_once_calls_return_late(setting, caplog):
+    """The setting may be changed after the engine's start."""
+    users = DeviceUsers()
+    board = MaskBoard(HostBoard(COUNT), SIZES, VOCAB, users)
+    assert board.begin_wait(board.take_number())
+    board.post(1)
+    jax.config.update(setting, True)
+    try:
+        assert not any(board.begin_wait(board.take_number()) for _ in range(3))
+    finally:
+        jax.config.update(setting, False)
+    assert caplog.text.count(f"before their steps: with {setting} a call returns") == 1
+    assert users._num_waits == 0
+    assert board.begin_wait(board.take_number())
+
+
 def test_no_program_waits_elsewhere_or_where_memory_is_not_shared(monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr(mask_board.jax, "default_backend", lambda: "tpu")

@@ -25,6 +25,8 @@ from serving.api.config import EngineConfig
         ({"lora_memory_bytes": 1 << 60}, "lora_memory_bytes"),
         ({"adapter_wait_s": 0}, "adapter_wait_s"),
         ({"adapter_wait_s": float("nan")}, "adapter_wait_s"),
+        ({"mm_processor_cache_gb": -0.5}, "mm_processor_cache_gb must be 0 to 1048576 GiB"),
+        ({"kv_offloading_size": True}, "kv_offloading_size must be 0 to 1048576 GiB, got True"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching"),
         ({"max_loras": 0}, "max_loras"),
         ({"max_esft_adapters": -1}, r"max_esft_adapters must be in \[0, 4096\], got -1"),

@@ -53,6 +53,17 @@ def test_what_a_killed_command_leaves_goes_with_the_next_start_on_its_host(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_host_of_a_longer_name_leaves_is_not_this_hosts(tmp_path, monkeypatch):
+    """Its lock may tell nothing here, as of any other host."""
+    for name in ("node-1", "node-0123456789abcdef"):
+        lock = tmp_path / f"budgets-{name}-0123456789abcdef.lock"
+        lock.touch()
+        lock.with_suffix("").mkdir()
+    monkeypatch.setattr(socket, "gethostname", lambda: "node")
+    BudgetsFolder(tmp_path).close()
+    assert len(list(tmp_path.iterdir())) == 4
+
+
 @pytest.mark.parametrize("what", ["removed", "replaced", "held"])
 def test_a_lock_that_another_command_takes_away_is_not_had(tmp_path, monkeypatch, what):
     """It may take a new folder for one that is left, between the file's making and its lock."""

@@ -104,6 +104,19 @@ def test_an_extent_that_goes_takes_the_end_of_one_prefix_only():
     extents.check_integrity()
 
 
+def test_an_end_of_a_prefix_beside_a_page_that_nobody_wants_goes_by_its_age():
+    _, exchange, cache, extents = make(pool=8, cache_pages=16, least=2)
+    extents.want(16)
+    old, new = cached(cache, 1, 4), cached(cache, 2, 7)
+    for keys in (old, new):
+        use(cache, extents, keys)
+    cached(cache, 3, 1)  # in the gap behind the newer one
+    for _ in range(2):  # one is blank
+        exchange.take(extents.offer())
+    assert [len(cache.match(keys)) for keys in (old, new)] == [0, 7]
+    extents.check_integrity()
+
+
 def test_cached_pages_are_taken_once_each_where_blank_ones_are_too_few():
     _, _, cache, extents = make(pool=4, cache_pages=8)
     keys = [cached(cache, token, 2) for token in (1, 2, 3)]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from serving.steps import compiling
 from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
 from serving.steps.kept_steps import KeptProgram
 from serving.steps.model_runner import ModelRunner
@@ -39,8 +40,17 @@ def test_all_are_compiled_when_it_returns_and_errors_are_raised():
         compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=False)
 
 
-def test_ctrl_c_waits_for_no_program():
+def test_the_log_counts_programs_that_are_compiled_alone(caplog):
+    caplog.set_level("INFO")
+    with pytest.raises(ValueError, match="no"):
+        compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=True)
+    assert caplog.messages == ["Compiled 1 of 2 programs: a."]
+
+
+def test_ctrl_c_waits_for_no_program(caplog, monkeypatch):
     """XLA cannot be stopped; the call must not wait for what it compiles."""
+    monkeypatch.setattr(compiling, "_workers", lambda: 1)
+    caplog.set_level("INFO")
     may = threading.Event()
     slow, never = Program(may), Program()
 
@@ -52,9 +62,10 @@ def test_ctrl_c_waits_for_no_program():
     begin = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            compile_all(programs(), list("abc"), progress=False)
+            compile_all(programs(), list("abc"), progress=True)
         assert time.monotonic() - begin < 30  # `slow` waits for 60 s
         assert not slow.done.is_set()
+        assert caplog.messages == []
     finally:
         may.set()
 

@@ -77,10 +77,10 @@ class Case:
         )
         self.loop.start()
 
-    def ask(self, prompt=(5, 6), adapter=None, on_output=None, tenant="", **sampling):
+    def ask(self, prompt=(5, 6), adapter=None, on_output=None, tenant="", name="", **sampling):
         deltas = []
         request = Request(
-            request_id=f"r{len(prompt)}-{time.monotonic_ns()}",
+            request_id=name or f"r{len(prompt)}-{time.monotonic_ns()}",
             prompt_ids=tuple(prompt),
             sampling=Sampling(**{"max_tokens": 3, **sampling}),
             adapter=adapter,
@@ -252,6 +252,19 @@ def test_masks_that_are_made_late_are_posted_for_their_own_step():
     wait_until(lambda: posted)
     assert (posted, next_number) == ([1], 2)
     masks.close()
+
+
+@pytest.mark.parametrize("cores", [2, 8])
+def test_beside_a_step_that_has_masks_a_plan_on_few_cores_waits(cores, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    loop, asked = EngineLoop.__new__(EngineLoop), []
+    grammars = SimpleNamespace(masks=RowMasks(()))
+    loop._parts = SimpleNamespace(grammars=grammars, turns=None)
+    loop._pacer = SimpleNamespace(wait_s=lambda tokens, late: asked.append((tokens, late)) or 0.0)
+    for waits in (True, False):
+        loop._flying = SimpleNamespace(plan=SimpleNamespace(num_tokens=7), waits=waits)
+        loop._wait_to_plan()
+    assert asked == [(7, cores == 2), (7, False)]
 
 
 def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_for(case):
@@ -435,6 +448,26 @@ def test_aborts_reach_waiting_and_running_requests(case):
     ends = [*running[-1:], *waiting]
     assert {delta.finish_reason for delta in ends} == {FinishReason.ABORT}
     wait_until(lambda: case.residencies.kept == 0)
+    wait_sound(case)
+
+
+def test_a_late_abort_ends_no_later_request_of_the_same_id(case):
+    """It is asked for while the first request runs, and still queued when the second comes."""
+    later, read = [], case.runner.read
+
+    def read_late(step):
+        if not later:
+            case.loop.abort("twice")
+        return read(step)
+
+    def on_output(delta):
+        if delta.finish_reason is not None:
+            later.append(case.ask(name="twice")[1])
+
+    case.runner.read = read_late
+    case.ask(name="twice", max_tokens=1, on_output=on_output)
+    wait_until(lambda: later and ended(later[0]))
+    assert later[0][-1].finish_reason is FinishReason.LENGTH
     wait_sound(case)
 
 

@@ -40,8 +40,12 @@ def test_the_budget_caps_pages_and_the_length_nobody_asked_for():
 def test_what_does_not_fit_is_refused_with_numbers():
     with pytest.raises(ValueError, match="max_model_len is 51, but the model has 50"):
         cache_size(config(max_model_len=51), 100, 50)
-    with pytest.raises(ValueError, match=r"max_model_len 50 takes 5000 bytes.* budget is 3200"):
-        cache_size(config(max_model_len=50, kv_cache_memory_bytes=3200), 100, 50)
+    small = config(max_model_len=50, kv_cache_memory_bytes=3200)
+    for free in (None, 9000):
+        with pytest.raises(ValueError, match=r"50 takes 5000 bytes.* budget is 3200.* or raise kv"):
+            cache_size(small, 100, 50, free)
+    with pytest.raises(ValueError, match=r"budget is 3200.* or give adapters less by lora_memory"):
+        cache_size(config(max_model_len=50), 100, 50, 3200)
     with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
         cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
 

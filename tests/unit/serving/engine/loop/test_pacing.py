@@ -41,8 +41,9 @@ def test_a_plan_waits_until_the_host_has_just_time_for_it():
     assert pacer.wait_s(ROWS) == 0.0
 
 
-def test_one_tenant_is_never_held_back_nor_are_steps_of_unknown_size():
+def test_one_tenant_waits_on_demand_alone_and_never_beside_a_step_of_unknown_size():
     assert paced("a")[1].wait_s(ROWS) == 0.0
+    assert paced("a")[1].wait_s(ROWS, late=True) == pytest.approx(0.9 * STEP_S - HOST_S)
     assert paced("a", "b")[1].wait_s(4 * ROWS) == 0.0
     assert paced("a", "b", steps=0)[1].wait_s(ROWS) == 0.0
 
