@@ -39,6 +39,9 @@ def test_a_file_that_holds_no_object_is_refused():
     for raw in ([], "llama", 3, None):
         with pytest.raises(ValueError, match=r"config\.json must hold a JSON object"):
             from_hf(raw)
+    for odd in ([], {}, ["llama"], None):
+        with pytest.raises(ValueError, match=r"model_type .* is not supported; supported are"):
+            from_hf({"model_type": odd})
 
 
 def test_reading_does_not_change_the_dict():

@@ -26,12 +26,12 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(raw, Mapping):
         raise ValueError("config.json must hold a JSON object.")
     model_type = raw.get("model_type")
-    if model_type not in _READERS:
+    if not isinstance(model_type, str) or model_type not in _READERS:
         allowed = ", ".join(known_model_types())
-        if model_type in REFUSED:
+        if isinstance(model_type, str) and model_type in REFUSED:
             raise ValueError(f"{model_type} is not supported: {REFUSED[model_type]}.")
         raise ValueError(f"model_type {model_type!r} is not supported; supported are {allowed}.")
-    keys = Keys(raw, str(model_type))
+    keys = Keys(raw, model_type)
     config = _READERS[model_type](keys)
     config = dataclasses.replace(config, quantization=read_quantization(keys))
     if config.num_heads % config.num_kv_heads:
