@@ -30,6 +30,7 @@ STALL_S = 60.0  # a loop that has not turned for so long is not alive
 _LOADING_WAIT_S = 0.0002  # the threads that copy need Python's lock
 _IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
 _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
+_LATE_ROWS = 24  # the sampler takes 50 us a row: of fewer rows it ends before a plan would
 _DEAD = "The engine has stopped; the request was not finished."
 _ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
 _ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
@@ -197,7 +198,8 @@ class EngineLoop:
         """Return when the next step is due to be planned."""
         if self._flying is not None:
             # Its masks took a core from the step; the plan runs beside its sampler, on a free one.
-            late = self._flying.waits and self._parts.grammars.masks.on_few_cores
+            late = self._flying.waits and len(self._flying.plan.chunks) >= _LATE_ROWS
+            late = late and self._parts.grammars.masks.on_few_cores
             wait_s = self._pacer.wait_s(self._flying.plan.num_tokens, late=late)
             if wait_s > 0:  # even a sleep of nothing hands the interpreter to other threads
                 time.sleep(wait_s)

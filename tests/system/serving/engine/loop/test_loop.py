@@ -261,10 +261,11 @@ def test_beside_a_step_that_has_masks_a_plan_on_few_cores_waits(cores, monkeypat
     grammars = SimpleNamespace(masks=RowMasks(()))
     loop._parts = SimpleNamespace(grammars=grammars, turns=None)
     loop._pacer = SimpleNamespace(wait_s=lambda tokens, late: asked.append((tokens, late)) or 0.0)
-    for waits in (True, False):
-        loop._flying = SimpleNamespace(plan=SimpleNamespace(num_tokens=7), waits=waits)
+    for waits, rows in ((True, 64), (True, 8), (False, 64)):
+        plan = SimpleNamespace(num_tokens=rows, chunks=[None] * rows)
+        loop._flying = SimpleNamespace(plan=plan, waits=waits)
         loop._wait_to_plan()
-    assert asked == [(7, cores == 2), (7, False)]
+    assert asked == [(64, cores == 2), (8, False), (64, False)]
 
 
 def test_nobody_is_told_of_an_end_before_the_masks_of_the_next_step_are_asked_for(case):
