@@ -199,7 +199,11 @@ def not_safetensors(first: bytes) -> str:
     """Return what is wrong with a file of these first bytes, and what to do."""
     if first.startswith(b"version "):
         return "a Git LFS pointer in place of the file; fetch the file by `git lfs pull`"
-    return "not a safetensors file"
+    length = int.from_bytes(first, "little")
+    return (
+        f"not a safetensors file: its first 8 bytes give a header of {length} bytes, and at most "
+        f"{_LARGEST_HEADER} are allowed"
+    )
 
 
 def _raw_header(read: Read, file_bytes: int, limits: FileLimits) -> bytes:

@@ -4,6 +4,7 @@ import http.server
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from serving.api.sampling import Sampling
 from serving.engine.metrics.histograms import FinishedRequest
 from serving.engine.metrics.traces import Traces, make_traces, span_attributes
 
+MODEL = Path(__file__).parents[5] / "assets" / "tiny-moe"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = (("traceparent", f"00-{TRACE}-b7ad6b7169203331-01"),)
 
@@ -63,7 +65,7 @@ def test_times_that_never_came_are_left_out():
 def test_without_the_extra_the_engine_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"pip install 'lora-jax\[otel\]'"):
-        Engine("some/model", otlp_traces_endpoint="grpc://localhost:4317")
+        Engine(MODEL, otlp_traces_endpoint="grpc://localhost:4317")
     assert make_traces(None, "base") is None
 
 
