@@ -1,6 +1,7 @@
 """Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -243,7 +244,8 @@ def _build(
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     if vocabulary.brings_tokens(base.catalogue):
-        tokenizers.ask(rollouts.entry_for)
+        wait_s = config.adapter_wait_s
+        tokenizers.ask(functools.partial(rollouts.entry_for, wait_s=wait_s, lends=False))
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
