@@ -13,6 +13,9 @@ ENGINE_HELP = {
     "max_num_batched_tokens": "Maximum tokens in one step. Default: 8192 on an accelerator of 64 "
     "GiB or more, 2048 on a smaller one, 512 on a CPU, over several devices and beside a LoRA "
     "Server.",
+    "mixed_step_tokens": "Maximum tokens in one step in which requests decode; always 8 for each "
+    "of them. Default: where --max-num-batched-tokens is left out on an accelerator 512, and 2048 "
+    "for a model with experts.",
     "tensor_parallel_size": "Number of devices that the model is split over. The results have "
     "the bits of one device.",
     "enable_expert_parallel": "Give each device whole experts instead of a part of every expert. "
@@ -164,6 +167,7 @@ METAVARS = {
     "max_model_len": "TOKENS",
     "encoder_cache_tokens": "TOKENS",
     "max_num_batched_tokens": "TOKENS",
+    "mixed_step_tokens": "TOKENS",
     "block_size": "TOKENS",
     "gpu_memory_utilization": "FRACTION",
     "adapter_wait_s": "SECONDS",

@@ -111,7 +111,8 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
     beside = Beside(access is not None, gang is not None, backbone is not None)
-    check_pairs(config, read_config(Path(config.model)), beside)
+    described = read_config(Path(config.model))
+    check_pairs(config, described, beside)
     check_platform(config)
     config = for_hosts(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
@@ -126,7 +127,11 @@ def build_parts(
     )
     alone = access is None and backbone is None
     config = for_device(
-        config, on_cpu=device.platform == "cpu", device_bytes=bytes_limit(), alone=alone
+        config,
+        on_cpu=device.platform == "cpu",
+        device_bytes=bytes_limit(),
+        alone=alone,
+        has_experts=described.moe is not None,
     )
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
