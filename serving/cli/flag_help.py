@@ -30,7 +30,7 @@ ENGINE_HELP = {
     "kv_offloading_size": "Host memory of each instance for KV pages that leave the device, in "
     "GiB. 0: none.",
     "gpu_memory_utilization": "Fraction of JAX's device memory that weights, adapters and KV "
-    "pages may use. XLA_PYTHON_CLIENT_MEM_FRACTION sets JAX's share of the device.",
+    "pages may use. XLA_CLIENT_MEM_FRACTION sets JAX's share of the device.",
     "enable_prefix_caching": "Reuse the KV pages of prompts that begin alike.",
     "scheduling_policy": "Order of waiting requests. fcfs: first come, first served. sjf: "
     "smallest prompt + max_tokens first; long requests may starve.",
