@@ -163,6 +163,18 @@ def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, sof
 
 
 @pytest.mark.parametrize(
+    ("rows", "real", "width"), [(9, 7, 4), (40, 40, 1028), (3, 0, 8), (5, 9, 36)]
+)
+def test_rows_are_taken_by_index_and_no_more_than_are_real(library, rows, real, width):
+    rng = np.random.default_rng(0)
+    x, order = rng.normal(size=(6, width)).astype(np.float32), rng.integers(0, 6, rows, np.int32)
+    y = np.full((rows, width), np.nan, np.float32)
+    call(library.take_rows, x, order, np.array([real], np.int32), y, rows, width // 4)
+    np.testing.assert_array_equal(y[:real], x[order[:real]])
+    assert np.isnan(y[real:]).all()
+
+
+@pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.long if p else ()) for p, n in enumerate(LIKELY_CASES)],
 )
