@@ -6,6 +6,7 @@ graphs of a step), `served` (a whole engine), `cluster` (instances behind the ro
 alone), `remote` (an instance beside a LoRA Server). Parts that run side by side share
 `--lock FILE`, so that each measures alone. `--exchange lax` takes `jax.lax.all_gather` in place of
 the own kernel, `--attention-output` says whether each device has attention's last map, o, whole.
+`--earlier` takes forms that were before (bench.parallel.earlier).
 `--shared-rows N` has devices share products of whole weights from N rows on (0: never).
 `--long` compares answers to prompts of more than 1,000 tokens in one step. `--tiny` is for a CPU.
 """
@@ -24,6 +25,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 
 from bench.parallel import bits, cluster, graphs, host, remote, served, steps
+from bench.parallel.earlier import EARLIER, use_earlier
 from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
@@ -59,6 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--exchange", choices=("own", "lax"), default="own")
     parser.add_argument("--attention-output", choices=ATTENTION_OUTPUTS, help="of o, see above")
     parser.add_argument("--shared-rows", type=int, help="fewest rows that devices share; 0: never")
+    parser.add_argument("--earlier", choices=EARLIER, nargs="*", default=[], help="forms to use")
     parser.add_argument("--long", action="store_true", help="bits of long prompts")
     parser.add_argument("--lock", type=Path, help="lock file shared by parts that run side by side")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
@@ -106,6 +109,7 @@ def main() -> None:
         model_split.attention_output = lambda config: args.attention_output
     if args.shared_rows is not None:
         gather.SHARED_ROWS = args.shared_rows or sys.maxsize
+    use_earlier(args.earlier)
     quiet = Quiet(args.lock)
     about = record.about()
     with tempfile.TemporaryDirectory() as folder:
@@ -117,6 +121,7 @@ def main() -> None:
     lax = ["lax"] if args.exchange == "lax" else []
     output = [f"o-{args.attention_output}"] if args.attention_output else []
     output += [f"share-{args.shared_rows}"] if args.shared_rows is not None else []
+    output += ["earlier", *args.earlier] if args.earlier else []
     output += ["long"] if args.long else []
     words = ["parallel", *parts, *experts, *lax, *output, record.in_file_name(device), f"x{over}"]
     name = "_".join([*words, about["date"]])

@@ -18,17 +18,10 @@ def test_rows_up_to_their_number_are_those_of_the_index(dtype, implementation):
     np.testing.assert_array_equal(np.asarray(got)[:4], np.asarray(x)[np.asarray(order)[:4]])
 
 
-@pytest.mark.parametrize(
-    ("x", "order", "count", "reason"),
-    [
-        (jnp.zeros(4), jnp.zeros(3, jnp.int32), jnp.int32(1), r"x \(4,\) must be rank 2"),
-        (jnp.zeros((4, 4)), jnp.zeros(3), jnp.int32(1), "row_to_row"),
-        (jnp.zeros((4, 4), jnp.float16), jnp.zeros(3, jnp.int32), jnp.int32(1), "x float16"),
-    ],
-)
-def test_other_arrays_are_refused_by_name(x, order, count, reason):
-    with pytest.raises(ValueError, match=f"take_rows.*{reason}"):
-        take_rows(x, order, count)
+def test_another_dtype_is_refused_by_name():
+    x = jnp.zeros((4, 4), jnp.float16)
+    with pytest.raises(ValueError, match=r"take_rows: .*x float16"):
+        take_rows(x, jnp.zeros(3, jnp.int32), jnp.int32(1))
 
 
 def test_rows_that_are_no_whole_units_are_declined():
