@@ -5,6 +5,7 @@ time, registers and memory order only show on a GPU.
 """
 
 import dataclasses
+import itertools
 import shutil
 
 import jax
@@ -110,6 +111,27 @@ def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
     for g, (start, size) in enumerate(zip(np.cumsum(counts) - counts, sizes, strict=True)):
         want[start : start + size] = x[start : start + size] @ w[g].T + (bias[g] if biased else 0)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("d_out", "d_in"), [(6, 2048), (1, 1540)])
+def test_grouped_f32_adds_products_lanes_and_warps_in_its_order(library, d_out, d_in):
+    """Bits do not change with the kernel: models of several releases give the same tokens."""
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal((n, d_in)).astype(np.float32) for n in (5, d_out))
+    warp, lane = np.arange(4)[:, None], np.arange(32)
+    parts = np.zeros((5, d_out, 4, 32), np.float32)
+    for first, step in itertools.product(range(0, d_in, 512), range(4)):
+        k = first + warp * 128 + lane * 4 + step
+        a, b = (np.where(k < d_in, m[:, np.minimum(k, d_in - 1)], 0).astype("f8") for m in (x, w))
+        parts = (a[:, None] * b + parts).astype(np.float32)
+    for distance in (16, 8, 4, 2, 1):
+        parts = parts + parts[..., lane ^ distance]
+    want = parts[..., 0, 0]
+    for number in (1, 2, 3):
+        want = want + parts[..., number, 0]
+    y = np.full((5, d_out), np.nan, np.float32)
+    call(library.grouped_f32, x, w, np.array([5], np.int32), None, 5, 1, d_out, d_in, y)
+    np.testing.assert_array_equal(y, want)
 
 
 @pytest.mark.parametrize("added", [False, True])
