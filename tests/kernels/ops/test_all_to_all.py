@@ -113,7 +113,7 @@ def test_every_device_has_its_columns_of_the_owners_rows(devices, dtype, impleme
     ("shape", "places", "dtype", "reason"),
     [
         ((2, 2, 5), (3, 3), "int32", "divide by 2 devices"),
-        ((2, 2, 4), (3, 3), "uint8", "uint8"),
+        ((2, 2, 4), (3, 3), "int16", "int16"),
     ],
 )
 def test_owned_rows_are_refused_by_shape_and_dtype(shape, places, dtype, reason):
