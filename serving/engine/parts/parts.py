@@ -1,6 +1,7 @@
 """Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from serving.api.generation_config import read_generation_config
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
+from serving.engine.memory.jax_share import take_share
 from serving.engine.memory.memory_budget import bytes_limit, make_allocator, size_kv_cache
 from serving.engine.memory.page_pool import check_platform, make_page_pool
 from serving.engine.memory.sizing import lora_share
@@ -111,7 +113,10 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
     beside = Beside(access is not None, gang is not None, backbone is not None)
-    check_pairs(config, read_config(Path(config.model)), beside)
+    described = read_config(Path(config.model))
+    check_pairs(config, described, beside)
+    alone = access is None and backbone is None
+    take_share(config, described, alone=alone and gang is None)
     check_platform(config)
     config = for_hosts(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
@@ -124,9 +129,12 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    alone = access is None and backbone is None
     config = for_device(
-        config, on_cpu=device.platform == "cpu", device_bytes=bytes_limit(), alone=alone
+        config,
+        on_cpu=device.platform == "cpu",
+        device_bytes=bytes_limit(),
+        alone=alone,
+        has_experts=described.moe is not None,
     )
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
@@ -244,7 +252,8 @@ def _build(
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     if vocabulary.brings_tokens(base.catalogue):
-        tokenizers.ask(rollouts.entry_for)
+        wait_s = config.adapter_wait_s
+        tokenizers.ask(functools.partial(rollouts.entry_for, wait_s=wait_s, lends=False))
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows

@@ -167,6 +167,7 @@ def make_scheduler(
         max_model_len=size.max_model_len,
         max_num_seqs=config.step_seqs,
         max_num_batched_tokens=config.step_tokens,
+        mixed_step_tokens=config.mixed_step_tokens,
         max_logit_rows=num_logit_rows,
         max_queue=config.max_queue,
         adapter_wait_s=config.adapter_wait_s,

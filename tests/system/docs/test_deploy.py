@@ -35,6 +35,7 @@ CHECKED = {
     "kubernetes/functions.knative.yaml",
     "kubernetes/gateway.yaml",
     "kubernetes/nodes.yaml",
+    "kubernetes/objectives.yaml",
     "kubernetes/server.yaml",
     "nodes.sbatch",
     "prometheus.yml",
@@ -182,7 +183,7 @@ def test_commands_of_the_page_name_files_and_flags_that_exist():
             assert words[image].removeprefix("lora-jax:") in targets
             check_flags(words[image + 1 :])
             checked += 1
-    assert checked == 6, lines
+    assert checked == 7, lines
 
 
 def test_the_compose_files_start_the_server_and_mount_what_exists():
@@ -255,12 +256,15 @@ def test_knative_s_contract_port_probes_one_copy_and_time_to_end():
 
 def test_the_pool_holds_the_pods_and_objectives_belong_to_it():
     deployment = documents("kubernetes/server.yaml")[0]
-    pool, *others, route = documents("kubernetes/gateway.yaml")
+    pool, route = documents("kubernetes/gateway.yaml")
+    objectives = documents("kubernetes/objectives.yaml")
     assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
     assert pool["spec"]["selector"] == deployment["spec"]["selector"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert pool["spec"]["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
-    assert [one["kind"] for one in others] == ["InferenceObjective"] * 2
-    assert {one["spec"]["poolRef"]["name"] for one in others} == {pool["metadata"]["name"]}
+    assert [one["kind"] for one in objectives] == ["InferenceObjective"] * 2
+    group = pool["apiVersion"].partition("/")[0]
+    for one in objectives:
+        assert one["spec"]["poolRef"] == {"group": group, "name": pool["metadata"]["name"]}
     (rule,) = route["spec"]["rules"]
     assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]

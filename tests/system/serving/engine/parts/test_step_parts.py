@@ -19,13 +19,14 @@ def tokens(outputs):
 
 
 def test_the_scheduler_keeps_the_limits_of_config_and_cache():
-    config = EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8, max_queue=3, seed=7)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "mixed_step_tokens": 4}
+    config = EngineConfig("m", **sizes, max_queue=3, seed=7)
     size = CacheSize(num_pages=6, page_size=4, max_model_len=12)
     scheduler = make_scheduler(config, size, None, (2,), 5, num_logit_rows=64)
     limits = scheduler.limits
     assert (limits.num_pages, limits.page_size, limits.max_model_len) == (6, 4, 12)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_queue) == (2, 8, 3)
-    assert limits.num_encoder_rows == 5
+    assert (limits.num_encoder_rows, limits.mixed_step_tokens) == (5, 4)
     times = {"arrival_s": 0.0, "deadline_s": 0.0}
     (one,) = scheduler.add(Request("a", (3,) * 10, Sampling(), None, "", print, **times))
     (two,) = make_scheduler(config, size, None, (2,), 5, num_logit_rows=64).add(one.request)
