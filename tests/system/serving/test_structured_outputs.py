@@ -12,17 +12,13 @@ import httpx
 import jsonschema
 import pytest
 from support.cases.engine_cases import settle
-from support.cases.grammar_cases import (
-    MODEL,
-    chained_references,
-    crossed_patterns,
-    drawn_schema,
-)
+from support.cases.grammar_cases import MODEL, drawn_schema
 from support.doubles.host_board import patience
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.http_server import client_of
 from support.waiting import wait_until
 
+from bench.bad_requests import chained_references, crossed_patterns
 from serving import Engine, QueueFull, RequestFailed, Sampling
 from serving.engine.parts import step_parts
 from serving.http.app import create_app
