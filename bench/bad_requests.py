@@ -10,13 +10,13 @@ by how much the server's grew. The command fails if a next or other request fail
 import argparse
 import contextlib
 import dataclasses
+import http.client
 import json
 import socket
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,14 +111,18 @@ def chats() -> dict[str, Body]:
 
 
 def post(url: str, body: Body) -> tuple[int, Body]:
-    """Return status and JSON of an answer, also of one that is an error."""
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=MOST_BODY_S) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+    """Return status and JSON of an answer, also of one that is an error.
+
+    A server may answer to a large body and close before it has read it.
+    """
+    parts = urllib.parse.urlsplit(url)
+    connection = http.client.HTTPConnection(parts.netloc, timeout=MOST_BODY_S)
+    with contextlib.closing(connection):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", parts.path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        return answer.status, json.load(answer)
 
 
 def cut_streams(url: str) -> tuple[int, Body]:
