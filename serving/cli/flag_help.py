@@ -73,12 +73,14 @@ ENGINE_HELP = {
     "lora_memory_bytes": "Device memory for LoRA adapters, in bytes. Default: room for "
     "--max-loras adapters of --max-lora-rank.",
     "max_adapter_bytes": "Maximum size of one adapter's files, in bytes.",
-    "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes.",
+    "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes. Requests for more "
+    "adapters at a time than it holds wait.",
     "max_cpu_loras": "Maximum adapters in host memory, within --max-total-adapter-bytes. Others "
     "are read from disk again when they are used. Default: as many as fit.",
     "max_adapter_loads_per_minute": "Maximum adapter loads per minute. A load beyond it is "
     "rejected.",
-    "adapter_wait_s": "Maximum time that a request waits for an adapter slot, in seconds.",
+    "adapter_wait_s": "Maximum time that a request waits for an adapter slot, and for host memory "
+    "for its adapter, in seconds.",
     "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "
     "between two steps.",
     "compile_base_only_steps": "Compile decode steps for batches without adapters too. Without "
