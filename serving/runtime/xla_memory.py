@@ -7,14 +7,14 @@ longer to dispatch, most after a pause; that its addresses differ then is the li
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from jax._src import xla_bridge  # jax reads its environment once, before a process is forked
 from jax.stages import Compiled
 
-# For what no program says: small arrays, copies of an adapter's rows, gaps between arrays.
-SPARE_BYTES = 24 << 20
+# For what no program says: small arrays that come and go, in places that were left for them, and
+# gaps between arrays. The host copies an adapter's rows straight into their pools.
+SPARE_BYTES = 6 << 20
 _bounded: list[int] = []  # bytes, where this process has a bound
 
 
@@ -23,36 +23,14 @@ def bound(num_bytes: int, device_bytes: int) -> bool:
 
     Returns False where that cannot be said: jax has no CUDA, or is at work already.
     """
-    options = _options()
-    if options is None:
+    registered = xla_bridge._backend_factories.get("cuda")
+    options = getattr(getattr(registered, "factory", None), "keywords", {}).get("options")
+    if xla_bridge.backends_are_initialized() or not isinstance(options, dict):
         return False
     share = num_bytes / device_bytes
     options.update(allocator="default", preallocate=True, memory_fraction=share)
     _bounded[:] = [num_bytes]
     return True
-
-
-def can_choose() -> bool:
-    """True where CUDA's client is still to come, so that its memory can be chosen."""
-    return _options() is not None
-
-
-def choose_share(share: float) -> bool:
-    """Let XLA use that share of each GPU instead of its usual one; False: as for `bound`."""
-    options = _options()
-    if options is None:
-        return False
-    options["memory_fraction"] = share
-    return True
-
-
-def _options() -> dict[str, Any] | None:
-    """Return the options of a CUDA client that is still to come; None: nobody can choose them."""
-    registered = xla_bridge._backend_factories.get("cuda")
-    options = getattr(getattr(registered, "factory", None), "keywords", {}).get("options")
-    if xla_bridge.backends_are_initialized() or not isinstance(options, dict):
-        return None
-    return options
 
 
 def is_bounded() -> bool:

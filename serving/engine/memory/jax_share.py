@@ -8,30 +8,39 @@ fifth of the GPU idle.
 import logging
 import os
 
+import jax
+from jax._src import xla_bridge  # nothing public says whether jax is at work
+
 from lora_jax.config import ModelConfig
 from lora_jax.memory.platforms import for_platform
 from serving.api.config import EngineConfig
-from serving.runtime import xla_memory
 
 logger = logging.getLogger(__name__)
 
 USUAL, LARGE = 0.75, 0.9  # of a device
-_SAID = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
+_NAME = "XLA_CLIENT_MEM_FRACTION"
+_SAID = (_NAME, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 _PROJECTIONS, _ITEM_BYTES = 3, 2
 
 
 def take_share(config: EngineConfig, model: ModelConfig, *, alone: bool) -> bool:
     """Let JAX take `LARGE` of each GPU, where nothing of this engine lies outside of JAX's memory.
 
-    To be called before JAX knows its devices. Returns False where JAX takes what it usually does.
+    JAX then knows its devices; before, nothing may have asked for them. Returns False where JAX
+    takes what it usually does.
     """
     outside = not alone or config.page_pool_bytes is not None or config.tensor_parallel_size > 1
-    if outside or any(name in os.environ for name in _SAID) or not xla_memory.can_choose():
+    said = any(name in os.environ for name in _SAID)
+    if outside or said or xla_bridge.backends_are_initialized() or _may_have_esft(config, model):
         return False
-    if _may_have_esft(config, model) or not xla_memory.choose_share(LARGE):
-        return False
-    logger.info("JAX takes %.2f of a GPU's memory (XLA_CLIENT_MEM_FRACTION).", LARGE)
-    return True
+    os.environ[_NAME] = str(LARGE)
+    try:
+        has_gpu = jax.default_backend() == "gpu"
+    finally:
+        del os.environ[_NAME]  # not for processes that this one starts
+    if has_gpu:
+        logger.info("JAX takes %.2f of a GPU's memory (%s).", LARGE, _NAME)
+    return has_gpu
 
 
 def _may_have_esft(config: EngineConfig, model: ModelConfig) -> bool:

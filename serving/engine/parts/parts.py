@@ -51,7 +51,7 @@ from serving.engine.parts.over_hosts import for_hosts, shared, teller
 from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.registries import load_adapters, make_registry
 from serving.engine.parts.shared_backbone import check_backbone, source_of
-from serving.engine.parts.step_parts import make_runner, make_scheduler
+from serving.engine.parts.step_parts import logit_rows, make_runner, make_scheduler
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
@@ -244,7 +244,8 @@ def _build(
             loading.result()
         primary = merge_primary(config, base.model, registry)
         how = allocator.bringing, gang, copier is not None
-        runner = make_runner(config, base, spec, end_ids, *how)
+        rows = logit_rows(config, shares_device=turns is not None)
+        runner = make_runner(config, base, spec, end_ids, *how, num_logit_rows=rows)
         loading.result()
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
@@ -259,6 +260,7 @@ def _build(
     modes = make_modes(config, base.merged, residencies)
     options = {"modes": modes, "speculation": make_speculation(config, metrics)}
     options["extents"] = None if base.pool is None else base.pool.extents
+    options["num_logit_rows"] = rows
     scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **options)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(

@@ -1,5 +1,8 @@
 """The share of a GPU that JAX takes: more, where nothing of an engine lies outside of it."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,22 +24,23 @@ def gpu(monkeypatch):
     for name in jax_share._SAID:
         monkeypatch.delenv(name, raising=False)
 
-    def choose(share):
-        gpu.share = share
-        return True
+    def devices_are_found():
+        gpu.share = os.environ.get(jax_share._NAME)
+        return "gpu"
 
     def usage():
         return SimpleNamespace(device_used=GIB, device_free=gpu.total - GIB)
 
-    monkeypatch.setattr(jax_share.xla_memory, "can_choose", lambda: True)
-    monkeypatch.setattr(jax_share.xla_memory, "choose_share", choose)
+    monkeypatch.setattr(jax_share.xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jax_share.jax, "default_backend", devices_are_found)
     monkeypatch.setattr(jax_share, "for_platform", lambda name: SimpleNamespace(usage=usage))
     return gpu
 
 
 def test_a_dense_model_alone_takes_nine_tenths(gpu):
     assert take_share(EngineConfig("m"), DENSE, alone=True)
-    assert gpu.share == 0.9
+    assert gpu.share == "0.9"
+    assert jax_share._NAME not in os.environ
 
 
 @pytest.mark.parametrize(
@@ -58,9 +62,9 @@ def test_the_environment_has_the_last_word(gpu, monkeypatch, name):
 @pytest.mark.parametrize(
     ("gib", "fields", "chosen"),
     [
-        (141, {}, 0.9),  # experts of 54 GiB do not fit into a quarter
+        (141, {}, "0.9"),  # experts of 54 GiB do not fit into a quarter
         (288, {}, None),
-        (288, {"max_esft_adapters": 0}, 0.9),
+        (288, {"max_esft_adapters": 0}, "0.9"),
         (141, {"max_esft_adapters": 2}, None),
     ],
 )
@@ -70,10 +74,31 @@ def test_experts_keep_theirs_where_they_fit(gpu, gib, fields, chosen):
     assert gpu.share == chosen
 
 
-def test_without_a_cuda_client_to_come_nothing_is_asked(gpu, monkeypatch):
-    monkeypatch.setattr(jax_share.xla_memory, "can_choose", lambda: False)
-    monkeypatch.setattr(jax_share, "for_platform", lambda name: pytest.fail("asked"))
-    assert not take_share(EngineConfig("m"), EXPERTS, alone=True)
+def test_a_jax_that_is_at_work_is_left_alone(gpu, monkeypatch):
+    monkeypatch.setattr(jax_share.xla_bridge, "backends_are_initialized", lambda: True)
+    assert not take_share(EngineConfig("m"), DENSE, alone=True)
+    assert gpu.share is None
+
+
+def test_jax_reads_the_share_when_it_looks_for_devices():
+    """Before that no plugin of a GPU is registered; here it says what it would take."""
+    script = """
+from jax._src import xla_bridge
+from jaxlib import xla_client
+from lora_jax.config import from_hf
+from serving.api.config import EngineConfig
+from serving.engine.memory.jax_share import take_share
+from bench.parallel.shapes import LLAMA_8B
+found = xla_bridge._discover_and_register_pjrt_plugins
+def plugins():
+    print(xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"])
+    found()
+xla_bridge._discover_and_register_pjrt_plugins = plugins
+take_share(EngineConfig("m"), from_hf(LLAMA_8B), alone=True)
+"""
+    env = {k: v for k, v in os.environ.items() if k not in jax_share._SAID}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout == "0.9\n", done.stderr
 
 
 def test_bytes_of_experts_are_those_of_a_checkpoint():
