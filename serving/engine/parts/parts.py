@@ -24,6 +24,7 @@ from serving.api.generation_config import read_generation_config
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
+from serving.engine.memory.given_ranks import usual_rank
 from serving.engine.memory.jax_share import take_share
 from serving.engine.memory.memory_budget import bytes_limit, make_allocator, size_kv_cache
 from serving.engine.memory.page_pool import check_platform, make_page_pool
@@ -176,8 +177,8 @@ def build_parts(
         pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
-        share = lora_share(config, len(adapters))
-        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, share=share))
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, **given))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -217,10 +218,9 @@ def _build(
     if base.pool is not None:
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
-        how_many, share = (base.dtype, num_full_adapters), lora_share(config, len(adapters))
-        allocator, spec = make_allocator(
-            config, base.catalogue, local_modules, *how_many, share=share
-        )
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        how_many = base.dtype, num_full_adapters
+        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many, **given)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     copier = None
