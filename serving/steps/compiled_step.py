@@ -28,12 +28,13 @@ from lora_jax.sharding import put
 from lora_jax.typing import Array, Int
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
+from serving.runtime.program_cache import forget_lowered
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState, history_and_rest, zeros
 from serving.steps.forwarded import Forwarded, no_heads, no_logits
 from serving.steps.host_inputs import HostInputs, make_holes
 from serving.steps.image_encoder import ImageOperands
-from serving.steps.kept_steps import KeptProgram, KeptSteps
+from serving.steps.kept_steps import KeptJit, KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
 from serving.steps.sampler import Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
@@ -117,6 +118,16 @@ class CompiledStep:
         self._status: jax.Array | None = None  # of a LoRA Server's ranks
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
+
+    def close(self) -> None:
+        """Let go of the programs and of all arrays, the model's leaves too; nothing runs after."""
+        for step in (self._step, self._forward, self._sample):
+            if isinstance(step, KeptJit):
+                step.close()
+        del self._step, self._forward, self._sample, self._leaves, self.inputs
+        self._results, self._forwarded, self._spacers = {}, {}, []
+        self._sent = self._status = self._board = None
+        forget_lowered()
 
     @property
     def num_warm_runs(self) -> int:

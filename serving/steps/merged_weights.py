@@ -100,6 +100,11 @@ class MergedWeights:
         self.num_switches = 0
         self.steps = dict.fromkeys(MODES, 0)
 
+    def close(self) -> None:
+        """Let go of all weights; only counts are asked for after it."""
+        del self._plain, self._shadow
+        self.slot = None
+
     @property
     def modules(self) -> frozenset[str]:
         """The modules that adapters can be merged into."""

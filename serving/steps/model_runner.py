@@ -337,6 +337,16 @@ class ModelRunner:
         if self.encoder is not None:
             self.encoder.wait()
 
+    def close(self) -> None:
+        """Free the memory of weights, pages, slots and programs; no other call follows."""
+        for part in (self._step, self.encoder, self.merged):
+            if part is not None:
+                part.close()
+        self._cold.clear()
+        self._held = self._copies = self.encoder = self.merged = self.board = None
+        self.slots = self.reroute_tables = self.remote_table = None
+        del self._step, self._cache, self._state
+
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
         old, new = self.remote_table, (slot_to_number.astype(np.int32), np.int32(version))

@@ -395,3 +395,5 @@ class EngineLoop:
         self._parts.grammars.close()
         if self._parts.traces is not None:
             self._parts.traces.close()
+        self._flying, self._alone = None, (None, 0.0)
+        self._parts.runner.close()
