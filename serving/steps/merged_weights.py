@@ -20,7 +20,7 @@ from lora_jax.nn.layers import Linear
 from lora_jax.ops.merge import merge
 from lora_jax.typing import Array, Float, Int
 from serving.api.request import Merged, StepPlan
-from serving.steps.compiled_step import MergedOperands
+from serving.steps.operands import MergedOperands
 from serving.steps.shadow import Shadow
 
 logger = logging.getLogger(__name__)

@@ -57,6 +57,7 @@ def fake(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(launch.logs, "configure", lambda level, quiet: None)
     (root / "m").mkdir()
     (root / "m" / "config.json").write_text("{}")
+    (root / "m" / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(root)
     caplog.set_level(logging.INFO)
     before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()

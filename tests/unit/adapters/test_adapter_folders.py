@@ -97,7 +97,7 @@ def test_folders_are_checked_by_name_before_a_model_is_there(root):
     check_folders({"sql": root / "sql"}, RegistryLimits())
     with pytest.raises(AdapterNotFound, match="'sql' was not found: there is no folder"):
         check_folders({"sql": root / "none"}, limits)
-    with pytest.raises(AdapterRejected, match="Adapter 'sql': .* above the limit of 1"):
+    with pytest.raises(AdapterRejected, match=r"Adapter 'sql': .* above the limit of 1"):
         check_folders({"sql": root / "sql"}, limits)
     with pytest.raises(AdapterRejected, match=r"adapter name 'a b' is not"):
         check_folders({"a b": root / "sql"}, limits)

@@ -33,7 +33,7 @@ def test_what_fits_is_let_through(model):
 
 def test_a_model_without_a_tokenizer_is_named(model):
     (model / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match="m has no tokenizer: neither tokenizer.json nor"):
+    with pytest.raises(ValueError, match=r"m has no tokenizer: neither tokenizer\.json nor"):
         check(model)
 
 
