@@ -20,6 +20,7 @@ from bench.end_to_end.plots import plot_end_to_end
 from bench.end_to_end.points import Point, Target, plan
 from bench.end_to_end.server import Server, write_adapter_configs
 
+HOST_BYTES = 1 << 42
 CLIENT = Path(__file__).parents[2] / ".cache" / "vllm-rs"
 
 
@@ -56,6 +57,8 @@ def flags_of_ours(args: argparse.Namespace, modules: tuple[str, ...]) -> list[st
     flags = ["--load-format", "dummy", "--max-num-seqs", str(max(args.concurrency))]
     if modules:
         flags += ["--max-loras", str(args.max_loras), "--max-lora-rank", str(args.rank)]
+        # All adapters lie on the host, as with vLLM's --max-cpu-loras; dummies share their bytes.
+        flags += ["--max-total-adapter-bytes", str(HOST_BYTES)]
         flags += ["--lora-modules", *modules]
     return flags + args.server_flags.split()
 

@@ -56,12 +56,16 @@ class Target:
         done = subprocess.run(
             self.command(point, repeat, raw), capture_output=True, text=True, check=False
         )
+        text = done.stdout + done.stderr
         if done.returncode or not raw.is_file():
-            text = (done.stdout + done.stderr)[-1500:]
-            raise RuntimeError(f"the load generator ended with {done.returncode}: {text}")
+            raise RuntimeError(f"the load generator ended with {done.returncode}: {text[-1500:]}")
         results = json.loads(raw.read_text())
         if results["completed"] != point.requests:
-            raise RuntimeError(f"{results['completed']} of {point.requests} requests were answered")
+            told = [line for line in text.splitlines() if "error" in line.lower()][:3]
+            raise RuntimeError(
+                f"{results['completed']} of {point.requests} requests were answered. The load "
+                f"generator said: {' / '.join(told) or 'nothing of errors'}"
+            )
         return row_of(point, repeat, results)
 
     def command(self, point: Point, repeat: int, raw: Path) -> list[str]:

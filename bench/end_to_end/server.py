@@ -64,6 +64,11 @@ class Server:
             time.sleep(0.1)
         self.start_s = time.perf_counter() - begun
 
+    @property
+    def pid(self) -> int:
+        """Process id of the server, or of the front of several."""
+        return self._process.pid
+
     def _is_healthy(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:

@@ -5,12 +5,16 @@ Parts: `exchange` (all-gather, ours beside NCCL's), `bits` (answers against thos
 graphs of a step), `served` (a whole engine), `cluster` (instances behind the router, and one
 alone), `remote` (an instance beside a LoRA Server). Parts that run side by side share
 `--lock FILE`, so that each measures alone. `--exchange lax` takes `jax.lax.all_gather` in place of
-the own kernel. `--tiny` is for a CPU.
+the own kernel, `--attention-output` says whether each device has attention's last map, o, whole.
+`--earlier` takes forms that were before (bench.parallel.earlier).
+`--shared-rows N` has devices share products of whole weights from N rows on (0: never).
+`--long` compares answers to prompts of more than 1,000 tokens in one step. `--tiny` is for a CPU.
 """
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,13 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 
 from bench.parallel import bits, cluster, graphs, host, remote, served, steps
+from bench.parallel.earlier import EARLIER, use_earlier
 from bench.parallel.exchange import exchanges
 from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import SMALL, SPEED, tiny
 from lora_jax.models import split as model_split
+from lora_jax.nn import gather
+from lora_jax.sharding import ATTENTION_OUTPUTS
 from serving.engine.parts.devices import make_cpu_devices
 
 PARTS = ("exchange", "bits", "steps", "host", "graphs", "served", "cluster", "remote")
@@ -52,6 +59,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8, help="prompts in a prefill step; 0: none")
     parser.add_argument("--profile", action="store_true", help="write the kernels of each step")
     parser.add_argument("--exchange", choices=("own", "lax"), default="own")
+    parser.add_argument("--attention-output", choices=ATTENTION_OUTPUTS, help="of o, see above")
+    parser.add_argument("--shared-rows", type=int, help="fewest rows that devices share; 0: never")
+    parser.add_argument("--earlier", choices=EARLIER, nargs="*", default=[], help="forms to use")
+    parser.add_argument("--long", action="store_true", help="bits of long prompts")
     parser.add_argument("--lock", type=Path, help="lock file shared by parts that run side by side")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
     return parser.parse_args()
@@ -66,7 +77,7 @@ def measure(args: argparse.Namespace, folder: Path, quiet: Quiet) -> dict[str, A
         with quiet.alone():
             return exchanges(devices)
     if args.part == "bits":
-        return bits.measure(args.model, args.devices, folder, raw, quiet)
+        return bits.measure(args.model, args.devices, folder, raw, quiet, long=args.long)
     if args.part == "steps":
         how = {"profiled": args.profile}
         return steps.measure(raw, devices, args.expert_parallel, sizes, quiet, **how)
@@ -94,6 +105,11 @@ def main() -> None:
     make_cpu_devices(max(args.devices))
     if args.exchange == "lax":
         model_split.open_group = lambda devices: None
+    if args.attention_output:
+        model_split.attention_output = lambda config: args.attention_output
+    if args.shared_rows is not None:
+        gather.SHARED_ROWS = args.shared_rows or sys.maxsize
+    use_earlier(args.earlier)
     quiet = Quiet(args.lock)
     about = record.about()
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +119,11 @@ def main() -> None:
     parts = [args.part, *([] if args.part == "exchange" else [args.model])]
     experts = {None: [], True: ["ep"], False: ["tp"]}[args.expert_parallel]
     lax = ["lax"] if args.exchange == "lax" else []
-    words = ["parallel", *parts, *experts, *lax, record.in_file_name(device), f"x{over}"]
+    output = [f"o-{args.attention_output}"] if args.attention_output else []
+    output += [f"share-{args.shared_rows}"] if args.shared_rows is not None else []
+    output += ["earlier", *args.earlier] if args.earlier else []
+    output += ["long"] if args.long else []
+    words = ["parallel", *parts, *experts, *lax, *output, record.in_file_name(device), f"x{over}"]
     name = "_".join([*words, about["date"]])
     result = about | {"what": args.part, "model": args.model}
     result |= {"layers": _shape(args)["num_hidden_layers"], "alone": quiet.was_alone}

@@ -2,7 +2,8 @@
 
 `python -m bench.parallel bits --out DIR`. A batch has base rows, rows of LoRA adapters that take
 turns in fewer slots, and rows of ESFT adapters that take turns in one; prompts come in chunks, and
-pages are few enough that sequences are preempted. Weights are random (`load_format` dummy).
+pages are few enough that sequences are preempted. With `--long` a step takes 2,048 tokens, of whose
+rows each device of a split computes a share. Weights are random (`load_format` dummy).
 """
 
 import dataclasses
@@ -18,14 +19,26 @@ from bench.parallel.quiet import Quiet
 from bench.parallel.shapes import write_config, write_esft, write_lora
 from serving import Engine, RequestOutput, Sampling
 
-REQUESTS, LONGEST, ANSWER = 20, 300, 24
-SEQUENCES, PAGES, PAGE = 16, 64, 16  # sequences of 300 tokens want 300 pages
+REQUESTS, ANSWER = 20, 24
+SEQUENCES, PAGE = 16, 16
 RANKS = (8, 16, 32)
 PAUSE_S = 0.5  # between engines, for parts that wait to measure alone
 SCORED = Sampling(
     max_tokens=ANSWER, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=1
 )
 DRAWN = Sampling(max_tokens=ANSWER, temperature=1.0, seed=3, top_k=40, logprobs=0, ignore_eos=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes of the batches: the pages are fewer than sequences of the longest prompts want."""
+
+    step: int = 256  # tokens
+    longest: int = 300  # prompt
+    pages: int = 64
+
+
+LONG = Sizes(step=2048, longest=1200, pages=96)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,30 +50,39 @@ class Run:
 
 
 def measure(
-    kind: str, devices: list[int], folder: Path, raw: dict[str, Any], quiet: Quiet
+    name: str,
+    devices: list[int],
+    folder: Path,
+    raw: dict[str, Any],
+    quiet: Quiet,
+    *,
+    long: bool = False,
 ) -> dict[str, Any]:
-    """Return the result of one kind of model, "moe" or "dense", over each number of devices.
+    """Return the result of one model over each number of devices.
 
     Where experts are, both ways to split them are compared.
     """
-    model = write_config(folder / kind, raw)
+    sizes = LONG if long else Sizes()
+    kind = "moe" if "num_experts" in raw else "dense"
+    model = write_config(folder / kind, raw | {"max_position_embeddings": 2 * sizes.step})
     adapters = _write_adapters(folder, raw, kind)
     with quiet.busy():
-        one = run(model, adapters, raw, 1)
+        one = run(model, adapters, raw, 1, sizes)
     rows = []
     for size in devices:
         for experts in ("ep", "tp") if kind == "moe" else (None,):
             fields = {} if experts is None else {"enable_expert_parallel": experts == "ep"}
             try:
                 with quiet.busy():
-                    several = run(model, adapters, raw, size, **fields)
+                    several = run(model, adapters, raw, size, sizes, **fields)
                 row = compare(one, several) | several.facts
             except Exception as error:  # the other rows are worth as much
                 row = {"equal": False, "error": f"{type(error).__name__}: {error}"[:2000]}
             rows.append({"devices": size, "experts": experts} | row)
-            print(kind, rows[-1], flush=True)
+            print(name, rows[-1], flush=True)
             time.sleep(PAUSE_S)
-    return {"model": raw, "requests": REQUESTS, "one": one.facts, "rows": rows}
+    about = {"model": raw, "requests": REQUESTS, "sizes": dataclasses.asdict(sizes)}
+    return about | {"one": one.facts, "rows": rows}
 
 
 def _write_adapters(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, str]:
@@ -76,14 +98,23 @@ def _write_adapters(folder: Path, raw: dict[str, Any], kind: str) -> dict[str, s
 
 
 def run(
-    model: Path, adapters: dict[str, str], raw: dict[str, Any], devices: int, **fields: Any
+    model: Path,
+    adapters: dict[str, str],
+    raw: dict[str, Any],
+    devices: int,
+    sizes: Sizes,
+    **fields: Any,
 ) -> Run:
     """Return the answers of an engine over so many devices."""
     per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
     fields |= {"load_format": "dummy", "tensor_parallel_size": devices, "dtype": "bfloat16"}
-    fields |= {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": 256, "max_model_len": 512}
+    fields |= {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": sizes.step}
+    fields |= {"max_model_len": 2 * max(sizes.longest, 256)}
     fields |= {"max_loras": 2, "max_lora_rank": max(RANKS), "structured_outputs": False}
-    fields |= {"kv_cache_memory_bytes": PAGES * PAGE * per_token // devices, "block_size": PAGE}
+    fields |= {
+        "kv_cache_memory_bytes": sizes.pages * PAGE * per_token // devices,
+        "block_size": PAGE,
+    }
     fields |= {"max_esft_adapters": 0}
     if any(name.startswith("e") for name in adapters):
         fields |= {"max_esft_adapters": 1, "max_esft_experts": 3, "esft_memory_bytes": 512 << 20}
@@ -91,9 +122,9 @@ def run(
     begun = time.perf_counter()
     with Engine(str(model), adapters, **fields) as engine:
         ready = time.perf_counter()
-        outputs = outputs_of(engine, raw["vocab_size"], names, LONGEST)
-        outputs += outputs_of(engine, raw["vocab_size"], names[:6], LONGEST)[:6]  # loaded again
-        outputs += _crowded(engine, raw["vocab_size"], names)
+        outputs = outputs_of(engine, raw["vocab_size"], names, sizes.longest)
+        outputs += outputs_of(engine, raw["vocab_size"], names[:6], sizes.longest)[:6]  # again
+        outputs += _crowded(engine, raw["vocab_size"], names, sizes.pages)
         stats = engine.stats()
     took = {"start_s": ready - begun, "answers_s": time.perf_counter() - ready}
     chosen = stats.implementations.get("all_gather", [])
@@ -120,12 +151,14 @@ def outputs_of(
     return engine.generate(prompts, asked, samplings)
 
 
-def _crowded(engine: Engine, vocab: int, names: list[str | None]) -> list[RequestOutput]:
+def _crowded(
+    engine: Engine, vocab: int, names: list[str | None], pages: int
+) -> list[RequestOutput]:
     """Return long answers to short prompts: all are admitted, and outgrow the pages together."""
     rng = np.random.default_rng(6)
     prompts = rng.integers(4, vocab, (SEQUENCES, PAGE)).tolist()
     asked = list(itertools.islice(itertools.cycle(names), SEQUENCES))
-    sampling = dataclasses.replace(SCORED, max_tokens=2 * PAGES * PAGE // SEQUENCES)
+    sampling = dataclasses.replace(SCORED, max_tokens=2 * min(pages, 64) * PAGE // SEQUENCES)
     return engine.generate(prompts, asked, sampling)
 
 

@@ -24,7 +24,7 @@ from bench import decode_step
 from bench.decode_step import PAGE_SIZE, RANK
 from bench.parallel.steps import MIXED, Sizes
 from lora_jax.adapters.slots import AdapterSlots
-from lora_jax.batch import ForwardBatch
+from lora_jax.batch import ForwardBatch, ReadRows
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.remote import RemoteExperts
@@ -62,9 +62,11 @@ class IdleModel(nnx.Module):
         max_rank: int,
         remote: RemoteExperts | None = None,
         split: Split | None = None,
-    ) -> tuple[Float[Array, "tokens width"], PagedKVCache]:
-        """Return numbers for hidden states, and the cache as it is."""
-        return jnp.outer(batch.positions.astype(jnp.float32), jnp.ones(WIDTH)), cache
+        read: ReadRows | None = None,
+    ) -> tuple[Float[Array, "rows width"], PagedKVCache]:
+        """Return numbers for hidden states, of the rows that are read, and the cache as it is."""
+        positions = batch.positions if read is None else batch.positions[read.row_to_token]
+        return jnp.outer(positions.astype(jnp.float32), jnp.ones(WIDTH)), cache
 
     def logits(
         self,

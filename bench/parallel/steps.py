@@ -139,6 +139,7 @@ def measure(
     return {
         "devices": devices,
         "experts": None if split is None or "num_experts" not in raw else split.experts,
+        "attention_output": None if split is None else split.attention_output,
         "exchange": None if split is None else "own" if split.group else "jax.lax.all_gather",
         "sizes": dataclasses.asdict(sizes),
         "adapters": ADAPTERS,

@@ -34,6 +34,7 @@ class EngineConfig:
     max_model_len: int | None = None  # None: the model's, or what the KV pages can hold
     max_num_seqs: int | None = None  # sequences in one step; None: by the device
     max_num_batched_tokens: int | None = None  # tokens in one step; None: see device_sizes
+    mixed_step_tokens: int | None = None  # in one where sequences decode; None: see device_sizes
     # Devices of this engine, over which the model is split, and whether its experts are split by
     # expert: None where their number divides, else along their outputs.
     tensor_parallel_size: int = 1
@@ -135,6 +136,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs})."
             )
+        mixed = self.mixed_step_tokens
+        if mixed is not None and mixed < (self.max_num_seqs or 1):
+            raise ValueError(
+                f"mixed_step_tokens ({mixed}) must be at least max_num_seqs ({self.max_num_seqs})."
+            )
 
     def _check_offloading(self) -> None:
         """Raise ValueError for a size of host memory that is none, or that nothing would fill."""
@@ -178,7 +184,8 @@ class EngineConfig:
         """Sequences in one step; those of a CPU where none are asked for."""
         if self.max_num_seqs is not None:
             return self.max_num_seqs
-        return min(CPU_SEQS, self.max_num_batched_tokens or CPU_SEQS)
+        tokens = self.max_num_batched_tokens, self.mixed_step_tokens
+        return min([CPU_SEQS, *(most for most in tokens if most is not None)])
 
     @property
     def step_tokens(self) -> int:
@@ -225,6 +232,7 @@ _INT_BOUNDS = (
 _OPTIONAL_INT_BOUNDS = (
     ("max_num_seqs", 1, 1024),
     ("max_num_batched_tokens", 1, 65536),
+    ("mixed_step_tokens", 1, 65536),
     ("max_model_len", 1, 1 << 50),
     ("kv_cache_memory_bytes", 1, 1 << 50),
     ("lora_memory_bytes", 1, 1 << 50),

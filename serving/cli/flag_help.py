@@ -13,6 +13,9 @@ ENGINE_HELP = {
     "max_num_batched_tokens": "Maximum tokens in one step. Default: 8192 on an accelerator of 64 "
     "GiB or more, 2048 on a smaller one, 512 on a CPU, over several devices and beside a LoRA "
     "Server.",
+    "mixed_step_tokens": "Maximum tokens in one step in which requests decode; always 8 for each "
+    "of them. Default: where --max-num-batched-tokens is left out on an accelerator 512, and 2048 "
+    "for a model with experts.",
     "tensor_parallel_size": "Number of devices that the model is split over. The results have "
     "the bits of one device.",
     "enable_expert_parallel": "Give each device whole experts instead of a part of every expert. "
@@ -27,7 +30,7 @@ ENGINE_HELP = {
     "kv_offloading_size": "Host memory of each instance for KV pages that leave the device, in "
     "GiB. 0: none.",
     "gpu_memory_utilization": "Fraction of JAX's device memory that weights, adapters and KV "
-    "pages may use. XLA_PYTHON_CLIENT_MEM_FRACTION sets JAX's share of the device.",
+    "pages may use. XLA_CLIENT_MEM_FRACTION sets JAX's share of the device.",
     "enable_prefix_caching": "Reuse the KV pages of prompts that begin alike.",
     "scheduling_policy": "Order of waiting requests. fcfs: first come, first served. sjf: "
     "smallest prompt + max_tokens first; long requests may starve.",
@@ -68,14 +71,17 @@ ENGINE_HELP = {
     "esft_memory_bytes": "Device memory for the experts of ESFT adapters, in bytes. Default: as "
     "needed on a CPU, what is left on a GPU.",
     "lora_memory_bytes": "Device memory for LoRA adapters, in bytes. Default: room for "
-    "--max-loras adapters of --max-lora-rank.",
+    "--max-loras adapters of --max-lora-rank, or on an accelerator of the largest rank of "
+    "--lora-modules where there is no --lora-dir.",
     "max_adapter_bytes": "Maximum size of one adapter's files, in bytes.",
-    "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes.",
+    "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes. Requests for more "
+    "adapters at a time than it holds wait.",
     "max_cpu_loras": "Maximum adapters in host memory, within --max-total-adapter-bytes. Others "
     "are read from disk again when they are used. Default: as many as fit.",
     "max_adapter_loads_per_minute": "Maximum adapter loads per minute. A load beyond it is "
     "rejected.",
-    "adapter_wait_s": "Maximum time that a request waits for an adapter slot, in seconds.",
+    "adapter_wait_s": "Maximum time that a request waits for an adapter slot, and for host memory "
+    "for its adapter, in seconds.",
     "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "
     "between two steps.",
     "compile_base_only_steps": "Compile decode steps for batches without adapters too. Without "
@@ -164,6 +170,7 @@ METAVARS = {
     "max_model_len": "TOKENS",
     "encoder_cache_tokens": "TOKENS",
     "max_num_batched_tokens": "TOKENS",
+    "mixed_step_tokens": "TOKENS",
     "block_size": "TOKENS",
     "gpu_memory_utilization": "FRACTION",
     "adapter_wait_s": "SECONDS",

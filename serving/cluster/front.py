@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import signal
 import socket
 from contextlib import ExitStack
 
@@ -32,6 +33,7 @@ from serving.http.errors import CatchAll
 from serving.http.requests.body import OneLength
 from serving.http.requests.model_names import folder_adapters
 from serving.lora_server.spec import ServerSpec, design
+from serving.runtime.leaving import leave
 from serving.runtime.role_host import AbstractRoleHosts, OneHost
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ def serve_cluster(
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
     _log_plan(options, spec)
     with ExitStack() as stack:
+        # Until the server answers: then it handles the signal itself.
+        before = signal.signal(signal.SIGTERM, leave)
+        stack.callback(signal.signal, signal.SIGTERM, before)
         journal = journal_of(options)
         if journal is not None:
             stack.enter_context(only_server(journal))

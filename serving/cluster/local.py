@@ -72,25 +72,12 @@ class LocalCluster:
         self._processes: list[InstanceProcess] = []
         self._keepers: list[Keeper] = []
         self._no_host: dict[int, str] = {}  # why, as it was said, by instance
-        self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
         self._shared: BudgetsFolder | None = None  # with instances of other hosts
-        if options.state_dir is None:  # instances are started anew; their server is not
-            folder = str(self._folder)
-            options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
-        try:
-            budgets = self._budgets_folder(options)
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        http = dataclasses.replace(options.http, budgets_folder=str(budgets))
-        self._options = options = dataclasses.replace(options, http=http)
-        self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
-        self.paths: list[Address] = [self._path(n) for n in range(cluster.instances)]
-        names, merged = (module.name for module in options.adapters), options.engine.merge_adapter
-        self.router = Router(cluster.instances, names, merged=merged)
         self.group: ServerGroup | None = None
         self._members = _members(spec, cluster)
+        self._folder = Path(tempfile.mkdtemp(prefix="lora-jax-"))
         try:
+            self._prepare(options)
             self._start_all(spec)
         except BaseException:
             self.close()
@@ -105,6 +92,20 @@ class LocalCluster:
             )
             for number in range(cluster.instances)
         ]
+
+    def _prepare(self, options: Options) -> None:
+        """Set what the roles share: options, journal, addresses and router."""
+        cluster = self._cluster
+        if options.state_dir is None:  # instances are started anew; their server is not
+            folder = str(self._folder)
+            options = dataclasses.replace(options, state_dir=folder, state_lasts=False)
+        budgets = self._budgets_folder(options)
+        http = dataclasses.replace(options.http, budgets_folder=str(budgets))
+        self._options = options = dataclasses.replace(options, http=http)
+        self.changes = AdapterChanges(journal_of(options), lambda: self.processes)
+        self.paths: list[Address] = [self._path(n) for n in range(cluster.instances)]
+        names, merged = (module.name for module in options.adapters), options.engine.merge_adapter
+        self.router = Router(cluster.instances, names, merged=merged)
 
     def _start_all(self, spec: ServerSpec | None) -> None:
         """Return when all roles answer. Raises ConnectionError, with processes left to `close`."""

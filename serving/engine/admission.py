@@ -1,7 +1,8 @@
 """Admission of requests to the engine: impossible ones are refused, and counted by the reason."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.task_head import TaskHead
@@ -23,7 +24,8 @@ class Admission:
         self._loop, self._tokenizers, self._images = parts.loop, parts.tokenizers, parts.images
         self._metrics, self._compositions = parts.metrics, parts.compositions
         self._vocab_size, self._max_logprobs = parts.model_info.vocab_size, max_logprobs
-        self._primary = parts.primary
+        self._registry, self._primary = parts.registry, parts.primary
+        self._adapter_wait_s = parts.config.adapter_wait_s
         self._grammars = parts.grammars
         self._bad_words = BadWords(self._vocab_size)
 
@@ -53,6 +55,14 @@ class Admission:
             self._metrics.rejected("invalid")
             raise
 
+    def room(self, adapter: Adapter) -> dict[str, Any]:
+        """Return how `Rollouts.entry_for` waits for host memory: not in the thread that frees it.
+
+        Parts of a sum are not held: two sums would wait for each other's room.
+        """
+        wait_s = 0.0 if self._loop.is_this_thread else self._adapter_wait_s
+        return {"wait_s": wait_s, "lends": not isinstance(adapter, Mapping)}
+
     def head_of(self, name: str | None, entry: AdapterEntry | None, sampling: Sampling) -> TaskHead:
         """Return the task head that is asked; raises, and counts, where there is none."""
         try:
@@ -77,6 +87,8 @@ class Admission:
                 entry,
                 lambda sequences: LiveRequest(request, sequences, tokenizer, self._metrics),
             )
+            if entry is not None:
+                self._registry.handed_in(entry)
             if request.tier:
                 self._metrics.tiers.queued(request.tier)
         except QueueFull:

@@ -273,16 +273,17 @@ class Engine:
         `deadline_s` is seconds from now: waiting requests are served in that order, those of
         each `share` beside those of others. `entry` is what the adapter's name stood for; without
         it a rollout chooses the version by `session`, or by the request's id, and an adapter whose
-        weights are not in memory is read here and now. `images` come with their first tokens,
-        `grammar` is compiled. `by_head` has the adapter's task head answer, after one forward pass
-        over the prompt, in place of the LM head: `sampling` must be `HEAD_SAMPLING`. The span of
-        the request, where spans are sent, is part of `trace`. Raises
+        weights are not in memory is read here and now, once host memory has room for it. `images`
+        come with their first tokens, `grammar` is compiled. `by_head` has the adapter's task head
+        answer, after one forward pass over the prompt, in place of the LM head: `sampling` must be
+        `HEAD_SAMPLING`. The span of the request, where spans are sent, is part of `trace`. Raises
         AdapterNotFound, ValueError, QueueFull or EngineDead.
         """
         request_id = request_id or secrets.token_hex(12)
         now = time.monotonic()
         deadline = now + (DEFAULT_DEADLINE_S if deadline_s is None else deadline_s)
         options = {"key": session or request_id, "deadline": deadline}
+        options |= self._admission.room(adapter)
         named = functools.partial(self.rollouts.entry_for, **options)
         name, entry = self._admission.check(prompt_ids, adapter, sampling, entry, named)
         request = Request(

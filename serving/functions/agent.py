@@ -289,7 +289,9 @@ class Agent:
         tenants = self._tenant_sizes is not None
         facts = {"device": self._backbone.device, "tenants": tenants}
         facts |= {"model": self.model, "dtype": self._fields.get("dtype")}
+        asked = time.monotonic()
         ours, pid = self._zygote.fork(facts)
+        fork_s = time.monotonic() - asked
         self._ends.note(ours, pid)
         try:
             # Tenants and guards answer no HTTP: its settings name files of keys.
@@ -318,7 +320,7 @@ class Agent:
         except BaseException:
             ours.close()
             raise
-        return ours, pid, ready
+        return ours, pid, ready | {"fork_s": fork_s}
 
     def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
         """Return how a process keeps programs. None: as a server of this user does.

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import logging
 import os
 import select
@@ -17,7 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -32,7 +33,6 @@ from serving.engine.loop.pacing import SWITCH_S
 from serving.engine.parts.brought_parts import needed_sizes
 from serving.functions import guard_process, jail, rehearsal, tenant_process
 from serving.functions.device_memory import share_of
-from serving.functions.http_side import HttpSide
 from serving.functions.messages import http_of, output_fields, sampling_of
 from serving.functions.turn_side import TurnSide
 from serving.lora_server.tenant_side import TenantAccess, TenantSide, digest_of, report_of
@@ -42,6 +42,9 @@ from serving.runtime.program_cache import keep_programs_apart, step_files
 from serving.steps import kept_steps
 from serving.steps.kept_steps import NotKept
 
+if TYPE_CHECKING:
+    from serving.functions.http_side import HttpSide
+
 logger = logging.getLogger(__name__)
 
 _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
@@ -49,6 +52,7 @@ _OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 _NO_MEMORY = "resource_exhausted", "out of memory", "out_of_memory"  # in an error of XLA
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
+HTTP = "serving.functions.http_side"  # half a second of imports, for functions with routes alone
 
 
 def main(connection) -> None:
@@ -65,6 +69,8 @@ def main(connection) -> None:
     if order.get("guard"):
         guard_process.run(connection, order)
         return
+    if order.get("http") and HTTP not in sys.modules:  # beside the rest of the start
+        threading.Thread(target=importlib.import_module, args=(HTTP,), daemon=True).start()
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
     turns = _turns_of(connection, order)
@@ -89,8 +95,7 @@ def main(connection) -> None:
         engine = Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
         if share is not None and makes:
             share.keep()
-        http = order.get("http")
-        side = http and HttpSide(engine, http_of(http["settings"]), http["budgets_folder"])
+        side = order.get("http") and _http_side(engine, order["http"])
     except NotKept as error:
         send_header(connection, _lacks(order, sizes, str(error)))
         return
@@ -149,6 +154,12 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         logger.warning("Function %r runs without %s", order["name"], what)
 
 
+def _http_side(engine: Engine, http: dict[str, Any]) -> "HttpSide":
+    """Return the routes of the engine; waits where they are being imported."""
+    make = importlib.import_module(HTTP).HttpSide
+    return make(engine, http_of(http["settings"]), http["budgets_folder"])
+
+
 def _makes_programs(order: dict[str, Any]) -> bool:
     return bool(order.get("programs") and order["programs"].get("writes"))
 
@@ -192,7 +203,7 @@ class _Calls:
         engine: Engine,
         arena: ImportedArena,
         adapter: str | None,
-        http: HttpSide | None,
+        http: "HttpSide | None",
         tenants: TenantSide | None = None,
     ):
         self._connection, self._engine, self._arena = connection, engine, arena

@@ -100,8 +100,10 @@ class Function:
 
     @property
     def start_times(self) -> dict[str, float]:
-        """Seconds of the last start: `attach_s` of the backbone, `start_s` until ready."""
-        return {key: self.about[key] for key in ("attach_s", "start_s")}
+        """Seconds of the last start: `fork_s` until there is a process, with those of a new zygote;
+        then `attach_s` of the backbone, and `start_s` until ready, from the process's begin.
+        """
+        return {key: self.about[key] for key in ("fork_s", "attach_s", "start_s")}
 
     @property
     def running(self) -> Running | Tenant | None:

@@ -34,7 +34,7 @@ class Zygote:
         """Begin to start it; `expect_ready` waits until it has imported everything."""
         self._lock = threading.Lock()
         self._closed = False
-        self._process, self._control = spawn("serving.functions.zygote")
+        self._process, self._control = spawn("serving.functions.zygote_process")
 
     @property
     def pid(self) -> int:
@@ -67,7 +67,7 @@ class Zygote:
                         raise
                     self._control.close()
                     end_process(self._process)
-                    self._process, self._control = spawn("serving.functions.zygote")
+                    self._process, self._control = spawn("serving.functions.zygote_process")
                     expect(self._control, "ready")
         raise AssertionError("unreachable")
 

@@ -2,13 +2,18 @@
 
 Importing jax and the engine takes seconds, a fork milliseconds. Nothing here may use a device or
 start a thread: what a child inherits has to be as good as new.
+
+An order does not wait for what some functions need alone, or what they can import beside the rest
+of their start: the zygote imports that while nobody asks for a function.
 """
 
+import collections
 import contextlib
 import functools
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -27,6 +32,10 @@ from serving.functions import function_process, jail  # which bring jax and the 
 from serving.lora_server.transport.tenants import prepare
 from serving.steps.kept_steps import code_digest
 
+# What is imported without an order, in parts; an order that comes meanwhile waits for one part.
+_IDLE = "pydantic", "fastapi", "uvicorn.server", function_process.HTTP
+_IDLE_OF_GPU = ("jax.experimental.pallas.mosaic_gpu",)  # which kept programs import as well
+_QUIET_S = 0.2  # after the last order; an agent that waits for this process asks at once
 # That the first program imports elsewhere.
 _LATE = (
     "jaxlib.mlir.dialects.mhlo",
@@ -42,13 +51,17 @@ def main(control: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes children that have ended
     warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while jax's threads sleep
     code_digest()  # which every function asks for
+    idle: collections.deque[str] = collections.deque(_IDLE)
     send_header(control, {"ready": True})
     while True:
+        _import_until_asked(control, idle)
         try:
             order = receive_header(control)
             (end,) = receive_fds(control, 1)
         except ShareError:
             return
+        if order["device"] == "gpu":
+            idle.extend(name for name in _IDLE_OF_GPU if name not in sys.modules)
         _prepare(order["device"], order["model"], order["dtype"], order["tenants"])
         gc.freeze()  # no child looks through what is here for garbage: a third of a second
         pid = os.fork()
@@ -58,6 +71,24 @@ def main(control: socket.socket) -> None:
         send_header(control, {"pid": pid})
 
 
+def _import_until_asked(control: socket.socket, names: "collections.deque[str]") -> None:
+    """Import these modules, which are then taken off, while no order waits."""
+    wait_s = _QUIET_S
+    while names and not select.select([control], [], [], wait_s)[0]:
+        _import(names.popleft())
+        wait_s = 0.0
+
+
+def _import(name: str) -> None:
+    """Import a module if it is there; imports make little garbage, and looks for it take time."""
+    gc.disable()
+    try:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    finally:
+        gc.enable()
+
+
 @functools.cache
 def _prepare(device: str, model: str, dtype: str | None, tenants: bool) -> None:
     """Do once what each function would do in the same way. No device is touched.
@@ -65,7 +96,7 @@ def _prepare(device: str, model: str, dtype: str | None, tenants: bool) -> None:
     A function may run no compiler, so that it needs the kernels of its device here.
     """
     with _waits_for_programs():
-        _load_plugins(device)
+        _load_plugins()
         with contextlib.suppress(Declined):
             if device in _KERNELS:
                 _KERNELS[device]()
@@ -87,18 +118,13 @@ def _waits_for_programs() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before)
 
 
-def _load_plugins(device: str | None) -> None:
-    """Load jax's plugins; of CUDA without the check of versions: no fork survives what it starts.
-
-    Mosaic's compiler takes part of a second too.
-    """
+def _load_plugins() -> None:
+    """Load jax's plugins, CUDA's without a check of versions: no fork survives what it starts."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     with contextlib.redirect_stdout(sys.stderr):  # they say what they leave out
         xla_bridge._discover_and_register_pjrt_plugins()
-    mosaic = ["jax.experimental.pallas.mosaic_gpu"] if device == "gpu" else []
-    for name in (*_LATE, *mosaic):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    for name in _LATE:
+        _import(name)
 
 
 def _be_function(control: socket.socket, end: int) -> None:
@@ -116,8 +142,3 @@ def _be_function(control: socket.socket, end: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-if __name__ == "__main__":
-    with socket.socket(fileno=int(sys.argv[1])) as agent:
-        main(agent)

@@ -108,7 +108,7 @@ def _memories_for(
                 return memories
             why = (
                 f"the device lacks {-left} bytes outside of jax's own memory for the experts "
-                "(XLA_PYTHON_CLIENT_MEM_FRACTION)"
+                "(XLA_CLIENT_MEM_FRACTION)"
             )
         except NotImplementedError as error:
             why = str(error)

@@ -51,6 +51,7 @@ class Residencies:
         self._by_kind = {residency.kind: residency for residency in residencies}
         assert len(self._by_kind) == len(residencies), "two residencies of one kind"
         self._all = tuple(residencies)
+        self._on_drop: Callable[[], None] = lambda: None
 
     def of(self, kind: AdapterKind) -> AbstractResidency | None:
         """Return the residency of a kind; None where the engine serves none of it."""
@@ -110,6 +111,11 @@ class Residencies:
     def drop(self, digest: str) -> None:
         """One request that needed these weights has ended."""
         self._knowing(digest).drop(digest)
+        self._on_drop()
+
+    def call_on_drop(self, on_drop: Callable[[], None]) -> None:
+        """Have `on_drop` called when a request needs its weights no more; it must not wait."""
+        self._on_drop = on_drop
 
     def follow(self, changes: Changes) -> None:
         """Follow the registry: each name with the adapter that it stands for in memory now."""

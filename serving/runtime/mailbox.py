@@ -6,15 +6,22 @@ import contextlib
 from typing import Any
 
 GAP_S = 0.002  # under load the loop is woken this seldom; each wake-up costs both threads time
+# What the loop does with a burst holds up the engine's thread, which shares Python's lock. So it
+# has a part of the time at most: a pause follows, so many times as long as the burst took, and the
+# next burst has more tokens of each answer.
+PAUSE, LONGEST_PAUSE_S = 4.0, 0.025
 
 
 class Mailbox:
-    """Carries items to queues of one event loop; the first of a burst arrives at once."""
+    """Carries items to queues of one event loop; the first of a burst arrives at once.
+
+    The loop is to have a mailbox of its own.
+    """
 
     def __init__(self) -> None:
         self._items: collections.deque[tuple[asyncio.Queue[Any], Any]] = collections.deque()
         self._woken = False
-        self._last_s = 0.0
+        self._last_s, self._gap_s = 0.0, GAP_S
 
     def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: Any) -> None:
         """Put an item into the queue soon; any thread may call. A closed loop drops it."""
@@ -26,7 +33,7 @@ class Mailbox:
             loop.call_soon_threadsafe(self._wake, loop)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        wait_s = self._last_s + GAP_S - loop.time()
+        wait_s = self._last_s + self._gap_s - loop.time()
         if wait_s > 0:
             loop.call_later(wait_s, self._deliver, loop)
         else:
@@ -38,3 +45,8 @@ class Mailbox:
         while self._items:
             queue, item = self._items.popleft()
             queue.put_nowait(item)
+        loop.call_soon(self._took, loop, self._last_s)  # behind the tasks that got something
+
+    def _took(self, loop: asyncio.AbstractEventLoop, begun_s: float) -> None:
+        took_s = loop.time() - begun_s
+        self._gap_s = max(GAP_S, took_s + min(LONGEST_PAUSE_S, PAUSE * took_s))

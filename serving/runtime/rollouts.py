@@ -32,6 +32,7 @@ from lora_jax.adapters.rollout import (
     version_at,
 )
 from lora_jax.adapters.rollout_guard import Guard, Outcome, Outcomes, broken
+from lora_jax.adapters.room_line import Ticket, wait_in_line
 from lora_jax.adapters.versions import NAME, joined, split
 from lora_jax.own_files import write_whole
 
@@ -86,20 +87,42 @@ class Rollouts:
         return joined(name, version_at(state.now, bucket_of(name, key)))
 
     def resolve(
-        self, full_name: str, share: HostShare | None = None, deadline: float = float("inf")
+        self,
+        full_name: str,
+        share: HostShare | None = None,
+        deadline: float = float("inf"),
+        ticket: Ticket | None = None,
     ) -> AdapterEntry:
         """Return what `AdapterRegistry.resolve` does; a version that cannot be read has failed."""
         try:
-            return self._registry.resolve(full_name, share, deadline)
+            return self._registry.resolve(full_name, share, deadline, ticket)
         except RegistryBusy:
             raise
         except AdapterRejected:
             self.finished(full_name, Outcome(failed=True))
             raise
 
-    def entry_for(self, name: str, key: str, deadline: float = float("inf")) -> AdapterEntry:
-        """Return what serves `name` for this user; see `pick` and `resolve`."""
-        return self.resolve(self.pick(name, key), None, deadline)
+    def entry_for(
+        self,
+        name: str,
+        key: str,
+        deadline: float = float("inf"),
+        *,
+        wait_s: float = 0.0,
+        lends: bool = True,
+    ) -> AdapterEntry:
+        """Return what serves `name` for this user; see `pick` and `resolve`.
+
+        Where adapters in use take all host memory it waits for so many seconds at most. With
+        `lends` the entry counts as in use for as long as the caller holds it.
+        """
+        chosen = self.pick(name, key)
+
+        def attempt(ticket: Ticket) -> AdapterEntry:
+            return self.resolve(chosen, None, deadline, ticket)
+
+        line = self._registry.line
+        return wait_in_line(line, attempt, wait_s, deadline=deadline, lends=lends)
 
     def check_unload(self, full_name: str) -> None:
         """Raise ValueError for a version that has a share."""

@@ -70,6 +70,8 @@ class Scheduler(LiveSequences):
         preemptions = self._num_preemptions
         crowd = [sequence for sequence in order if sequence.tenant in short.crowds]
         self._decode(step, order[: len(order) - len(crowd)], order)
+        if self.limits.mixed_step_tokens is not None:
+            step.bound_prompts(self.limits.mixed_step_tokens)
         if not self._fill_short(step, short, now, self._num_preemptions == preemptions):
             self._decode(step, crowd, order)
             self._fill(step, now, admitting=self._num_preemptions == preemptions)

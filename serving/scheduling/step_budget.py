@@ -16,6 +16,7 @@ class SchedulerLimits:
     max_model_len: int
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    mixed_step_tokens: int | None = None  # see StepBudget.bound_prompts; None: no bound
     max_logit_rows: int = 64
     max_queue: int = 1024
     adapter_wait_s: float = 600.0
@@ -25,12 +26,16 @@ class SchedulerLimits:
     num_host_pages: int = 0  # KV pages that host memory has room for
 
     def __post_init__(self) -> None:
-        for field in ("max_num_batched_tokens", "max_logit_rows"):
-            if getattr(self, field) < self.max_num_seqs:
+        for field in ("max_num_batched_tokens", "mixed_step_tokens", "max_logit_rows"):
+            size = getattr(self, field)
+            if size is not None and size < self.max_num_seqs:
                 raise ValueError(
-                    f"{field} ({getattr(self, field)}) must be at least max_num_seqs "
-                    f"({self.max_num_seqs}), so that every running sequence can decode."
+                    f"{field} ({size}) must be at least max_num_seqs ({self.max_num_seqs}), "
+                    f"so that every running sequence can decode."
                 )
+
+
+MIXED_PER_SEQUENCE = 8  # tokens of a step for each sequence that decodes in it
 
 
 class StepBudget:
@@ -62,6 +67,19 @@ class StepBudget:
         """Note that the sequence has a new row, and give it its first chunk."""
         self._admitted.append(sequence)
         self.schedule(sequence)
+
+    def bound_prompts(self, mixed_tokens: int) -> None:
+        """Leave prompts less where sequences decode: those that have their chunk by now.
+
+        The step then has at most `mixed_tokens`, or 8 for each of these sequences if that is more.
+        A token that decodes costs nearly nothing beside so many tokens of prompts, which keep the
+        device's arithmetic busy: with short steps more of them have that company. With many
+        sequences prompts get more, or those that wait would have few tokens of each step.
+        """
+        decoding = len(self._chunks)
+        if decoding:
+            most = max(mixed_tokens, MIXED_PER_SEQUENCE * decoding) - decoding
+            self.tokens = min(self.tokens, most)
 
     def schedule(self, sequence: Sequence) -> None:
         """Give a running sequence as many of its remaining tokens as fit, maybe none.

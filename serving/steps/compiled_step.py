@@ -67,12 +67,13 @@ class CompiledStep:
         split: StepSplit | None = None,
         kept: KeptSteps | None = None,
         board: MaskBoard | None = None,
+        largest_sent: int | None = None,
     ):
         """`in_place` samples all rows at once, and memory stays where it is; see the module.
 
         With `split` the model lies on several devices, and a step runs on all of them. With `kept`
         programs outlive the process; not together with `split` or `link`. With `board` steps may be
-        bound by masks, on one device.
+        bound by masks, on one device. `largest_sent` is make_holes'.
         """
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         self._pooled, self._is_split = sizes.pooled, split is not None
@@ -88,7 +89,7 @@ class CompiledStep:
         self.sharding = self._leaves[0].sharding if split is None else split.split.whole
         self.inputs = HostInputs(sizes, self._place, in_place=in_place)
         self._board = None if board is None else self._place(board.address)
-        self._spacers = make_holes(self._place) if in_place else []
+        self._spacers = make_holes(self._place, largest_sent) if in_place else []
         self._results: dict[int, Sampled] = {}  # by number of logit rows
         self._forwarded: dict[int, Forwarded] = {}  # by bucket
         self._sent: np.ndarray | jax.Array | None = None  # the table of a forward part

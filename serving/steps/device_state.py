@@ -197,8 +197,13 @@ def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> Rows:
 class PackedRow:
     """One row on its way to the devices, as one array: each array goes to each of them."""
 
-    # int32 [_NUM_FLOATS + _NUM_INTS + max_len]: bits of floats, ints, history.
+    # int32 [numbers_of_row(max_len)]: bits of floats, ints, history.
     values: np.ndarray
+
+
+def numbers_of_row(max_len: int) -> int:
+    """Return how many numbers of 4 bytes a row has, of sequences of up to `max_len` tokens."""
+    return _NUM_FLOATS + _NUM_INTS + max_len
 
 
 def pack_row(

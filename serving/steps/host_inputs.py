@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lora_jax.typing import Array, Int
+from serving.api.sampling import MAX_LOGPROBS
+from serving.steps.device_state import numbers_of_row
 from serving.steps.step import StepSizes
+from serving.steps.token_masks import num_words
 
-_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)
+_HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)  # each 8 times the one before
 _HOLES = 32  # of each size
 _FEW_PAGES = 64  # new ones that every table has room for; twice its sequences if they are more
 
@@ -29,7 +32,7 @@ class HostInputs:
         self._place, self._in_place = place, in_place
         self._tables = np.zeros((sizes.max_seqs, sizes.max_pages), np.int32)
         self._new: list[np.ndarray] = []  # int32 [3, pages]: row, place in it, page
-        self._room = max(_FEW_PAGES, 2 * sizes.max_seqs)
+        self._room = _page_room(sizes)
         self.table: Int[Array, "table_rows seqs"] = place(
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
@@ -124,13 +127,36 @@ def _write(
     return table.at[...].set(jnp.asarray(new)), written, number.at[...].set(packed[-1:])
 
 
-def make_holes(put: Callable[[Any], jax.Array]) -> list[jax.Array]:
+def largest_bytes(sizes: StepSizes, vocab_size: int) -> int:
+    """Return the bytes of the largest array that comes with a step or a new row, or goes with them.
+
+    `vocab_size` is 0 where no step has masks. Images and a LoRA Server's tables are not counted.
+    """
+    masks = sizes.num_masks * num_words(vocab_size) + sizes.max_logit_rows if vocab_size else 0
+    numbers = (
+        sizes.table_rows * sizes.max_seqs + 3 * _page_room(sizes) + 1,
+        sizes.max_seqs * sizes.max_pages,
+        1 + numbers_of_row(sizes.max_len),
+        sizes.max_logit_rows * MAX_LOGPROBS,
+        masks,
+    )
+    return 4 * max(numbers)
+
+
+def _page_room(sizes: StepSizes) -> int:
+    return max(_FEW_PAGES, 2 * sizes.max_seqs)
+
+
+def make_holes(put: Callable[[Any], jax.Array], largest: int | None = None) -> list[jax.Array]:
     """Leave free places for small arrays, kept apart by the arrays returned.
 
     Otherwise the allocator cuts them from the front of the memory that programs take for their
-    temporaries, which then lie elsewhere in every step.
+    temporaries, which then lie elsewhere in every step. `largest` are the bytes of the largest such
+    array, and larger places than it needs are left out; None: there are places of all sizes.
+    All of them take 18.3 MiB, half of it free, those up to 32 KiB 2.3 MiB.
     """
-    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in _HOLE_BYTES * 2]
+    kinds = [size for size in _HOLE_BYTES if largest is None or size // 8 < largest]
+    arrays = [put(np.zeros(size, np.uint8)) for _ in range(_HOLES) for size in kinds * 2]
     jax.block_until_ready(arrays)
-    step = len(_HOLE_BYTES)
+    step = len(kinds)
     return [array for i, array in enumerate(arrays) if i // step % 2]

@@ -30,6 +30,7 @@ from serving.steps.compiled_step import NO_REMAT, CompiledStep
 from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.forwarded import Forwarded
+from serving.steps.host_inputs import largest_bytes
 from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
@@ -104,8 +105,7 @@ class ModelRunner:
         the caller changes it. `tell` is given every StepInput and SampleInput before it is done,
         for the runners of other processes to `follow`. `kept` are compiled steps of earlier
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
-        for masks. `in_place` is CompiledStep's; None: on all devices but CPUs. `row_writer`
-        writes rank rows where there is no pool.
+        for masks. `in_place` is CompiledStep's; None: not on CPUs. `row_writer` is for no pool.
         """
         self.sizes, self.buckets = sizes, token_buckets(max_tokens)
         self._vocab_size, self._tell = vocab_size, tell
@@ -123,7 +123,7 @@ class ModelRunner:
             waits=board is not None,
         )
         self._cold: list[tuple[Program, KeptProgram]] = []  # once for each run that is left
-        pages = pages_sharding(kv_shape, split)
+        pages, known = pages_sharding(kv_shape, split), encoder is None and link is None
         self._step = CompiledStep(
             model,
             sizes,
@@ -134,6 +134,7 @@ class ModelRunner:
             split=None if split is None or pages is None else StepSplit(split, pages.spec),
             kept=kept,
             board=self.board,
+            largest_sent=largest_bytes(sizes, vocab_size * structured_outputs) if known else None,
         )
         # Everything lies committed on the weights' device from the start: an array that is
         # committed only after its first step would make every program compile twice.
@@ -143,8 +144,7 @@ class ModelRunner:
         self._cache = pooled or own_pages(kv_shape, sizes, dtype, split, place)
         self._copies = None
         if sizes.num_host_pages:
-            where = (self._step.sharding, split)
-            self._copies = PageCopies(kv_shape, sizes, dtype, *where)
+            self._copies = PageCopies(kv_shape, sizes, dtype, self._step.sharding, split)
         self._state = place(init_row_state(sizes.max_seqs, sizes.max_len))
         self._place, self.encoder, self.merged = place, encoder, merged
         self._bringing = bringing

@@ -17,7 +17,13 @@ def kernels() -> dict[str, Callable]:
     and `HostBoard` is memory of the host that programs wait for.
     """
     from cuda_backend import ffi
-    from cuda_backend.all_gather import all_gather, all_to_all, gather_group
+    from cuda_backend.all_gather import (
+        all_gather,
+        all_to_all,
+        all_to_all_owned,
+        all_to_all_rows,
+        gather_group,
+    )
     from cuda_backend.choose_experts import choose_experts
     from cuda_backend.dense_matmul import dense_matmul
     from cuda_backend.grouped_matmul import gated_matmul, grouped_matmul, joined_matmul
@@ -31,13 +37,14 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.place_heads import place_heads
     from cuda_backend.reroute import adapter_items, reroute, row_map
     from cuda_backend.rms_norm import rms_norm
+    from cuda_backend.take_rows import take_rows
 
     linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul, lora_gemm)
-    exchanges = (all_gather, all_to_all, gather_group)
+    exchanges = (all_gather, all_to_all, all_to_all_owned, all_to_all_rows, gather_group)
     attention = (paged_attention, turned_attention)
     merges = (merge, merge_writer)
     others = (adapter_items, reroute, row_map)
-    by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm)
+    by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm, take_rows)
     ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
     return {**{op.__name__: op for op in (*ops, HostBoard)}, "load_kernels": ffi.available}
 

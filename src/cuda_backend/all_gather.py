@@ -16,12 +16,13 @@ from cuda_backend import ffi
 from cuda_backend.peer_memory import Device, Landing, create_landing
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.dispatch import Declined
-from lora_jax.typing import Array, Float
+from lora_jax.typing import Array, Float, Int
 
 MOST_DEVICES = 8  # csrc/all_gather
 UNIT = 16  # bytes that a kernel moves at once
 PATIENCE_NS = 10_000_000_000  # a peer that takes longer is lost
 _PREFIX = "lora_jax_cuda_gather_"
+_WHOLE, _COLUMNS, _ROWS = range(3)  # GatherParts of csrc/all_gather: what a peer gets of x
 _I32, _I64, _P = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 _CALLS = {
     "bytes": (_I64, _I64),
@@ -133,27 +134,61 @@ def all_gather(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows all_columns"]:
     """Return the columns of all devices; see lora_jax.ops.all_gather."""
-    return _exchanged("all_gather", x, axis_name, group, x.shape[1], swap=False)
+    return _exchanged("all_gather", x, axis_name, group, x.shape, _WHOLE)
 
 
 def all_to_all(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows columns"]:
     """Return this device's part of the columns of all devices; see lora_jax.ops.all_to_all."""
+    part = x.shape[0], x.shape[1] // jax.lax.axis_size(axis_name)
+    return _exchanged("all_to_all", x, axis_name, group, part, _COLUMNS)
+
+
+def all_to_all_rows(
+    x: Float[Array, "rows columns"], axis_name: str, group: int
+) -> Float[Array, "own_rows all_columns"]:
+    """Return this device's rows of the columns of all; see lora_jax.ops.all_to_all_rows."""
+    part = x.shape[0] // jax.lax.axis_size(axis_name), x.shape[1]
+    return _exchanged("all_to_all_rows", x, axis_name, group, part, _ROWS)
+
+
+def all_to_all_owned(
+    x: Float[Array, "own_rows columns"],
+    source: Int[Array, "rows"],
+    owner: Int[Array, "rows"],
+    axis_name: str,
+    group: int,
+) -> Float[Array, "rows part"]:
+    """Return this device's columns of their owners' rows; see lora_jax.ops.all_to_all_owned."""
     width = x.shape[1] // jax.lax.axis_size(axis_name)
-    return _exchanged("all_to_all", x, axis_name, group, width, swap=True)
+    _require("all_to_all_owned", x, group, width)
+    result = jax.ShapeDtypeStruct((source.shape[0], width), x.dtype)
+    call = jax.ffi.ffi_call("lora_jax_cuda_all_to_all_owned", result)
+    return call(x, source, owner, group=np.int64(group), patience=np.int64(PATIENCE_NS))
 
 
-def _exchanged(
-    op: str, x: Float[Array, "rows _"], axis_name: str, group: int, width: int, *, swap: bool
-) -> Float[Array, "rows _"]:
-    """Return [rows, devices * width]: what each device has sent to this one."""
+def _require(op: str, x: Float[Array, "_ _"], group: int, width: int) -> None:
+    """Raise Declined, saying why, for what the kernels do not exchange."""
     if not group:
         raise Declined(f"cuda {op} needs a GatherGroup, not group 0")
     if width * x.dtype.itemsize % UNIT:
         raise Declined(f"cuda {op} takes rows in units of {UNIT} bytes, not {width} x {x.dtype}")
     ffi.require()
-    shape = (x.shape[0], width * jax.lax.axis_size(axis_name))
+
+
+def _exchanged(
+    op: str,
+    x: Float[Array, "_ _"],
+    axis_name: str,
+    group: int,
+    part: tuple[int, ...],
+    what: int,
+) -> Float[Array, "rows _"]:
+    """Return [rows, devices * width]: the parts [rows, width] that the devices send to this one."""
+    rows, width = part
+    _require(op, x, group, width)
+    shape = (rows, width * jax.lax.axis_size(axis_name))
     call = jax.ffi.ffi_call("lora_jax_cuda_all_gather", jax.ShapeDtypeStruct(shape, x.dtype))
-    numbers = {"group": group, "patience": PATIENCE_NS, "parts": swap}
+    numbers = {"group": group, "patience": PATIENCE_NS, "parts": what}
     return call(x, **{name: np.int64(number) for name, number in numbers.items()})

@@ -25,6 +25,7 @@ FLAGS = (
 )
 TARGETS = (
     "lora_jax_cuda_all_gather",
+    "lora_jax_cuda_all_to_all_owned",
     "lora_jax_cuda_few_rows",
     "lora_jax_cuda_grouped_f32",
     "lora_jax_cuda_row_items",
@@ -48,6 +49,7 @@ TARGETS = (
     "lora_jax_cuda_rms_norm",
     "lora_jax_cuda_choose_experts",
     "lora_jax_cuda_keep_likely",
+    "lora_jax_cuda_take_rows",
     "lora_jax_cuda_place_heads",
     "lora_jax_cuda_place_heads_in_place",
     "lora_jax_cuda_read_board",

@@ -51,6 +51,7 @@ WITHOUT_MODULE = {
 }
 # A concern of a module whose own test file would be long.
 PARTS = {
+    "adapters/test_registry_room.py",
     "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "test_config_quantization.py",
     "serving/engine/test_engine_answers.py",

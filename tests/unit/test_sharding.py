@@ -33,7 +33,7 @@ def test_without_a_split_the_first_device():
         (("heads", "embed"), 0),
         (("heads",), 0),
         (("kv_heads", "embed"), 0),
-        (("embed", "heads"), 0),  # along its outputs: inputs are gathered
+        (("attended", "heads"), 0),  # along its outputs: inputs are gathered
         (("embed", "mlp"), 0),
         (("embed",), 0),  # their bias
         (("heads", None, None), 0),
@@ -61,10 +61,23 @@ def test_experts_are_split_by_number_or_along_their_outputs(axes):
 
 
 def test_only_o_and_down_take_the_split_outputs_of_another_map():
-    assert has_split_inputs(("embed", "heads"))
+    assert has_split_inputs(("attended", "heads"))
     assert has_split_inputs(("embed", "mlp"))
     for axes in (("heads", "embed"), ("vocab", "embed"), ("heads", "latent"), ("embed",)):
         assert not has_split_inputs(axes)
+
+
+def test_the_output_of_attention_lies_in_parts_or_whole():
+    mesh, axes = make_mesh(2), ("attended", "heads")
+    parts, whole = Split(mesh), Split(mesh, attention_output="whole")
+    assert parts.spec(axes) == PartitionSpec(AXIS, None)
+    assert parts.spec(axes[:1]) == PartitionSpec(AXIS)  # a bias
+    assert whole.spec(axes) == whole.spec(axes[:1]) == PartitionSpec()
+    assert whole.has_whole(axes)
+    assert not whole.has_whole(("embed", "mlp"))
+    assert not parts.has_whole(axes)
+    with pytest.raises(ValueError, match=r"attention_output is one of .*'half'"):
+        Split(mesh, attention_output="half")
 
 
 def test_sizes_that_do_not_divide():

@@ -24,6 +24,7 @@ from serving.runtime.gang_stream import (
     GangRefused,
     join_leader,
 )
+from serving.runtime.leaving import leave
 from serving.runtime.visible_gpus import VISIBLE, first_of
 
 logger = logging.getLogger(__name__)
@@ -188,8 +189,3 @@ def serve_agent(options: Options) -> None:
             logger.info("Rank 0 has ended, and node %d ends with it.", cluster.node_rank)
             return
         logger.error("Node %d has lost rank 0: %s.", cluster.node_rank, why)
-
-
-def leave(*_: Any) -> None:
-    """End this process in order, as the handler of a signal."""
-    raise SystemExit(0)

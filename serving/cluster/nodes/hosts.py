@@ -25,10 +25,11 @@ from serving.cluster.far.host import AbstractFarHost
 from serving.cluster.far.member import call_bytes
 from serving.cluster.far.process import AbstractActorProcess
 from serving.cluster.far.switchboard import Switchboard
-from serving.cluster.nodes.agent import OwnNode, about_roles, leave, place_of
+from serving.cluster.nodes.agent import OwnNode, about_roles, place_of
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
 from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, listen, welcome
+from serving.runtime.leaving import leave
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 
 logger = logging.getLogger(__name__)

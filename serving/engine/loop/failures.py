@@ -9,6 +9,11 @@ from serving.steps.sampler import INVALID_TOKEN
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_WAIT = (
+    "The adapter {name!r} found no free slot within adapter_wait_s: requests for other adapters "
+    "held them. Raise max_loras, lora_memory_bytes or adapter_wait_s, or ask again."
+)
+ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
 _LATE_MASKS = "The answer's token masks came more than 20 s late, as after a pause; try again."
 _SERVER_FAILED = "The LoRA Server did not answer for the adapter {name!r}; try again."
 _NOT_FINITE = "The model's logits are not finite numbers."

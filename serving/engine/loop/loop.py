@@ -32,8 +32,6 @@ _IDLE_WAIT_S = 1.0  # the registry is looked at so often while nothing runs
 _BLOCKED_WAIT_S = 0.02  # while sequences wait for something that no step of ours will bring
 _LATE_ROWS = 24  # the sampler takes 50 us a row: of fewer rows it ends before a plan would
 _DEAD = "The engine has stopped; the request was not finished."
-_ADAPTER_WAIT = "The adapter {name!r} found no free slot in time."
-_ADAPTER_LOAD = "The adapter {name!r} could not be loaded: {why}"
 
 
 class _Planned(NamedTuple):
@@ -82,7 +80,7 @@ class EngineLoop:
         with self._lock:
             self._closing = True
         self.wake()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.is_alive() and not self.is_this_thread:
             self._thread.join()
 
     def wake(self) -> None:
@@ -101,6 +99,11 @@ class EngineLoop:
         """True if the thread runs and the loop has run within the last STALL_S seconds."""
         stalled = time.monotonic() - self._heartbeat_s > STALL_S
         return self._thread.is_alive() and not (self._dead or self._closing or stalled)
+
+    @property
+    def is_this_thread(self) -> bool:
+        """True in the loop's own thread, as in calls of `on_output`."""
+        return threading.current_thread() is self._thread
 
     def submit(
         self,
@@ -238,7 +241,7 @@ class EngineLoop:
         for sequence in planned.ended:
             self._live.end(sequence, FinishReason.ABORT)
         for sequence in planned.expired:
-            message = _ADAPTER_WAIT.format(name=sequence.request.adapter)
+            message = failures.ADAPTER_WAIT.format(name=sequence.request.adapter)
             self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
 
     def _fail(self, failed: Iterable[Failure]) -> None:
@@ -314,7 +317,7 @@ class EngineLoop:
                 for sequence in waiting:
                     self._parts.scheduler.finish(sequence, FinishReason.ERROR)
             for sequence in waiting:
-                message = _ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
+                message = failures.ADAPTER_LOAD.format(name=sequence.request.adapter, why=why)
                 self._live.end(sequence, FinishReason.ERROR, message, retryable=True)
         return not residencies.is_busy
 
@@ -389,11 +392,7 @@ class EngineLoop:
             self._parts.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
-        if self._parts.turns is not None:
-            self._parts.turns.close()
-        self._parts.residencies.close()
-        self._parts.grammars.close()
-        if self._parts.traces is not None:
-            self._parts.traces.close()
-        self._flying, self._alone = None, (None, 0.0)
-        self._parts.runner.close()
+        turns, residencies, runner = self._parts.turns, self._parts.residencies, self._parts.runner
+        for part in (turns, residencies, self._parts.grammars, self._parts.traces, runner):
+            if part is not None:
+                part.close()

@@ -121,7 +121,7 @@ def check_free(memory: AbstractVirtualMemory, num_bytes: int) -> None:
     if free is not None and free < num_bytes:
         raise ValueError(
             f"page_pool_bytes takes {num_bytes} bytes outside of jax's own memory; the device has "
-            f"{free} left. Lower it, or XLA_PYTHON_CLIENT_MEM_FRACTION."
+            f"{free} left. Lower it, or XLA_CLIENT_MEM_FRACTION."
         )
 
 

@@ -41,7 +41,8 @@ def local_widths(split: Split | None) -> LocalWidths | None:
     """Return the widths of adapters on one device of a split; None without one."""
     if split is None:
         return None
-    return LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
+    whole = split.experts == "ep", split.vocab_multiple, split.attention_output == "whole"
+    return LocalWidths(split.size, *whole)
 
 
 def held_locally(

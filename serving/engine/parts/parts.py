@@ -1,6 +1,7 @@
 """Builds the parts of an engine from its config, with a log line for each."""
 
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from serving.api.generation_config import read_generation_config
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
+from serving.engine.memory.given_ranks import usual_rank
+from serving.engine.memory.jax_share import take_share
 from serving.engine.memory.memory_budget import bytes_limit, make_allocator, size_kv_cache
 from serving.engine.memory.page_pool import check_platform, make_page_pool
 from serving.engine.memory.sizing import lora_share
@@ -54,7 +57,7 @@ from serving.engine.parts.over_hosts import for_hosts, shared, teller
 from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.registries import load_adapters, make_registry
 from serving.engine.parts.shared_backbone import check_backbone, source_of
-from serving.engine.parts.step_parts import make_runner, make_scheduler
+from serving.engine.parts.step_parts import logit_rows, make_runner, make_scheduler
 from serving.loading.compositions import Compositions
 from serving.loading.esft_parts import make_esft
 from serving.loading.residencies import Residencies, make_residencies
@@ -117,30 +120,35 @@ def build_parts(
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
     beside = Beside(access is not None, gang is not None, backbone is not None)
-    model_config = read_config(Path(config.model))
-    check_pairs(config, model_config, beside)
+    described = read_config(Path(config.model))
+    check_pairs(config, described, beside)
+    # What small files say is found out before the weights, which may take minutes, are read.
+    source = source_of(config, backbone, None if access is None else access.read_adapter)
+    made_up = described.vocab_size if source.made_up else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    check_image_files(config, described, tokenizer)
+    if access is None or access.read_adapter is None:
+        check_adapters(config, adapters)
+    alone = access is None and backbone is None
+    take_share(config, described, alone=alone and gang is None)
     check_platform(config)
     config = for_hosts(config, gang)
     traces = make_traces(config.otlp_traces_endpoint, config.model_name)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )
-    # What small files say is found out before the weights, which may take minutes, are read.
-    source = source_of(config, backbone, None if access is None else access.read_adapter)
-    made_up = model_config.vocab_size if source.made_up else None
-    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
-    check_image_files(config, model_config, tokenizer)
-    if access is None or access.read_adapter is None:
-        check_adapters(config, adapters)
     keep_programs()
     split = split_of(config, gang)
     device = jax.devices()[0]
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
-    alone = access is None and backbone is None
     config = for_device(
-        config, on_cpu=device.platform == "cpu", device_bytes=bytes_limit(), alone=alone
+        config,
+        on_cpu=device.platform == "cpu",
+        device_bytes=bytes_limit(),
+        alone=alone,
+        has_experts=described.moe is not None,
     )
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
@@ -171,8 +179,8 @@ def build_parts(
         pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
-        share = lora_share(config, len(adapters))
-        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, share=share))
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, **given))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -212,10 +220,9 @@ def _build(
     if base.pool is not None:
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
-        how_many, share = (base.dtype, num_full_adapters), lora_share(config, len(adapters))
-        allocator, spec = make_allocator(
-            config, base.catalogue, local_modules, *how_many, share=share
-        )
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        how_many = base.dtype, num_full_adapters
+        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many, **given)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     copier = None
@@ -247,20 +254,23 @@ def _build(
             loading.result()
         primary = merge_primary(config, base.model, registry)
         how = allocator.bringing, gang, copier is not None
-        runner = make_runner(config, base, spec, end_ids, *how)
+        rows = logit_rows(config, shares_device=turns is not None)
+        runner = make_runner(config, base, spec, end_ids, *how, num_logit_rows=rows)
         loading.result()
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
     rollouts = Rollouts(registry)
     if vocabulary.brings_tokens(base.catalogue):
-        tokenizers.ask(rollouts.entry_for)
+        wait_s = config.adapter_wait_s
+        tokenizers.ask(functools.partial(rollouts.entry_for, wait_s=wait_s, lends=False))
     registry.set_kept(rollouts.kept)
     metrics.registry.register(ShareCollector(rollouts.states))
     num_rows = 0 if base.images is None else base.images.num_rows
     modes = make_modes(config, base.merged, residencies)
     options = {"modes": modes, "speculation": make_speculation(config, metrics)}
     options["extents"] = None if base.pool is None else base.pool.extents
+    options["num_logit_rows"] = rows
     scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **options)
     grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(

@@ -4,11 +4,12 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.weights import AnyWeights
 from serving.api.config import EngineConfig
@@ -86,6 +87,7 @@ def make_registry(
         refused=None if base.remote is None else NO_SUM_BEHIND_A_SERVER,
     )
     registry.set_in_use(residencies.in_use)
+    residencies.call_on_drop(registry.line.changed)
     compositions.set_in_use(residencies.in_use)
     return registry, compositions
 
@@ -108,3 +110,23 @@ def load_adapters(
             report.weight_bytes / 1e6,
             report.digest[:12],
         )
+    if line := host_shortage_line(registry.limits, list(map(by_name.__getitem__, adapters))):
+        logger.warning(line)
+
+
+def host_shortage_line(
+    limits: RegistryLimits, given: Sequence[AdapterEntry | EvictedAdapter]
+) -> str | None:
+    """Return the log line that host memory holds fewer adapters than were given; None: all."""
+    held = sum(isinstance(one, AdapterEntry) for one in given)
+    if held == len(given):
+        return None
+    needed = sum({one.digest: one.report.weight_bytes for one in given}.values())
+    limit = f"max_total_adapter_bytes={limits.max_total_bytes}"
+    if limits.max_in_memory is not None:
+        limit += f", max_cpu_loras={limits.max_in_memory}"
+    return (
+        f"Host memory for adapters ({limit}) holds {held} of the {len(given)} that were given: the "
+        "others are read from their files when requests name them, and those requests wait while "
+        f"adapters in use take all. All {len(given)} take {needed} bytes."
+    )

@@ -29,6 +29,8 @@ from serving.steps.step import StepSizes
 
 logger = logging.getLogger(__name__)
 
+_SCORED = 4  # tokens of prompts in a step of a function whose other rows all draw
+
 
 def make_runner(
     config: EngineConfig,
@@ -38,18 +40,21 @@ def make_runner(
     bringing: Set[int] = frozenset(),
     gang: Gang | None = None,
     copies_rows: bool = False,
+    *,
+    num_logit_rows: int,
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
     `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; with
     `gang` the runners of all members are made together. `copies_rows`: a copier writes rank rows.
+    `num_logit_rows` is `logit_rows`.
     """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
     names, longest = base.catalogue.module_names, base.size.max_model_len
     where = names, longest, base.split
     encoder = base.images and make_encoder(config, base.images, base.config, *where)
-    sizes = _step_sizes(config, base)
+    sizes = _step_sizes(config, base, num_logit_rows)
     alone = base.split is None and link is None and not base.source.is_shared
     waits = config.structured_outputs and alone
     runner = ModelRunner(
@@ -114,14 +119,27 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     return KeptSteps(*files, identity(fields, Path(paths["model"])), **starts)
 
 
-def _step_sizes(config: EngineConfig, base: LoadedBase) -> StepSizes:
+def logit_rows(config: EngineConfig, *, shares_device: bool) -> int:
+    """Return the most tokens of one step whose logits are computed.
+
+    Each of several functions on an accelerator takes memory for them: the sampler's arrays of a row
+    of Llama-2's vocabulary are 0.6 MiB. So such an engine has a few more rows than sequences, and
+    log-probabilities of prompts take more steps there.
+    """
+    if not shares_device or jax.default_backend() == "cpu":
+        return config.max_logit_rows
+    rows = config.step_seqs * (1 + config.max_drafts) + _SCORED
+    return min(config.max_logit_rows, rows)
+
+
+def _step_sizes(config: EngineConfig, base: LoadedBase, num_logit_rows: int) -> StepSizes:
     size, head = base.size, base.catalogue.modules.get(SCORE)
     return StepSizes(
         max_seqs=config.step_seqs,
         max_len=size.max_model_len,
         page_size=size.page_size,
         num_pages=size.num_pages,
-        max_logit_rows=config.max_logit_rows,
+        max_logit_rows=num_logit_rows,
         max_rank=config.max_lora_rank,
         max_drafts=config.max_drafts,
         head_width=0 if head is None else head.d_out,
@@ -138,6 +156,8 @@ def make_scheduler(
     residencies: Residencies,
     end_ids: tuple[int, ...],
     num_encoder_rows: int,
+    *,
+    num_logit_rows: int,
     **how: Any,
 ) -> Scheduler:
     """Return the scheduler within the config's limits and the cache's size."""
@@ -147,7 +167,8 @@ def make_scheduler(
         max_model_len=size.max_model_len,
         max_num_seqs=config.step_seqs,
         max_num_batched_tokens=config.step_tokens,
-        max_logit_rows=config.max_logit_rows,
+        mixed_step_tokens=config.mixed_step_tokens,
+        max_logit_rows=num_logit_rows,
         max_queue=config.max_queue,
         adapter_wait_s=config.adapter_wait_s,
         enable_prefix_caching=config.enable_prefix_caching,

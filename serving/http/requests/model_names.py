@@ -13,6 +13,7 @@ from lora_jax.adapters.versions import FULL_NAME, NAME, split
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.interface import AbstractEngine
+from serving.http.requests.adapter_turn import IsGone, entry_in_turn, never
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +71,21 @@ class ModelNames:
         return {e.name: e.report.head for e in known if e.report.head is not None}
 
     async def resolve(
-        self, model: str | None, lora_path: str | None, caller: Caller, session: str = ""
+        self,
+        model: str | None,
+        lora_path: str | None,
+        caller: Caller,
+        session: str = "",
+        *,
+        lends: bool = True,
+        is_gone: IsGone = never,
     ) -> Target:
         """Return what `model` (name or base:name) and `lora_path` (name) ask for.
 
         A rollout of the name chooses the version by `session`. A name with a version needs the
         caller's permission for that very name; one that follows the rollout needs its own.
+        Where adapters in use take all host memory it waits. With `lends` the adapter's weights
+        count as in use while the target is held. ClientDisconnect: the client left meanwhile.
         Raises ApiError 404 for a name that does not exist or is hidden from the caller, and 400
         when the two name different adapters or the adapter's files are not acceptable.
         """
@@ -95,13 +105,22 @@ class ModelNames:
             raise unknown_model(shown, param)
         try:
             chosen = self._engine.rollouts.pick(adapter, session)
-            entry = await self._load(chosen, caller)
+            share = caller.host_share
+            how = {"lends": lends, "is_gone": is_gone}
+            entry = await entry_in_turn(self._engine, chosen, share, **how)
         except AdapterNotFound:
             raise unknown_model(shown, param) from None
         return Target(adapter, chosen, entry)
 
     async def resolve_sum(
-        self, given: list[Any], model: str | None, lora_path: str | None, caller: Caller, key: str
+        self,
+        given: list[Any],
+        model: str | None,
+        lora_path: str | None,
+        caller: Caller,
+        key: str,
+        *,
+        is_gone: IsGone = never,
     ) -> Target:
         """Return what a weighted sum of adapters asks for; `model` is the base model's name.
 
@@ -122,7 +141,9 @@ class ModelNames:
         for part in parts:
             if self.is_base(part.name):
                 raise ApiError(400, "adapters names the base model.", param="adapters")
-            target = await self.resolve(part.name, None, caller, key)
+            # Not held: two sums that each hold a part would wait for each other's room.
+            how = {"lends": False, "is_gone": is_gone}
+            target = await self.resolve(part.name, None, caller, key, **how)
             if target.entry is not None:  # it is not the base model's
                 weighted.append((target.entry, part.weight))
         try:
@@ -140,15 +161,6 @@ class ModelNames:
             return None
         base, colon, adapter = model.rpartition(":")
         return adapter if colon and self.is_base(base) and adapter else model
-
-    async def _load(self, adapter: str, caller: Caller) -> AdapterEntry:
-        """Return the entry; what is not in memory is read away from the event loop."""
-        registry = self._engine.registry
-        try:
-            return registry.get(adapter)
-        except AdapterNotFound:
-            resolve = self._engine.rollouts.resolve
-            return await asyncio.to_thread(resolve, adapter, caller.host_share)
 
 
 def folder_adapters(root: str | None) -> set[str]:

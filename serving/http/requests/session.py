@@ -20,7 +20,8 @@ async def target_of(
     names: ModelNames, request: Request, body: GenerationBody | ClassifyBody, caller: Caller
 ) -> Target:
     """Return the base model, the adapter or the sum of adapters that a body asks for."""
-    key = session_key(request, body)
+    key, is_gone = session_key(request, body), request.is_disconnected
     if body.adapters is None:
-        return await names.resolve(body.model, body.lora_path, caller, key)
-    return await names.resolve_sum(body.adapters, body.model, body.lora_path, caller, key)
+        return await names.resolve(body.model, body.lora_path, caller, key, is_gone=is_gone)
+    given = body.adapters, body.model, body.lora_path
+    return await names.resolve_sum(*given, caller, key, is_gone=is_gone)

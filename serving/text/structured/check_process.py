@@ -21,6 +21,7 @@ STACK_BYTES = 1 << 20  # of the thread that tries; those of the engine have twic
 MEMORY_BYTES = 512 << 20  # address space beside what the tokenizer takes
 _TOKENS_TRIED = 32
 _NO_EXTENSION = "NoExtension"  # llguidance's word for the end of a grammar
+_PANIC, _BACKTRACE = "panic: ", "<backtrace>"  # its words around a check of its own that failed
 
 
 def try_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> dict[str, Any]:
@@ -61,6 +62,9 @@ def _named(kind: str, why: str) -> str:
 
 def _shown(why: str) -> str:
     """Return the message without what only llguidance's authors read, and not without end."""
+    why, _, frames = why.partition(_BACKTRACE)
+    if frames:
+        why = f"llguidance cannot compile it: {why.removeprefix(_PANIC).strip()}."
     lines = [line for line in why.splitlines() if line.strip() and line != "<non-verbose/>"]
     text = "\n".join(lines)
     return text if len(text) <= 500 else text[:500] + "..."

@@ -8,6 +8,7 @@ from llguidance import LLMatcher, StructTag
 from llguidance.gbnf_to_lark import any_to_lark
 
 from serving.api.structured_outputs import StructuredOutputs
+from serving.text.structured.lark_options import checked_lark
 
 # A space, or a line break with an indent: a model that is unsure may write blanks without end.
 WHITESPACE = r"\x20|\r?\n(\x20{0,32}|\t{0,8})"
@@ -43,7 +44,8 @@ def _text(outputs: StructuredOutputs) -> str:
         # One terminal: as rules thousands of choices would be too many for one row of a parse.
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(items)}")
     if outputs.kind == "grammar":
-        return LLMatcher.grammar_from_lark(_as_lark(outputs.text))
+        lark = checked_lark(_as_lark(outputs.text), _json_options(outputs))
+        return LLMatcher.grammar_from_lark(lark)
     tags = _of_tags(json.loads(outputs.text), _json_options(outputs))
     return LLMatcher.grammar_from_lark(tags)
 

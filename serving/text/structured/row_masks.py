@@ -210,9 +210,13 @@ class RowMasks:
         asked = []
         for _, state, _, place, _, drafts in rows:
             words[place : place + 1 + len(drafts)] = 0  # not all of them may be reached
-            asked.append((state.matcher, place, list(drafts)))
+            # A copy: the library takes the drafts back, which not every grammar survives.
+            asked.append((state.matcher.deep_copy(), place, list(drafts)))
         where = words.ctypes.data, words.shape[1] * words.itemsize, words.shape[0]
         self._threads().unsafe_compute_mask_ptr_with_draft_token(asked, *where)
+        for row, (copy, *_) in zip(rows, asked, strict=True):
+            if copy.is_error():
+                _fill_one_by_one(row, words)
 
     def _threads(self) -> "LLExecutor":
         if self._executor is None:
@@ -259,6 +263,24 @@ class RowMasks:
         if length < sampling.min_tokens:
             return (*self._end_ids, *sampling.stop_token_ids)
         return self._end_ids if sampling.ignore_eos else ()
+
+
+def _fill_one_by_one(row: BoundRow, words: np.ndarray) -> None:
+    """Fill the masks of a row with drafts and take none back, as `max_tokens` and `stop` need it.
+
+    A grammar that cannot go on leaves its error in the row's matcher.
+    """
+    _, state, _, place, _, drafts = row
+    copy, size = state.matcher.deep_copy(), words.shape[1] * words.itemsize
+    for ahead, draft in enumerate((*drafts, None)):
+        mask = words[place + ahead]
+        copy.unsafe_compute_mask_ptr(mask.ctypes.data, size)
+        if copy.is_error():
+            state.matcher = copy
+        elif draft is not None and _num_allowed((draft,), mask[None]):
+            copy.consume_token(draft)
+            continue
+        return
 
 
 def _filling(plan: StepPlan, first_rows: SequenceOf[int], words: np.ndarray) -> Filling:

@@ -1,8 +1,9 @@
 """Adapters of random weights, made from adapter_config.json alone, to measure speed with. No jax.
 
 The counterpart of models.dummy. What is placed, copied and computed is what it would be with files;
-but all adapters of a process take their matrices from one bank of random bytes, so that hundreds of
-them need no more host memory than one, and nothing is read or hashed but their configs.
+but all adapters of one shape share one block of random bytes, so that hundreds of them need no more
+host memory than one, and nothing is read or hashed but their configs. They count as so many bytes
+as if each had its own.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ class DummyAdapters:
         self._bank_values = bank_values
         self._layouts = FileLayouts()
         self._bank: Any = None
+        self._blocks: dict[tuple, AdapterWeights] = {}  # by the shapes of an adapter's matrices
         self._lock = threading.Lock()
 
     def read(
@@ -63,7 +65,23 @@ class DummyAdapters:
             raise ValueError(f"{peft_format.CONFIG_FILE}: no target module is one of the model's.")
         peft_format.check_ranks(sites, (limits or AdapterReadLimits()).max_rank)
         report = peft_format.make_report(folder, sites, config, 2 * len(sites), ())
-        return AdapterWeights(sites, report)
+        return self._in_shared_block(AdapterWeights(sites, report))
+
+    def _in_shared_block(self, made: AdapterWeights) -> AdapterWeights:
+        """Return the adapter with the matrices of the first one of its shape, which are one block.
+
+        A host pins a block once, and copies it to the device as one.
+        """
+        shapes = tuple((key, one.a.shape, one.b.shape) for key, one in made.sites.items())
+        with self._lock:
+            if shapes not in self._blocks:
+                self._blocks[shapes] = made.in_one_block()
+            block = self._blocks[shapes].sites
+        sites = {
+            key: SiteWeights(block[key].a, block[key].b, one.scaling)
+            for key, one in made.sites.items()
+        }
+        return dataclasses.replace(made, sites=sites)
 
     def _random(self) -> np.ndarray:
         """Return the bank, bfloat16 [values], made at its first use."""

@@ -8,7 +8,7 @@ import heapq
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
-from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.host_room import HostShare, copies_of, make_room, no_room, too_large
 from lora_jax.adapters.use_ledger import UseLedger
 
@@ -27,6 +27,14 @@ class _Copy:
         return (entry for entry in self.entries.values() if entry.name != name)
 
 
+@dataclasses.dataclass(eq=False)
+class HeldRoom:
+    """Room for a copy that is being read: its bytes, and 1, or 0 for none."""
+
+    num_bytes: int = 0
+    count: int = 0
+
+
 class HostCopies:
     """The entries whose weights are in memory, by digest; the caller holds a lock."""
 
@@ -35,6 +43,7 @@ class HostCopies:
         self._copies: dict[str, _Copy] = {}
         self._digests: dict[str, str] = {}  # by name
         self._num_bytes = 0
+        self._held = HeldRoom()  # of all reads that have room already
         # Value and last use as they were; they only grow, until counts are halved. One entry for
         # each copy, and some of copies that are gone.
         self._heap: list[tuple[float, int, int, str, _Copy]] = []
@@ -61,13 +70,31 @@ class HostCopies:
             del self._copies[entry.digest]
             self._num_bytes -= copy.num_bytes
 
+    def hold(self, new: AdapterEntry | EvictedAdapter) -> HeldRoom:
+        """Keep the room that `make_room` found for what is read next, until `give_back`."""
+        held = HeldRoom() if self._stays(new) else HeldRoom(new.report.weight_bytes, 1)
+        self._held.num_bytes += held.num_bytes
+        self._held.count += held.count
+        return held
+
+    def give_back(self, held: HeldRoom) -> None:
+        """Let go of held room; a second call does nothing."""
+        self._held.num_bytes -= held.num_bytes
+        self._held.count -= held.count
+        held.num_bytes = held.count = 0
+
+    @property
+    def holds_room(self) -> bool:
+        """True if adapters are being read that have room already."""
+        return self._held.count > 0
+
     def names(self, digests: Iterable[str]) -> list[str]:
         """Return the names that stand for some of the copies."""
         return [name for digest in digests for name in self._copies[digest].entries]
 
     def make_room(
         self,
-        new: AdapterEntry,
+        new: AdapterEntry | EvictedAdapter,
         share: HostShare,
         limits: RegistryLimits,
         in_use: Collection[str],
@@ -83,20 +110,24 @@ class HostCopies:
         if share.max_adapters is not None or share.max_bytes is not None:
             others = [e for copy in self._copies.values() for e in copy.others(new.name)]
             copies = copies_of(others, new.digest, in_use, self._ledger, kept)
-            return make_room(copies, size, share, most, max_count=limits.max_in_memory)
+            held = self._held.num_bytes, self._held.count
+            most_copies = limits.max_in_memory
+            return make_room(copies, size, share, most, max_count=most_copies, held=held)
         if size > most:
             raise too_large(size, "max_total_adapter_bytes", most)
         own = self._only_for(new.name)
         num_bytes = self._num_bytes - (own.num_bytes if own else 0) + size - most
+        num_bytes += self._held.num_bytes
         count = 0
         if limits.max_in_memory is not None:
             count = len(self._copies) - (own is not None) + (size > 0) - limits.max_in_memory
+            count += self._held.count
         if num_bytes <= 0 and count <= 0:
             return set()
         fixed = {*in_use, new.digest, self._digests[new.name] if own else new.digest}
         return self._least_valuable(num_bytes, count, new.name, fixed, kept)
 
-    def _stays(self, new: AdapterEntry) -> bool:
+    def _stays(self, new: AdapterEntry | EvictedAdapter) -> bool:
         """Return whether another name stands for the same weights."""
         copy = self._copies.get(new.digest)
         return copy is not None and any(True for _ in copy.others(new.name))
@@ -171,6 +202,8 @@ class HostCopies:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when sums and heap disagree with the copies."""
+        assert self._held.num_bytes >= 0, "held bytes"
+        assert self._held.count >= 0, "held room"
         assert self._num_bytes == sum(copy.num_bytes for copy in self._copies.values()), "bytes"
         assert all(copy.entries for copy in self._copies.values()), "a copy for no name"
         in_heap = [copy for *_, digest, copy in self._heap if self._copies.get(digest) is copy]

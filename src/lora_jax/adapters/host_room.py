@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
-from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
+from lora_jax.adapters.registry_errors import AdapterRejected, HostFull, RegistryBusy
 from lora_jax.adapters.use_ledger import UseLedger
 
 
@@ -59,11 +59,14 @@ def make_room(
     policy: Policy = least_valuable,
     *,
     max_count: int | None = None,
+    held: tuple[int, int] = (0, 0),
 ) -> set[str]:
     """Return the digests to evict so that a new copy fits its caller's limits and the server's.
 
-    `num_bytes` 0 is a copy that is there already. `max_count` bounds the copies of the server.
-    Raises AdapterRejected when it can never fit and RegistryBusy when it does not now.
+    `num_bytes` 0 is a copy that is there already. `max_count` bounds the copies of the server;
+    copies that are being read `held` so many bytes and are so many. Raises AdapterRejected when it
+    can never fit, RegistryBusy when the caller's limit does not allow it now, and HostFull when the
+    server's does not.
     """
     copies = list(copies)
     for name, limit in (("max_total_adapter_bytes", max_total_bytes), _bytes_limit(share)):
@@ -79,8 +82,8 @@ def make_room(
         )
     gone = {copy.digest for copy in victims}
     left = [copy for copy in copies if copy.digest not in gone]
-    beyond = sum(copy.num_bytes for copy in left) + num_bytes - max_total_bytes
-    count = 0 if max_count is None else len(left) + (num_bytes > 0) - max_count
+    beyond = sum(copy.num_bytes for copy in left) + held[0] + num_bytes - max_total_bytes
+    count = 0 if max_count is None else len(left) + held[1] + (num_bytes > 0) - max_count
     more = policy(left, beyond, count)
     if more is None:
         raise no_room()
@@ -92,9 +95,20 @@ def too_large(num_bytes: int, name: str, limit: int) -> AdapterRejected:
     return AdapterRejected(f"it takes {num_bytes} bytes, the limit is {name}={limit}.")
 
 
-def no_room() -> RegistryBusy:
+def no_room() -> HostFull:
     """Return the error of a copy for which not enough others can be evicted now."""
-    return RegistryBusy("adapters in use take all host memory for adapters now.")
+    return HostFull(
+        "adapters in use take all host memory for adapters now. Raise max_total_adapter_bytes (or "
+        "max_cpu_loras where that is set), or ask again."
+    )
+
+
+def no_room_beside_pins(num_bytes: int) -> AdapterRejected:
+    """Return the error of a copy that does not fit beside the pinned ones."""
+    return AdapterRejected(
+        f"it takes {num_bytes} bytes of host memory, of which pinned adapters leave less. Raise "
+        "max_total_adapter_bytes (or max_cpu_loras where that is set), or unload a pinned adapter."
+    )
 
 
 def _bytes_limit(share: HostShare) -> tuple[str, int | None]:

@@ -16,17 +16,21 @@ from lora_jax.adapters.catalogue import (
     LoraCatalogue,
     LoraModule,
 )
+from lora_jax.adapters.gains import gain_name
 from lora_jax.adapters.weights import AdapterWeights, SiteWeights
 from lora_jax.rank_rows import INT8, joined, parts, value_width
+
+_OUTPUT_MAPS = ("o_proj", gain_name("o_proj"))  # of attention
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalWidths:
-    """Sizes of a split: of how many devices, of whole experts or not, and of the vocabulary."""
+    """Sizes of a split: of how many devices, and what each has whole."""
 
     devices: int
     whole_experts: bool
     vocab_multiple: int
+    whole_attention_output: bool = False
 
     def catalogue(self, catalogue: LoraCatalogue) -> LoraCatalogue:
         """Return the catalogue of what one device has of every module."""
@@ -60,7 +64,7 @@ class LocalWidths:
         return module.split == EXPERTS or (module.name in EXPERT_MODULES and self.whole_experts)
 
     def _local(self, module: LoraModule) -> LoraModule:
-        if module.split == WHOLE:
+        if module.split == WHOLE or (self.whole_attention_output and module.name in _OUTPUT_MAPS):
             return module
         if self._splits_experts(module):
             return dataclasses.replace(module, num_experts=module.num_experts // self.devices)

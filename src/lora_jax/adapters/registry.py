@@ -7,7 +7,6 @@ When host memory is short, weights that nobody uses are evicted. Their names and
 next use reads the folder again, and refuses files that have changed.
 """
 
-import dataclasses
 import itertools
 import os
 import threading
@@ -18,10 +17,12 @@ from pathlib import Path
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.adapter_folders import AdapterFolders
+from lora_jax.adapters.adapter_names import AdapterNames
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_copies import HostCopies
+from lora_jax.adapters.host_copies import HeldRoom
 from lora_jax.adapters.host_room import HostShare
+from lora_jax.adapters.host_tier import HostTier
 from lora_jax.adapters.load_rate import LoadRate
 from lora_jax.adapters.read_failures import ReadFailures
 from lora_jax.adapters.read_turns import ReadTurns
@@ -29,8 +30,10 @@ from lora_jax.adapters.registry_errors import (
     AdapterExists,
     AdapterNotFound,
     AdapterRejected,
+    HostFull,
     RegistryBusy,
 )
+from lora_jax.adapters.room_line import Ticket
 from lora_jax.adapters.use_ledger import UseLedger
 from lora_jax.adapters.versions import NAME, check_name, split
 from lora_jax.adapters.weights import AnyWeights
@@ -42,6 +45,7 @@ __all__ = [
     "AdapterRegistry",
     "AdapterRejected",
     "EvictedAdapter",
+    "HostFull",
     "HostShare",
     "RegistryBusy",
     "RegistryLimits",
@@ -72,35 +76,29 @@ class AdapterRegistry:
         what `check` and the limits are asked about. `read` is reader.read or another of its kind.
         """
         self._base_names = base_names
-        self._limits = limits or RegistryLimits()
+        self.limits = limits or RegistryLimits()
         root = Path(lora_dir) if lora_dir is not None else None
-        sources = catalogue, base_names, root, self._limits
+        sources = catalogue, base_names, root, self.limits
         self._folders = AdapterFolders(*sources, check=check, keep=keep, read=read)
         self._clock = clock
         self._lock = threading.Lock()  # guards the fields below, held for moments
         self._loading = threading.RLock()  # one explicit load at a time
         self._turns = ReadTurns()  # of names, held while files are read
-        self._entries: dict[str, AdapterEntry] = {}
-        self._evicted: dict[str, EvictedAdapter] = {}  # the longest evicted first
-        self._num_names: dict[str, int] = {}  # of each digest, evicted or not
-        self._num_explicit = 0  # names
         self._ledger = UseLedger()
-        self._copies = HostCopies(self._ledger)
-        self._changed: dict[str, None] = {}  # names, since somebody asked
-        self._in_use: Callable[[], Collection[str]] = frozenset
-        self._kept: Callable[[], Collection[str]] = frozenset
-        self._generation = 0
-        self._rate = LoadRate(self._limits.loads_per_minute, clock)
-        self._failures = ReadFailures(self._limits.max_adapters, clock)
+        self._tier = HostTier(self._ledger, self.limits, clock)
+        self.line = self._tier.line  # of requests that wait for room
+        self._names = AdapterNames(self._tier, self._ledger, self.limits)
+        self._rate = LoadRate(self.limits.loads_per_minute, clock)
+        self._failures = ReadFailures(self.limits.max_adapters, clock)
         self.refused: dict[str, str] = {}  # why, by name; only an explicit load brings it back
 
     def set_in_use(self, in_use: Callable[[], Collection[str]]) -> None:
         """Ask `in_use` for the digests that live requests need, which are never evicted."""
-        self._in_use = in_use
+        self._tier.set_in_use(in_use)
 
     def set_kept(self, kept: Callable[[], Collection[str]]) -> None:
         """Ask `kept` for the names that are evicted only when no other ones are left."""
-        self._kept = kept
+        self._tier.set_kept(kept)
 
     def load(
         self,
@@ -149,10 +147,11 @@ class AdapterRegistry:
     def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""
         with self._lock:
-            entry = self._forget(name)
+            entry = self._names.forget(name)
             if entry is None:
-                raise self._not_found(name)
-            return entry
+                raise self._names.not_found(name)
+        self.line.changed()
+        return entry
 
     def refuse(self, name: str, why: str) -> None:
         """Let `resolve` raise AdapterRejected for this name until `load` is called for it."""
@@ -162,8 +161,8 @@ class AdapterRegistry:
     def get(self, name: str) -> AdapterEntry:
         """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
         with self._lock:
-            if (entry := self._use(name)) is None:
-                raise self._not_found(name)
+            if (entry := self._names.use(name)) is None:
+                raise self._names.not_found(name)
             return entry
 
     def take_read(self, digest: str) -> bool:
@@ -171,47 +170,68 @@ class AdapterRegistry:
         with self._lock:
             return self._ledger.take_read(digest)
 
+    def find(self, name: str, ticket: Ticket) -> AdapterEntry | None:
+        """Return what `resolve` does where that reads nothing and need not wait, else None."""
+        with self._lock:
+            try:
+                return self._names.use(name, ticket)
+            except HostFull:
+                return None
+
     def resolve(
-        self, name: str, share: HostShare | None = None, deadline: float = float("inf")
+        self,
+        name: str,
+        share: HostShare | None = None,
+        deadline: float = float("inf"),
+        ticket: Ticket | None = None,
     ) -> AdapterEntry:
         """Return the entry, reading its folder, or `lora_dir/name` on first use, if need be.
 
         `share` is the limit of the caller that names it; the earliest `deadline` is read first.
+        With a `ticket` of `line` it is asked for again when the ticket is woken after HostFull: the
+        adapters in use leave no room now, or earlier requests wait for room.
         Raises AdapterNotFound; RegistryBusy when there is no room now; AdapterRejected, for some
         seconds without reading the folder again.
         """
         with self._lock:
-            if (entry := self._use(name)) is not None:
+            if (entry := self._names.use(name, ticket)) is not None:
                 return entry
             on_use = self._folders.has_root and NAME.fullmatch(name)
-            if name not in self._evicted and (not on_use or name in self._base_names):
-                raise self._not_found(name)
+            if name not in self._names.evicted and (not on_use or name in self._base_names):
+                raise self._names.not_found(name)
             if name in self.refused:
                 raise AdapterRejected(self.refused[name])
+            self._tier.take_turn(name, ticket)
         with self._turns.turn(name, deadline):
             with self._lock:
-                if (entry := self._use(name)) is not None:
+                if (entry := self._names.use(name, ticket)) is not None:
                     return entry  # another thread has loaded it meanwhile
-                before = self._evicted.get(name)
+                before = self._names.evicted.get(name)
             if before is None and not self._folders.has(name):
                 return self.get(name)  # which raises, mostly
             self._failures.check(name)
             try:
-                return self._read_on_use(name, before, share)
+                return self._read_on_use(name, before, share, ticket)
+            except HostFull:
+                raise
             except AdapterRejected as error:
                 self._failures.remember(name, error)
                 raise
 
+    def handed_in(self, entry: AdapterEntry) -> None:
+        """A live request needs the entry's weights from now on, which `in_use` says."""
+        self._tier.handed_in(entry)
+
     def entries(self) -> tuple[AdapterEntry, ...]:
         """Return all entries whose weights are in memory, in order of name."""
         with self._lock:
-            return tuple(self._entries[name] for name in sorted(self._entries))
+            entries = self._names.entries
+            return tuple(entries[name] for name in sorted(entries))
 
     def known(self) -> tuple[AdapterEntry | EvictedAdapter, ...]:
         """Return what every name stands for, in order of name, evicted ones included."""
         with self._lock:
-            entries = self._evicted | self._entries
-            return tuple(entries[name] for name in sorted(entries))
+            return tuple(self._names.known())
 
     def take_changes(self) -> list[tuple[str, AdapterEntry | EvictedAdapter | None]]:
         """Return, once, the names that were published, evicted or removed since the last call.
@@ -219,23 +239,22 @@ class AdapterRegistry:
         Beside each is what the name stands for now, None: nothing. One caller follows a registry.
         """
         with self._lock:
-            changed, self._changed = self._changed, {}
-            return [(n, self._entries.get(n) or self._evicted.get(n)) for n in changed]
+            return self._names.take_changes()
 
     def knows(self, name: str) -> bool:
         """Return whether the name stands for an adapter, evicted or not."""
         with self._lock:
-            return name in self._entries or name in self._evicted
+            return name in self._names
 
     def knows_digest(self, digest: str) -> bool:
         """Return whether a name stands for these weights, evicted or not."""
         with self._lock:
-            return digest in self._num_names
+            return self._names.knows_digest(digest)
 
     @property
     def generation(self) -> int:
         """Return a number that grows with every change of what a name stands for."""
-        return self._generation
+        return self._names.generation
 
     def _check_name(self, name: str) -> None:
         check_name(name)
@@ -244,27 +263,49 @@ class AdapterRegistry:
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
-            taken = name in self._entries or name in self._evicted
+            taken = name in self._names
             if taken and not replace:
                 raise AdapterExists(f"The adapter {name!r} is loaded already.")
-            if not taken and self._num_explicit >= self._limits.max_adapters:
-                raise self._no_name_left()
-
-    def _no_name_left(self) -> RegistryBusy:
-        most = self._limits.max_adapters
-        return RegistryBusy(f"The limit of adapters is max_adapters={most}; unload one.")
+            if not taken:
+                self._names.check_explicit()
 
     def _read_on_use(
-        self, name: str, before: EvictedAdapter | None, share: HostShare | None
+        self,
+        name: str,
+        before: EvictedAdapter | None,
+        share: HostShare | None,
+        ticket: Ticket | None,
     ) -> AdapterEntry:
-        """Read `lora_dir/name`, or again what was evicted."""
+        """Read `lora_dir/name`, or again what was evicted, for which room is made first."""
         if before is None:
+            with self._lock:
+                self._tier.take_turn(name, ticket)
             folder = self._folders.folder(name, True)
-            return self._read_in(name, folder, True, explicit=False, share=share)
+            options = {"explicit": False, "share": share, "ticket": ticket}
+            return self._read_in(name, folder, True, **options)
+        share = None if before.explicit else share  # no caller's limit counts it
         options = {"explicit": before.explicit, "share": share, "digest": before.digest}
-        if before.explicit:  # no caller's limit counts it
-            options |= {"share": None, "limited": False}
-        return self._read_in(name, Path(before.folder), before.confined, **options)
+        options |= {"limited": not before.explicit, "ticket": ticket}
+        held = self._hold_room(before, share, ticket)
+        try:
+            return self._read_in(name, Path(before.folder), before.confined, **options, held=held)
+        finally:
+            with self._lock:
+                self._tier.copies.give_back(held)
+            self.line.changed()
+
+    def _hold_room(
+        self, known: EvictedAdapter, share: HostShare | None, ticket: Ticket | None
+    ) -> HeldRoom:
+        """Evict others so that an adapter has room, and hold it while its files are read."""
+        stay = self._tier.staying()
+        with self._lock:
+            self._tier.take_turn(known.name, ticket)
+            self._names.make_room(known, share or HostShare(), stay, ticket)
+            held = self._tier.copies.hold(known)
+        if ticket is not None:
+            self.line.leave(ticket)
+        return held
 
     def _read_in(
         self,
@@ -277,8 +318,13 @@ class AdapterRegistry:
         share: HostShare | None = None,
         digest: str = "",
         limited: bool = True,
+        ticket: Ticket | None = None,
+        held: HeldRoom | None = None,
     ) -> AdapterEntry:
-        """Read, check and publish; a `digest` is the only one that is accepted."""
+        """Read, check and publish; a `digest` is the only one that is accepted.
+
+        `held` is the room for it, which is given back as it is published.
+        """
         if limited:
             with self._lock:
                 self._rate.take()
@@ -289,7 +335,7 @@ class AdapterRegistry:
                 "in place, or unload it first."
             )
         entry = self._folders.entry(name, weights, folder, confined, pinned, explicit)
-        return self._publish(entry, share)
+        return self._publish(entry, share, ticket, held)
 
     def _read(self, name: str, folder: Path, confined: bool) -> AnyWeights:
         try:
@@ -302,83 +348,28 @@ class AdapterRegistry:
         with self._lock:
             self._ledger.read(weights.digest)
 
-    def _publish(self, entry: AdapterEntry, share: HostShare | None = None) -> AdapterEntry:
+    def _publish(
+        self,
+        entry: AdapterEntry,
+        share: HostShare | None = None,
+        ticket: Ticket | None = None,
+        held: HeldRoom | None = None,
+    ) -> AdapterEntry:
         """Make room for the entry and put it in place as the last act; return what is there."""
-        share, in_use, kept = share or HostShare(), self._in_use(), self._kept()
+        owner, stay = share.owner if share else "", self._tier.staying()
         with self._lock:
-            self._make_name(entry.name)
+            if held is not None:
+                self._tier.copies.give_back(held)
+            self._names.make_name(entry.name, stay.in_use)
             try:
-                gone = self._copies.make_room(entry, share, self._limits, in_use, kept)
-            except AdapterRejected as error:
-                raise error.about(entry.name) from None
-            for name in self._copies.names(gone - {entry.digest}):
-                self._evict(name)
-            self._note(entry.name)
-            entry = dataclasses.replace(entry, generation=self._generation, owner=share.owner)
-            self._num_names[entry.digest] = self._num_names.get(entry.digest, 0) + 1
-            self._num_explicit += entry.explicit
-            self._forget(entry.name)  # what the name stood for, whose digest may be this one
+                self._names.make_room(entry, share or HostShare(), stay, ticket)
+            except HostFull:
+                if ticket is not None and entry.name not in self._names:
+                    self._names.put_evicted(entry)  # it has room before it is read again
+                raise
+            entry = self._names.put(entry, owner)
             self.refused.pop(entry.name, None)
             self._failures.forget(entry.name)
-            self._entries[entry.name] = entry
-            self._ledger.used(entry.digest)
-            self._copies.add(entry)
-            return entry
-
-    def _make_name(self, name: str) -> None:
-        """Forget names that callers merely used when there are too many; holds the lock."""
-        is_known = name in self._entries or name in self._evicted
-        if is_known or len(self._entries) + len(self._evicted) < self._limits.max_adapters:
-            return
-        for old in self._evicted.values():
-            if not old.explicit:
-                self._forget(old.name)
-                return
-        in_use = self._in_use()
-        named = [e for e in self._entries.values() if not (e.explicit or e.pinned)]
-        unused = [entry for entry in named if entry.digest not in in_use]
-        if not unused:
-            raise self._no_name_left()
-        oldest = min(unused, key=lambda entry: self._ledger.last_use(entry.digest))
-        self._forget(oldest.name)
-
-    # The caller holds the lock.
-
-    def _use(self, name: str) -> AdapterEntry | None:
-        """Return what a name stands for in memory, and count a use."""
-        entry = self._entries.get(name)
-        if entry is not None:
-            self._ledger.used(entry.digest)
-        return entry
-
-    def _not_found(self, name: str) -> AdapterNotFound:
-        return AdapterNotFound(name, tuple(self._entries))
-
-    def _note(self, name: str) -> None:
-        """Note that a name stands for something else from now on."""
-        self._generation += 1
-        self._changed[name] = None
-
-    def _evict(self, name: str) -> None:
-        """Let the weights of a name go."""
-        entry = self._entries.pop(name)
-        self._copies.remove(entry)
-        self._note(name)
-        self._evicted[name] = entry.evicted(self._generation)
-        self._ledger.evicted(entry.digest, entry.report.weight_bytes)
-
-    def _forget(self, name: str) -> AdapterEntry | EvictedAdapter | None:
-        """Let a name stand for nothing; return what it stood for."""
-        entry = self._entries.pop(name, None)
-        if entry is not None:
-            self._copies.remove(entry)
-        known = entry or self._evicted.pop(name, None)
-        if known is None:
-            return None
-        self._note(name)
-        self._num_explicit -= known.explicit
-        self._num_names[known.digest] -= 1
-        if not self._num_names[known.digest]:  # no other name stands for these weights
-            del self._num_names[known.digest]
-            self._ledger.forget(known.digest)
-        return known
+            given = self._tier.given(entry, ticket)
+        self.line.arrived(entry.name)
+        return given

@@ -51,3 +51,17 @@ class RegistryBusy(AdapterRejected):
     def about(self, name: str) -> "RegistryBusy":
         """Return the same error with the adapter's name in front."""
         return RegistryBusy(f"Adapter {name!r}: {self}", self.retry_after_s, of_key=self.of_key)
+
+
+class HostFull(RegistryBusy):
+    """Host memory for adapters is taken by adapters in use; the request may wait for room."""
+
+    def about(self, name: str) -> "HostFull":
+        """Return the same error with the adapter's name in front."""
+        return HostFull(f"Adapter {name!r}: {self}", self.retry_after_s)
+
+    def after(self, seconds: float) -> "HostFull":
+        """Return the error of a request that has waited for so long."""
+        if not seconds:
+            return self
+        return HostFull(f"{self} The request has waited for {seconds:g} s.", self.retry_after_s)

@@ -2,6 +2,8 @@
 
 from lora_jax.config._types import ModelConfig
 
+_MOST_SHARE = 32
+
 
 def expert_split(config: ModelConfig, size: int, expert_parallel: bool | None) -> str:
     """Return how experts lie on the devices: "ep" whole, "tp" a part of each.
@@ -22,6 +24,20 @@ def expert_split(config: ModelConfig, size: int, expert_parallel: bool | None) -
             "devices. Leave it out: each device then has a part of every expert."
         )
     return "ep" if divides and expert_parallel is not False else "tp"
+
+
+def attention_output(config: ModelConfig) -> str:
+    """Return how attention's last map, o, lies on the devices: "whole" on each, or in "parts".
+
+    It is whole where its weight is at most a 32nd of an expert layer's: each device then does
+    without one exchange of the layer.
+    """
+    if config.moe is None:
+        return "parts"
+    heads, moe = config.num_heads, config.moe
+    d_in = heads * (config.head_dim if config.mla is None else config.mla.v_dim)
+    experts = 3 * moe.num_experts * moe.intermediate_size
+    return "whole" if d_in * _MOST_SHARE <= experts else "parts"
 
 
 def check_divides(config: ModelConfig, size: int, experts: str, unit: int = 1) -> None:

@@ -3,7 +3,7 @@
 import jax
 
 from lora_jax.config import ModelConfig
-from lora_jax.config.split_sizes import check_divides, expert_split
+from lora_jax.config.split_sizes import attention_output, check_divides, expert_split
 from lora_jax.ops.all_gather import open_group
 from lora_jax.sharding import UNIT, Split, make_mesh
 
@@ -32,6 +32,7 @@ def make_split(
         )
     check_divides(config, size, experts, UNIT if jax.default_backend() == "gpu" else 1)
     group = open_group(size)
+    mesh, output = make_mesh(size), attention_output(config)
     if group is None:
-        return Split(make_mesh(size), experts)
-    return Split(make_mesh(size), experts, group.number, group.check)
+        return Split(mesh, experts, attention_output=output)
+    return Split(mesh, experts, group.number, group.check, output)

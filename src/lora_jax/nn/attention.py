@@ -40,7 +40,7 @@ class Attention(nnx.Module):
         self.q_proj = linear("q_proj", hidden, q_size, ("heads", "embed"), config.qkv_bias)
         self.k_proj = linear("k_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)
         self.v_proj = linear("v_proj", hidden, kv_size, ("kv_heads", "embed"), config.qkv_bias)
-        self.o_proj = linear("o_proj", q_size, hidden, ("embed", "heads"), config.o_bias)
+        self.o_proj = linear("o_proj", q_size, hidden, ("attended", "heads"), config.o_bias)
         self.q_norm = RMSNorm(head, config.norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(head, config.norm_eps, dtype=dtype) if config.qk_norm else None
         wide, heads = jnp.dtype(jnp.float32), (config.num_heads,)

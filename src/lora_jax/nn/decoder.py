@@ -47,7 +47,7 @@ class MlpLike(Protocol):
 
 
 class DecoderLayer(nnx.Module):
-    """x + attn(norm(x)), then x + mlp(norm(x))."""
+    """x + attn(norm(x)), then x + mlp(norm(x)), of which the caller computes the last sum."""
 
     def __init__(self, input_norm: Any, attn: AttentionLike, post_norm: Any, mlp: MlpLike):
         self.input_norm, self.attn, self.post_norm, self.mlp = input_norm, attn, post_norm, mlp
@@ -60,14 +60,21 @@ class DecoderLayer(nnx.Module):
         cache: LayerCache,
         routing: AdapterRouting,
         read: ReadRows | None = None,
-    ) -> tuple[Float[Array, "rows hidden"], LayerCache]:
-        """Return every token's state, or that of the rows `read`, and the cache after the layer."""
-        normed = self.input_norm.of_rows(x, routing.num_rows)
+        addend: Float[Array, "tokens hidden"] | None = None,
+    ) -> tuple[Float[Array, "rows hidden"], Float[Array, "rows hidden"], LayerCache]:
+        """Return every token's state, or that of the rows `read`, its addend, and the new cache.
+
+        The state after the layer is the sum of the first two; before it, of x and its addend.
+        """
+        if addend is None:
+            normed = self.input_norm.of_rows(x, routing.num_rows)
+        else:
+            x, normed = self.input_norm.of_sum(x, addend, routing.num_rows)
         out, cache = self.attn(normed, angles, batch, cache, routing, read)
         if read is not None:
             x, routing = x[read.row_to_token], routing.of_read(read)
         x, normed = self.post_norm.of_sum(x, out, routing.num_rows)
-        return x + self.mlp(normed, routing), cache
+        return x, self.mlp(normed, routing), cache
 
 
 class AbstractCausalLM(nnx.Module):
@@ -152,18 +159,25 @@ class AbstractCausalLM(nnx.Module):
             remote,
             split=split,
         ).with_items()
-        routing = routing.without(batch.token_to_surplus_slot)
+        routing = routing.without(batch.token_to_surplus_slot).with_own_rows()
         x, angles = self._inputs(batch, routing)
-        new_cache, images = [], batch.images
+        addend, new_cache, images = None, [], batch.images
+        # The next norm's kernel adds what an exchange brings, which no other kernel can.
+        adds_in_norm = split is not None and images is None
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             last = read if number + 1 == len(self.layers) else None
-            x, layer_cache = layer(x, angles, batch, layer_cache, routing, last)
+            args = angles, batch, layer_cache, routing, last
+            x, addend, layer_cache = layer(x, *args, addend)
+            if not adds_in_norm:
+                x, addend = x + addend, None
             if images is not None:
                 of_rows = images if last is None else image_rows.of_read(images, last)
                 x = image_rows.add_after_layer(x, of_rows, number)
             new_cache.append(layer_cache)
         num_rows = batch.num_tokens if read is None else read.num_rows
-        return self.norm.of_rows(x, num_rows), tuple(new_cache)
+        if addend is None:
+            return self.norm.of_rows(x, num_rows), tuple(new_cache)
+        return self.norm.of_sum(x, addend, num_rows)[1], tuple(new_cache)
 
     def _inputs(
         self, batch: ForwardBatch, routing: AdapterRouting

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.ops.all_gather import all_gather
-from lora_jax.ops.all_to_all import all_to_all
+from lora_jax.ops.all_to_all import all_to_all_owned, all_to_all_rows
 from lora_jax.sharding import AXIS, Split
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Shaped
 
 _UNIT = 4  # float32 values that kernels of a GPU exchange at once
+SHARED_ROWS = 512  # from so many on, a share of a product's rows and an exchange take less time
 
 
 def gather(x: Float[Array, "rows part"], split: Split | None) -> Float[Array, "rows whole"]:
@@ -22,6 +23,28 @@ def gather(x: Float[Array, "rows part"], split: Split | None) -> Float[Array, "r
 def gather_rows(x: Float[Array, "part width"], split: Split) -> Float[Array, "whole width"]:
     """Return the rows of all devices, one device's after the other's."""
     return gather(x.reshape(1, -1), split).reshape(-1, x.shape[1])
+
+
+def shares_rows(rows: int, split: Split | None) -> bool:
+    """Return whether each device takes a share of so many rows where its weight is whole."""
+    return split is not None and rows >= SHARED_ROWS and rows % split.size == 0
+
+
+def own_rows(x: Shaped[Array, "rows *shape"], split: Split) -> Shaped[Array, "share *shape"]:
+    """Return the rows of x in this device's share, of equal shares in the order of the mesh."""
+    num_own = x.shape[0] // split.size
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(AXIS) * num_own, num_own)
+
+
+def num_own_rows(num_rows: Int[Array, ""], rows: int, split: Split) -> Int[Array, ""]:
+    """Return how many of the first num_rows of `rows` are in this device's share."""
+    num_own = rows // split.size
+    return jnp.clip(num_rows - jax.lax.axis_index(AXIS) * num_own, 0, num_own)
+
+
+def swap_rows(x: Float[Array, "rows part"], split: Split) -> Float[Array, "share whole"]:
+    """Return the columns of all devices, side by side, of the rows in this device's share."""
+    return all_to_all_rows(x, AXIS, group=split.group)
 
 
 def pick(
@@ -35,10 +58,14 @@ def pick(
     return jnp.take_along_axis(everywhere, owner[:, None, None], axis=1)[:, 0]
 
 
-def swap(x: Float[Array, "rows width"], split: Split) -> Float[Array, "rows devices part"]:
-    """Return this device's part of the columns of x, as each device has them."""
-    swapped = all_to_all(x, AXIS, group=split.group)
-    return swapped.reshape(x.shape[0], split.size, -1)
+def take_owned(
+    x: Float[Array, "own_rows width"],
+    source: Int[Array, "rows"],
+    owner: Int[Array, "rows"],
+    split: Split,
+) -> Float[Array, "rows part"]:
+    """Return this device's part of the columns of row source[r] of device owner[r]."""
+    return all_to_all_owned(x, source, owner, AXIS, group=split.group)
 
 
 def worst_of_devices(statuses: Int[Array, "items"], split: Split | None) -> Int[Array, "items"]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.nn.gains import add_gains
-from lora_jax.nn.gather import gather, local_index, pick
+from lora_jax.nn.gather import gather, gather_rows, local_index, pick, swap_rows
 from lora_jax.nn.lora import AdapterRouting, add_lora
 from lora_jax.ops.grouped_matmul import joined_matmul, matmul
 from lora_jax.ops.layer_norm import layer_norm
@@ -73,6 +73,9 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "rows d_in"], routing: AdapterRouting
     ) -> Float[Array, "rows d_out"]:
+        split = routing.split
+        if split is not None and split.has_whole(self.axes):
+            return _apply_whole(self, x, routing, split)
         return apply_linears((self,), x, routing)[0]
 
 
@@ -106,6 +109,28 @@ def apply_local(
     """Return each map of x, of its outputs those of this device."""
     if has_split_inputs(maps[0].axes):
         x = gather(x, routing.split)
+    return _products(maps, x, routing)
+
+
+def _apply_whole(
+    linear: Linear, x: Float[Array, "rows part"], routing: AdapterRouting, split: Split
+) -> Float[Array, "rows d_out"]:
+    """Return a map of the devices' columns of x where each device has the whole weight.
+
+    Many rows are shared: a device gets the columns of its own share alone, which are fewer values
+    than all columns of all rows, and the outputs are gathered. Of few rows each device computes
+    all outputs, and none are exchanged.
+    """
+    own = routing.own_rows
+    if own is None:
+        return _products((linear,), gather(x, split), routing)[0]
+    return gather_rows(_products((linear,), swap_rows(x, split), own)[0], split)
+
+
+def _products(
+    maps: Sequence[Linear], x: Float[Array, "rows d_in"], routing: AdapterRouting
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return each map of whole rows x, with the adapters' part, of the outputs that lie here."""
     modules, layer = [m.module for m in maps], maps[0].layer
     exchange = routing.exchange(modules, layer)
     if exchange is not None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.batch import ReadRows
+from lora_jax.nn.gather import num_own_rows, own_rows, shares_rows
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
@@ -39,6 +40,7 @@ class AdapterRouting:
     items: AdapterItems | None = None  # of these rows, by row_to_slot, if a kernel wants them
     split: Split | None = None  # of the model over several devices; pools have its local widths
     surplus: "AdapterRouting | None" = None  # what is taken out of dense maps; see `without`
+    own_rows: "AdapterRouting | None" = None  # of a device's share; see `with_own_rows`
 
     def with_items(self) -> "AdapterRouting":
         """Return this routing, its rows brought together by adapter once for all linear maps."""
@@ -59,6 +61,29 @@ class AdapterRouting:
         negated = dataclasses.replace(self.adapters, scaling=-self.adapters.scaling)
         surplus = dataclasses.replace(self, adapters=negated, row_to_slot=row_to_slot)
         return dataclasses.replace(self, surplus=surplus.with_items())
+
+    def with_own_rows(self) -> "AdapterRouting":
+        """Return this routing with that of this device's share of the rows.
+
+        Maps that lie whole on every device of a split multiply that share alone. It is None for few
+        rows, and where no map lies whole.
+        """
+        split, rows = self.split, self.row_to_slot.shape[0]
+        if split is None or split.attention_output != "whole" or not shares_rows(rows, split):
+            return self
+        return dataclasses.replace(self, own_rows=self._share(split))
+
+    def _share(self, split: Split) -> "AdapterRouting":
+        """Return the routing of this device's share of the rows, for dense maps."""
+        return dataclasses.replace(
+            self,
+            num_rows=num_own_rows(self.num_rows, self.row_to_slot.shape[0], split),
+            row_to_slot=own_rows(self.row_to_slot, split),
+            row_to_esft_slot=None,
+            reroute_tables=None,
+            items=None,
+            surplus=None if self.surplus is None else self.surplus._share(split),
+        ).with_items()
 
     @property
     def brings(self) -> bool:
@@ -98,6 +123,7 @@ class AdapterRouting:
             reroute_tables=None,
             items=items,
             surplus=None,
+            own_rows=None,
         )
 
     def of_read(self, read: ReadRows) -> "AdapterRouting":
@@ -115,6 +141,7 @@ class AdapterRouting:
             row_to_esft_slot=None if self.row_to_esft_slot is None else at(self.row_to_esft_slot),
             items=None,
             surplus=None if self.surplus is None else self.surplus.of_read(read),
+            own_rows=None,
         ).with_items()
 
     def lora_arguments(self, modules: Sequence[str], layer: int, d_in: int, d_out: int) -> dict:

@@ -91,7 +91,7 @@ class LatentAttention(nnx.Module):
         self.kv_a_layernorm = RMSNorm(latent, LATENT_NORM_EPS, dtype=dtype)
         self.absorb_k = per_head("kv_b_proj.k", mla.nope_dim, latent)
         self.absorb_v = per_head("kv_b_proj.v", latent, mla.v_dim)
-        o_axes = ("embed", "heads")
+        o_axes = ("attended", "heads")
         self.o_proj = linear("o_proj", heads * mla.v_dim, hidden, o_axes, config.o_bias)
 
     def __call__(

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lora_jax.config import ClampedSwiglu, MoeConfig
-from lora_jax.nn.gather import gather, gather_rows, local_index, swap
+from lora_jax.nn.gather import (
+    gather,
+    gather_rows,
+    local_index,
+    num_own_rows,
+    own_rows,
+    shares_rows,
+    take_owned,
+)
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
 from lora_jax.nn.remote import RemoteExperts
@@ -19,10 +27,9 @@ from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
 from lora_jax.ops.lowered_once import in_layers
 from lora_jax.ops.reroute import RowMap, reroute, row_map
+from lora_jax.ops.take_rows import take_rows
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
-
-SPLIT_ROUTER_TOKENS = 512  # from so many on a part of the product and an exchange take less time
 
 
 class Router(nnx.Module):
@@ -64,12 +71,10 @@ class Router(nnx.Module):
     ) -> Float[Array, "tokens experts"]:
         """Return the base's logits; of long prompts each device of a split has some rows."""
         tokens, split, num_rows = x.shape[0], routing.split, routing.num_rows
-        if split is None or tokens < SPLIT_ROUTER_TOKENS or tokens % split.size:
+        if split is None or not shares_rows(tokens, split):
             return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
-        num_local = tokens // split.size
-        first = jax.lax.axis_index(AXIS) * num_local
-        local = jax.lax.dynamic_slice_in_dim(x, first, num_local).astype(jnp.float32)
-        logits = matmul(local, self.weight[...], jnp.clip(num_rows - first, 0, num_local), bias)
+        local, num_local = own_rows(x, split), num_own_rows(num_rows, tokens, split)
+        logits = matmul(local.astype(jnp.float32), self.weight[...], num_local, bias)
         return gather_rows(logits, split)
 
 
@@ -249,7 +254,7 @@ class MoeBlock(nnx.Module):
             map = self._group(ids, routing)
             num_rows = routing.num_rows * self.moe.top_k
             expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
-            out = self.experts(x[map.row_to_token], map, expert_routing)
+            out = self.experts(_rows_of(x, map, expert_routing), map, expert_routing)
             y = combine(out[map.inverse], weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts.local(x, routing)
@@ -278,9 +283,8 @@ class MoeBlock(nnx.Module):
             expert_routing,
             row_to_slot=jnp.where(position < num_rows, expert_routing.row_to_slot, -1),
         )
-        out = self.experts(x[map.row_to_token], map, expert_routing)
-        everywhere = swap(out[map.inverse], routing.split)
-        outputs = jnp.take_along_axis(everywhere, owner.reshape(-1)[:, None, None], axis=1)[:, 0]
+        out = self.experts(_rows_of(x, map, expert_routing), map, expert_routing)
+        outputs = take_owned(out, map.inverse, owner.reshape(-1), routing.split)
         return combine(outputs, weights)
 
     def _group(self, ids: Int[Array, "tokens k"], routing: AdapterRouting) -> RowMap:
@@ -292,6 +296,18 @@ class MoeBlock(nnx.Module):
         table = routing.reroute_tables[self.moe.layers.index(self.experts.layer)]
         slots = routing.row_to_esft_slot
         return reroute(ids, slots, table, routing.num_rows, groups, adapters=adapters)
+
+
+def _rows_of(
+    x: Float[Array, "tokens hidden"], map: RowMap, routing: AdapterRouting
+) -> Float[Array, "rows hidden"]:
+    """Return the rows of x in the map's order; `routing` is theirs.
+
+    Devices that have whole experts read about a part of the rows each: the others stay unwritten.
+    """
+    if routing.split is None:
+        return x[map.row_to_token]
+    return take_rows(x, map.row_to_token, routing.num_rows)
 
 
 def own_tables(

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from cuda_backend.all_gather import GatherGroup, all_gather, all_to_all
+from cuda_backend.all_gather import (
+    GatherGroup,
+    all_gather,
+    all_to_all,
+    all_to_all_owned,
+    all_to_all_rows,
+)
 from lora_jax.ops.all_gather import all_gather as op
 
 pytestmark = pytest.mark.multigpu
@@ -77,6 +83,36 @@ def test_every_device_has_its_columns_of_all(group, rows, units):
         want = parts[:, :, me].reshape(rows, -1)
         np.testing.assert_array_equal(np.asarray(swapped)[me], want)
         np.testing.assert_array_equal(np.asarray(gathered)[me], np.asarray(x))
+    group.check()
+
+
+@pytest.mark.parametrize(("rows", "units"), [(1, 1), (64, 64), (512, 128), (2048, 512), (3, 5)])
+def test_every_device_has_all_columns_of_its_rows(group, rows, units):
+    width = units * 16 // 2
+    shape = rows * group.size, width * group.size
+    x = jnp.asarray(np.random.default_rng(2).normal(size=shape), "bfloat16")
+    got = sharded(group, lambda v: all_to_all_rows(v, "tp", group.number), BY_DEVICE)(x)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(x))
+    group.check()
+
+
+@pytest.mark.parametrize(("rows", "units"), [(1, 1), (64, 8), (512, 128), (32768, 128), (33, 5)])
+def test_every_device_has_its_columns_of_the_owners_rows(group, rows, units):
+    """Rows of a random owner and place; each device has as many of its own as there are in all."""
+    rng, width = np.random.default_rng(3), units * 16 // 2
+    x = jnp.asarray(rng.normal(size=(rows, width * group.size**2)), "bfloat16")  # columns by device
+    owner = rng.integers(0, group.size, rows, np.int32)
+    source = rng.integers(0, rows, (rows, group.size), np.int32)
+
+    def body(v):
+        mine = jnp.asarray(source)[:, jax.lax.axis_index("tp")]
+        return all_to_all_owned(v, mine, jnp.asarray(owner), "tp", group.number)[None]
+
+    got = np.asarray(sharded(group, body, BY_DEVICE)(x))
+    parts = np.asarray(x).reshape(rows, group.size, group.size, width)  # by owner and receiver
+    for me in range(group.size):
+        want = parts[source[np.arange(rows), owner], owner, me]
+        np.testing.assert_array_equal(got[me], want)
     group.check()
 
 

@@ -14,6 +14,7 @@ from kernels.aot.compile_gpu import H200
 from bench import decode_step, esft_model
 from lora_jax.adapters.slots import init_slots, size_slots
 from lora_jax.config import from_hf
+from lora_jax.config.split_sizes import attention_output
 from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models.registry import abstract, model_class
 from lora_jax.sharding import Split, weight_sharding
@@ -73,7 +74,8 @@ def described_model(config, split):
 def test_a_step_of_a_split_model_with_adapters_is_one_graph(raw, experts, tokens):
     config = from_hf({**json.loads(SHOWN.read_text()), **raw})
     kind, h200 = model_class(config.model_type), H200(DEVICES)
-    split = Split(h200.mesh, experts, group=1)
+    split = Split(h200.mesh, experts, group=1, attention_output=attention_output(config))
+    assert split.attention_output == "whole"
     shape = kind.kv_shape(config)
     pages = pages_sharding(shape, split)
     over = StepSplit(split, pages.spec)
@@ -115,4 +117,7 @@ def test_a_step_of_a_split_model_with_adapters_is_one_graph(raw, experts, tokens
     assert not any(done.spill_bytes.values())
     calls = done.text.count('custom_call_target="lora_jax_cuda_all_gather"')
     assert calls >= 2 * LAYERS
+    owned = done.text.count('custom_call_target="lora_jax_cuda_all_to_all_owned"')
+    assert owned == (len(config.moe.layers) if experts == "ep" else 0)
+    assert 'custom_call_target="lora_jax_cuda_take_rows"' in done.text
     assert "lora_jax_cuda_lora_gemm" in done.text

@@ -5,6 +5,7 @@ time, registers and memory order only show on a GPU.
 """
 
 import dataclasses
+import itertools
 import shutil
 
 import jax
@@ -112,6 +113,27 @@ def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("d_out", "d_in"), [(6, 2048), (1, 1540)])
+def test_grouped_f32_adds_products_lanes_and_warps_in_its_order(library, d_out, d_in):
+    """Bits do not change with the kernel: models of several releases give the same tokens."""
+    rng = np.random.default_rng(1)
+    x, w = (rng.standard_normal((n, d_in)).astype(np.float32) for n in (5, d_out))
+    warp, lane = np.arange(4)[:, None], np.arange(32)
+    parts = np.zeros((5, d_out, 4, 32), np.float32)
+    for first, step in itertools.product(range(0, d_in, 512), range(4)):
+        k = first + warp * 128 + lane * 4 + step
+        a, b = (np.where(k < d_in, m[:, np.minimum(k, d_in - 1)], 0).astype("f8") for m in (x, w))
+        parts = (a[:, None] * b + parts).astype(np.float32)
+    for distance in (16, 8, 4, 2, 1):
+        parts = parts + parts[..., lane ^ distance]
+    want = parts[..., 0, 0]
+    for number in (1, 2, 3):
+        want = want + parts[..., number, 0]
+    y = np.full((5, d_out), np.nan, np.float32)
+    call(library.grouped_f32, x, w, np.array([5], np.int32), None, 5, 1, d_out, d_in, y)
+    np.testing.assert_array_equal(y, want)
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(5, 2048), (9, 64), (2, 1032)])
 def test_rms_norm_matches_float64(library, rows, size, added):
@@ -160,6 +182,18 @@ def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, sof
     best /= (shares if softmax_first else best).sum(1, keepdims=True)
     best /= best.sum(1, keepdims=True) if normed else 1
     np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "real", "width"), [(9, 7, 4), (40, 40, 1028), (3, 0, 8), (5, 9, 36)]
+)
+def test_rows_are_taken_by_index_and_no_more_than_are_real(library, rows, real, width):
+    rng = np.random.default_rng(0)
+    x, order = rng.normal(size=(6, width)).astype(np.float32), rng.integers(0, 6, rows, np.int32)
+    y = np.full((rows, width), np.nan, np.float32)
+    call(library.take_rows, x, order, np.array([real], np.int32), y, rows, width // 4)
+    np.testing.assert_array_equal(y[:real], x[order[:real]])
+    assert np.isnan(y[real:]).all()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ MOST_REGISTERS = {
     "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,
     "choose_experts_kernel": 64,
+    "take_rows_kernel": 64,  # 4 CTAs of 256
     "keep_likely_kernel": 32,  # 2 CTAs of 1024
     "place_heads_kernel": 64,
     "board_wait_kernel": 32,

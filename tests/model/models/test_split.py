@@ -22,6 +22,7 @@ from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache, pages_sharding
 from lora_jax.models import make_dummy, model_class
 from lora_jax.models.split import make_split
+from lora_jax.nn import gather
 from lora_jax.sharding import AXIS
 
 SIZES = {
@@ -126,7 +127,8 @@ def with_adapters(catalogue, split, dtype):
     """Slots with two adapters of other ranks on every module."""
     local, cut = catalogue, lambda weights: weights
     if split is not None:
-        widths = LocalWidths(split.size, split.experts == "ep", split.vocab_multiple)
+        whole = split.experts == "ep", split.vocab_multiple, split.attention_output == "whole"
+        widths = LocalWidths(split.size, *whole)
         local, cut = widths.catalogue(catalogue), lambda w: widths.adapter(w, catalogue)
     spec = size_slots(local, 2, max(RANKS), dtype.itemsize)
     allocator = SlotAllocator(catalogue, 2, spec.rows, dtype.itemsize)
@@ -199,6 +201,48 @@ def test_base_and_adapters_have_the_bits_of_one_device(tmp_path, name, kind, dty
     assert len(np.unique(logits)) > 1000
     assert same_bits(logits, other)
     assert all(same_bits(*pair) for pair in zip(pages, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "devices", "shared_rows"),
+    [
+        ("mixtral", "tp", "bfloat16", 2, TOKENS),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("mixtral", "tp", "float32", 2, TOKENS + 1),
+                ("mixtral", "ep", "bfloat16", 2, TOKENS),
+                ("qwen3_moe", "tp", "float32", 2, TOKENS),
+                ("gpt_oss", "ep", "bfloat16", 2, TOKENS),
+                ("gpt_oss", "tp", "float32", 2, TOKENS + 1),
+                ("deepseek_v2", "ep", "bfloat16", 2, TOKENS),
+                ("deepseek_v2", "tp", "float32", 4, TOKENS),
+            )
+        ),
+    ],
+)
+def test_a_whole_attention_output_has_the_bits_of_one_device(
+    tmp_path, monkeypatch, name, kind, dtype, devices, shared_rows
+):
+    """Devices share the rows of a long prompt; of few rows each computes all outputs."""
+    monkeypatch.setattr(gather, "SHARED_ROWS", shared_rows)
+    raw, dtype = FAMILIES[name] | {"model_type": name}, jnp.dtype(dtype)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    split = make_split(from_hf(raw), devices, expert_parallel=None if kind == "ep" else False)
+    in_parts, whole = (
+        dataclasses.replace(split, attention_output=each) for each in ("parts", "whole")
+    )
+    logits, pages = forward(tmp_path, None, dtype)
+    other, others = forward(tmp_path, whole, dtype)
+    assert same_bits(logits, other)
+    assert all(same_bits(*pair) for pair in zip(pages, others, strict=True))
+    programs = []
+    for each in (in_parts, whole):
+        step, arguments = step_of(tmp_path, each, dtype)
+        programs.append(str(jax.make_jaxpr(step)(*arguments)))
+    fewer = raw["num_hidden_layers"] * (1 if shared_rows > TOKENS else 0)
+    exchanges = [p.count("all_gather[") + p.count("all_to_all[") for p in programs]
+    assert exchanges[0] - exchanges[1] == fewer
 
 
 @pytest.mark.long

@@ -8,8 +8,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from lora_jax.config import MoeConfig
+from lora_jax.nn import gather as gather_module
 from lora_jax.nn import moe
-from lora_jax.nn.gather import gather, gather_rows, local_index, pick, swap, worst_of_devices
+from lora_jax.nn.gather import (
+    gather,
+    gather_rows,
+    local_index,
+    pick,
+    swap_rows,
+    take_owned,
+    worst_of_devices,
+)
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.sharding import AXIS, Split, make_mesh
 
@@ -44,15 +53,24 @@ def test_each_row_as_its_owner_has_it(dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_each_device_has_its_columns_of_all(dtype):
+def test_each_device_has_its_columns_of_the_owners_rows(dtype):
     split, x = Split(make_mesh(2)), awkward((2, 3, 8), dtype)  # by device
+    source = np.array([[2, 0, 1, 0], [0, 1, 0, 0]], np.int32)  # by device
+    owner = np.array([0, 1, 1, 0], np.int32)
 
-    def swapped(x):
-        return jax.lax.all_gather(swap(x[0], split), AXIS)
+    def taken(x, source, owner):
+        return jax.lax.all_gather(take_owned(x[0], source[0], owner, split), AXIS)
 
-    got = over_devices(split, swapped, P(AXIS), x)
-    want = np.stack([x[:, :, :4], x[:, :, 4:]]).swapaxes(1, 2)  # by device, row and sender
+    got = over_devices(split, taken, (P(AXIS), P(AXIS), P()), x, source, owner)
+    rows = x[owner, source[owner, np.arange(4)]]
+    want = np.stack([rows[:, :4], rows[:, 4:]])
     np.testing.assert_array_equal(got.view(np.uint8), np.ascontiguousarray(want).view(np.uint8))
+
+
+def test_each_device_has_all_columns_of_its_rows():
+    split, x = Split(make_mesh(4)), awkward((8, 12), jnp.float32)
+    got = over_devices(split, lambda x: gather_rows(swap_rows(x, split), split), P(None, AXIS), x)
+    np.testing.assert_array_equal(got.view(np.uint8), x.view(np.uint8))
 
 
 def test_rows_of_all_devices_one_after_the_other():
@@ -64,7 +82,7 @@ def test_rows_of_all_devices_one_after_the_other():
 @pytest.mark.parametrize("num_rows", [3, 8])
 def test_a_router_over_devices_has_the_logits_of_one(num_rows, monkeypatch):
     """Each device multiplies some of a prompt's rows; rows that are none count on no device."""
-    monkeypatch.setattr(moe, "SPLIT_ROUTER_TOKENS", 8)
+    monkeypatch.setattr(gather_module, "SHARED_ROWS", 8)
     split, config = Split(make_mesh(4)), MoeConfig(8, 2, 32, layers=(0,))
     router = moe.Router(64, config, 0, rngs=nnx.Rngs(0))
     x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)

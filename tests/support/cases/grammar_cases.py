@@ -64,24 +64,3 @@ def _value(rng: random.Random, depth: int) -> dict[str, Any]:
         "enum": {"enum": ["red", "grün", 3, None, True]},
         "const": {"const": "fixed"},
     }[kind]
-
-
-def chained_references(count: int) -> dict[str, Any]:
-    """Definitions that each need the next one: the library recurses over them."""
-    chain = {
-        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
-        for i in range(count)
-    }
-    return {"$defs": {**chain, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
-
-
-def crossed_patterns(count: int) -> dict[str, Any]:
-    """Patterns whose meet has states without number: hours, and all memory."""
-    return {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(count)]}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object"}
-    for _ in range(depth):
-        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
-    return schema

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from lora_jax.adapters.composition import digest_of, shown
-from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected, HostFull
+from lora_jax.adapters.room_line import RoomLine
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
@@ -89,6 +90,8 @@ class FakeRegistry:
     def __init__(self, root: Path | None):
         self._root, self._entries, self._generation = root, {}, 0
         self.refused: dict[str, str] = {}
+        self.line = RoomLine()
+        self.full = False  # of adapters in use: what is not loaded waits
 
     def load(
         self, name, path, *, replace=False, pinned=False, confined=True, digest=None
@@ -123,9 +126,15 @@ class FakeRegistry:
             raise AdapterNotFound(name, tuple(self._entries))
         return self._entries[name]
 
-    def resolve(self, name: str, share=None, deadline=None) -> FakeEntry:
+    def find(self, name: str, ticket) -> FakeEntry | None:
+        return self._entries.get(name)
+
+    def resolve(self, name: str, share=None, deadline=None, ticket=None) -> FakeEntry:
         if name in self._entries:
             return self._entries[name]
+        if self.full:
+            self.line.enter(ticket, name)
+            raise HostFull("in use.").about(name)
         if name in self.refused:
             raise AdapterRejected(self.refused[name])
         if self._root is None:

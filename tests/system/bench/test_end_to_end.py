@@ -9,7 +9,7 @@ import pytest
 from bench.decode_step import QWEN3
 from bench.end_to_end.limits import Card, Limits
 from bench.end_to_end.plots import peers_of, plot_end_to_end, rates
-from bench.end_to_end.points import Point, by_popularity, plan, seed_of
+from bench.end_to_end.points import Point, Target, by_popularity, plan, seed_of
 from bench.end_to_end.server import write_adapter_configs
 
 NAMES = tuple(f"a{i}" for i in range(64))
@@ -52,6 +52,16 @@ def test_rows_of_a_few_experts_read_less(tmp_path):
     limits = Limits(tmp_path / "config.json", Card(4.1e12, 790e12))
     assert limits.step_s(1, 576) < 0.2 * limits.step_s(64, 576)
     assert limits.step_s(64, 576) == pytest.approx(15.4e-3, rel=0.02)
+
+
+def test_requests_that_fail_are_an_error_with_what_the_generator_said(tmp_path):
+    client, raw = tmp_path / "client", tmp_path / "raw.json"
+    answers = json.dumps({"completed": 2})
+    client.write_text(f"#!/bin/sh\necho '{answers}' > {raw}\necho 'Error: 503, no room'\n")
+    client.chmod(0o700)
+    target = Target("http://127.0.0.1:9", "base", tmp_path, client)
+    with pytest.raises(RuntimeError, match=r"2 of 3 requests .* said: Error: 503, no room$"):
+        target.measure(Point("base", 1, 3), 0, raw)
 
 
 def test_adapters_differ_in_their_configs(tmp_path):

@@ -6,7 +6,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ CHECKED = {
     "kubernetes/functions.knative.yaml",
     "kubernetes/gateway.yaml",
     "kubernetes/nodes.yaml",
+    "kubernetes/objectives.yaml",
     "kubernetes/server.yaml",
     "nodes.sbatch",
     "prometheus.yml",
@@ -182,7 +186,7 @@ def test_commands_of_the_page_name_files_and_flags_that_exist():
             assert words[image].removeprefix("lora-jax:") in targets
             check_flags(words[image + 1 :])
             checked += 1
-    assert checked == 6, lines
+    assert checked == 7, lines
 
 
 def test_the_compose_files_start_the_server_and_mount_what_exists():
@@ -204,14 +208,39 @@ def test_the_compose_files_start_the_server_and_mount_what_exists():
         assert documents(f"grafana/provisioning/{name}")[0]["apiVersion"] == 1
 
 
+def copied_by(dockerfile: str) -> list[str]:
+    lines = re.findall(r"^COPY (.+)$", dockerfile.replace("\\\n", " "), re.MULTILINE)
+    return [word for line in lines for word in line.split()[:-1]]
+
+
 def test_the_image_is_made_of_files_that_exist():
-    text = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
-    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE)
-              for word in line.split()[:-1]]  # fmt: skip
+    text = (DEPLOY / "Dockerfile").read_text()
+    copied = copied_by(text)
     assert {"pyproject.toml", "src", "serving"} <= set(copied)
     assert not [name for name in copied if not (ROOT / name).exists()]
     (path,) = re.findall(r"127\.0\.0\.1:8000(/\w+)", text)
     assert path in PROBE_PATHS
+
+
+def test_the_package_of_the_image_builds_of_the_files_that_are_copied(tmp_path):
+    """Before: the build hook stayed outside, and the image could not be built."""
+    pytest.importorskip("hatchling", reason="the package is not built here")
+    for name in copied_by((DEPLOY / "Dockerfile").read_text()):
+        source, place = ROOT / name, tmp_path / Path(name).name
+        if source.is_dir():
+            shutil.copytree(source, place, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        else:
+            shutil.copy(source, place)
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("dist/*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    wanted = {"serving/launch.py", "serving/http/routes/page/index.html"}
+    csrc = (ROOT / "src" / "cuda_backend" / "csrc").rglob("*.cu")
+    wanted |= {file.relative_to(ROOT / "src").as_posix() for file in csrc}
+    assert len(wanted) > 10
+    assert wanted <= set(names)
 
 
 def test_probes_ask_for_routes_that_need_no_key():
@@ -255,12 +284,15 @@ def test_knative_s_contract_port_probes_one_copy_and_time_to_end():
 
 def test_the_pool_holds_the_pods_and_objectives_belong_to_it():
     deployment = documents("kubernetes/server.yaml")[0]
-    pool, *others, route = documents("kubernetes/gateway.yaml")
+    pool, route = documents("kubernetes/gateway.yaml")
+    objectives = documents("kubernetes/objectives.yaml")
     assert (pool["apiVersion"], pool["kind"]) == ("inference.networking.k8s.io/v1", "InferencePool")
     assert pool["spec"]["selector"] == deployment["spec"]["selector"]
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     assert pool["spec"]["targetPorts"] == [{"number": container["ports"][0]["containerPort"]}]
-    assert [one["kind"] for one in others] == ["InferenceObjective"] * 2
-    assert {one["spec"]["poolRef"]["name"] for one in others} == {pool["metadata"]["name"]}
+    assert [one["kind"] for one in objectives] == ["InferenceObjective"] * 2
+    group = pool["apiVersion"].partition("/")[0]
+    for one in objectives:
+        assert one["spec"]["poolRef"] == {"group": group, "name": pool["metadata"]["name"]}
     (rule,) = route["spec"]["rules"]
     assert rule["backendRefs"][0]["name"] == pool["metadata"]["name"]

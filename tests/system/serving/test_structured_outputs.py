@@ -12,17 +12,13 @@ import httpx
 import jsonschema
 import pytest
 from support.cases.engine_cases import settle
-from support.cases.grammar_cases import (
-    MODEL,
-    chained_references,
-    crossed_patterns,
-    drawn_schema,
-)
+from support.cases.grammar_cases import MODEL, drawn_schema
 from support.doubles.host_board import patience
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.http_server import client_of
 from support.waiting import wait_until
 
+from bench.bad_requests import chained_references, crossed_patterns
 from serving import Engine, QueueFull, RequestFailed, Sampling
 from serving.engine.parts import step_parts
 from serving.http.app import create_app
@@ -422,9 +418,10 @@ def test_drafts_of_bound_rows_change_no_bit(engine, monkeypatch):
     item = {"type": "object", "properties": {"city": {"enum": ["Berlin", "Paris"]}}}
     item |= {"required": ["city"], "additionalProperties": False}
     schema = {"type": "array", "items": item, "minItems": 4, "maxItems": 6}
-    outputs = {"json": schema}, {"regex": "([ab]c)+[.]"}, None
+    counted = {"grammar": 'start: (some "!")+ "."\nsome[max_tokens=5]: /([ab]c)+/'}
+    outputs = {"json": schema}, {"regex": "([ab]c)+[.]"}, None, {"json": schema}, counted, None
     samplings = [
-        bound(i, structured_outputs=outputs[i % 3], min_tokens=12 * (i % 2), logprobs=i % 3)
+        bound(i, structured_outputs=outputs[i], min_tokens=12 * (i % 2), logprobs=i % 3)
         for i in range(6)
     ]
     samplings = [dataclasses.replace(one, max_tokens=120) for one in samplings]

@@ -45,8 +45,12 @@ def test_adapters_share_their_bytes_and_differ_by_their_configs(tmp_path):
     two = dummies.read(write(tmp_path / "b", lora_alpha=9), CATALOGUE)
     again = DummyAdapters(1 << 16).read(tmp_path / "a", CATALOGUE)
     assert one.digest == again.digest != two.digest
+    assert one.in_one_block() is one, "a host that pins its adapters would copy it"
+    wide = dummies.read(write(tmp_path / "c", r=4), CATALOGUE)
     for site in one.sites:
-        assert np.shares_memory(one.sites[site].a, two.sites[site].a)
+        assert one.sites[site].a is two.sites[site].a
+        assert (one.sites[site].scaling, two.sites[site].scaling) == (2.0, 3.0)
+        assert not np.shares_memory(one.sites[site].a, wide.sites[site].a)
         np.testing.assert_array_equal(one.sites[site].b, again.sites[site].b)
 
 

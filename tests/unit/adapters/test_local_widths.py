@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters import gains, peft_format
 from lora_jax.adapters.catalogue import EXPERTS, WHOLE
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
@@ -46,6 +46,19 @@ def test_experts_are_whole_but_fewer():
     got = shapes(LocalWidths(2, whole_experts=True, vocab_multiple=UNIT).catalogue(MOE))
     assert got["experts.gate_proj"] == (16, 12, 2)
     assert got["experts.down_proj"] == (12, 16, 2)
+
+
+def test_the_output_of_attention_may_be_whole_with_its_gains():
+    with_gains = gains.with_gains(MOE, ["o_proj"])
+    local = LocalWidths(2, True, UNIT, whole_attention_output=True)
+    got = shapes(local.catalogue(with_gains))
+    assert got["o_proj"] == shapes(MOE)["o_proj"]
+    assert got[gains.gain_name("o_proj")] == shapes(with_gains)[gains.gain_name("o_proj")]
+    assert got["q_proj"] == (16, 8, 0)
+    weights = cases.weights(MOE, rank=3)
+    site, whole = local.adapter(weights, MOE).sites["o_proj", 0], weights.sites["o_proj", 0]
+    for device in range(2):
+        np.testing.assert_array_equal(site.b[:, :, device], whole.b)
 
 
 def test_a_vocabulary_is_padded():

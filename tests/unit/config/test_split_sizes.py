@@ -4,7 +4,7 @@ import pytest
 from support.cases.config_cases import hub
 
 from lora_jax.config import from_hf
-from lora_jax.config.split_sizes import check_divides, expert_split
+from lora_jax.config.split_sizes import attention_output, check_divides, expert_split
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
@@ -37,6 +37,16 @@ def test_parts_are_as_wide_as_a_device_s_kernels_want():
     check_divides(wide, 2, "ep")
     with pytest.raises(ValueError, match=r"intermediate_size 320 \(parts of 64\) must divide"):
         check_divides(wide, 2, "ep", unit=64)
+
+
+def test_the_output_of_attention_is_whole_where_its_weight_is_small_beside_the_experts():
+    sizes = {"moe_intermediate_size": 24, "num_experts": 16, "head_dim": 8}
+    assert attention_output(config_of("qwen3_moe", **sizes)) == "whole"  # 32 * 32 <= 3 * 16 * 24
+    assert attention_output(config_of("qwen3_moe", **sizes | {"num_experts": 8})) == "parts"
+    assert attention_output(config_of("llama")) == "parts"
+    latent = {"n_routed_experts": 16, "moe_intermediate_size": 24, "v_head_dim": 8}
+    assert attention_output(config_of("deepseek_v2", **latent)) == "whole"
+    assert attention_output(config_of("deepseek_v2", **latent | {"v_head_dim": 64})) == "parts"
 
 
 def test_experts_lie_whole_where_their_number_divides():

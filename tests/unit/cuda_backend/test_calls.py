@@ -24,10 +24,17 @@ from cuda_backend import (
     merge,
     place_heads,
     rms_norm,
+    take_rows,
     transport,
     virtual_memory,
 )
-from cuda_backend.all_gather import PATIENCE_NS, all_gather, all_to_all
+from cuda_backend.all_gather import (
+    PATIENCE_NS,
+    all_gather,
+    all_to_all,
+    all_to_all_owned,
+    all_to_all_rows,
+)
 from lora_jax.config import MoeConfig
 from lora_jax.ops.place_heads import PlaceHeadsArgs
 
@@ -102,6 +109,14 @@ CASES = {
         ("5x128xf32",),
         ("5x8xf32", "5x8xi32"),
         {"softmax_first": True, "normed": True, "scale": 1.0},
+    ),
+    "rows by index": Case(
+        take_rows.take_rows,
+        ("9x64xbf16", "20xi32", "i32"),
+        "take_rows",
+        ("9x64xbf16", "20xi32", "1xi32"),
+        ("20x64xbf16",),
+        {},
     ),
     "likely tokens": Case(
         keep_likely.keep_likely,
@@ -242,16 +257,33 @@ def test_heads_are_placed_in_pages_that_stay_the_callers(on_hopper):
 
 
 @pytest.mark.parametrize(
-    ("op", "width", "parts"), [(all_gather, 4 * 32, 0), (all_to_all, 32, 1)], ids=["gather", "swap"]
+    ("op", "result", "parts"),
+    [
+        (all_gather, "8x128xbf16", 0),
+        (all_to_all, "8x32xbf16", 1),
+        (all_to_all_rows, "2x128xbf16", 2),
+    ],
+    ids=["gather", "swap", "swap of rows"],
 )
-def test_an_exchange_brings_the_columns_of_all_devices(on_hopper, op, width, parts):
+def test_an_exchange_brings_the_columns_of_all_devices(on_hopper, op, result, parts):
     mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = dict.fromkeys(("in_specs", "out_specs"), jax.P(None, "tp"))
     body = lambda v: op(v, "tp", 7)  # noqa: E731
-    call = only_call(jax.shard_map(body, mesh=mesh, **specs, check_vma=False), "3x128xbf16")
+    call = only_call(jax.shard_map(body, mesh=mesh, **specs, check_vma=False), "8x128xbf16")
     assert call.target == "lora_jax_cuda_all_gather"
-    assert (call.operands, call.results) == (("3x32xbf16",), (f"3x{width}xbf16",))
+    assert (call.operands, call.results) == (("8x32xbf16",), (result,))
     assert call.attributes == {"group": 7, "patience": PATIENCE_NS, "parts": parts}
+
+
+def test_owned_rows_come_with_their_places_and_owners(on_hopper):
+    mesh = jax.make_mesh((4,), ("tp",), axis_types=(jax.sharding.AxisType.Auto,))
+    body = lambda v, source, owner: all_to_all_owned(v, source, owner, "tp", 7)  # noqa: E731
+    specs = {"in_specs": (jax.P("tp"), jax.P(), jax.P()), "out_specs": jax.P("tp")}
+    mapped = jax.shard_map(body, mesh=mesh, **specs, check_vma=False)
+    call = only_call(mapped, "32x64xbf16", "9xi32", "9xi32")
+    assert call.target == "lora_jax_cuda_all_to_all_owned"
+    assert (call.operands, call.results) == (("8x64xbf16", "9xi32", "9xi32"), ("9x16xbf16",))
+    assert call.attributes == {"group": 7, "patience": PATIENCE_NS}
 
 
 def test_an_exchange_is_of_a_group_and_of_whole_units(on_hopper):

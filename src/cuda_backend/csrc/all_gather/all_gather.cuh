@@ -1,6 +1,7 @@
 // All-gather and all-to-all between the GPUs of one process, by writes into each other's memory: no host,
 // no library, and nothing that a CUDA graph cannot hold. Copies of values only, so no bit depends on the
-// sizes. In an all-gather a device sends all of x to each peer, in an all-to-all its part of the columns.
+// sizes. In an all-gather a device sends all of x to each peer, in an all-to-all its part of the columns or of the
+// rows.
 //
 // Every device has a memory that its peers write into. A CTA meets only the peers' CTA of its number, and all
 // CTAs of a device count the same exchanges, however many of them an exchange has.
@@ -43,12 +44,20 @@ static_assert(sizeof(GatherHead) <= kGatherHeadBytes);
 constexpr int64_t kGatherPeerBytes = 2 * 2 * kWordBytes;
 constexpr int64_t gather_bytes(int devices) { return kGatherHeadBytes + devices * kGatherPeerBytes; }
 
+// What a device sends to each peer: all of x, or the peer's part of its columns or of its rows, or that part of the
+// columns of the rows that it owns.
+enum class GatherParts { kWhole, kColumns, kRows, kOwned };
+
 struct GatherArgs {
-  const uint4* x;  // [rows, local] in units of 16 bytes; of an all-to-all [rows, devices * local]
+  // In units of 16 bytes: [rows, local], of parts by columns [rows, devices * local], by rows [devices * rows, local].
+  const uint4* x;
   uint4* y;        // [rows, devices * local]
   uint32_t rows, local;
   int devices, me;
   uint64_t patience;  // ns that a wait may take
+  // Of owned rows alone: y is [rows, local], whose row r device owner[r] has as row source[r] of its x.
+  const int* source;
+  const int* owner;
   // Of device `me`, then of those after it, in turn: indices are constants of unrolled loops, so that
   // the addresses stay in registers.
   unsigned char* memory[kMostGatherDevices];
@@ -71,9 +80,11 @@ struct GatherArgs {
     const uint32_t row = unit / local;
     return (row * devices + device) * local + unit - row * local;
   }
-  template <bool PARTS>
+  template <GatherParts PARTS>
   __device__ uint4 get(int to, uint32_t unit) const {
-    return x[PARTS ? place(unit, to) : unit];
+    if constexpr (PARTS == GatherParts::kColumns) return x[place(unit, to)];
+    if constexpr (PARTS == GatherParts::kRows) return x[to * rows * local + unit];
+    return x[unit];
   }
 };
 
@@ -137,7 +148,7 @@ __device__ __forceinline__ void take_unit(const GatherArgs& args, uint32_t unit,
   }
 }
 
-template <int N, bool PARTS>
+template <int N, GatherParts PARTS>
 __global__ void __launch_bounds__(kWordThreads, 1) gather_words_kernel(const __grid_constant__ GatherArgs args) {
   GatherHead* head = args.head(0);
   const uint32_t number = head->sequence[blockIdx.x] + 1;
@@ -146,7 +157,7 @@ __global__ void __launch_bounds__(kWordThreads, 1) gather_words_kernel(const __g
     const uint4 own = args.get<PARTS>(args.me, i);
 #pragma unroll
     for (int p = 1; p < N; ++p) {
-      const uint4 v = PARTS ? args.get<PARTS>((args.me + p) % N, i) : own;
+      const uint4 v = PARTS != GatherParts::kWhole ? args.get<PARTS>((args.me + p) % N, i) : own;
       uint4* to = args.words(p, args.me, number) + 2 * i;
       send_word(to, v.x, v.y, number);
       send_word(to + 1, v.z, v.w, number);
@@ -180,14 +191,14 @@ __device__ inline uint4* hear_peer(const GatherArgs& args, int peer, uint64_t nu
 }
 
 // Writes this CTA's share into the y of every device, `to` in turn.
-template <int N, bool PARTS>
+template <int N, GatherParts PARTS>
 __device__ __forceinline__ void write_share(const GatherArgs& args, uint4* const (&to)[N]) {
   const GatherShare share(args.rows * args.local);
   for (uint32_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x * kDirectLoads) {
     uint4 v[kDirectLoads];
 #pragma unroll
     for (int p = 1; p <= N; ++p) {
-      if (PARTS || p == 1) {
+      if (PARTS != GatherParts::kWhole || p == 1) {
 #pragma unroll
         for (int u = 0; u < kDirectLoads; ++u) {
           const uint32_t unit = i + u * blockDim.x;
@@ -204,7 +215,35 @@ __device__ __forceinline__ void write_share(const GatherArgs& args, uint4* const
   }
 }
 
-template <int N, bool PARTS>
+// Writes this device's rows of the CTA's share into the y of every device.
+template <int N>
+__device__ __forceinline__ void write_owned(const GatherArgs& args, uint4* const (&to)[N]) {
+  const GatherShare share(args.rows * args.local);
+  for (uint32_t i = share.begin + threadIdx.x; i < share.end; i += blockDim.x * kDirectLoads) {
+    const uint4* from[kDirectLoads];  // the columns of device 0, or null
+#pragma unroll
+    for (int u = 0; u < kDirectLoads; ++u) {
+      const uint32_t unit = i + u * blockDim.x, row = min(unit, share.end - 1) / args.local;
+      const bool own = unit < share.end && __ldg(args.owner + row) == args.me;
+      const int64_t source = own ? __ldg(args.source + row) : 0;
+      from[u] = own ? args.x + source * N * args.local + (unit - row * args.local) : nullptr;
+    }
+#pragma unroll
+    for (int p = 1; p <= N; ++p) {
+      const int device = (args.me + p) % N;
+      uint4 v[kDirectLoads];
+#pragma unroll
+      for (int u = 0; u < kDirectLoads; ++u)
+        if (from[u]) v[u] = from[u][device * args.local];
+      uint4* y = to[p % N];
+#pragma unroll
+      for (int u = 0; u < kDirectLoads; ++u)
+        if (y && from[u]) y[i + u * blockDim.x] = v[u];
+    }
+  }
+}
+
+template <int N, GatherParts PARTS>
 __global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const __grid_constant__ GatherArgs args) {
   __shared__ uint4* to[N];
   GatherHead* head = args.head(0);
@@ -216,7 +255,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const 
   __syncthreads();
   if (turn < N) to[turn] = meets ? hear_peer(args, peer, number, clock) : args.y;
   __syncthreads();
-  write_share<N, PARTS>(args, to);
+  if constexpr (PARTS == GatherParts::kOwned)
+    write_owned<N>(args, to);
+  else
+    write_share<N, PARTS>(args, to);
   __syncthreads();  // the threads that tell of it come behind all writes
   if (meets) store_release_sys(&args.head_of<N>(turn)->arrived[args.me][blockIdx.x], number);
   __syncthreads();
@@ -227,10 +269,12 @@ __global__ void __launch_bounds__(kDirectThreads, 1) gather_direct_kernel(const 
   if (threadIdx.x == 0) count_exchange(head->direct, number);
 }
 
-template <int N, bool PARTS>
+template <int N, GatherParts PARTS>
 inline cudaError_t launch_gather_of(const GatherArgs& args, cudaStream_t stream) {
   const int64_t units = static_cast<int64_t>(args.rows) * args.local, bytes = units * 16;
-  if (bytes <= kWordBytes && bytes * (N - 1) <= kMostWordBytes) {
+  if constexpr (PARTS == GatherParts::kOwned) {
+    gather_direct_kernel<N, PARTS><<<kGatherCtas, kDirectThreads, 0, stream>>>(args);
+  } else if (bytes <= kWordBytes && bytes * (N - 1) <= kMostWordBytes) {
     const int64_t ctas = std::min<int64_t>(kGatherCtas, (units + kWordThreads - 1) / kWordThreads);
     gather_words_kernel<N, PARTS><<<static_cast<int>(ctas), kWordThreads, 0, stream>>>(args);
   } else {
@@ -241,10 +285,13 @@ inline cudaError_t launch_gather_of(const GatherArgs& args, cudaStream_t stream)
 // Modules load at a kernel's first launch and may wait for the device: not beside a waiting peer.
 template <int N>
 inline cudaError_t load_gather_of() {
-  const void* kernels[] = {reinterpret_cast<const void*>(gather_words_kernel<N, false>),
-                           reinterpret_cast<const void*>(gather_direct_kernel<N, false>),
-                           reinterpret_cast<const void*>(gather_words_kernel<N, true>),
-                           reinterpret_cast<const void*>(gather_direct_kernel<N, true>)};
+  const void* kernels[] = {reinterpret_cast<const void*>(gather_words_kernel<N, GatherParts::kWhole>),
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, GatherParts::kWhole>),
+                           reinterpret_cast<const void*>(gather_words_kernel<N, GatherParts::kColumns>),
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, GatherParts::kColumns>),
+                           reinterpret_cast<const void*>(gather_words_kernel<N, GatherParts::kRows>),
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, GatherParts::kRows>),
+                           reinterpret_cast<const void*>(gather_direct_kernel<N, GatherParts::kOwned>)};
   for (const void* kernel : kernels) {
     cudaFuncAttributes attributes;
     if (const cudaError_t e = cudaFuncGetAttributes(&attributes, kernel); e != cudaSuccess) return e;
@@ -265,10 +312,15 @@ inline cudaError_t for_devices(int devices, const With& with) {
     default: return cudaErrorInvalidValue;
   }
 }
-inline cudaError_t launch_gather(const GatherArgs& args, bool parts, cudaStream_t stream) {
+inline cudaError_t launch_gather(const GatherArgs& args, GatherParts parts, cudaStream_t stream) {
   return for_devices(args.devices, [&](auto n) {
     constexpr int N = decltype(n)::value;
-    return parts ? launch_gather_of<N, true>(args, stream) : launch_gather_of<N, false>(args, stream);
+    switch (parts) {
+      case GatherParts::kColumns: return launch_gather_of<N, GatherParts::kColumns>(args, stream);
+      case GatherParts::kRows: return launch_gather_of<N, GatherParts::kRows>(args, stream);
+      case GatherParts::kOwned: return launch_gather_of<N, GatherParts::kOwned>(args, stream);
+      default: return launch_gather_of<N, GatherParts::kWhole>(args, stream);
+    }
   });
 }
 inline cudaError_t load_gather(int devices) {

@@ -1,12 +1,10 @@
-// XLA FFI entry point of all-gather and all-to-all between the GPUs of a process. It only enqueues a kernel whose
+// XLA FFI entry points of all-gather and all-to-all between the GPUs of a process. They only enqueue a kernel whose
 // sequence numbers are in device memory, so XLA may put it into CUDA graphs.
 #include <mutex>
 #include <vector>
 
 #include "all_gather/all_gather.cuh"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "device/ffi_buffers.cuh"
 
 namespace lora_jax {
 
@@ -26,20 +24,43 @@ static bool find_group(int64_t number, GatherGroup* group) {
 }
 
 static ffi::Error AllGather(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y,
-                            int64_t group_number, int64_t patience, int64_t parts) {
+                            int64_t group_number, int64_t patience, int64_t parts_number) {
   GatherGroup group;
   if (!find_group(group_number, &group) || ordinal < 0 || ordinal >= group.devices)
     return ffi::Error::InvalidArgument("all_gather: the device is in no such group of this process");
-  const int64_t rows = x.dimensions()[0];
-  const int64_t bytes = static_cast<int64_t>(x.size_bytes()) / (parts ? group.devices : 1);  // to each peer
-  if (rows < 1 || bytes % (16 * rows) || static_cast<int64_t>(y->size_bytes()) != bytes * group.devices)
+  const auto parts = static_cast<GatherParts>(parts_number);
+  const int64_t rows = y->dimensions()[0];
+  const int64_t bytes = static_cast<int64_t>(x.size_bytes()) / (parts_number ? group.devices : 1);  // to each peer
+  if (rows < 1 || x.dimensions()[0] != rows * (parts == GatherParts::kRows ? group.devices : 1) || bytes % (16 * rows) || static_cast<int64_t>(y->size_bytes()) != bytes * group.devices)
     return ffi::Error::InvalidArgument("all_gather: rows must be whole units of 16 bytes");
   if (bytes * group.devices >> 36) return ffi::Error::InvalidArgument("all_gather: the result has 64 GiB or more");
   GatherArgs args{static_cast<const uint4*>(x.untyped_data()), static_cast<uint4*>(y->untyped_data()),
                   static_cast<uint32_t>(rows), static_cast<uint32_t>(bytes / 16 / rows), group.devices, ordinal,
                   static_cast<uint64_t>(patience)};
   turn_memory(args, group.memory);
-  const cudaError_t e = launch_gather(args, parts != 0, stream);
+  const cudaError_t e = launch_gather(args, parts, stream);
+  return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
+}
+
+// Rows of all devices by their owners: this device's part of the columns, in the order of `source`.
+static ffi::Error AllToAllOwned(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer x, S32 source,
+                                S32 owner, ffi::Result<ffi::AnyBuffer> y, int64_t group_number,
+                                int64_t patience) {
+  GatherGroup group;
+  if (!find_group(group_number, &group) || ordinal < 0 || ordinal >= group.devices)
+    return ffi::Error::InvalidArgument("all_to_all_owned: the device is in no such group of this process");
+  const int64_t rows = y->dimensions()[0], bytes = static_cast<int64_t>(y->size_bytes());
+  const int64_t row_bytes = rows < 1 ? 0 : bytes / rows, x_rows = x.dimensions()[0];
+  if (row_bytes < 16 || row_bytes % 16 || static_cast<int64_t>(source.element_count()) != rows ||
+      static_cast<int64_t>(owner.element_count()) != rows ||
+      static_cast<int64_t>(x.size_bytes()) != x_rows * row_bytes * group.devices)
+    return ffi::Error::InvalidArgument("all_to_all_owned: each row has a source and an owner, and units of 16 bytes");
+  if (bytes >> 36) return ffi::Error::InvalidArgument("all_to_all_owned: the result has 64 GiB or more");
+  GatherArgs args{static_cast<const uint4*>(x.untyped_data()), static_cast<uint4*>(y->untyped_data()),
+                  static_cast<uint32_t>(rows), static_cast<uint32_t>(row_bytes / 16), group.devices, ordinal,
+                  static_cast<uint64_t>(patience), source.typed_data(), owner.typed_data()};
+  turn_memory(args, group.memory);
+  const cudaError_t e = launch_gather(args, GatherParts::kOwned, stream);
   return e == cudaSuccess ? ffi::Error::Success() : ffi::Error::Internal(cudaGetErrorString(e));
 }
 
@@ -54,6 +75,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_all_gather, lora_jax::AllGather,
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("patience")
                                   .Attr<int64_t>("parts"),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_all_to_all_owned, lora_jax::AllToAllOwned,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<ffi::DeviceOrdinal>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<S32>()
+                                  .Arg<S32>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("patience"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 extern "C" {

@@ -47,10 +47,32 @@ __device__ __forceinline__ F32Group group_of(const GroupedF32Args& p, int row) {
   return {p.groups, p.rows};
 }
 
-// This warp's part of rows row..row + 3 times columns column..column + C - 1, in all lanes.
+// Adds N values of all lanes, each by halves of the warp; lane l returns value l / (32 / N). Half of the values stay in
+// a lane at each of the first steps: with N = 16, 16 exchanges in place of 80, of the same pairs in the same order.
+template <int N>
+__device__ __forceinline__ float add_lanes(float (&v)[N]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int d = 16, half = N / 2; d; d /= 2, half /= 2) {
+    if (half) {
+      const bool upper = lane & d;
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i)
+        if (i < half) {
+          const float sent = upper ? v[i] : v[i + half], kept = upper ? v[i + half] : v[i];
+          v[i] = kept + __shfl_xor_sync(~0u, sent, d);
+        }
+    } else {
+      v[0] += __shfl_xor_sync(~0u, v[0], d);
+    }
+  }
+  return v[0];
+}
+
+// This lane's part of rows row..row + 3 times columns column..column + C - 1.
 template <int C>
 __device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group, int row, int stop, int column,
-                                             float (&acc)[kF32Rows][C]) {
+                                             float (&acc)[kF32Rows * C]) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const float *x[kF32Rows], *w[C];  // past the end they read the last, for nothing
 #pragma unroll
@@ -68,31 +90,24 @@ __device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group,
     for (int r = 0; r < kF32Rows; ++r)
 #pragma unroll
       for (int c = 0; c < C; ++c) {
-        acc[r][c] = fmaf(a[r].x, b[c].x, acc[r][c]);
-        acc[r][c] = fmaf(a[r].y, b[c].y, acc[r][c]);
-        acc[r][c] = fmaf(a[r].z, b[c].z, acc[r][c]);
-        acc[r][c] = fmaf(a[r].w, b[c].w, acc[r][c]);
+        float& sum = acc[r * C + c];
+        sum = fmaf(a[r].x, b[c].x, sum);
+        sum = fmaf(a[r].y, b[c].y, sum);
+        sum = fmaf(a[r].z, b[c].z, sum);
+        sum = fmaf(a[r].w, b[c].w, sum);
       }
   }
-#pragma unroll
-  for (int r = 0; r < kF32Rows; ++r)
-#pragma unroll
-    for (int c = 0; c < C; ++c)
-#pragma unroll
-      for (int d = 16; d; d /= 2) acc[r][c] += __shfl_xor_sync(~0u, acc[r][c], d);
 }
 
-// Adds the warps' parts in order; thread r * C + c writes one result.
+// Adds the lanes' parts, then the warps' in order; thread r * C + c writes one result.
 template <int C>
 __device__ __forceinline__ void store_f32(const GroupedF32Args& p, int group, int row, int stop, int column, int* room,
-                                          const float (&acc)[kF32Rows][C]) {
+                                          float (&acc)[kF32Rows * C]) {
+  constexpr int kLanes = 32 / (kF32Rows * C);  // that have the same value
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tid = threadIdx.x;
   auto* parts = reinterpret_cast<float*>(room);
-#pragma unroll
-  for (int r = 0; r < kF32Rows; ++r)
-#pragma unroll
-    for (int c = 0; c < C; ++c)
-      if (lane == r * C + c) parts[warp * kF32Rows * C + lane] = acc[r][c];
+  const float of_lanes = add_lanes(acc);
+  if (lane % kLanes == 0) parts[warp * kF32Rows * C + lane / kLanes] = of_lanes;
   __syncthreads();
   const int r = tid / C, c = column + tid % C;
   if (tid < kF32Rows * C && row + r < stop && c < p.d_out) {
@@ -115,7 +130,7 @@ __global__ void __launch_bounds__(kF32Warps * 32) grouped_f32_kernel(const Group
     const F32Group group = group_of(p, row);
     const int stop = min(last, group.end), c = column + static_cast<int>(threadIdx.x);
     if (group.index < p.groups) {
-      float acc[kF32Rows][C] = {};
+      float acc[kF32Rows * C] = {};
       multiply_f32<C>(p, group.index, row, stop, column, acc);
       store_f32<C>(p, group.index, row, stop, column, room, acc);
     } else if (threadIdx.x < C && c < p.d_out) {

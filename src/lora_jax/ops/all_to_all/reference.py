@@ -1,8 +1,9 @@
-"""The meaning of `all_to_all`, and its implementation where devices have no kernel of their own."""
+"""The meaning of all-to-all, and its implementation where devices have no kernel of their own."""
 
 import jax
+import jax.numpy as jnp
 
-from lora_jax.typing import Array, Float
+from lora_jax.typing import Array, Float, Int
 
 
 def all_to_all(
@@ -10,3 +11,23 @@ def all_to_all(
 ) -> Float[Array, "rows columns"]:
     """y[:, d * part + c] = x of device d [:, me * part + c]; `group` is not needed."""
     return jax.lax.all_to_all(x, axis_name, split_axis=1, concat_axis=1, tiled=True)
+
+
+def all_to_all_rows(
+    x: Float[Array, "rows columns"], axis_name: str, group: int
+) -> Float[Array, "own_rows all_columns"]:
+    """y[r, d * columns + c] = x of device d [me * own_rows + r, c]; `group` is not needed."""
+    return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=1, tiled=True)
+
+
+def all_to_all_owned(
+    x: Float[Array, "own_rows columns"],
+    source: Int[Array, "rows"],
+    owner: Int[Array, "rows"],
+    axis_name: str,
+    group: int,
+) -> Float[Array, "rows part"]:
+    """y[r, c] = x of device owner[r] [its source[r], me * part + c]; `group` is not needed."""
+    devices = jax.lax.axis_size(axis_name)
+    by_device = all_to_all(x[source], axis_name, group).reshape(source.shape[0], devices, -1)
+    return jnp.take_along_axis(by_device, owner[:, None, None], axis=1)[:, 0]

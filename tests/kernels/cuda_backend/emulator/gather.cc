@@ -10,10 +10,11 @@ int64_t most_word_bytes(int devices) { return std::min(kWordBytes, kMostWordByte
 unsigned gather_status(const unsigned char* memory) { return reinterpret_cast<const GatherHead*>(memory)->status; }
 
 int all_gather(const unsigned char* x, unsigned char* y, int rows, int units, int devices, int me, int patience_ms,
-               unsigned char* const* memory, int parts) {
+               unsigned char* const* memory, int parts, const int* source, const int* owner) {
   GatherArgs args{reinterpret_cast<const uint4*>(x), reinterpret_cast<uint4*>(y), static_cast<uint32_t>(rows),
-                  static_cast<uint32_t>(units), devices, me, static_cast<uint64_t>(patience_ms) * 1000000};
+                  static_cast<uint32_t>(units), devices, me, static_cast<uint64_t>(patience_ms) * 1000000,
+                  source, owner};
   turn_memory(args, memory);
-  return launch_gather(args, parts != 0, nullptr);
+  return launch_gather(args, static_cast<GatherParts>(parts), nullptr);
 }
 }

@@ -8,6 +8,7 @@
 #include "place_heads/place_heads.cuh"
 #include "reroute/reroute.cuh"
 #include "rms_norm/rms_norm.cuh"
+#include "take_rows/take_rows.cuh"
 
 #include "driver.cuh"
 
@@ -49,6 +50,12 @@ int choose_experts(const float* logits, const int* sizes, float scale, float* we
   return launch_choose_experts(
       ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
       nullptr);
+}
+
+int take_rows(const float* x, const int* row_to_row, const int* num_rows, float* y, int rows, int units) {
+  return launch_take_rows(TakeRowsArgs{reinterpret_cast<const uint4*>(x), row_to_row, num_rows,
+                                       reinterpret_cast<uint4*>(y), rows, units},
+                          nullptr);
 }
 
 int keep_likely(const float* logits, const float* min_p, const int* top_k, const float* top_p, int rows, int vocab,

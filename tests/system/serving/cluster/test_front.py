@@ -208,6 +208,26 @@ def test_a_role_that_cannot_start_is_a_start_error(files, monkeypatch):
         front.serve_cluster(options, sock)
 
 
+def test_sigterm_during_the_start_ends_the_roles_and_removes_their_folder(
+    files, monkeypatch, tmp_path
+):
+    """The folder is there before the first role, which would remove it with its supervisor gone."""
+
+    def start_all(cluster, spec):
+        assert os.listdir(tmp_path) == [cluster._folder.name]
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)  # the handler runs before it ends
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(front.LocalCluster, "_start_all", start_all)
+    options = Options(EngineConfig(model=files[0]), HttpSettings(), ClusterConfig(instances=2))
+    before = signal.getsignal(signal.SIGTERM)
+    with socket.socket() as sock, pytest.raises(SystemExit):
+        front.serve_cluster(options, sock)
+    assert not os.listdir(tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_the_front_counts_wrong_keys_and_writes_refusals_once(tmp_path):
     """Its instances never see them, and their own lines would say the same twice."""
     log = tmp_path / "audit"

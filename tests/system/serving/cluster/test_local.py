@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tempfile
 import threading
 
 import pytest
@@ -19,6 +20,15 @@ from serving.cluster.server_place import server_spec
 from serving.http.settings import HttpSettings, KeyLimits
 from serving.runtime.child_process import Pulse
 from serving.runtime.role_host import OneHost
+
+
+def test_no_folder_is_left_where_the_roles_are_not_prepared(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(local, "journal_of", lambda options: 1 / 0)
+    options = Options(engine, HttpSettings(), ClusterConfig(instances=2))
+    with pytest.raises(ZeroDivisionError):
+        LocalCluster(options, None)
+    assert not os.listdir(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ class Loop:
     """Raises what it is told to, or keeps the request."""
 
     def __init__(self):
-        self.error, self.requests = None, []
+        self.error, self.requests, self.is_this_thread = None, [], False
 
     def submit(self, request, entry, make_live):
         if self.error is not None:
@@ -45,12 +45,21 @@ def parts():
         compositions=types.SimpleNamespace(resolve=resolve),
         model_info=types.SimpleNamespace(vocab_size=100),
         primary=None,
+        registry=types.SimpleNamespace(handed_in=lambda entry: None),
+        config=types.SimpleNamespace(adapter_wait_s=3.0),
     )
 
 
 def check(parts, prompt_ids=(1, 2), adapter=None, sampling=None, entry=None):
     admission = Admission(parts, max_logprobs=5)
     return admission.check(prompt_ids, adapter, sampling or Sampling(), entry, lambda name: ENTRY)
+
+
+def test_a_request_waits_for_host_memory_but_not_in_the_loops_thread(parts):
+    assert Admission(parts, 5).room("sql") == {"wait_s": 3.0, "lends": True}
+    assert Admission(parts, 5).room({"sql": 0.5}) == {"wait_s": 3.0, "lends": False}
+    parts.loop.is_this_thread = True
+    assert Admission(parts, 5).room("sql")["wait_s"] == 0.0
 
 
 def rejected(parts, reason):

@@ -15,6 +15,7 @@ import pytest
 from support.cases.engine_cases import settle
 from support.processes.http_server import client_of
 from support.processes.server_process import serve
+from support.waiting import wait_until
 
 from serving.http.access.key_hash import new_key
 from serving.http.app import create_app
@@ -139,15 +140,24 @@ def test_one_keys_adapter_does_not_shut_out_anothers(shared_client, real_engine,
     for name in ("a", "c"):
         answers[name] = ask(shared_client, "key-a", prompt="hello", model=name).json()["choices"]
     size = registry.get("a").report.weight_bytes
-    limits = dataclasses.replace(registry._limits, max_total_bytes=size)
+    limits = dataclasses.replace(registry.limits, max_total_bytes=size)
+    monkeypatch.setattr(registry._tier, "_limits", limits)
     for entry in registry.entries():
         registry.unload(entry.name)
-    monkeypatch.setattr(registry, "_limits", limits)
     for key, name in (("key-a", "a"), ("key-b", "c"), ("key-a", "a"), ("key-b", "c")):
         answer = ask(shared_client, key, prompt="hello", model=name)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == answers[name]
         assert [entry.name for entry in registry.entries()] == [name]
+    long = {"prompt": "a b c", "max_tokens": 100}
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, held_steps(real_engine, 1) as steps:
+        first = pool.submit(ask, shared_client, "key-a", model="a", **long)
+        steps.wait_held()
+        second = pool.submit(ask, shared_client, "key-b", prompt="hello", model="c")
+        wait_until(lambda: len(registry.line) == 1)
+        steps.free()
+        assert first.result().status_code == 200
+        assert second.result().json()["choices"] == answers["c"]
 
 
 PROMPTS = {

@@ -1,10 +1,12 @@
 """Tables and masks come to the device as they were given, at their old addresses where in place."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from serving.steps.host_inputs import HostInputs
+from serving.steps.host_inputs import HostInputs, largest_bytes, make_holes
 from serving.steps.step import StepSizes
 
 SIZES = StepSizes(max_seqs=4, max_len=640, page_size=4, num_pages=99, max_logit_rows=8, max_rank=4)
@@ -39,3 +41,23 @@ def test_masks_are_written_over_those_of_before():
     second = inputs.set_masks(np.arange(16, 24, dtype=np.int32))
     assert second.unsafe_buffer_pointer() == first
     np.testing.assert_array_equal(second, np.arange(16, 24))
+
+
+@pytest.mark.parametrize(
+    ("largest", "kept_bytes"),
+    [(None, 9_584_640), (100_000, 9_584_640), (32_769, 9_584_640), (32_768, 1_196_032)],
+)
+def test_places_are_left_for_arrays_as_large_as_come(largest, kept_bytes):
+    """The arrays that keep the places apart are as large together as the places."""
+    kept = make_holes(jax.device_put, largest)
+    assert sum(array.nbytes for array in kept) == kept_bytes
+
+
+def test_the_largest_array_of_a_step_is_a_row_its_pages_its_results_or_its_masks():
+    """A row of the sampling state has 3,091 numbers beside its tokens."""
+    assert largest_bytes(SIZES, 0) == 4 * (1 + 3091 + 640)
+    assert largest_bytes(SIZES, 32_000) == 4 * (SIZES.num_masks * 1000 + 8)
+    many = dataclasses.replace(SIZES, max_seqs=64, max_logit_rows=64)
+    assert largest_bytes(many, 0) == 4 * 64 * 160
+    scored = dataclasses.replace(SIZES, max_logit_rows=1024)
+    assert largest_bytes(scored, 0) == 4 * 1024 * 20

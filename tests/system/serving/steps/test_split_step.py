@@ -159,7 +159,9 @@ def test_code_for_splits_leaves_nothing_in_the_program_of_one_device(tmp_path, m
     plain = program()
     for module, name in ((layers, "gather"), (moe, "gather")):
         monkeypatch.setattr(module, name, lambda x, split: x)
-    for module, names in ((layers, ("pick", "local_index")), (moe, ("gather_rows", "swap"))):
+    of_layers = "pick", "local_index", "gather_rows", "swap_rows"
+    of_experts = "gather_rows", "take_owned", "own_rows", "num_own_rows", "shares_rows"
+    for module, names in ((layers, of_layers), (moe, of_experts)):
         for name in names:
             monkeypatch.delattr(module, name)
     assert program() == plain

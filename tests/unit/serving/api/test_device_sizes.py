@@ -32,6 +32,23 @@ def test_beside_others_the_sizes_are_a_cpus():
     assert (config.step_seqs, config.step_tokens, config.max_logit_rows) == (32, 512, 64)
 
 
+def test_a_step_in_which_sequences_decode_is_shorter_unless_its_size_is_given():
+    def mixed(device=ALONE, has_experts=False, **given):
+        config = EngineConfig("model", **given)
+        made = for_device(config, **{"device_bytes": H200} | device, has_experts=has_experts)
+        return made.mixed_step_tokens
+
+    assert (mixed(), mixed(has_experts=True)) == (512, 2048)
+    assert mixed(max_num_seqs=1024) == 1024
+    assert mixed(max_num_batched_tokens=4096) is None
+    assert mixed(max_num_batched_tokens=4096, mixed_step_tokens=300) == 300
+    assert mixed(CPU | {"alone": True}) is None
+    assert mixed({"on_cpu": False, "alone": False}) is None
+    few = EngineConfig("model", mixed_step_tokens=5)
+    assert sizes(few, **CPU, alone=True) == (5, 512)
+    assert sizes(few, device_bytes=H200, **ALONE) == (5, 8192)
+
+
 @pytest.mark.parametrize(
     ("given", "on_cpu", "on_h200"),
     [

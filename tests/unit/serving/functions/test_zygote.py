@@ -1,5 +1,7 @@
 """The zygote ends with its agent; what it forks is tested in test_agent.py."""
 
+import collections
+import gc
 import signal
 import socket
 import subprocess
@@ -16,7 +18,7 @@ from serving.functions import zygote
 def test_the_zygote_says_that_it_is_ready_and_leaves_with_its_agent():
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "serving.functions.zygote", str(theirs.fileno())]
+        command = [sys.executable, "-m", "serving.functions.zygote_process", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     with ours:
         assert receive_header(ours) == {"ready": True}
@@ -32,6 +34,8 @@ from serving.functions import jail, zygote
 zygote._prepare("cpu", sys.argv[1], None, False)
 assert _abstract.cache_info().currsize == jail._folders_of.cache_info().currsize == 1
 assert not xla_bridge.backends_are_initialized()
+late = {"fastapi", "uvicorn", "pydantic", "jax.experimental.pallas.mosaic_gpu"} & set(sys.modules)
+assert not late, late
 """
 
 
@@ -42,11 +46,39 @@ def test_what_is_prepared_before_a_fork_touches_no_device():
     subprocess.run(command, check=True, timeout=120)
 
 
+@pytest.mark.parametrize(
+    ("asked_after", "left"), [(0, ["a", "b", "c"]), (2, ["c"]), (None, [])], ids=str
+)
+def test_an_order_waits_for_no_import_that_was_not_begun(asked_after, left, monkeypatch):
+    """`asked_after` so many imports an order comes; None: none comes."""
+    names, imported = collections.deque("abc"), []
+
+    def import_one(name):
+        imported.append(name)
+        if len(imported) == asked_after:
+            agent.send(b"x")
+
+    monkeypatch.setattr(zygote, "_import", import_one)
+    monkeypatch.setattr(zygote, "_QUIET_S", 0.0)
+    agent, control = socket.socketpair()
+    with agent, control:
+        if asked_after == 0:
+            agent.send(b"x")
+        zygote._import_until_asked(control, names)
+    assert list(names) == left
+    assert imported + left == ["a", "b", "c"]
+
+
+def test_a_module_that_is_not_there_is_left_out():
+    zygote._import("no_such_module_anywhere")
+    assert gc.isenabled()
+
+
 def test_a_compiler_that_fails_is_seen_to_fail(monkeypatch):
     """While SIGCHLD is ignored, Popen says 0 for every program that has ended."""
     codes = []
     build = lambda: codes.append(subprocess.run(["false"], check=False).returncode)  # noqa: E731
-    monkeypatch.setattr(zygote, "_load_plugins", lambda device: None)
+    monkeypatch.setattr(zygote, "_load_plugins", lambda: None)
     monkeypatch.setattr(zygote, "prepare", build)
     monkeypatch.setitem(zygote._KERNELS, "cpu", build)
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)

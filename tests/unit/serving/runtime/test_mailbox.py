@@ -3,7 +3,9 @@
 import asyncio
 import threading
 
-from serving.runtime.mailbox import Mailbox
+import pytest
+
+from serving.runtime.mailbox import LONGEST_PAUSE_S, Mailbox
 
 
 def test_everything_arrives_in_order_from_several_threads():
@@ -51,6 +53,40 @@ def test_a_burst_is_one_wake_up():
         return wakes
 
     assert asyncio.run(run()) == 1
+
+
+def test_a_loop_that_is_long_busy_with_a_burst_gets_the_next_one_later(monkeypatch):
+    """Four times as long as it took passes in between, up to 25 ms."""
+
+    async def run(burst_s: float) -> float:
+        loop, mailbox = asyncio.get_running_loop(), Mailbox()
+        now, waits, got = loop.time(), [], []
+        monkeypatch.setattr(loop, "time", lambda: now)
+        monkeypatch.setattr(loop, "call_later", lambda wait, *call: waits.append((wait, call)))
+        queue = asyncio.Queue()
+
+        async def reads() -> None:
+            nonlocal now
+            while True:
+                got.append(await queue.get())
+                now += burst_s
+
+        reader = asyncio.ensure_future(reads())
+        await asyncio.sleep(0)
+        mailbox.put(loop, queue, 1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        mailbox.put(loop, queue, 2)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        reader.cancel()
+        assert got == [1]
+        ((wait, _),) = waits
+        return wait
+
+    waits = [asyncio.run(run(burst_s)) for burst_s in (0.0, 0.0004, 0.003, 1.0)]
+    pauses = [0.002, 0.0016, 0.012, LONGEST_PAUSE_S]  # the first bursts take less than 2 ms
+    assert waits == pytest.approx(pauses, abs=1e-6)
 
 
 def test_after_a_pause_an_item_arrives_at_once():

@@ -31,6 +31,23 @@ def test_decodes_come_before_prefills_and_a_long_prompt_comes_in_chunks():
     check_answer(driver, second)
 
 
+def test_prompts_get_less_of_a_step_in_which_sequences_decode():
+    """All of it without one, then 16 tokens in all, then 8 for each that decodes."""
+    sizes = {"max_num_batched_tokens": 48, "mixed_step_tokens": 16}
+    driver = Driver(limits(**sizes, num_pages=256, max_model_len=160))
+    asked = {"max_tokens": 40, "ignore_eos": True}
+    driver.add(range(1, 49), **asked)
+    tokens = [driver.step().num_tokens]
+    driver.add(range(100, 200), **asked)
+    tokens += [driver.step().num_tokens for _ in range(7)]
+    driver.add([201], **asked), driver.add(range(300, 400), **asked)
+    tokens += [driver.step().num_tokens for _ in range(2)]
+    assert tokens == [48, *[16] * 6, 1 + 10, 16, 24]
+    driver.run()
+    for sequence in driver.scores:
+        check_answer(driver, sequence)
+
+
 def test_the_host_plans_a_token_it_does_not_know_yet():
     driver = Driver(limits())
     (sequence,) = driver.add([1, 2], max_tokens=9, ignore_eos=True)

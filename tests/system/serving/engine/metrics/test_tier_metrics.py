@@ -24,7 +24,10 @@ def test_every_tier_has_series_from_the_start():
 
 
 def test_more_adapters_than_the_host_holds_are_served(tmp_path):
-    """12 adapters, 4 on the host, 2 on the device: every answer is that of an engine with room."""
+    """12 adapters, 4 on the host, 2 on the device: every answer is that of an engine with room.
+
+    All at once as one by one: requests for more adapters than the host holds wait for room.
+    """
     shape = SHAPES["llama"]
     tiny_checkpoint.write_model(tmp_path / "model", shape)
     paths = {f"a{n}": tmp_path / f"a{n}" for n in range(12)}
@@ -49,6 +52,7 @@ def test_more_adapters_than_the_host_holds_are_served(tmp_path):
             for prompt, name in zip(prompts, names, strict=True)
         ]
         assert found == want
+        assert [answer(one) for one in engine.generate(prompts, names, SCORED)] == want
         for _ in range(3):
             engine.generate(prompts[:1], names[-1], SCORED)
         settle(engine)
@@ -58,7 +62,7 @@ def test_more_adapters_than_the_host_holds_are_served(tmp_path):
             tier: sample("lora_jax:adapter_tier_hits_total", {"tier": tier})
             for tier in ("device", "host", "disk")
         }
-        assert sum(hits.values()) == 27
+        assert sum(hits.values()) == 27 + 24
         assert hits["disk"] >= 8
         assert hits["device"] >= 3
         assert sample("lora_jax:adapter_read_seconds_count") >= 12 + hits["disk"]

@@ -18,6 +18,7 @@ from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.server_process import ROOT
 
 from lora_jax.models import split as models_split
+from lora_jax.nn import gather
 from serving import Engine, RequestFailed, Sampling
 from serving.api.config import EngineConfig
 from serving.engine.parts.devices import log_devices, split_of
@@ -143,20 +144,40 @@ def run_esft(root, base, dtype, devices, kv_heads, **fields):
     return answers
 
 
+def write_esft(folder, devices):
+    """Write a model with a LoRA adapter and two ESFT adapters; return its folder and theirs."""
+    shape = dataclasses.replace(tiny_esft.MIXTRAL, experts=4 + devices, kv_heads=devices)
+    base = folder / "base"
+    tiny_checkpoint.write_model(base, shape)
+    tiny_checkpoint.write_adapter(folder / "lora", shape, 3, seed=1)
+    for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
+        tiny_esft.write_esft_adapter(folder / f"e{place}", base, experts, place)
+    return base, folder
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("devices", [2, 4])
 def test_esft_adapters_answer_as_on_one_device(tmp_path, devices, dtype):
-    shape = dataclasses.replace(tiny_esft.MIXTRAL, experts=4 + devices, kv_heads=devices)
-    base = tmp_path / "base"
-    tiny_checkpoint.write_model(base, shape)
-    tiny_checkpoint.write_adapter(tmp_path / "lora", shape, 3, seed=1)
-    for place, experts in enumerate(({0: (1, 4), 1: (2,)}, {1: (0, 2, 5)})):
-        tiny_esft.write_esft_adapter(tmp_path / f"e{place}", base, experts, place)
-    want = run_esft(tmp_path, base, dtype, 1, devices)
+    base, adapters = write_esft(tmp_path, devices)
+    want = run_esft(adapters, base, dtype, 1, devices)
     for expert_parallel in (True, False):
         split = {"enable_expert_parallel": expert_parallel}
-        assert run_esft(tmp_path, base, dtype, devices, devices, **split) == want
+        assert run_esft(adapters, base, dtype, devices, devices, **split) == want
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_a_whole_attention_output_answers_as_one_device(tmp_path, monkeypatch, expert_parallel):
+    """Steps of 8 tokens share their rows, shorter ones do not; LoRA, then ESFT beside it."""
+    write(tmp_path, "mixtral")
+    base, adapters = write_esft(tmp_path / "esft", devices=2)
+    want = run(tmp_path, "bfloat16", 1), run_esft(adapters, base, "bfloat16", 1, 2)
+    monkeypatch.setattr(models_split, "attention_output", lambda config: "whole")
+    monkeypatch.setattr(gather, "SHARED_ROWS", 8)
+    fields = {"enable_expert_parallel": expert_parallel}
+    assert run(tmp_path, "bfloat16", 2, **fields) == want[0]
+    assert run_esft(adapters, base, "bfloat16", 2, 2, **fields) == want[1]
 
 
 @pytest.mark.parametrize(

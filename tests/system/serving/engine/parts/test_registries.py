@@ -30,8 +30,9 @@ def made(tmp_path):
     catalogue = model_class("llama").catalogue(config)
     allocator = SlotAllocator(catalogue, 2, size_slots(catalogue, 2, 6, 4).rows)
 
-    def make(**more):
-        config = EngineConfig(model=str(tmp_path / "model"), max_lora_rank=6)
+    def make(max_cpu_loras=None, **more):
+        limits = {"max_lora_rank": 6, "max_cpu_loras": max_cpu_loras}
+        config = EngineConfig(model=str(tmp_path / "model"), **limits)
         source = SimpleNamespace(read_adapter=reader.read)
         parts = {"catalogue": catalogue, "source": source, "remote": None}
         residencies = make_residencies(allocator, None, None, on_loaded=lambda seconds: None)
@@ -47,10 +48,21 @@ def test_sums_have_the_limits_of_the_engine(made, caplog):
     caplog.set_level("INFO")
     load_adapters(registry, paths)
     assert "Adapter b: lora, rank 3" in caplog.text
+    assert "Host memory" not in caplog.text
     one, two, three = (registry.get(name) for name in "abc")
     assert compositions.entry([(one, 1.0), (two, 1.0)]).report.max_rank == 5
     with pytest.raises(ValueError, match="max_lora_rank=6"):
         compositions.entry([(one, 1.0), (three, 1.0)])
+
+
+def test_a_host_that_holds_few_of_the_given_adapters_says_so(made, caplog):
+    make, paths = made
+    registry, _ = make(max_cpu_loras=2)
+    load_adapters(registry, paths)
+    size = sum(known.report.weight_bytes for known in registry.known())
+    (told,) = [r.getMessage() for r in caplog.records if "Host memory" in r.getMessage()]
+    assert "max_total_adapter_bytes=17179869184, max_cpu_loras=2) holds 2 of the 3" in told
+    assert f"All 3 take {size} bytes." in told
 
 
 def test_sums_are_refused_behind_a_server_and_esft_without_room(made, tmp_path):

@@ -10,7 +10,7 @@ from serving.api.request import Request
 from serving.api.sampling import Sampling
 from serving.engine.memory.sizing import CacheSize
 from serving.engine.parts import step_parts
-from serving.engine.parts.step_parts import make_scheduler
+from serving.engine.parts.step_parts import logit_rows, make_scheduler
 from serving.steps.model_runner import ModelRunner
 
 
@@ -19,18 +19,37 @@ def tokens(outputs):
 
 
 def test_the_scheduler_keeps_the_limits_of_config_and_cache():
-    config = EngineConfig("m", max_num_seqs=2, max_num_batched_tokens=8, max_queue=3, seed=7)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "mixed_step_tokens": 4}
+    config = EngineConfig("m", **sizes, max_queue=3, seed=7)
     size = CacheSize(num_pages=6, page_size=4, max_model_len=12)
-    scheduler = make_scheduler(config, size, None, (2,), 5)
+    scheduler = make_scheduler(config, size, None, (2,), 5, num_logit_rows=64)
     limits = scheduler.limits
     assert (limits.num_pages, limits.page_size, limits.max_model_len) == (6, 4, 12)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_queue) == (2, 8, 3)
-    assert limits.num_encoder_rows == 5
+    assert (limits.num_encoder_rows, limits.mixed_step_tokens) == (5, 4)
     times = {"arrival_s": 0.0, "deadline_s": 0.0}
     (one,) = scheduler.add(Request("a", (3,) * 10, Sampling(), None, "", print, **times))
-    (two,) = make_scheduler(config, size, None, (2,), 5).add(one.request)
+    (two,) = make_scheduler(config, size, None, (2,), 5, num_logit_rows=64).add(one.request)
     assert one.seed == two.seed  # the config's
     assert [chunk.num_tokens for chunk in scheduler.plan(0.0).chunks] == [8]
+
+
+@pytest.mark.parametrize(
+    ("backend", "shares_device", "num_seqs", "rows"),
+    [
+        ("gpu", True, 8, 12),
+        ("gpu", True, 100, 100),
+        ("gpu", False, 8, 64),
+        ("cpu", True, 8, 64),
+    ],
+)
+def test_functions_of_a_gpu_compute_few_logits_in_a_step(
+    backend, shares_device, num_seqs, rows, monkeypatch
+):
+    """Each has memory of its own for them; a server scores prompts in as few steps as it can."""
+    monkeypatch.setattr(step_parts.jax, "default_backend", lambda: backend)
+    config = EngineConfig("m", max_num_seqs=num_seqs)
+    assert logit_rows(config, shares_device=shares_device) == rows
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,15 @@ def test_a_refusal_says_why(tokenizer, fields, why):
     assert answer["refused"].startswith(why)
 
 
+def test_a_panic_of_the_library_is_told_without_its_backtrace(tokenizer):
+    many = "start: " + "%json {} " * 5000
+    answer = check_process.try_grammar(StructuredOutputs(grammar=many), tokenizer)
+    assert answer["refused"] == (
+        "structured_outputs.grammar: llguidance cannot compile it: assertion failed: "
+        "grammar.symbols.len() < u16::MAX as usize - 10."
+    )
+
+
 def test_every_kind_comes_through_the_lines(monkeypatch):
     monkeypatch.setattr(check_process, "_bound_memory", lambda: None)
     given = [

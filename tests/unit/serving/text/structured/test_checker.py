@@ -7,14 +7,10 @@ import time
 import types
 
 import pytest
-from support.cases.grammar_cases import (
-    chained_references,
-    crossed_patterns,
-    nested,
-    vocabulary,
-)
+from support.cases.grammar_cases import vocabulary
 from support.high_descriptor import high_descriptor
 
+from bench.bad_requests import chained_references, crossed_patterns, nested
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured import checker as module
 from serving.text.structured.checker import Checker, GrammarRefused

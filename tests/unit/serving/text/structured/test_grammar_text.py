@@ -64,6 +64,22 @@ def test_nothing_in_a_schema_loosens_it(fits):
     assert 'Unimplemented keys: ["not"]' in matcher.get_error()
 
 
+@pytest.mark.parametrize(
+    ("text", "fields", "fitting"),
+    [
+        ('{ "a" : 1 }', {}, True),
+        ('{"a":  1}', {}, False),
+        ('{"a": 1}', {"disable_any_whitespace": True}, False),
+        ('{"a":  1}', {"whitespace_pattern": " *"}, True),
+        ('{"a":1.5}', {}, False),
+    ],
+)
+def test_a_schema_within_a_grammar_binds_as_one_alone(fits, text, fields, fitting):
+    assert (
+        fits(f"<{text}>", grammar=f'start: "<" %json {json.dumps(SCHEMA)} ">"', **fields) is fitting
+    )
+
+
 def test_the_other_kinds(fits):
     assert fits('{"any": [1, {}]}', json_object=True)
     assert not fits("[1]", json_object=True)

@@ -34,10 +34,12 @@ def token_of(text):
 
 @pytest.fixture
 def sequence(tokenizer):
-    def make(regex="Q(ZX)?", row=0, **fields):
+    def make(regex="Q(ZX)?", row=0, lark="", **fields):
         grammar = None
         if regex:
             text = LLMatcher.grammar_from_regex(regex)
+            if lark:
+                text = LLMatcher.grammar_from_lark(lark)
             grammar = Grammar(LLMatcher(tokenizer, text, limits=parser_limits()), 0)
             fields["structured_outputs"] = {"regex": regex}
         sampling = Sampling(**fields)
@@ -184,6 +186,33 @@ def test_each_draft_is_followed_by_the_mask_of_what_stands_before(sequence):
     assert fill(drafted(one, "Q", "Z"))[0] == [None, *want, None, None, None, None]
     # The drafts are not taken: without them the mask is that of the start.
     assert fill(plan_of(one))[0][1] == {token_of("Q")}
+
+
+@pytest.mark.parametrize("attribute", ["max_tokens=2", 'stop="X"', 'suffix="X"', "lazy"])
+def test_drafts_are_taken_back_from_a_grammar_that_counts_tokens(sequence, attribute):
+    """Before: such an answer ended in an error with its first draft."""
+    lark = f'start: some "Z" | some "V"\nsome[{attribute}]: /[QX]+/'
+    one, alone = sequence(lark=lark), sequence(lark=lark)
+    want = []
+    for text in ("Q", "Q", "Z"):
+        want.append(fill(plan_of(alone))[0][0])
+        alone.token_ids.append(token_of(text))
+    allowed, failed = fill(drafted(one, "Q", "Q"))
+    assert (allowed[:3], failed) == (want, [])
+    one.token_ids.append(token_of("Q"))
+    assert fill(plan_of(one)) == ([want[1], *[None] * 7], [])
+    assert fill(drafted(one, "Q"))[0][:2] == want[1:]
+
+
+def test_a_grammar_that_cannot_go_on_after_a_draft_fails_its_sequence(sequence, tokenizer):
+    one = sequence(lark='start: some "Z"\nsome[max_tokens=9]: /(Q|X)*Q(Q|X){9}/')
+    few = LLParserLimits(step_lexer_fuel=1, verbose_errors=False)
+    text = LLMatcher.grammar_from_lark('start: some "Z"\nsome[max_tokens=9]: /(Q|X)*Q(Q|X){9}/')
+    one.request.grammar._compiled = [LLMatcher(tokenizer, text, limits=few)]
+    allowed, failed = fill(drafted(one, "Q", "Q"))
+    assert [sequence for sequence, _ in failed] == [one]
+    assert "grammar cannot go on" in failed[0][1]
+    assert allowed == [None] * 8
 
 
 def test_rows_after_a_draft_that_does_not_fit_are_free(sequence):

@@ -1,0 +1,161 @@
+"""Line of requests that wait for host memory for their adapters: the earliest deadline first.
+
+Requests for adapters in memory pass those that wait. That is bounded: when the first one has waited
+for its patience, the adapters that would be evicted for it get no later requests until it has room.
+No jax.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from lora_jax.adapters.registry_errors import HostFull
+
+LOOK_S = 1.0  # a request that waits looks so often though nothing woke it
+PATIENCE_S = 30.0  # a request is passed by others for so long at most
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A request on its way to its adapter; it stands in the line from its first refusal on."""
+
+    order: tuple[float, int]  # deadline, number of arrival
+    wake: Callable[[], None]
+    patience_s: float
+    lends: bool  # the entry counts as in use while the caller holds it
+    since_s: float = 0.0  # of the wait
+    name: str = ""
+    seen: int = 0  # changes of the line before the last attempt
+    is_open: bool = True
+
+
+class RoomLine:
+    """Requests that wait for room; any thread may call any method.
+
+    `wake` of a ticket is called with the lock held: it must not wait or call back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: list[Ticket] = []  # in their order
+        self._drained: frozenset[str] = frozenset()  # digests
+        self.num_changes = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @contextlib.contextmanager
+    def ticket(
+        self,
+        wake: Callable[[], None],
+        *,
+        deadline: float = float("inf"),
+        wait_s: float = 2 * PATIENCE_S,
+        lends: bool = True,
+    ) -> Iterator[Ticket]:
+        """Yield a ticket for one request, which may wait for `wait_s` seconds."""
+        patience = min(PATIENCE_S, wait_s / 2)
+        ticket = Ticket((deadline, next(self._numbers)), wake, patience, lends)
+        try:
+            yield ticket
+        finally:
+            with self._lock:
+                ticket.is_open = False
+                self._take_out(ticket)
+
+    def enter(self, ticket: Ticket, name: str) -> None:
+        """Have a request wait, unless it waits already or has left for good."""
+        with self._lock:
+            if ticket.is_open and ticket not in self._waiting:
+                ticket.name, ticket.since_s = name, ticket.since_s or self._clock()
+                self._waiting.append(ticket)
+                self._waiting.sort(key=lambda one: one.order)
+                if ticket.seen != self.num_changes:  # room may have come before it stood here
+                    ticket.wake()
+
+    def leave(self, ticket: Ticket) -> None:
+        """Take a request out, which has room: it is the next one's turn."""
+        with self._lock:
+            self._take_out(ticket)
+
+    def must_wait(self, ticket: Ticket | None) -> bool:
+        """Return whether an earlier request waits for room. Without a ticket none is earlier."""
+        first = next(iter(self._waiting), None)
+        return ticket is not None and first is not None and first.order < ticket.order
+
+    def is_closed(self, digest: str, ticket: Ticket | None) -> bool:
+        """Return whether an adapter in memory gets no requests for the sake of the first one."""
+        return digest in self._drained and (ticket is None or self.must_wait(ticket))
+
+    def drain(self, ticket: Ticket, digests: frozenset[str]) -> None:
+        """Close adapters to later requests, if the first request has waited for its patience."""
+        with self._lock:
+            if self._waiting[:1] != [ticket]:
+                return
+            if self._clock() - ticket.since_s >= ticket.patience_s:
+                self._drained = digests
+
+    def changed(self) -> None:
+        """Wake the first request: an adapter may have become idle."""
+        with self._lock:
+            self.num_changes += 1
+            self._wake_first()
+
+    def arrived(self, name: str) -> None:
+        """Wake the requests for an adapter that is in memory now."""
+        with self._lock:
+            self.num_changes += 1
+            for ticket in self._waiting:
+                if ticket.name == name:
+                    ticket.wake()
+
+    def _take_out(self, ticket: Ticket) -> None:
+        if ticket not in self._waiting:
+            return
+        was_first = self._waiting[0] is ticket
+        self._waiting.remove(ticket)
+        self.num_changes += 1
+        if not was_first:
+            return
+        if self._drained:  # those that wait for such an adapter may go on
+            self._drained = frozenset()
+            for other in self._waiting:
+                other.wake()
+        self._wake_first()
+
+    def _wake_first(self) -> None:
+        for ticket in self._waiting[:1]:
+            ticket.wake()
+
+
+def wait_in_line[E](
+    line: RoomLine,
+    attempt: Callable[[Ticket], E],
+    wait_s: float,
+    *,
+    deadline: float = float("inf"),
+    lends: bool = True,
+) -> E:
+    """Return what `attempt` returns when there is room for it; other threads may do so meanwhile.
+
+    Raises what it raises, HostFull after `wait_s` seconds.
+    """
+    woken = threading.Event()
+    options = {"deadline": deadline, "wait_s": wait_s, "lends": lends}
+    with line.ticket(woken.set, **options) as ticket:
+        until = time.monotonic() + wait_s
+        while True:
+            woken.clear()
+            ticket.seen = line.num_changes
+            try:
+                return attempt(ticket)
+            except HostFull as full:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise full.after(wait_s) from None
+            woken.wait(min(left, LOOK_S))

@@ -1,0 +1,56 @@
+"""Options inside of a client's Lark grammar loosen nothing, and none is passed over."""
+
+import pytest
+
+from serving.text.structured.lark_options import checked_lark
+
+OPTIONS = {"lenient": False, "whitespace_pattern": " "}
+OURS = '"x-guidance": {"lenient": false, "whitespace_pattern": " "}'
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('%llguidance {"no_forcing": false}\nstart: "a"', "%llguidance 'no_forcing': false is"),
+        ('%llguidance {"allow_invalid_utf8": true}\nstart: "a"', "'allow_invalid_utf8': true is"),
+        ('start: "a"\n%llguidance{"maximum": ["x"]}', "'maximum': [\"x\"] is"),
+        ('%llguidance yes\nstart: "a"', "%llguidance without JSON is"),
+        ("start: %json", "%json without JSON is"),
+        ("start: %json " + "[" * 60_000, "%json without JSON is"),
+        ('start: %json {"x-guidance": {"lenient": true}, "not": {}}', "x-guidance.lenient is"),
+        ('start: %json\n{"x-guidance": {"coerce_one_of": true}}', "x-guidance.coerce_one_of is"),
+        (
+            'start: %json {"\\u0078-guidance": {"item_separator": ";"}}',
+            "x-guidance.item_separator is",
+        ),
+        ('start: "x" %lark {\nstart: %json {"x-guidance": {"lenient": true}}\n}', "lenient is"),
+        ("start: a\na[max_tokens=3, temperature = 0.3]: /x*/", "The attribute temperature is"),
+    ],
+)
+def test_what_loosens_or_is_passed_over_is_refused_by_name(text, named):
+    with pytest.raises(ValueError, match=r"^structured_outputs\.grammar: ") as caught:
+        checked_lark(text, OPTIONS)
+    assert f"{named} not supported; " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "%llguidance {}\nstart: temperature\ntemperature: /[0-9]+/",
+        '%llguidance {"allow_initial_skip": true, "no_forcing": true}\nstart: "a"',
+        'start: "%json { %llguidance [temperature=1]" // %json\n# %llguidance\n',
+        r'start: "\"%json" /[\/"] %json [temperature=1]/',
+        'start: %json {"x-guidance": {"whitespace_flexible": false}, "type": "null"}',
+        "start: %json true",
+        'start: %json {"x-guidance": 3}',
+    ],
+)
+def test_the_rest_stays_as_it_is(text):
+    assert checked_lark(text, OPTIONS) == text
+
+
+def test_schemas_within_a_grammar_have_the_options_of_json():
+    long = "9" * 5000  # Python reads no integer of so many digits
+    text = f'start: %json {{ }} | b\nb: %json{{"const": {long}}} | "{{" | %json {{}}'
+    first, second = f"start: %json {{{OURS} }} | b", f'b: %json{{{OURS}, "const": {long}}}'
+    assert checked_lark(text, OPTIONS) == f'{first}\n{second} | "{{" | %json {{{OURS}}}'
