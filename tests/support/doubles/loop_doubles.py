@@ -36,7 +36,7 @@ class Runner:
         self.order.append("wait")
 
     def close(self):
-        self.order.append("close")
+        self.order.append("freed")
 
     def _result(self, chunk):
         bad = chunk.sequence.request.prompt_ids in self.bad_prompts
