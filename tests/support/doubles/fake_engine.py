@@ -328,5 +328,4 @@ def write_fake_adapters(root: Path, *names: str) -> Path:
         (root / name).mkdir(parents=True)
         config = {"r": 4} | ({"bad": True} if name.startswith("bad") else {})
         (root / name / "adapter_config.json").write_text(json.dumps(config))
-        (root / name / "adapter_model.safetensors").write_bytes(b"")
     return root

@@ -54,10 +54,11 @@ def fake(monkeypatch, tmp_path, caplog):
             self.close()
 
     monkeypatch.setattr(serving, "Engine", Engine, raising=False)
+    # A fake engine's model has no tokenizer, its adapters no weights.
+    monkeypatch.setattr(launch, "check_start_files", lambda options: None)
     monkeypatch.setattr(launch.logs, "configure", lambda level, quiet: None)
     (root / "m").mkdir()
     (root / "m" / "config.json").write_text("{}")
-    (root / "m" / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(root)
     caplog.set_level(logging.INFO)
     before, interval = signal.getsignal(signal.SIGTERM), sys.getswitchinterval()
