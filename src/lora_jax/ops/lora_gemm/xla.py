@@ -20,9 +20,7 @@ def lora_gemm(
     row_to_slot, row_to_expert = batch.row_to_slot, batch.row_to_expert
     rows = y.shape[0]
     f32 = jnp.float32
-    # Without the ranks, which differ between maps: XLA computes the blocks of all maps of the same
-    # rows once. They took two thirds of a step's code, and of the time to compile it.
-    order, starts, counts, num_blocks = _blocks(entries.shape[0], row_to_slot, row_to_expert)
+    order, starts, counts, num_blocks = _blocks(entries, row_to_slot, row_to_expert)
     order = jnp.pad(order, (0, BLOCK))
     lane = jnp.arange(BLOCK, dtype=jnp.int32)
     rank_row = jnp.arange(max_rank, dtype=jnp.int32)
@@ -37,14 +35,14 @@ def lora_gemm(
         a, b = jnp.where(live, a, f32(0)), jnp.where(live, b, f32(0))
         h = jnp.einsum("ti,ri->tr", x[chosen].astype(f32), a, precision=HIGHEST) * scaling[slot]
         z = y[chosen].astype(f32) + jnp.einsum("tr,ro->to", h, b, precision=HIGHEST)
-        target = jnp.where((lane < counts[i]) & (rank > 0), chosen, rows)
+        target = jnp.where(lane < counts[i], chosen, rows)
         return y.at[target].set(z.astype(y.dtype), mode="drop")
 
     return jax.lax.fori_loop(0, num_blocks, one_block, y)
 
 
 def _blocks(
-    num_slots: int,
+    entries: Int[Array, "slots 5"],
     row_to_slot: Int[Array, "rows"],
     row_to_expert: Int[Array, "rows"],
 ) -> tuple[Int[Array, "rows"], Int[Array, "rows"], Int[Array, "rows"], Int[Array, ""]]:
@@ -54,8 +52,8 @@ def _blocks(
     """
     rows = row_to_slot.shape[0]
     position = jnp.arange(rows, dtype=jnp.int32)
-    has = row_to_slot >= 0
-    slot = jnp.where(has, row_to_slot, jnp.int32(num_slots))
+    has = (row_to_slot >= 0) & (entries[jnp.maximum(row_to_slot, 0), 2] > 0)
+    slot = jnp.where(has, row_to_slot, jnp.int32(entries.shape[0]))
     order = jnp.lexsort((row_to_expert, slot)).astype(jnp.int32)
     slot, expert = slot[order], row_to_expert[order]
     changed = (slot[1:] != slot[:-1]) | (expert[1:] != expert[:-1])
