@@ -1,6 +1,7 @@
 """References to the objects that the engine's loop drives, made by `parts`."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -15,6 +16,8 @@ from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler
 from serving.steps.model_runner import ModelRunner
 from serving.text.structured.grammars import Grammars
+
+logger = logging.getLogger(__name__)
 
 
 class AbstractTurns(Protocol):
@@ -78,3 +81,16 @@ class LoopParts:
     compositions: Compositions | None = None
     traces: Traces | None = None
     turns: AbstractTurns | None = None
+
+    def drain(self) -> None:
+        """Wait for the device, so that the process may end while nothing runs; free its memory."""
+        try:
+            self.runner.wait()
+        except Exception:
+            logger.exception("The last step failed.")
+        if self.turns is not None:
+            self.turns.close()
+        self.residencies.close()
+        self.grammars.close()
+        if self.traces is not None:
+            self.traces.close()

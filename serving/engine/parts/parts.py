@@ -93,6 +93,14 @@ class EngineParts:
     primary: str | None = None  # digest of the adapter that is served alone
     leave: Callable[[], None] = lambda: None  # when the engine uses its devices no more
 
+    def close(self) -> None:
+        """End the loop, and leave devices and other processes."""
+        self.loop.close()
+        self.leave()
+        if self.gang is not None:
+            self.gang.close()
+        self.compilations.close()
+
 
 def build_parts(
     config: EngineConfig,
