@@ -5,6 +5,7 @@ for its patience, the adapters that would be evicted for it get no later request
 No jax.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import itertools
@@ -73,8 +74,8 @@ class RoomLine:
         with self._lock:
             if ticket.is_open and ticket not in self._waiting:
                 ticket.name, ticket.since_s = name, ticket.since_s or self._clock()
-                self._waiting.append(ticket)
-                self._waiting.sort(key=lambda one: one.order)
+                # At once, as others look without the lock.
+                bisect.insort(self._waiting, ticket, key=lambda one: one.order)
                 if ticket.seen != self.num_changes:  # room may have come before it stood here
                     ticket.wake()
 
