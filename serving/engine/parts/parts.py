@@ -321,10 +321,11 @@ def engine_stats(
     by_kind: dict[str, int] = {}
     for kind, size in sizes.values():
         by_kind[kind] = by_kind.get(kind, 0) + size
+    for_adapter = scheduler.num_waiting_adapter + len(registry.line)
     return EngineStats(
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting_capacity + scheduler.num_waiting_adapter,
-        waiting_for_adapter=scheduler.num_waiting_adapter,
+        waiting=scheduler.num_waiting_capacity + for_adapter,
+        waiting_for_adapter=for_adapter,
         kv_usage=scheduler.kv_usage,
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,

@@ -40,7 +40,8 @@ async def entry_in_turn(
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(woken.set)
 
-    with registry.line.ticket(wake, wait_s=wait_s, lends=lends) as ticket:
+    owner = "" if share is None else share.owner
+    with registry.line.ticket(wake, wait_s=wait_s, lends=lends, owner=owner) as ticket:
         until = loop.time() + wait_s
         while True:
             woken.clear()
