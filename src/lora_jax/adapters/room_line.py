@@ -6,6 +6,7 @@ adapters that would be evicted for it get no later requests until it has room. N
 """
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -94,6 +95,14 @@ class RoomLine:
         """Return whether an earlier request waits for room. Without a ticket none is earlier."""
         first = next(iter(self._waiting), None)
         return ticket is not None and first is not None and first.order < ticket.order
+
+    def is_too_long(self, ticket: Ticket, most: int) -> bool:
+        """Return whether more than `most` wait, and of its caller more than an equal part."""
+        with self._lock:
+            if len(self._waiting) <= most:
+                return False
+            waiting = collections.Counter(one.owner for one in self._waiting)
+        return waiting[ticket.owner] > most // len(waiting)
 
     def is_closed(self, digest: str, ticket: Ticket | None) -> bool:
         """Return whether an adapter in memory gets no requests for the sake of the first one."""
