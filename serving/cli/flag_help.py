@@ -71,7 +71,8 @@ ENGINE_HELP = {
     "esft_memory_bytes": "Device memory for the experts of ESFT adapters, in bytes. Default: as "
     "needed on a CPU, what is left on a GPU.",
     "lora_memory_bytes": "Device memory for LoRA adapters, in bytes. Default: room for "
-    "--max-loras adapters of --max-lora-rank.",
+    "--max-loras adapters of --max-lora-rank, or on an accelerator of the largest rank of "
+    "--lora-modules where there is no --lora-dir.",
     "max_adapter_bytes": "Maximum size of one adapter's files, in bytes.",
     "max_total_adapter_bytes": "Host memory for all loaded adapters, in bytes. Requests for more "
     "adapters at a time than it holds wait.",

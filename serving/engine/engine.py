@@ -11,6 +11,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
@@ -94,7 +95,7 @@ class Engine:
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.
-        self._close = weakref.finalize(self, _close, self._parts)
+        self._close = weakref.finalize(self, self._parts.close)
         self._loop.start()
         if gang is not None:
             gang.serve()
@@ -380,6 +381,11 @@ class Engine:
         """True if the engine accepts requests and its loop has run recently."""
         return self._loop.is_alive
 
+    @property
+    def end(self) -> Future[Exception | None]:
+        """Done when the engine has ended, with the error that ended it; None: `close` did."""
+        return self._loop.end
+
     def stats(self) -> EngineStats:
         """Return the engine's counters and gauges."""
         parts = self._parts
@@ -390,11 +396,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError when an idle engine holds anything it should not."""
         self._loop.check_integrity()
-
-
-def _close(parts: EngineParts) -> None:
-    parts.loop.close()
-    parts.leave()
-    if parts.gang is not None:
-        parts.gang.close()
-    parts.compilations.close()

@@ -6,6 +6,7 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 
 import atexit
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -266,6 +267,7 @@ class Agent:
             compiles = not jail.stops_compiling(self._backbone.device)
             order = {"name": name, "adapter": folder}
             running = Running(*self._maker.start(order, self._fields, compiles=compiles))
+            running.on_lack = functools.partial(self._maker.lacked, folder)
         self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
         return running
 

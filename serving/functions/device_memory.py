@@ -31,7 +31,10 @@ class DeviceShare:
         sizes: dict[str, int],
         memory: AbstractVirtualMemory,
     ):
-        """`order` names model and fields, `sizes` are what an adapter adds to these."""
+        """`order` names model and fields, and bytes to take beside what was measured; `sizes` are
+        what an adapter adds to these.
+        """
+        self._extra_bytes: int = order.get("extra_bytes", 0)
         usage = memory.usage()
         self._files = files
         self._device_bytes = (usage.device_used or 0) + (usage.device_free or 0)
@@ -45,7 +48,9 @@ class DeviceShare:
         if known is None:
             if self._files.demands:
                 raise NotKept("what its arrays take of the device is not known")
-        elif (num_bytes := int(known)) and not xla_memory.bound(num_bytes, self._device_bytes):
+            return
+        num_bytes = int(known) and int(known) + self._extra_bytes
+        if num_bytes and not xla_memory.bound(num_bytes, self._device_bytes):
             logger.warning("XLA's memory has no bound: steps after a pause take longer.")
 
     def keep(self) -> None:
@@ -65,7 +70,9 @@ def share_of(
     """
     files = step_files()
     sized = order["fields"].get("kv_cache_memory_bytes")
-    if order.get("device") != "gpu" or files is None or not sized or not order.get("bounded", True):
+    if order.get("device") != "gpu" or files is None or not sized:
+        return None
+    if order.get("extra_bytes", 0) is None:  # it ran out of every bound
         return None
     if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") != "cuda_async":  # as an agent starts them
         return None

@@ -125,7 +125,9 @@ def main(connection) -> None:
     send_header(connection, {"ready": True, **about})
     with engine:
         adapter = name if adapters else None
-        _Calls(connection, engine, arena, adapter, side, tenants and tenants.side).answer()
+        calls = _Calls(connection, engine, arena, adapter, side, tenants and tenants.side)
+        threading.Thread(target=calls.end_with_engine, name="end", daemon=True).start()
+        calls.answer()
 
 
 def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
@@ -240,6 +242,20 @@ class _Calls:
             for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
 
+    def end_with_engine(self) -> None:
+        """Let this process end when its engine has died, and say so if it had too little memory.
+
+        Calls under way are answered by the end of the connection, behind which the agent starts
+        another process.
+        """
+        error = self._engine.end.result()
+        if error is None:
+            return
+        with contextlib.suppress(OSError):  # the agent has gone too
+            if xla_memory.is_bounded() and _is_of_memory(str(error)):
+                self._send({"lacks_memory": True})
+            self._connection.shutdown(socket.SHUT_RDWR)
+
     def _is_asked_within(self, seconds: float) -> bool:
         return bool(select.select([self._connection], [], [], seconds)[0])
 
@@ -261,6 +277,8 @@ class _Calls:
         try:
             value = {"value": self._do(call)}
         except Exception as error:  # the call's own: others go on
+            if self._engine.end.done() and self._engine.end.result() is not None:
+                return  # see end_with_engine
             value = {
                 "error": type(error).__name__,
                 "text": str(error),

@@ -236,7 +236,8 @@ class Function:
             self.answered()
             return answer["value"]
         if answer["error"] == "FunctionDied":
-            raise FunctionDied(f"Function {self.name!r} ended during the call; try it again.")
+            why = answer.get("why", "ended during the call")
+            raise FunctionDied(f"Function {self.name!r} {why}; try it again.")
         if answer["error"] in _ERRORS:
             self.answered()
             raise _ERRORS[answer["error"]](answer["text"])

@@ -17,6 +17,9 @@ SIZES = (
     "max_lora_trainable_tokens",
     "max_lora_modules_to_save",
 )
+# Bytes of a GPU beside what was measured, of the first and later processes of an adapter that ran
+# out of them; None: no bound.
+EXTRA_BYTES = 0, 64 << 20, 512 << 20, None
 Launched = tuple[socket.socket, int, dict[str, Any]]
 
 
@@ -29,7 +32,7 @@ class ProgramMaker:
         self._making = threading.Lock()
         self._made: dict[str, float] = {}  # sizes: when their programs were made last
         self._settled: set[str | None] = set()  # folders of adapters whose programs were asked for
-        self._unbounded: set[str | None] = set()  # folders of adapters that need more than measured
+        self._lacks: dict[str | None, int] = {}  # folders of adapters: how often memory ran out
 
     def start(self, order: dict[str, Any], fields: dict[str, Any], *, compiles: bool) -> Launched:
         """Launch a function, which reads its programs; where they are not kept, a process without
@@ -59,17 +62,21 @@ class ProgramMaker:
         )
 
     def _launch_bounded(self, order: dict[str, Any], *, demands: bool) -> Launched:
-        """Launch a function in the device memory that was measured, or without a bound where that
-        did not do before.
+        """Launch a function in the device memory that was measured, or in more where that did not
+        do before.
         """
         adapter, programs = order["adapter"], _reads(demands)
-        bounded = adapter not in self._unbounded
-        launched = self._launch(order | {"bounded": bounded}, programs=programs)
-        if not launched[2].get("lacks_memory"):
-            return launched
-        self._end(launched[0])
-        self._unbounded.add(adapter)
-        return self._launch(order | {"bounded": False}, programs=programs)
+        while True:
+            extra = EXTRA_BYTES[self._lacks.get(adapter, 0)]
+            launched = self._launch(order | {"extra_bytes": extra}, programs=programs)
+            if extra is None or not launched[2].get("lacks_memory"):
+                return launched
+            self._end(launched[0])
+            self.lacked(adapter)
+
+    def lacked(self, adapter: str | None) -> None:
+        """A process of this adapter's folder ran out of its memory: the next one has more."""
+        self._lacks[adapter] = min(self._lacks.get(adapter, 0) + 1, len(EXTRA_BYTES) - 1)
 
     def _make(self, fields: dict[str, Any], sizes: dict[str, int], asked_at: float) -> None:
         """Have programs of these sizes made, in the room of a function that has no process.

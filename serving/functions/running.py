@@ -11,6 +11,9 @@ from typing import Any
 
 from lora_jax.memory.wire import receive_header, send_fds, send_header
 
+# Why a process has ended, in the error of its calls.
+LACKED = "ran out of the device memory that was measured for it, and starts again with more"
+
 
 class Running:
     """A process that is ready, as its agent sees it; any thread may call any method."""
@@ -26,6 +29,8 @@ class Running:
         self.has_answered = False  # a call of one of several owners
         # Called with the name and epoch of an adapter's process that no longer answers.
         self.on_lost: Callable[[str, int], None] = lambda name, epoch: None
+        # Called where the process ends because it has run out of its device memory.
+        self.on_lack: Callable[[], None] = lambda: None
 
     def send(
         self, call: dict[str, Any], *, owner: str = "", fds: Sequence[int] = ()
@@ -120,9 +125,14 @@ class Running:
 
     def read(self) -> None:
         """Pass answers to waiting calls until the process has ended; every call gets an answer."""
+        died = {"error": "FunctionDied"}
         try:
             while True:
                 answer = receive_header(self._connection)
+                if answer.get("lacks_memory"):
+                    died["why"] = LACKED
+                    self.on_lack()
+                    continue
                 if "tenant" in answer:
                     self.on_lost(answer["tenant"], answer["epoch"])
                 with self._lock:
@@ -142,7 +152,7 @@ class Running:
             self._owners.clear()
             self._connection.close()
         for answers in waiting:
-            answers.put({"error": "FunctionDied"})
+            answers.put(died)
 
     def close(self) -> None:
         """Let both sides read the connection's end."""

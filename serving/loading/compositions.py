@@ -134,7 +134,16 @@ class Compositions:
         return self._keep(weights)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Let compositions go that no request needs; RegistryBusy where that is not enough."""
+        """Let compositions go that no request needs; RegistryBusy where that is not enough.
+
+        Raises ValueError where all of the memory is too little.
+        """
+        if num_bytes > self._max_bytes:
+            raise ValueError(
+                f"The sum takes {num_bytes} bytes; the limit of memory for composed adapters is "
+                f"{self._max_bytes} (a quarter of max_total_adapter_bytes): raise it, or compose "
+                "fewer or smaller adapters."
+            )
         in_use = set(self._in_use())
         with self._lock:
             while self._held(in_use) + num_bytes > self._max_bytes:

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from lora_jax.adapters.registry import AdapterEntry
@@ -52,7 +53,7 @@ class EngineLoop:
         self._woken = False
         self._aborts: list[Request] = []
         self._closing = False
-        self._dead = False
+        self.end: Future[Exception | None] = Future()  # what ended the loop; None: `close` did
         books = parts.scheduler, parts.residencies, parts.metrics, parts.finished
         follows = parts.registry, parts.compositions, parts.residencies, parts.metrics
         self._follower = RegistryFollower(*follows)
@@ -92,13 +93,13 @@ class EngineLoop:
         """Do what another process's loop tells until it says no more, in place of `start`."""
         for command in commands:
             self._parts.runner.follow(command)
-        self._drain()
+        self._parts.drain()
 
     @property
     def is_alive(self) -> bool:
         """True if the thread runs and the loop has run within the last STALL_S seconds."""
         stalled = time.monotonic() - self._heartbeat_s > STALL_S
-        return self._thread.is_alive() and not (self._dead or self._closing or stalled)
+        return self._thread.is_alive() and not (self.end.done() or self._closing or stalled)
 
     @property
     def is_this_thread(self) -> bool:
@@ -113,7 +114,7 @@ class EngineLoop:
     ) -> None:
         """Queue a request; raises QueueFull, ValueError or EngineDead and then changes nothing."""
         with self._lock:
-            if self._dead or self._closing:
+            if self.end.done() or self._closing:
                 raise EngineDead(_DEAD)
             if request.request_id in self._live:
                 raise ValueError(f"A request of the id {request.request_id[:64]!r} is running.")
@@ -155,17 +156,19 @@ class EngineLoop:
 
     def _run(self) -> None:
         self._parts.compilations.watch_this_thread()
+        why = None
         try:
             while not self._closing:
                 self._iterate()
-        except Exception:
+        except Exception as error:
             logger.exception("The engine has died.")
+            why = error
         finally:
             self._parts.compilations.ignore_this_thread()
             with self._lock:
-                self._dead = True
+                self.end.set_result(why)
             self._live.close(_DEAD)
-            self._drain()
+            self._parts.drain()
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, take in the step before, and advance loads."""
@@ -385,16 +388,3 @@ class EngineLoop:
         servable = self._parts.residencies.servable_here(lost)
         restarted = scheduler.restart_adapters(servable) if servable else []
         return [*restarted, *scheduler.fail_adapters(lost - servable)]
-
-    def _drain(self) -> None:
-        """Wait for the device, so that the process may end while nothing runs; free its memory."""
-        try:
-            self._parts.runner.wait()
-        except Exception:
-            logger.exception("The last step failed.")
-        if self._parts.turns is not None:
-            self._parts.turns.close()
-        self._parts.residencies.close()
-        self._parts.grammars.close()
-        if self._parts.traces is not None:
-            self._parts.traces.close()

@@ -1,6 +1,7 @@
 """References to the objects that the engine's loop drives, made by `parts`."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
@@ -15,6 +16,8 @@ from serving.runtime.compile_counter import CompileCounter
 from serving.scheduling.scheduler import Scheduler
 from serving.steps.model_runner import ModelRunner
 from serving.text.structured.grammars import Grammars
+
+logger = logging.getLogger(__name__)
 
 
 class AbstractTurns(Protocol):
@@ -78,3 +81,14 @@ class LoopParts:
     compositions: Compositions | None = None
     traces: Traces | None = None
     turns: AbstractTurns | None = None
+
+    def drain(self) -> None:
+        """Wait for the device, so that the process may end while nothing runs; free its memory."""
+        try:
+            self.runner.wait()
+        except Exception:
+            logger.exception("The last step failed.")
+        parts = self.turns, self.residencies, self.grammars, self.traces, self.runner
+        for part in parts:
+            if part is not None:
+                part.close()

@@ -43,11 +43,12 @@ def size_kv_cache(
     devices: int = 1,
     *,
     share: float = LORA_SHARE,
+    rank: int | None = None,
 ) -> CacheSize:
     """Return the KV pages that the budget or the device's memory has room for.
 
-    Adapters take of it what `make_allocator` gives them for the same arguments, at most `share`
-    of what is free, and rows of images `encoder_bytes`. Of a model over several devices all bytes
+    Adapters take of it what `make_allocator` gives them for the same arguments (`share`, `rank`),
+    and rows of images `encoder_bytes`. Of a model over several devices all bytes
     are those of one, as are the widths of the catalogue.
     """
     shape = model.kv_shape(model_config).local(devices)
@@ -55,7 +56,8 @@ def size_kv_cache(
     free = free_device_bytes(config)
     if free is not None:
         one = _one_adapter_bytes(config, local_catalogue, dtype)
-        slots = adapter_bytes(config, one, free, share)
+        usual = _one_adapter_bytes(config, local_catalogue, dtype, rank)
+        slots = adapter_bytes(config, one, free, share, usual)
         if num_full_adapters:
             slots += num_full_adapters * _one_adapter_bytes(
                 config, model.catalogue(model_config), dtype
@@ -103,9 +105,11 @@ def free_device_bytes(config: EngineConfig) -> int | None:
     return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])
 
 
-def _one_adapter_bytes(config: EngineConfig, catalogue: LoraCatalogue, dtype: jnp.dtype) -> int:
-    """Return what an adapter of max_lora_rank on every module takes."""
-    rows = rows_per_adapter(catalogue, config.max_lora_rank)
+def _one_adapter_bytes(
+    config: EngineConfig, catalogue: LoraCatalogue, dtype: jnp.dtype, rank: int | None = None
+) -> int:
+    """Return what an adapter of `rank`, by default max_lora_rank, on every module takes."""
+    rows = rows_per_adapter(catalogue, rank or config.max_lora_rank)
     return rows_nbytes(rows, lora_dtype(config, dtype).itemsize)
 
 
@@ -117,17 +121,30 @@ def make_allocator(
     num_full_adapters: int = 0,
     *,
     share: float = LORA_SHARE,
+    rank: int | None = None,
 ) -> tuple[SlotAllocator, SlotsSpec]:
     """Return slots for the modules of `local_catalogue`, all or some of the catalogue's.
 
     `num_full_adapters` more slots have room for adapters of max_lora_rank on every module of
-    the catalogue. All others take at most `share` of what is free.
+    the catalogue. All others take at most `share` of what is free, on a device with a limit; they
+    are counted as adapters of `rank` there, and one of max_lora_rank always fits.
     """
-    one = _one_adapter_bytes(config, local_catalogue, dtype)
-    budget = adapter_bytes(config, one, free_device_bytes(config), share)
+    one, free = _one_adapter_bytes(config, local_catalogue, dtype), free_device_bytes(config)
+    rank = None if free is None or config.lora_memory_bytes is not None else rank
+    usual = _one_adapter_bytes(config, local_catalogue, dtype, rank)
+    budget = adapter_bytes(config, one, free, share, usual)
     itemsize = lora_dtype(config, dtype).itemsize
-    spec = size_slots(local_catalogue, config.max_loras, config.max_lora_rank, itemsize, budget)
-    _warn_if_short(config, local_catalogue, spec, itemsize, budget)
+    spec = _size_slots(config, local_catalogue, itemsize, budget, rank or config.max_lora_rank)
+    _warn_if_short(config, local_catalogue, spec, itemsize, budget, rank)
+    if usual < one:
+        logger.info(
+            "LoRA slots have rows for adapters of rank %d, the largest that was given. "
+            "--lora-memory-bytes %d has room for %d of --max-lora-rank %d.",
+            rank,
+            config.max_loras * one,
+            config.max_loras,
+            config.max_lora_rank,
+        )
     if num_full_adapters:
         more = rows_per_adapter(catalogue, config.max_lora_rank)
         rows = {
@@ -140,14 +157,31 @@ def make_allocator(
     return SlotAllocator(catalogue, spec.num_slots, spec.rows, itemsize), spec
 
 
+def _size_slots(
+    config: EngineConfig, catalogue: LoraCatalogue, itemsize: int, budget: int, rank: int
+) -> SlotsSpec:
+    """Return pools for adapters of `rank`, in which one of max_lora_rank has room too."""
+    spec = size_slots(catalogue, config.max_loras, rank, itemsize, budget)
+    largest = rows_per_adapter(catalogue, config.max_lora_rank)
+    if all(spec.rows[width] >= count for width, count in largest.items()):
+        return spec
+    return size_slots(catalogue, config.max_loras, config.max_lora_rank, itemsize, budget)
+
+
 def _warn_if_short(
-    config: EngineConfig, catalogue: LoraCatalogue, spec: SlotsSpec, itemsize: int, budget: int
+    config: EngineConfig,
+    catalogue: LoraCatalogue,
+    spec: SlotsSpec,
+    itemsize: int,
+    budget: int,
+    rank: int | None,
 ) -> None:
     """Log where LoRA memory holds fewer whole adapters than max_loras."""
-    one = rows_per_adapter(catalogue, config.max_lora_rank)
+    one = rows_per_adapter(catalogue, rank or config.max_lora_rank)
     one_bytes, held = rows_nbytes(one, itemsize), whole_adapters(one, spec.rows)
     needed = config.max_loras * one_bytes
     if not one_bytes:  # all modules are elsewhere
         return
-    if line := shortage_line(config, held, one_bytes, "--lora-memory-bytes", budget, needed):
+    sizes = one_bytes, "--lora-memory-bytes", budget, needed
+    if line := shortage_line(config, held, *sizes, rank=rank):
         logger.warning(line)

@@ -121,19 +121,23 @@ def lora_share(config: EngineConfig, num_given: int) -> float:
 
 
 def adapter_bytes(
-    config: EngineConfig, one_adapter: int, free: int | None = None, share: float = LORA_SHARE
+    config: EngineConfig,
+    one_adapter: int,
+    free: int | None = None,
+    share: float = LORA_SHARE,
+    usual: int | None = None,
 ) -> int:
     """Return the byte budget of the adapter slots.
 
-    `one_adapter` is what an adapter of max_lora_rank on every module takes. Without
-    lora_memory_bytes there is room for max_loras such adapters, but no more than `share` of the
-    `free` bytes, on a CPU DEFAULT_LORA_BYTES, unless a single one needs more: few adapters are as
-    big as they may be.
+    `one_adapter` is what an adapter of max_lora_rank on every module takes, `usual` what one of the
+    largest rank takes that adapters have, None: as much. Without lora_memory_bytes there is room
+    for max_loras usual adapters, but no more than `share` of the `free` bytes, on a CPU
+    DEFAULT_LORA_BYTES, unless a single one of max_lora_rank needs more.
     """
     if config.lora_memory_bytes is not None:
         return config.lora_memory_bytes
     most = DEFAULT_LORA_BYTES if free is None else int(share * free)
-    return max(one_adapter, min(config.max_loras * one_adapter, most))
+    return max(one_adapter, min(config.max_loras * (usual or one_adapter), most))
 
 
 def whole_adapters(one: dict[int, int], rows: dict[int, int]) -> int:
@@ -142,19 +146,27 @@ def whole_adapters(one: dict[int, int], rows: dict[int, int]) -> int:
 
 
 def shortage_line(
-    config: EngineConfig, held: int, one_adapter: int, flag: str, num_bytes: int, needed: int
+    config: EngineConfig,
+    held: int,
+    one_adapter: int,
+    flag: str,
+    num_bytes: int,
+    needed: int,
+    *,
+    rank: int | None = None,
 ) -> str | None:
     """Return the log line that fewer adapters fit than max_loras allows; None: all fit.
 
-    `num_bytes` hold `held` adapters of max_lora_rank on every module, each of `one_adapter` bytes;
-    `needed` is the value of the flag that has room for max_loras of them.
+    `num_bytes` hold `held` adapters of `rank`, by default max_lora_rank, on every module, each of
+    `one_adapter` bytes; `needed` is the value of the flag that has room for max_loras of them.
     """
     if held >= config.max_loras:
         return None
     adapters = "1 adapter" if held == 1 else f"{held} adapters"
+    adapters += f" of rank {rank or config.max_lora_rank}"
     return (
-        f"LoRA memory of {num_bytes / 1e6:.1f} MB holds {adapters} of rank "
-        f"{config.max_lora_rank} on every module ({one_adapter / 1e6:.1f} MB each), --max-loras is "
+        f"LoRA memory of {num_bytes / 1e6:.1f} MB holds {adapters} "
+        f"on every module ({one_adapter / 1e6:.1f} MB each), --max-loras is "
         f"{config.max_loras}: requests for more than {held} at a time wait for exchanges. "
         f"{flag} {needed} has room for all {config.max_loras}."
     )

@@ -24,6 +24,7 @@ from serving.api.generation_config import read_generation_config
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
+from serving.engine.memory.given_ranks import usual_rank
 from serving.engine.memory.jax_share import take_share
 from serving.engine.memory.memory_budget import bytes_limit, make_allocator, size_kv_cache
 from serving.engine.memory.page_pool import check_platform, make_page_pool
@@ -36,8 +37,14 @@ from serving.engine.metrics.traces import Traces, make_traces
 from serving.engine.metrics.version_metrics import ShareCollector
 from serving.engine.parts.brought_parts import take_brought
 from serving.engine.parts.devices import held_locally, local_widths, split_of
+from serving.engine.parts.early_checks import check_adapters
 from serving.engine.parts.head_parts import head_labels, take_heads
-from serving.engine.parts.image_parts import make_front, take_tower, watch_tower
+from serving.engine.parts.image_parts import (
+    check_image_files,
+    make_front,
+    take_tower,
+    watch_tower,
+)
 from serving.engine.parts.loaded_base import LoadedBase, load_model
 from serving.engine.parts.merging import (
     make_merged,
@@ -92,6 +99,14 @@ class EngineParts:
     primary: str | None = None  # digest of the adapter that is served alone
     leave: Callable[[], None] = lambda: None  # when the engine uses its devices no more
 
+    def close(self) -> None:
+        """End the loop, and leave devices and other processes."""
+        self.loop.close()
+        self.leave()
+        if self.gang is not None:
+            self.gang.close()
+        self.compilations.close()
+
 
 def build_parts(
     config: EngineConfig,
@@ -115,6 +130,13 @@ def build_parts(
     beside = Beside(access is not None, gang is not None, backbone is not None)
     described = read_config(Path(config.model))
     check_pairs(config, described, beside)
+    # What small files say is found out before the weights, which may take minutes, are read.
+    source = source_of(config, backbone, None if access is None else access.read_adapter)
+    made_up = described.vocab_size if source.made_up else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    check_image_files(config, described, tokenizer)
+    if access is None or access.read_adapter is None:
+        check_adapters(config, adapters)
     alone = access is None and backbone is None
     take_share(config, described, alone=alone and gang is None)
     check_platform(config)
@@ -139,10 +161,7 @@ def build_parts(
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
         use.enter_context(USERS.use())
-        source = source_of(config, backbone, None if access is None else access.read_adapter)
         model, model_config, dtype, weights = load_model(config, source, split)
-        made_up = model_config.vocab_size if source.made_up else None
-        tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
         images = take_tower(config, model, model_config, dtype)
         if traces is not None:
             undo.callback(traces.close)
@@ -168,8 +187,8 @@ def build_parts(
         pool = make_page_pool(config, model, *room[:3], esft)
         if pool is not None:
             undo.callback(pool.room.close)
-        share = lora_share(config, len(adapters))
-        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, share=share))
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        size = pool.size if pool else shared(gang, size_kv_cache(config, model, *room, **given))
         info = model_info(config, weights, model_config, size, dtype, tokenizer, generation)
         base = LoadedBase(
             model,
@@ -209,10 +228,9 @@ def _build(
     if base.pool is not None:
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
-        how_many, share = (base.dtype, num_full_adapters), lora_share(config, len(adapters))
-        allocator, spec = make_allocator(
-            config, base.catalogue, local_modules, *how_many, share=share
-        )
+        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
+        how_many = base.dtype, num_full_adapters
+        allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many, **given)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)
     copier = None
@@ -303,10 +321,11 @@ def engine_stats(
     by_kind: dict[str, int] = {}
     for kind, size in sizes.values():
         by_kind[kind] = by_kind.get(kind, 0) + size
+    for_adapter = scheduler.num_waiting_adapter + len(registry.line)
     return EngineStats(
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting_capacity + scheduler.num_waiting_adapter,
-        waiting_for_adapter=scheduler.num_waiting_adapter,
+        waiting=scheduler.num_waiting_capacity + for_adapter,
+        waiting_for_adapter=for_adapter,
         kv_usage=scheduler.kv_usage,
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,

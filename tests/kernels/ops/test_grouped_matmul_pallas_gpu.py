@@ -16,7 +16,7 @@ from support.doubles.mosaic import interpreted
 from support.drivers.lowering import launches
 from support.oracles.tolerance import TOLERANCE
 
-from lora_jax.ops import tuning_table
+from lora_jax.ops import hopper, tuning_table
 from lora_jax.ops.cases import MODELS, GroupedCase, grouped_case
 from lora_jax.ops.grouped_matmul import composed, pallas_gpu, reference
 from lora_jax.ops.grouped_matmul._gpu_tiles import (
@@ -415,3 +415,28 @@ def test_what_maps_side_by_side_do_not_take_is_declined_by_name():
     for rows, bias in ((200, None), (8, jnp.zeros(64, jnp.bfloat16))):
         with pytest.raises(NotImplementedError, match=f"no bias, not {rows} rows"):
             pallas_gpu.joined_matmul(x[:rows], [w, w], jnp.int32(rows), [None, bias])
+
+
+@pytest.mark.parametrize("rows", [8, 32, 64])
+def test_one_cta_on_an_sm_has_deeper_stages_than_two(rows):
+    """It runs where tiles are fewer than SMs: its loads must cover the part of the idle ones."""
+    alone, two = (with_stages(GroupedMatmulConfig(64, 1, rows, 1, n), 1) for n in (1, 2))
+    assert two.stages <= 8 < alone.stages <= 24
+    taken = alone.stages * alone.stage_bytes(1) + (alone.parts + 1) * alone.part_bytes()
+    assert taken <= hopper.SHARED_BYTES
+
+
+def test_joined_maps_have_the_tiles_of_one_map_of_their_width(monkeypatch):
+    asked = []
+
+    def find(op, shape, config):
+        asked.append((op, shape))
+        raise InterruptedError
+
+    monkeypatch.setattr(tuning_table, "find", find)
+    x, widths = jnp.zeros((8, 64), jnp.bfloat16), (64, 128, 192)
+    weights = [jnp.zeros((width, 64), jnp.bfloat16) for width in widths]
+    with pytest.raises(InterruptedError):
+        pallas_gpu.joined_matmul(x, weights, jnp.int32(8), [None] * 3, interpret=True)
+    shape = {"rows": 8, "groups": 1, "d_out": sum(widths), "d_in": 64}
+    assert asked == [("grouped_matmul", shape)]

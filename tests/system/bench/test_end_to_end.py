@@ -83,3 +83,5 @@ def test_the_plot_has_the_peer_of_the_same_model_and_card(tmp_path):
     assert rates(own, "base") == {1: 6.0}
     plot_end_to_end(own, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+    plot_end_to_end({**own, "rows": [failed]}, tmp_path / "nothing.png")
+    assert not (tmp_path / "nothing.png").exists()

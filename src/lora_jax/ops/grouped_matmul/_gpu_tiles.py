@@ -10,6 +10,9 @@ STEP = hopper.COLUMNS  # of d_in in one stage of plain weights
 QUANTISED_COLUMNS = 64  # of d_out that a warpgroup makes plain: one operand's
 STORED = 16  # rows that leave the registers at once
 FEW_STAGES = 4  # hide the copies' latency
+# By CTAs per SM. One alone is a launch of fewer tiles than SMs: what is on its way must fill the
+# memory's pipeline for the idle ones too.
+MOST_STAGES = {1: 24, 2: 8}
 STRIDE = 8  # groups that a warpgroup looks at together when it seeks its next work
 SKIPS = (32, 8)  # groups without rows that it passes together
 LONG_GROUP = 48  # rows per group from which weights are read more than once
@@ -119,7 +122,7 @@ def _long_tile(mean: float, groups: int, wide: int, most: int) -> int:
 def with_stages(
     config: GroupedMatmulConfig, matrices: int, addend_size: int = 0
 ) -> GroupedMatmulConfig:
-    """Return the tiles with as many stages, up to 8, as shared memory holds; 0 where none fits.
+    """Return the tiles with as many stages, up to MOST_STAGES, as fit; 0 where none does.
 
     Stages beyond FEW_STAGES give way to results on their way out: a tile whose parts have places of
     their own is stored while the next one is multiplied. `addend_size` are the bytes of one number
@@ -130,7 +133,7 @@ def with_stages(
     room = _room(config) - addends
     most, least = (room - n * part for n in (min(2, config.parts), config.parts))
     stages = max(least // stage, min(FEW_STAGES, most // stage))
-    return dataclasses.replace(config, stages=max(0, min(8, stages)))
+    return dataclasses.replace(config, stages=max(0, min(MOST_STAGES[config.ctas], stages)))
 
 
 def depths(config: GroupedMatmulConfig, matrices: int, addend_size: int = 0) -> Depths:

@@ -59,7 +59,7 @@ def grouped_matmul(
     form = _require("grouped_matmul", x, (w,), interpret)
     addends = () if addend is None else (addend,)
     biased = bias is not None
-    config = config or _find("grouped_matmul", x, (w,), addends, likely_groups, form, biased)
+    config = config or _find("grouped_matmul", x, w.shape, 1, addends, likely_groups, form, biased)
     arrays = x, (w,), group_sizes, num_rows, (bias,), addends
     return call_lowered(_launch, arrays, (config, form, interpret))
 
@@ -85,7 +85,7 @@ def gated_matmul(
     if (gate_addend is None) != (up_addend is None):
         raise Declined("gated_matmul on Mosaic GPU takes both addends or none")
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
-    config = config or _find("gated_matmul", x, (w_gate, w_up), addends, likely_groups, form)
+    config = config or _find("gated_matmul", x, w_gate.shape, 2, addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
     arrays = x, pair, group_sizes, num_rows, biases, addends
     return call_lowered(_launch, arrays, (config, form, interpret))
@@ -115,9 +115,9 @@ def joined_matmul(
     form = forms.pop()
     if forms or form.quantised:
         raise Declined("joined_matmul on Mosaic GPU takes plain weights")
-    if config is None:
-        widest = max(several, key=lambda w: w.shape[1])
-        config = _find("grouped_matmul", x, (widest,), (), None, form)
+    if config is None:  # as of one map with the tiles of all
+        d_out = sum(w.shape[1] for w in several)
+        config = _find("grouped_matmul", x, (1, d_out, x.shape[1]), 1, (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
     arrays = x, several, sizes, num_rows, none, ()
     return call_lowered(_launch, arrays, (config, form, interpret, True))
@@ -126,14 +126,18 @@ def joined_matmul(
 def _find(
     op: str,
     x: Float[Array, "rows d_in"],
-    weights: tuple[Weight, ...],
+    sizes: tuple[int, ...],
+    matrices: int,
     addends: tuple[Float[Array, "rows d_out"], ...],
     likely_groups: int | None,
     form: Form,
     biased: bool = False,
 ) -> GroupedMatmulConfig:
-    """Return the tiles that were found best on this device at about this shape, or a guess."""
-    rows, (groups, d_out, d_in), matrices = x.shape[0], weights[0].shape, len(weights)
+    """Return the tiles that were found best on this device at about this shape, or a guess.
+
+    `sizes` are groups, d_out and d_in of each of the matrices.
+    """
+    rows, (groups, d_out, d_in) = x.shape[0], sizes
     groups = min(groups, likely_groups or groups)
     if form.quantised:
         config = guess = find_quantised(rows, groups, d_out, matrices, form.bits, form.step)

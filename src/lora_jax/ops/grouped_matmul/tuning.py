@@ -19,6 +19,8 @@ DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
 COLD_BYTES = 150e6  # of weights in one program: more than L2 keeps
 FEW_ROWS = (8, 16, 32, 64)  # tiles of rows that keep two CTAs on an SM
+DENSE_COLUMNS, DENSE_ROWS = (64, 128), (8, 16, 32, 64, 128)
+MOST_DENSE_SUMS = 128  # of a thread
 # Tried at every shape, so that one of them is the best single tiling: for one token, for a batch
 # of them and for prompts.
 FIXED = (
@@ -42,16 +44,24 @@ def shapes(op: str) -> tuple[Shape, ...]:
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-        for d_out, d_in in _dense_maps() if op == "grouped_matmul" else ():
+        for d_out, d_in in _dense_maps(tokens) if op == "grouped_matmul" else ():
             listed.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
     return tuple(listed)
 
 
-def _dense_maps() -> tuple[tuple[int, int], ...]:
-    """Return (d_out, d_in) of q and o, of gate and up, and of down."""
-    m = MODELS[DENSE]
+def _dense_maps(tokens: int) -> list[tuple[int, int]]:
+    """Return (d_out, d_in) of q and o, of gate and up, of down, and of o where it is narrow.
+
+    Of few tokens also of q, k and v in one launch, and of gate and up.
+    """
+    m, narrow = MODELS[DENSE], MODELS[EXPERTS[0]]
     heads = m.q_heads * m.k_dim
-    return (heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)
+    maps = [(heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)]
+    maps.append((narrow.hidden, narrow.q_heads * narrow.k_dim))
+    if tokens <= pallas_gpu.FEW_ROWS:
+        joined = heads + 2 * m.kv_heads * m.k_dim
+        maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
+    return maps
 
 
 def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
@@ -62,6 +72,9 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
     """
     mean = shape["rows"] / shape["groups"]
     wide = 128 // matrices
+    if shape["groups"] == 1 and mean <= 512:
+        yield from _dense_candidates(shape)
+        return
     near = [n for n in FEW_ROWS if mean <= n][:2]
     some = [GroupedMatmulConfig(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
     if mean > _gpu_tiles.LONG_GROUP / 2:
@@ -77,6 +90,29 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
         if config not in seen and config.stages >= 2 and sums <= MOST_REGISTERS:
             seen.add(config)
             yield config
+
+
+def _dense_candidates(shape: Shape) -> Iterator[GroupedMatmulConfig]:
+    """Yield the formula's choice for a dense map of few rows, then all tilings that may suit it.
+
+    It has fewer tiles than there are SMs. Narrow ones employ more of them and read x more often;
+    one CTA on an SM has more stages on their way.
+    """
+    rows, d_out = shape["rows"], shape["d_out"]
+    first = [_gpu_tiles.find_config(rows, 1, d_out), *(_gpu_tiles.with_stages(c, 1) for c in FIXED)]
+    seen = set(first)
+    yield from dict.fromkeys(first)
+    groups = (1, 2) if rows >= 128 else (1,)
+    for columns, warpgroups, n in itertools.product(DENSE_COLUMNS, groups, DENSE_ROWS):
+        fits = d_out % (columns * warpgroups) == 0 and columns * n <= MOST_DENSE_SUMS * 128
+        if not fits or not rows / 16 <= n <= max(16, rows):
+            continue
+        for ctas in (1, 2):
+            plain = GroupedMatmulConfig(columns, warpgroups, n, 1, ctas)
+            config = _gpu_tiles.with_stages(plain, 1)
+            if config.stages >= 3 and config not in seen:
+                seen.add(config)
+                yield config
 
 
 def gated_as(config: GroupedMatmulConfig) -> GroupedMatmulConfig:
@@ -98,13 +134,18 @@ def launches(shape: Shape, matrices: int) -> int:
 
 
 def arguments(shape: Shape, matrices: int) -> tuple:
-    """Return rows of each launch, the weights' sets and the rows of uniformly chosen groups."""
+    """Return rows of each launch, the weights' sets and the rows of uniformly chosen groups.
+
+    The launches of a dense map take turns with all rows and with half of them: steps of a program
+    have from a quarter of its tokens to all.
+    """
     ids = popular("uniform", shape["rows"], shape["groups"], np.random.default_rng(0))
     sizes = np.bincount(ids, minlength=shape["groups"]).astype(np.int32)
     w = jax.ShapeDtypeStruct((shape["groups"], shape["d_out"], shape["d_in"]), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((shape["rows"], shape["d_in"]), jnp.bfloat16)
     sets = weight_sets(shape, matrices)
-    return [x] * launches(shape, matrices), [[w] * matrices] * sets, sizes
+    turns = [sizes, sizes // 2] if shape["groups"] == 1 else [sizes]
+    return [x] * launches(shape, matrices), [[w] * matrices] * sets, turns
 
 
 def program(shape: Shape, matrices: int, config: GroupedMatmulConfig) -> Callable:
@@ -117,7 +158,8 @@ def program(shape: Shape, matrices: int, config: GroupedMatmulConfig) -> Callabl
         return pallas_gpu.gated_matmul(x, w, up, sizes, config=config)
 
     def run(xs, sets, sizes):
-        return [one(x, sizes, *sets[i % len(sets)]) for i, x in enumerate(xs)]
+        calls = enumerate(xs)
+        return [one(x, sizes[i % len(sizes)], *sets[i % len(sets)]) for i, x in calls]
 
     return run
 

@@ -101,6 +101,9 @@ def test_bytes_are_bounded():
         made.entry([(parts[2], 1.0), (parts[3], 60.0)])
     used.clear()
     assert made.entry([(parts[2], 1.0), (parts[3], 60.0)])
+    with pytest.raises(ValueError, match=f"sum takes {BYTES} bytes; .* compose fewer") as never:
+        make(max_bytes=BYTES - 1).entry([(parts[0], 1.0), (parts[1], 1.0)])
+    assert not isinstance(never.value, RegistryBusy)
 
 
 def test_idle_sums_are_few():

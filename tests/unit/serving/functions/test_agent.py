@@ -57,6 +57,18 @@ def test_a_start_holds_up_no_other_and_one_that_fails_leaves_no_name():
         one.close()
 
 
+def test_a_function_that_ran_out_of_its_memory_is_known_by_its_adapter():
+    """Then the next process of that adapter has more."""
+    lacked, (ours, theirs) = [], socket.socketpair()
+    about = {"private_bytes": 1, "start_s": 1.0}
+    maker = SimpleNamespace(start=lambda *_, **__: (ours, 1, about), lacked=lacked.append)
+    base = SimpleNamespace(device="cpu")
+    parts = {"_maker": maker, "_published": base, "_room": Room(None), "_guard": None}
+    with ours, theirs:
+        bare(_fields={}, **parts)._start("law", "adapters/law").on_lack()
+    assert lacked == ["adapters/law"]
+
+
 def test_a_backbone_is_loaded_anew_when_the_old_pages_are_free():
     ours, theirs = socket.socketpair()
     with theirs:

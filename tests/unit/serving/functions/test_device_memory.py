@@ -56,6 +56,14 @@ def test_what_a_maker_measured_bounds_others_of_its_kind(world):
     assert world.bounds == [(321, 1000)]
 
 
+def test_a_process_whose_adapter_ran_out_of_memory_takes_more(world):
+    world.files(writes=True)
+    share(world).keep()
+    world.files(demands=True)
+    share(world, extra_bytes=79).take()
+    assert world.bounds == [(400, 1000)]
+
+
 def test_a_process_that_may_compile_starts_where_nothing_is_known(world):
     share(world).take()
     assert world.bounds == []
@@ -78,7 +86,7 @@ def test_a_bound_that_jax_does_not_take_is_said(world, monkeypatch, caplog):
 
 @pytest.mark.parametrize(
     "order",
-    [{"device": "cpu"}, {"bounded": False}, {"fields": {"max_loras": 1}}],
+    [{"device": "cpu"}, {"extra_bytes": None}, {"fields": {"max_loras": 1}}],
     ids=["a CPU", "too little before", "KV pages of any size"],
 )
 def test_others_take_what_they_need_when_they_do(world, order):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import jax
@@ -186,7 +187,7 @@ TRACED = SimpleNamespace(otlp_traces_endpoint="http://127.0.0.1:4317")
 class NoEngine:
     """An engine that refuses everything."""
 
-    config = TRACED
+    config, end = TRACED, Future()
 
     def generate(self, prompts, adapter, sampling):
         raise ValueError(f"{adapter} got {len(prompts)} prompts, {sampling[0].max_tokens}")
@@ -195,14 +196,14 @@ class NoEngine:
 class StuckEngine:
     """An engine whose answers for one adapter do not come before the end."""
 
-    config = TRACED
+    config, end = TRACED, Future()
 
     def __init__(self):
-        self.end = threading.Event()
+        self.go = threading.Event()
 
     def generate(self, prompts, adapter, sampling):
         if adapter == "busy":
-            self.end.wait(60)
+            self.go.wait(60)
         return []
 
 
@@ -219,7 +220,7 @@ def test_calls_of_one_adapter_do_not_hold_up_those_of_others(monkeypatch):
             send_header(ours, {"id": number, "adapter": "busy", **ask})
         send_header(ours, {"id": 5, "adapter": "other", **ask})
         assert receive_header(ours) == {"id": 5, "value": []}
-        engine.end.set()
+        engine.go.set()
         assert {receive_header(ours)["id"] for _ in range(5)} == {*range(5)}
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
@@ -240,7 +241,7 @@ def test_threads_of_an_adapter_that_left_end_when_they_have_answered(monkeypatch
         assert receive_header(ours) == {"id": 1, "value": None}
         its = {t for t in threading.enumerate() if t.name.startswith("call")} - calling
         assert len(its) == 1
-        engine.end.set()
+        engine.go.set()
         assert receive_header(ours) == {"id": 0, "value": []}
         its.pop().join(60)
         send_header(ours, {"id": 2, "adapter": "busy", **ask})
@@ -249,6 +250,44 @@ def test_threads_of_an_adapter_that_left_end_when_they_have_answered(monkeypatch
         assert len({*calls} - calling) == 1
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
+
+
+class DyingEngine:
+    """An engine that dies of an error in a call, which then fails as if it may be tried again."""
+
+    config = TRACED
+
+    def __init__(self, error):
+        self.end, self._error = Future(), error
+
+    def generate(self, prompts, adapter, sampling):
+        self.end.set_result(self._error)
+        raise RequestFailed("The engine has stopped.", retryable=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_bounded", "lacks"),
+    [(NO_MEMORY, True, True), (NO_MEMORY, False, False), ("INTERNAL: a fault", True, False)],
+)
+def test_a_function_ends_with_its_engine_and_says_if_its_memory_was_too_small(
+    text, is_bounded, lacks, monkeypatch
+):
+    """It would refuse every later call; what calls wait for is said by the connection's end."""
+    monkeypatch.setattr(function_process.xla_memory, "is_bounded", lambda: is_bounded)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        engine = DyingEngine(jax.errors.JaxRuntimeError(text))
+        calls = _Calls(theirs, engine, None, "law", None)
+        threads = [threading.Thread(target=one) for one in (calls.answer, calls.end_with_engine)]
+        for thread in threads:
+            thread.start()
+        send_header(ours, {"id": 3, "call": "generate", "prompts": ["a"], "sampling": [{}]})
+        if lacks:
+            assert receive_header(ours) == {"lacks_memory": True}
+        assert ours.recv(1) == b""
+        for thread in threads:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_bad_calls_are_answered_and_the_next_ones_too():
@@ -276,7 +315,7 @@ def test_bad_calls_are_answered_and_the_next_ones_too():
 class Outputs:
     """An engine that streams two pieces, and a registry that remembers what it was told."""
 
-    config = TRACED
+    config, end = TRACED, Future()
 
     def __init__(self, full=False):
         self.registry, self.told, self.full = self, [], full

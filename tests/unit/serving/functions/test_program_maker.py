@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.functions.program_maker import ProgramMaker
+from serving.functions.program_maker import EXTRA_BYTES, ProgramMaker
 
 FIELDS = {"max_loras": 1}
 
@@ -83,12 +83,13 @@ def test_programs_that_have_gone_are_made_again_and_those_of_others_are_not():
     assert sum(e[0] == "makes" for e in launches.events) == 2
 
 
-def test_a_function_that_needs_more_than_was_measured_has_no_bound_from_then_on():
+def test_a_function_that_needs_more_than_was_measured_gets_more_and_at_last_no_bound():
     asked = []
 
     def launch(order, programs):
-        asked.append((order["name"], order["bounded"], programs["demands"]))
-        if order["name"] == "big" and order["bounded"]:
+        extra = order["extra_bytes"]
+        asked.append((order["name"], extra, programs["demands"]))
+        if order["name"] == "big" and extra is not None and extra < EXTRA_BYTES[2]:
             return "first", 1, {"ready": False, "lacks_memory": True}
         return "second", 1, {"ready": True}
 
@@ -98,9 +99,14 @@ def test_a_function_that_needs_more_than_was_measured_has_no_bound_from_then_on(
         order = {"name": name, "adapter": f"adapters/{name}"}
         assert maker.start(order, FIELDS, compiles=False)[0] == "second"
     assert asked == [
-        ("big", True, True),
-        ("big", False, True),
-        ("big", False, True),
-        ("small", True, True),
+        ("big", 0, True),
+        ("big", EXTRA_BYTES[1], True),
+        ("big", EXTRA_BYTES[2], True),
+        ("big", EXTRA_BYTES[2], True),
+        ("small", 0, True),
     ]
-    assert ended == ["first"]
+    assert ended == ["first", "first"]
+    for _ in range(3):  # it ran out of them in calls
+        maker.lacked("adapters/big")
+    maker.start({"name": "big", "adapter": "adapters/big"}, FIELDS, compiles=False)
+    assert asked[-1] == ("big", None, True)

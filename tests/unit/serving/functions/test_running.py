@@ -5,7 +5,7 @@ import threading
 import time
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
-from serving.functions.running import Running
+from serving.functions.running import LACKED, Running
 
 
 def pair() -> tuple[Running, socket.socket]:
@@ -24,6 +24,18 @@ def test_calls_of_an_ended_process_are_answered():
     assert running.connect() is None
     assert not running.end_if_idle()
     running.close()
+
+
+def test_a_process_that_ran_out_of_its_memory_says_why_its_calls_end():
+    running, theirs = pair()
+    told = []
+    running.on_lack = lambda: told.append("lacks")
+    waiting = running.send({"call": "x"})
+    with theirs:
+        send_header(theirs, {"lacks_memory": True})
+    running.read()
+    assert waiting.get(timeout=60) == {"error": "FunctionDied", "why": LACKED}
+    assert told == ["lacks"]
 
 
 def test_a_connection_is_under_way_until_the_process_says_that_it_is_closed():

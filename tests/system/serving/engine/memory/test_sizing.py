@@ -57,6 +57,14 @@ def test_adapter_slots_fit_the_largest_adapter_and_not_much_more():
     assert adapter_bytes(config(lora_memory_bytes=77), 1000) == 77
 
 
+def test_adapter_slots_are_for_adapters_of_the_rank_that_they_have():
+    free = 1 << 30
+    assert adapter_bytes(config(max_loras=16), 4000, free, usual=1000) == 16_000
+    assert adapter_bytes(config(max_loras=3), 4000, free, usual=1000) == 4000
+    assert adapter_bytes(config(max_loras=16), 4000, 20_000, usual=1000) == 5000
+    assert adapter_bytes(config(max_loras=16, lora_memory_bytes=77), 4000, usual=1000) == 77
+
+
 def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
     half = config(gpu_memory_utilization=0.5)
     assert free_bytes(half, 1000, 300) == 200
@@ -112,4 +120,7 @@ def test_a_shortage_names_both_numbers_and_the_flag():
         "--max-loras is 16: requests for more than 5 at a time wait for exchanges. "
         "--lora-memory-bytes 1600000000 has room for all 16."
     )
+    line = shortage_line(asked, 5, 1, "", 1, 1, rank=8)
+    assert line is not None
+    assert "5 adapters of rank 8 on" in line
     assert shortage_line(asked, 16, 1, "", 16, 16) is None
