@@ -37,6 +37,11 @@ class Sizes:
     longest: int = 300  # prompt
     pages: int = 64
 
+    @property
+    def model_len(self) -> int:
+        """Tokens of the longest sequence, its answer included."""
+        return min(2 * max(self.longest, 256), self.pages * PAGE)
+
 
 LONG = Sizes(step=2048, longest=1200, pages=96)
 
@@ -64,7 +69,7 @@ def measure(
     """
     sizes = LONG if long else Sizes()
     kind = "moe" if "num_experts" in raw else "dense"
-    model = write_config(folder / kind, raw | {"max_position_embeddings": 2 * sizes.step})
+    model = write_config(folder / kind, raw | {"max_position_embeddings": sizes.model_len})
     adapters = _write_adapters(folder, raw, kind)
     with quiet.busy():
         one = run(model, adapters, raw, 1, sizes)
@@ -109,7 +114,7 @@ def run(
     per_token = 2 * raw["num_hidden_layers"] * raw["num_key_value_heads"] * raw["head_dim"] * 2
     fields |= {"load_format": "dummy", "tensor_parallel_size": devices, "dtype": "bfloat16"}
     fields |= {"max_num_seqs": SEQUENCES, "max_num_batched_tokens": sizes.step}
-    fields |= {"max_model_len": 2 * max(sizes.longest, 256)}
+    fields |= {"max_model_len": sizes.model_len}
     fields |= {"max_loras": 2, "max_lora_rank": max(RANKS), "structured_outputs": False}
     fields |= {
         "kv_cache_memory_bytes": sizes.pages * PAGE * per_token // devices,

@@ -201,7 +201,8 @@ class AdapterRegistry:
                 raise self._names.not_found(name)
             if name in self.refused:
                 raise AdapterRejected(self.refused[name])
-            self._tier.take_turn(name, ticket)
+            if name in self._names.evicted:  # others may not be there at all
+                self._tier.take_turn(name, ticket)
         with self._turns.turn(name, deadline):
             with self._lock:
                 if (entry := self._names.use(name, ticket)) is not None:

@@ -145,6 +145,20 @@ def _gpus() -> list[int]:
     return [size for size in (2, 4) if size <= len(jax.devices())]
 
 
+@pytest.mark.parametrize("sizes", [bits.Sizes(), bits.LONG], ids=["short", "long"])
+def test_pages_hold_the_longest_prompt_and_its_answer(sizes):
+    assert sizes.longest + bits.ANSWER < sizes.model_len <= sizes.pages * bits.PAGE
+
+
+@pytest.mark.long
+def test_cpus_answer_with_the_bits_of_one(tmp_path):
+    make_cpu_devices(2)
+    raw = shapes.tiny(shapes.SMALL["dense"])
+    (row,) = bits.measure("dense", [2], tmp_path, raw, Quiet(None))["rows"]
+    assert row["equal"], row
+    assert row["preemptions"]
+
+
 @pytest.mark.multigpu
 @pytest.mark.parametrize("kind", shapes.SMALL)
 def test_gpus_answer_with_the_bits_of_one(kind, tmp_path):

@@ -50,6 +50,8 @@ def test_a_request_waits_until_an_adapter_in_use_is_idle(root):
     wait_until(lambda: len(names.line) == 1)
     with pytest.raises(HostFull, match=r"Adapter 'art': .* Raise max_total_adapter_bytes"):
         in_turn(names, "art")  # a later one, which may not wait
+    with pytest.raises(AdapterNotFound):  # at once
+        in_turn(names, "nobody", 60.0)
     used.clear()
     names.line.changed()
     request.join(60)

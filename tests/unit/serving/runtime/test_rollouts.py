@@ -165,7 +165,7 @@ def test_wrong_changes_change_nothing(made):
 
 def test_a_version_that_cannot_be_read_gets_no_share(made, registry):
     registry.load("sql@v4", "one")
-    registry._names.entries.pop("sql@v4")
+    registry._entries.pop("sql@v4")
     with pytest.raises((ValueError, AdapterNotFound)):
         made.set("sql", {"v1": 50, "v4": 50})
     assert made.states() == {}

@@ -10,6 +10,7 @@ from support.doubles.fake_engine import FakeEngine
 from serving.http.access.keys import Caller
 from serving.http.answers.chat_generation import chat_generation
 from serving.http.errors import ApiError
+from serving.http.requests.adapter_turn import never
 from serving.http.requests.protocol import ChatBody
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
@@ -21,7 +22,7 @@ def asked(engine: FakeEngine, **body):
     """What becomes of a body, and of the request's state."""
     state = SimpleNamespace()
     scope = {"state": {"request_id": "r", "caller": Caller()}}
-    request: Any = SimpleNamespace(headers={}, state=state, scope=scope)
+    request: Any = SimpleNamespace(headers={}, state=state, scope=scope, is_disconnected=never)
 
     async def make():
         server = Server.build(engine, HttpSettings(response_role="bot"))
