@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 # Lexemes of Lark as llguidance reads them, so that an option's name within a text is only text.
+# llguidance refuses a text without its end. Here it goes on to the end: a search for one behind
+# each escaped quote would take quadratic time.
 _LEXEMES = re.compile(
     r"""
     (?:\#|//)[^\n]*                   # comment
-    | "(?:\\.|[^"\\\n])*"             # string
-    | /(?:\\.|[^/\\])+/               # regex
+    | "(?:\\.|[^"\\\n])*+"?           # string
+    | /(?:\\.|[^/\\])++/?             # regex
     | %(?P<statement>llguidance|json)
     | (?P<attribute>\btemperature)[ \t]*=
     """,

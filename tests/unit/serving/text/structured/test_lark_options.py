@@ -1,5 +1,7 @@
 """Options inside of a client's Lark grammar loosen nothing, and none is passed over."""
 
+import time
+
 import pytest
 
 from serving.text.structured.lark_options import checked_lark
@@ -54,3 +56,10 @@ def test_schemas_within_a_grammar_have_the_options_of_json():
     text = f'start: %json {{ }} | b\nb: %json{{"const": {long}}} | "{{" | %json {{}}'
     first, second = f"start: %json {{{OURS} }} | b", f'b: %json{{{OURS}, "const": {long}}}'
     assert checked_lark(text, OPTIONS) == f'{first}\n{second} | "{{" | %json {{{OURS}}}'
+
+
+@pytest.mark.parametrize("text", ["/" + r"\/" * 30_000, '"' + r"\"" * 30_000])
+def test_a_text_without_its_end_takes_no_quadratic_time(text):
+    begun_s = time.process_time()
+    assert checked_lark(text, OPTIONS) == text  # llguidance refuses it
+    assert time.process_time() - begun_s < 2.0
