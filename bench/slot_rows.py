@@ -112,7 +112,7 @@ class _Device:
         return sequence
 
     def step(self) -> tuple[int, list[Sequence], list[Sequence]]:
-        """Return the rows of a step, who has the first token, and who has ended."""
+        """Return a step's rows, and the sequences with their first token and with their last."""
         plan = self.scheduler.plan(self.now)
         self.steps += 1
         self.loader.advance(None, 8)

@@ -28,13 +28,14 @@ from serving.cli.model_flags import check_model_flags
 from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
+from serving.cli.start_files import check_start_files
 from serving.engine.images.sources import MediaPolicy
 from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import NEVER_S, Cors, HttpSettings, KeyLimits
 from serving.http.wire.uvicorn_server import bind, bind_unix
 from serving.runtime.role_host import AbstractRoleHosts
-from serving.runtime.visible_gpus import VISIBLE, first_of
+from serving.runtime.visible_gpus import VISIBLE, check_count
 
 __all__ = ["Options", "StartError", "command", "is_loopback", "main", "read_options", "run"]
 
@@ -175,9 +176,12 @@ def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
     cluster = options.cluster
     if cluster.uses_ray or cluster.has_nodes:  # which have lists of their own
         return
+    visible = environ.get(VISIBLE)
+    if visible is None and environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return
     count = cluster.instances * options.engine.tensor_parallel_size + cluster.lora_server
     try:
-        first_of(environ.get(VISIBLE), 0, count)
+        check_count(visible, count)
     except ValueError as error:
         raise StartError(f"Cannot start {cluster.instances} instances: {error}") from None
 
@@ -254,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_paths(options)
         check_model_flags(options)
-    except ValueError as error:
+        if options.plan is None and options.provision is None:
+            check_start_files(options)
+    except (ValueError, LookupError, OSError) as error:
         build_parser().error(str(error))
     logs.configure(options.log_level, options.quiet_paths)
     for flag in _SECRETS:

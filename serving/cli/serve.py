@@ -18,6 +18,7 @@ from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
 from serving.engine.loop.pacing import SWITCH_S
 from serving.engine.metrics import logs
+from serving.http.access.audit import AuditLog
 from serving.http.access.front_only import FrontOnly
 from serving.http.access.local_names import LocalNames
 from serving.http.requests.bounds import Bounds
@@ -64,6 +65,7 @@ def serve(
         journal = journal_of(options)
         if journal is not None and options.cluster.is_single:
             stack.enter_context(only_server(journal))
+        metrics = _open_aside(options, stack)
         engine = stack.enter_context(_engine(options, access, gang))
 
         def repeat() -> dict[str, str]:
@@ -74,7 +76,8 @@ def serve(
         repeat()
         keep_rollouts(engine, journal)
         started = Started(repeat, options.http.max_body_bytes or Bounds.of(engine).body_bytes)
-        server = _server(options, engine, sock, journal, lambda: announce(started), stack)
+        aside = stack, metrics
+        server = _server(options, engine, sock, journal, lambda: announce(started), *aside)
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
         run_server(server, sock)
@@ -150,6 +153,7 @@ def _server(
     journal: Journal | None,
     announce: Callable[[], None],
     stack: ExitStack,
+    metrics: socket.socket | None,
 ) -> AnnouncingServer:
     """Return the server that will answer on the socket, with its start-up lines logged.
 
@@ -161,7 +165,7 @@ def _server(
     http = dataclasses.replace(options.http, access_log=options.access_log)
     examples = examples_of(options)
     app = create_app(engine, http, examples, journal)
-    _start_aside(options, engine, app.state.server, stack)
+    _start_aside(options, engine, app.state.server, stack, metrics)
     url, in_folder = url_of(options, sock), folder_adapters(options.engine.lora_dir)
     logs.log_all(logs.adapter_table(engine.registry.entries()))
     logs.log_all(logs.folder_lines(in_folder))
@@ -219,29 +223,39 @@ def has_template(engine: EngineConfig) -> bool:
     return engine.chat_template is not None or template is not None
 
 
-def _start_aside(options: Options, engine: Any, server: Any, stack: ExitStack) -> None:
-    """Start what watches the keys file and what answers at the metrics' own port."""
-    from serving.http.access.audit import AuditLog
-    from serving.http.access.key_watch import KeyWatch
-    from serving.http.wire.metrics_app import serve_metrics
+def _open_aside(options: Options, stack: ExitStack) -> socket.socket | None:
+    """Return the socket of the metrics' own port, if there is one, before a model is loaded.
 
+    Raises StartError where the port is taken, and where the audit log cannot be written.
+    """
     try:
-        server.audit.check()
+        AuditLog(options.http.audit_log).check()
     except OSError as error:
         raise StartError(f"Cannot write --audit-log: {error.strerror}.") from None
-    if options.http.keys_file is not None:
-        audit = AuditLog() if options.http.is_behind_front else server.audit
-        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, audit))
     if options.metrics_port is None:
-        return
+        return None
     try:
-        sock = stack.enter_context(bind(options.metrics_host, options.metrics_port))
+        return stack.enter_context(bind(options.metrics_host, options.metrics_port))
     except OSError as error:
         where = f"{options.metrics_host}:{options.metrics_port}"
         raise StartError(f"Cannot listen on {where}: {error.strerror}.") from None
+
+
+def _start_aside(
+    options: Options, engine: Any, server: Any, stack: ExitStack, metrics: socket.socket | None
+) -> None:
+    """Start what watches the keys file and what answers at the metrics' own port."""
+    from serving.http.access.key_watch import KeyWatch
+    from serving.http.wire.metrics_app import serve_metrics
+
+    if options.http.keys_file is not None:
+        audit = AuditLog() if options.http.is_behind_front else server.audit
+        stack.enter_context(KeyWatch(options.http.keys_file, server.keys, audit))
+    if metrics is None:
+        return
     registries = (engine.metrics.registry, server.metrics.registry)
-    stack.enter_context(serve_metrics(sock, registries))
-    logger.info("Metrics without a key at http://%s:%d/metrics.", *sock.getsockname()[:2])
+    stack.enter_context(serve_metrics(metrics, registries))
+    logger.info("Metrics without a key at http://%s:%d/metrics.", *metrics.getsockname()[:2])
 
 
 def guarded(app: ASGIApp, options: Options, sock: socket.socket) -> ASGIApp:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 from jax._src import compilation_cache as jax_cache  # its public face takes no other cache
+from jax._src.interpreters import pxla  # jax.clear_caches forgets what others run, too
 
 from lora_jax import own_files
 from lora_jax.ops import dispatch, native
@@ -88,6 +89,16 @@ def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
         return None
     options = {"writes": programs.writes, "demands": programs.demands}
     return ProgramFiles(steps, _MAX_STEP_BYTES, **options), programs
+
+
+def forget_lowered() -> None:
+    """Let jax forget what it lowered that nobody can call any more; live programs stay as they are.
+
+    One of jax's caches has a program that keeps its unused arguments as the value of its own weak
+    key: with it stay the compiled code and its pages, some 5,000 maps of a process for the steps of
+    one engine, and Linux gives a process 65,530. An entry that is asked for again is made at once.
+    """
+    pxla._dce_jaxpr.cache_clear()
 
 
 def _give_jax(files: ProgramFiles, folder: str) -> None:

@@ -94,7 +94,9 @@ class DraftTimes:
         A plain step after one with drafts began late: what it took longer is the other's cost.
         """
         last, self._last = self._last, None
-        plain = self._plain.setdefault(rows.bit_length(), collections.deque(maxlen=_LATELY))
+        plain = self._plain.get(rows.bit_length())
+        if plain is None:
+            plain = self._plain[rows.bit_length()] = collections.deque(maxlen=_LATELY)
         if drafts:
             account = self._account(rows)
             account.expected = _KEPT * account.expected + expected
@@ -148,7 +150,10 @@ class DraftTimes:
         return loses
 
     def _account(self, rows: int) -> _Account:
-        return self._accounts.setdefault(rows.bit_length(), _Account())
+        account = self._accounts.get(rows.bit_length())
+        if account is None:
+            account = self._accounts[rows.bit_length()] = _Account()
+        return account
 
     def _decide(self, rows: int, paid: bool) -> None:
         """Count a decision; forget what was not chosen for long, as it may have changed."""

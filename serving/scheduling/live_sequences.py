@@ -143,8 +143,9 @@ class LiveSequences:
         return lost
 
     def waiting_since(self) -> list[float]:
-        """Return the arrival times of the requests that wait, in order."""
-        return sorted({s.request.request_id: s.request.arrival_s for s in self._waiting}.values())
+        """Return the arrival times of the requests that wait, in order, as far as rows are free."""
+        waiting = {s.request.request_id: s.request.arrival_s for s in self._waiting}
+        return sorted(waiting.values())[: self._running.num_free_rows]
 
     @property
     def has_work(self) -> bool:

@@ -8,7 +8,8 @@ Guesses are compared with the tokens that come, which costs no step. Drafts are 
 guesses were right lately, as many as give the most tokens a second by the measured times of steps
 of so many tokens. The sum of what drafts won and cost counts too: while they cost more, nothing is
 guessed. The step after one with drafts is planned when its results are known, so it starts later;
-this is part of what is measured.
+this is part of what is measured. A look at a step's sequences costs 2 % of a short step: while none
+of them has had a guess worth sending lately, every fourth step is looked at.
 """
 
 import dataclasses
@@ -26,6 +27,8 @@ from serving.scheduling.step_budget import StepBudget
 
 _CATCH_UP = 2048  # tokens that are indexed in one plan
 _TOGETHER = 4  # tokens of an idle sequence that are indexed in one go, for 0.6 of the time
+_UNSEEN = _TOGETHER - 1  # steps that are not looked at after one whose sequences are all hopeless
+_TOLD = 8  # guesses of a sequence after which their share tells something, or tokens without any
 _FIRST_TRUST = 0.4  # share of right guesses of a sequence that has made none
 _NEWEST = 0.1  # least weight of the newest guess in that share
 _CHANCES = (0.35, 0.5, 0.65, 0.8, 0.9)  # least ones of a guess and all before it to be right
@@ -43,6 +46,8 @@ class DraftState:
     trust: float = _FIRST_TRUST
     num_compared: int = 0
     is_idle: bool = False
+    is_behind: bool = False  # some of its tokens are not indexed yet
+    num_silent: int = 0  # tokens since the last guess
     due: int = 0  # tokens of the sequence from which on new ones are to be indexed
 
     def follow(self, token_ids: SequenceOf[int], most: int) -> int:
@@ -56,10 +61,21 @@ class DraftState:
         for is_right in repetitions.extend(end):
             self.num_compared += 1
             self.trust += max(_NEWEST, 1 / (self.num_compared + 1)) * (is_right - self.trust)
-        guesses = self.trust > _FIRST_TRUST or repetitions.next_token is not None
+        self.is_behind = end < len(token_ids)
+        is_silent = repetitions.next_token is None
+        self.num_silent = self.num_silent + end - start if is_silent else 0
+        guesses = self.trust > _FIRST_TRUST or not is_silent
         self.is_idle = self.trust < _LEAST_CHANCE or not guesses
         self.due = end + (_TOGETHER if self.is_idle and end == len(token_ids) else 1)
         return end - start
+
+    def is_hopeless(self, first: int) -> bool:
+        """Whether no guess after `first` others is worth sending soon."""
+        if self.is_behind:
+            return False
+        if self.is_idle or self.num_silent >= _TOLD:
+            return True
+        return self.num_compared >= _TOLD and self.trust ** (first + 1) < _LEAST_CHANCE
 
     def length(self, most: int, first: int = 0, least: float = _LEAST_CHANCE) -> int:
         """Return how many guesses after `first` others are right with a chance of `least`, `most`
@@ -109,6 +125,8 @@ class Speculation:
         self._completed_s: float | None = None  # when the last step's results came
         self._expected = 0.0  # right guesses of the step with drafts that runs
         self._catch_up = _CATCH_UP  # tokens that the plan may still index
+        self._unseen = 0  # steps to come that are not looked at: a look costs 2 % of a short step
+        self._is_hopeless = False  # the step that was looked at last
 
     @property
     def stats(self) -> DraftStats:
@@ -129,6 +147,9 @@ class Speculation:
         chunks = step.chunks
         if not chunks:
             self.pause()
+        elif self._unseen:
+            self._unseen -= 1
+            return
         if not chunks or step.is_short or not _all_decode(chunks):
             return
         room = min(step.tokens, step.logit_rows)
@@ -142,7 +163,7 @@ class Speculation:
 
     def _drafts_of(self, chunks: SequenceOf[ScheduledChunk], room: int) -> list[_Draft]:
         """Return the longest drafts that fit, of the chunks that have one."""
-        drafts = []
+        drafts, is_hopeless = [], True
         masks, self._catch_up = self._config.num_speculative_tokens, _CATCH_UP
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
@@ -153,12 +174,18 @@ class Speculation:
                 drafts.append(_Draft(index, draft, self._state_of(sequence), unknown))
                 room -= len(draft)
                 masks -= len(draft) if is_bound else 0
+                is_hopeless = False
+            elif is_hopeless:
+                is_hopeless = self._state_of(sequence).is_hopeless(unknown)
+        self._is_hopeless, self._unseen = is_hopeless, _UNSEEN if is_hopeless else 0
         return drafts
 
     def _chosen(
         self, drafts: SequenceOf[_Draft], rows: int
     ) -> list[tuple[int, tuple[int, ...], float]]:
         """Return index, draft and right guesses expected, of drafts as long as it pays best."""
+        if not drafts:
+            return []
         choices: list[list[tuple[int, tuple[int, ...], float]]] = []
         for least in _CHANCES:
             choice = [draft.cut(least) for draft in drafts]
@@ -190,9 +217,14 @@ class Speculation:
         if before is None or not _all_decode(plan.chunks):
             self._times.interrupt()
             return
-        size = {"num_tokens": plan.num_tokens, "rows": len(plan.chunks)}
-        came = {"right": right, "expected": self._expected}
-        self._times.add(drafts=has_drafts, **size, **came, seconds=now - before)
+        self._times.add(
+            drafts=has_drafts,
+            rows=len(plan.chunks),
+            num_tokens=plan.num_tokens,
+            right=right,
+            seconds=now - before,
+            expected=self._expected,
+        )
 
     def _take_back(self, result: SequenceResult) -> None:
         chunk, right = result.chunk, len(result.more)
@@ -214,7 +246,7 @@ class Speculation:
     def _draft(self, sequence: Sequence, unknown: int, room: int) -> tuple[int, ...]:
         """Return a sequence's draft, after `unknown` tokens on their way from the device."""
         state, token_ids = self._state_of(sequence), sequence.token_ids
-        if len(token_ids) >= state.due:
+        if len(token_ids) >= state.due or self._is_hopeless:  # then all are due together
             self._catch_up -= state.follow(token_ids, self._catch_up)
         if state.is_idle or state.repetitions.num_known < len(token_ids):
             return ()

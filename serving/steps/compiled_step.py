@@ -14,7 +14,7 @@ programs, forward and sample.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,19 @@ import numpy as np
 from flax import nnx
 from jax.stages import Lowered
 
-from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
 from lora_jax.typing import Array, Int
-from serving.lora_server.client import RemoteTable, ServerLink
+from serving.lora_server.client import ServerLink
 from serving.lora_server.tenant_side import TenantLink
+from serving.runtime.program_cache import forget_lowered
 from serving.steps import batch_sampler, sampler
 from serving.steps.device_state import RowState, history_and_rest, zeros
 from serving.steps.forwarded import Forwarded, no_heads, no_logits
 from serving.steps.host_inputs import HostInputs, make_holes
-from serving.steps.image_encoder import ImageOperands
-from serving.steps.kept_steps import KeptProgram, KeptSteps
+from serving.steps.kept_steps import KeptJit, KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
+from serving.steps.operands import Operands
 from serving.steps.sampler import Sampled, no_samples
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import (
@@ -50,28 +50,6 @@ from serving.steps.token_masks import HostMasks, unpack_masks
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
 NO_REMAT = {"xla_disable_hlo_passes": "rematerialization"}
-
-
-class MergedOperands(NamedTuple):
-    """The model's leaves with an adapter merged into them, and its slot."""
-
-    leaves: tuple[jax.Array, ...]
-    slot: Int[Array, ""]
-
-
-class Operands(NamedTuple):
-    """Inputs of a step beside the model.
-
-    The state's history is donated to it, and the cache if it is its own.
-    """
-
-    cache: PagedKVCache
-    state: RowState
-    slots: AdapterSlots | None
-    reroute_tables: Int[Array, "moe_layers esft_slots experts"] | None
-    remote_table: RemoteTable | None
-    images: ImageOperands | None = None
-    merged: MergedOperands | None = None  # in the place of the plain model
 
 
 class CompiledStep:
@@ -118,6 +96,14 @@ class CompiledStep:
         self._status: jax.Array | None = None  # of a LoRA Server's ranks
         if in_place and link is not None:
             self._status = self._place(np.zeros(link.client.servers, np.int32))
+
+    def close(self) -> None:
+        """Let go of the programs and of all arrays, the model's leaves too; nothing runs after."""
+        for step in (self._step, self._forward, self._sample):
+            if isinstance(step, KeptJit):
+                step.close()
+        vars(self).clear()
+        forget_lowered()
 
     @property
     def num_warm_runs(self) -> int:

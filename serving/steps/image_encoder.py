@@ -173,6 +173,10 @@ class ImageEncoder:
         """Wait until everything has run."""
         jax.block_until_ready(self.operands)
 
+    def close(self) -> None:
+        """Let go of the tower and of all arrays; no other call follows."""
+        del self._leaves, self._encode, self._places, self._positions, self.operands
+
     def _set_places(self, row: int, places: np.ndarray) -> None:
         table = _write_places(self.operands.places, np.int32(row), places)
         self.operands = self.operands._replace(places=table)

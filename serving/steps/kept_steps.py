@@ -87,6 +87,13 @@ class KeptJit:
         self._made.setdefault(called, {})[_shapes(given)] = program
         return program
 
+    def close(self) -> None:
+        """Let go of all programs, and of those that are not read yet; no call follows."""
+        for programs in self._made.values():
+            for program in programs.values():
+                program.give_up()
+        self._made.clear()
+
     def _lower(self, key: str, *arguments: Any, **static: Any) -> tuple[Lowered, KernelChoices]:
         """Return a program, ready to compile, and the kernels that its own trace chose."""
         with dispatch.noted() as choices:
@@ -128,7 +135,9 @@ class KeptProgram:
             dispatch.remember(found[0])
         if self._kept is None and steps.files.demands:
             raise NotKept(f"step {key} is not kept in {steps.files.folder}")
-        self._lower, self._lowered = lower, None if self.is_kept else lower()
+        # Until it is compiled: the arguments that it is lowered for are the engine's own arrays.
+        self._lower: Callable[[], tuple[Lowered, KernelChoices]] | None = lower
+        self._lowered = None if self.is_kept else lower()
         self._compiling: Future[Compiled] = Future()
         _PROGRAMS.add(self)
 
@@ -143,6 +152,11 @@ class KeptProgram:
         return self._compiling.done()
 
     @property
+    def is_given_up(self) -> bool:
+        """True if nothing waits for it: its engine has ended."""
+        return self._compiling.cancelled()
+
+    @property
     def error(self) -> BaseException | None:
         """Why it could neither be read nor compiled; waits for `compile`."""
         return self._compiling.exception()
@@ -153,13 +167,26 @@ class KeptProgram:
         return self._compiling.result()
 
     def compile(self) -> Compiled:
-        """Return the program, which calls take from now on; any thread may compile it, once."""
+        """Return the program, which calls take from now on; any thread may compile it, once.
+
+        Raises CancelledError after `give_up`.
+        """
+        if not self._compiling.set_running_or_notify_cancel():
+            return self.compiled
         try:
             self._compiling.set_result(self._read() or self._compile())
         except BaseException as error:
             self._compiling.set_exception(error)
-        self._kept = self._lowered = self._ahead = None
+        self._let_go()
         return self.compiled
+
+    def give_up(self) -> None:
+        """Neither read nor compile it any more, if no thread has begun to."""
+        if self._compiling.cancel():
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._kept = self._lower = self._lowered = self._ahead = None
 
     def _read(self) -> Compiled | None:
         if self._kept is None:
@@ -172,6 +199,7 @@ class KeptProgram:
 
     def _compile(self) -> Compiled:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
+        assert self._lower is not None, "a program is compiled once"
         (lowered, choices), programs = self._lowered or self._lower(), self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
         with programs.watched() as was_read, reading:
@@ -209,7 +237,7 @@ _PROGRAMS: "weakref.WeakSet[KeptProgram]" = weakref.WeakSet()
 
 def compiled_programs() -> list[Compiled]:
     """Return the programs of this process's engines, all of which are asked for; waits for them."""
-    return [program.compiled for program in list(_PROGRAMS)]
+    return [program.compiled for program in list(_PROGRAMS) if not program.is_given_up]
 
 
 def read_ahead(files: ProgramFiles, keys: list[str]) -> None:

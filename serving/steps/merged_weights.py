@@ -20,7 +20,7 @@ from lora_jax.nn.layers import Linear
 from lora_jax.ops.merge import merge
 from lora_jax.typing import Array, Float, Int
 from serving.api.request import Merged, StepPlan
-from serving.steps.compiled_step import MergedOperands
+from serving.steps.operands import MergedOperands
 from serving.steps.shadow import Shadow
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,11 @@ class MergedWeights:
         self.slot: Int[Array, ""] | None = None  # of the adapter, on the device
         self.num_switches = 0
         self.steps = dict.fromkeys(MODES, 0)
+
+    def close(self) -> None:
+        """Let go of all weights; only counts are asked for after it."""
+        del self._plain, self._shadow
+        self.slot = None
 
     @property
     def modules(self) -> frozenset[str]:

@@ -26,7 +26,7 @@ from serving.api.request import SequenceResult, StepPlan
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
-from serving.steps.compiled_step import NO_REMAT, CompiledStep, Operands
+from serving.steps.compiled_step import NO_REMAT, CompiledStep
 from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.forwarded import Forwarded
@@ -35,6 +35,7 @@ from serving.steps.image_encoder import ImageEncoder
 from serving.steps.kept_steps import KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
 from serving.steps.merged_weights import MergedWeights
+from serving.steps.operands import Operands
 from serving.steps.page_copies import PageCopies, own_pages
 from serving.steps.sampler import Sampled
 from serving.steps.split_step import StepSplit
@@ -58,6 +59,7 @@ from serving.steps.step_results import (
     first_samples,
     in_flight,
     num_targets,
+    read_all,
 )
 from serving.steps.token_masks import HostMasks
 
@@ -183,16 +185,16 @@ class ModelRunner:
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
         if self._step.lazy and read_kept(programs := list(programs)):
             self._step.warm_up(self.buckets)
-            _read(self._run(table, self.programs[0]))
+            read_all(self._run(table, self.programs[0]))
             self._cold = runs_left(self.programs, programs, self._step.num_warm_runs)
             return
         compile_all(programs, names, progress=progress)
         compiled()
         for program in self.programs * self._step.num_warm_runs:
-            _read(self._run(table, program))
+            read_all(self._run(table, program))
         for program in self.two_part_programs * self._step.num_warm_runs:
             logits, _ = self._run_forward(table, program)
-            _read(self._run_sample(logits, self.new_masks().packed, program.bucket))
+            read_all(self._run_sample(logits, self.new_masks().packed, program.bucket))
 
     @property
     def has_cold(self) -> bool:
@@ -202,7 +204,7 @@ class ModelRunner:
     def run_cold(self) -> bool:
         """Do one run that is left, on nothing, if its program was read; return whether any is."""
         if (program := take_read(self._cold)) is not None:
-            _read(self._run(self._inputs.empty_table(), program))
+            read_all(self._run(self._inputs.empty_table(), program))
         return bool(self._cold)
 
     def _lowered(self, table: np.ndarray) -> Iterator[Lowered | KeptProgram]:
@@ -222,11 +224,6 @@ class ModelRunner:
         return self._programs.whole
 
     @property
-    def bound_buckets(self) -> tuple[int, ...]:
-        """The token buckets of steps with masks."""
-        return self._programs.bound_buckets
-
-    @property
     def two_part_programs(self) -> tuple[Program, ...]:
         """Every step in two programs, forward and sample."""
         return self._programs.in_two_parts
@@ -244,7 +241,7 @@ class ModelRunner:
         no step may wait, `masks_first` posts those of a bound step before it goes out.
         """
         board = self.board if plan.is_bound else None
-        buckets = self.buckets if board is None else self.bound_buckets
+        buckets = self.buckets if board is None else self._programs.bound_buckets
         bucket = self._bucket(plan, buckets)
         lora = (board is not None and plan.merged is not None) or self._needs_lora(plan, bucket)
         brings = lora and self._brings(plan)
@@ -262,7 +259,7 @@ class ModelRunner:
 
     def forward(self, plan: StepPlan) -> HeldStep:
         """Send a step's forward part to the device; `sample` must follow before other steps."""
-        bucket, brings = self._bucket(plan, self.bound_buckets), self._brings(plan)
+        bucket, brings = self._bucket(plan, self._programs.bound_buckets), self._brings(plan)
         program = Program(bucket, merged=plan.merged is not None, brings=brings, bound=True)
         table = self._prepared(plan, program, in_parts=True)
         forwarded, status = self._run_forward(table, program)
@@ -337,6 +334,12 @@ class ModelRunner:
         if self.encoder is not None:
             self.encoder.wait()
 
+    def close(self) -> None:
+        """Free the memory of weights, pages, slots and programs; no other call follows."""
+        for part in filter(None, (self._step, self.encoder, self.merged)):
+            part.close()
+        vars(self).clear()
+
     def set_remote(self, slot_to_number: np.ndarray, version: int) -> None:
         """Say under which number the LoRA Server knows the adapter of each slot, from now on."""
         old, new = self.remote_table, (slot_to_number.astype(np.int32), np.int32(version))
@@ -393,8 +396,3 @@ class ModelRunner:
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
         rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
         return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)
-
-
-def _read(results: Any) -> None:
-    """Bring results of a step to the host, as any step does, so that none is the first."""
-    jax.device_get(jax.tree.leaves(results))

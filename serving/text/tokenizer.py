@@ -1,6 +1,6 @@
 """Text to token ids and back, from the tokenizer files of a model folder. No jax."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,7 @@ class Tokenizer:
         self.vocab_size: int = self._backend.vocab_size  # one more than the largest id
         self.longest_token: int = self._backend.longest_token  # characters
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
-        source = files.chat_template()
-        if chat_template is not None:
-            source = _read_template(Path(chat_template))
-        self._template = None
-        if source is not None:
-            self._template = ChatTemplate(source, files.special_tokens())
+        self._template = _template(files, chat_template)
 
     def with_tokens(self, more: tuple[AddedToken, ...]) -> "Tokenizer":
         """Return this tokenizer with added tokens; ValueError for ids that it cannot give them."""
@@ -165,6 +160,25 @@ class Tokenizer:
         return tuple(sorted(token_id for token_id in ids if 0 <= token_id < self.vocab_size))
 
 
+def check_files(
+    model: str | Path, chat_template: str | Path | None = None, *, needed: bool = True
+) -> None:
+    """Raise ValueError for a folder without a vocabulary, if one is `needed`, and for templates.
+
+    A vocabulary, which takes up to a second to read, is not read.
+    """
+    files = TokenizerFiles(Path(model))
+    if needed:
+        _backend_kind(files)
+    _template(files, chat_template)
+
+
+def _template(files: TokenizerFiles, given: str | Path | None) -> ChatTemplate | None:
+    """Return the given file's chat template, else the model's, if it has one."""
+    source = files.chat_template() if given is None else _read_template(Path(given))
+    return None if source is None else ChatTemplate(source, files.special_tokens())
+
+
 def _read_template(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -182,13 +196,24 @@ def shown_token(backend: AbstractBackend, token_id: int, skip_special_tokens: bo
 
 
 def _backend(files: TokenizerFiles, made_up: int | None) -> AbstractBackend:
-    if files.has("tokenizer.json") or files.has("vocab.json", "merges.txt"):
-        return TokenizersBackend(files)
-    if files.has("tokenizer.model"):
-        return SentencePieceBackend(files)
-    if made_up is not None:
+    try:
+        return _backend_kind(files)(files)
+    except _NoVocabulary:
+        if made_up is None:
+            raise
         return MadeUpBackend(made_up)
-    raise ValueError(
+
+
+class _NoVocabulary(ValueError):
+    """The folder has no tokenizer."""
+
+
+def _backend_kind(files: TokenizerFiles) -> Callable[[TokenizerFiles], AbstractBackend]:
+    if files.has("tokenizer.json") or files.has("vocab.json", "merges.txt"):
+        return TokenizersBackend
+    if files.has("tokenizer.model"):
+        return SentencePieceBackend
+    raise _NoVocabulary(
         f"{files.folder.name} has no tokenizer: neither tokenizer.json nor tokenizer.model nor "
         "vocab.json with merges.txt."
     )

@@ -14,6 +14,7 @@ WITHOUT_TEST = {
     "src/lora_jax/typing.py",
     "src/lora_jax/batch.py",
     "serving/engine/loop/loop_parts.py",
+    "serving/steps/operands.py",
 }
 # Tests of what only shows when the rooms work together.
 WITHOUT_MODULE = {
@@ -54,6 +55,7 @@ PARTS = {
     "serving/engine/test_feature_pairs.py",  # of all features of an engine
     "test_config_quantization.py",
     "serving/engine/test_engine_answers.py",
+    "serving/engine/test_closed_engine.py",  # in whose process it was
     "serving/cluster/test_front_faults.py",
     "serving/cluster/test_world_launch.py",  # of NVSHMEM
     "serving/scheduling/test_scheduler_adapters.py",

@@ -88,9 +88,7 @@ class LoopParts:
             self.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
-        if self.turns is not None:
-            self.turns.close()
-        self.residencies.close()
-        self.grammars.close()
-        if self.traces is not None:
-            self.traces.close()
+        parts = self.turns, self.residencies, self.grammars, self.traces, self.runner
+        for part in parts:
+            if part is not None:
+                part.close()

@@ -136,6 +136,15 @@ def make_allocator(
     itemsize = lora_dtype(config, dtype).itemsize
     spec = _size_slots(config, local_catalogue, itemsize, budget, rank or config.max_lora_rank)
     _warn_if_short(config, local_catalogue, spec, itemsize, budget, rank)
+    if usual < one:
+        logger.info(
+            "LoRA slots have rows for adapters of rank %d, the largest that was given. "
+            "--lora-memory-bytes %d has room for %d of --max-lora-rank %d.",
+            rank,
+            config.max_loras * one,
+            config.max_loras,
+            config.max_lora_rank,
+        )
     if num_full_adapters:
         more = rows_per_adapter(catalogue, config.max_lora_rank)
         rows = {

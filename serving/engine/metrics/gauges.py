@@ -40,7 +40,7 @@ class Gauges:
         reasons["deferred"] = stats.waiting_for_adapter
         yield self._family(
             "vllm:num_requests_waiting_by_reason",
-            "Sequences that wait: for capacity, or deferred for an adapter.",
+            "Sequences that wait: for capacity, or deferred for an adapter's slot or host memory.",
             "reason",
             reasons,
         )

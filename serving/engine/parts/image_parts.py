@@ -38,16 +38,29 @@ class ImageParts:
     cache_bytes: int
 
 
+def check_image_files(
+    config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    """Raise ValueError for an image processor's settings or a tokenizer that do not fit the model.
+
+    Only small files are read, before the weights are.
+    """
+    if model_config.vision is None:
+        if config.mm_processor_kwargs:
+            raise ValueError("mm_processor_kwargs is given, but this model takes text only.")
+    elif not config.language_model_only:
+        read_settings(Path(config.model), model_config.vision, config.mm_processor_kwargs)
+        _placeholder(model_config, tokenizer)
+
+
 def take_tower(
     config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig, dtype: jnp.dtype
 ) -> ImageParts | None:
     """Return the tower, which the model then lacks; None for a model of text.
 
-    The step's program sees the language model alone. ValueError for settings that do not fit.
+    The step's program sees the language model alone; `check_image_files` comes first.
     """
     if model_config.vision is None:
-        if config.mm_processor_kwargs:
-            raise ValueError("mm_processor_kwargs is given, but this model takes text only.")
         return None
     vision_model: Any = model
     tower, vision = vision_model.tower, model_config.vision
@@ -98,20 +111,23 @@ def make_front(
     max_model_len: int,
 ) -> ImageFront:
     """Return what prepares images of requests. ValueError for a tokenizer without their token."""
-    vision = model_config.tower
-    (placeholder,) = tokenizer.token_strs([vision.image_token_id])
-    if not placeholder:
-        raise ValueError(
-            f"The tokenizer has no token {vision.image_token_id}, which stands for images."
-        )
     return ImageFront(
-        vision,
+        model_config.tower,
         parts.settings,
-        placeholder=placeholder,
+        placeholder=_placeholder(model_config, tokenizer),
         max_images=config.max_images,
         max_image_tokens=min(parts.num_rows, max_model_len),
         cache_bytes=int(config.mm_processor_cache_gb * (1 << 30)),
     )
+
+
+def _placeholder(model_config: ModelConfig, tokenizer: Tokenizer) -> str:
+    """Return the token that stands for images; ValueError where the tokenizer has none."""
+    number = model_config.tower.image_token_id
+    (placeholder,) = tokenizer.token_strs([number])
+    if not placeholder:
+        raise ValueError(f"The tokenizer has no token {number}, which stands for images.")
+    return placeholder
 
 
 class TowerCollector:

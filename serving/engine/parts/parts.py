@@ -18,6 +18,7 @@ from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.loader import read_config
 from lora_jax.ops import dispatch
+from lora_jax.ops.cpu import build as cpu_kernels
 from serving.api.config import EngineConfig
 from serving.api.device_sizes import for_device
 from serving.api.generation_config import read_generation_config
@@ -37,8 +38,14 @@ from serving.engine.metrics.traces import Traces, make_traces
 from serving.engine.metrics.version_metrics import ShareCollector
 from serving.engine.parts.brought_parts import take_brought
 from serving.engine.parts.devices import held_locally, local_widths, split_of
+from serving.engine.parts.early_checks import check_adapters
 from serving.engine.parts.head_parts import head_labels, take_heads
-from serving.engine.parts.image_parts import make_front, take_tower, watch_tower
+from serving.engine.parts.image_parts import (
+    check_image_files,
+    make_front,
+    take_tower,
+    watch_tower,
+)
 from serving.engine.parts.loaded_base import LoadedBase, load_model
 from serving.engine.parts.merging import (
     make_merged,
@@ -124,6 +131,13 @@ def build_parts(
     beside = Beside(access is not None, gang is not None, backbone is not None)
     described = read_config(Path(config.model))
     check_pairs(config, described, beside)
+    # What small files say is found out before the weights, which may take minutes, are read.
+    source = source_of(config, backbone, None if access is None else access.read_adapter)
+    made_up = described.vocab_size if source.made_up else None
+    tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
+    check_image_files(config, described, tokenizer)
+    if access is None or access.read_adapter is None:
+        check_adapters(config, adapters)
     alone = access is None and backbone is None
     take_share(config, described, alone=alone and gang is None)
     check_platform(config)
@@ -138,9 +152,11 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
+    on_cpu = device.platform == "cpu"
     config = for_device(
         config,
-        on_cpu=device.platform == "cpu",
+        on_cpu=on_cpu,
+        portable=on_cpu and split is None and not cpu_kernels.available(),
         device_bytes=bytes_limit(),
         alone=alone,
         has_experts=described.moe is not None,
@@ -148,10 +164,7 @@ def build_parts(
     with ExitStack() as undo:
         use = undo.enter_context(ExitStack())
         use.enter_context(USERS.use())
-        source = source_of(config, backbone, None if access is None else access.read_adapter)
         model, model_config, dtype, weights = load_model(config, source, split)
-        made_up = model_config.vocab_size if source.made_up else None
-        tokenizer = Tokenizer(config.model, chat_template=config.chat_template, made_up=made_up)
         images = take_tower(config, model, model_config, dtype)
         if traces is not None:
             undo.callback(traces.close)
@@ -311,10 +324,11 @@ def engine_stats(
     by_kind: dict[str, int] = {}
     for kind, size in sizes.values():
         by_kind[kind] = by_kind.get(kind, 0) + size
+    for_adapter = scheduler.num_waiting_adapter + len(registry.line)
     return EngineStats(
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting_capacity + scheduler.num_waiting_adapter,
-        waiting_for_adapter=scheduler.num_waiting_adapter,
+        waiting=scheduler.num_waiting_capacity + for_adapter,
+        waiting_for_adapter=for_adapter,
         kv_usage=scheduler.kv_usage,
         prefix_queries=scheduler.prefix_queries,
         prefix_hits=scheduler.prefix_hits,

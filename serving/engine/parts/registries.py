@@ -14,6 +14,7 @@ from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.weights import AnyWeights
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
+from serving.engine.parts.early_checks import limits_of
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
 from serving.lora_server.instance import InstanceSide
@@ -53,12 +54,13 @@ def make_registry(
     """
 
     folder_name = Path(config.model).resolve().name
+    read_files = base.source.read_adapter  # not `base`: its model goes with the engine's end
 
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
         # Adapters name the base as its folder, whatever name it is served under.
         more["base_names"] = (*more.get("base_names", ()), folder_name)
-        weights = base.source.read_adapter(*given, **more)
+        weights = read_files(*given, **more)
         on_read(time.perf_counter() - begun)
         for text in weights.report.warnings:
             warn(weights.report.folder, text)
@@ -68,18 +70,11 @@ def make_registry(
     def warn(folder: str, text: str) -> None:
         logger.warning("Adapter %s: %s", folder, text)
 
-    limits = RegistryLimits(
-        max_total_bytes=config.max_total_adapter_bytes,
-        max_in_memory=config.max_cpu_loras,
-        max_file_bytes=config.max_adapter_bytes,
-        max_rank=config.max_lora_rank,
-        loads_per_minute=config.max_adapter_loads_per_minute,
-    )
     registry = AdapterRegistry(
         base.catalogue,
         base_names=(config.model_name,),
         lora_dir=config.lora_dir,
-        limits=limits,
+        limits=limits_of(config),
         check=residencies.check_fits,
         keep=lambda weights: residencies.keep(fitted(weights)),
         read=read,

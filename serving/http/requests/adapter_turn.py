@@ -30,8 +30,9 @@ async def entry_in_turn(
     """Return the entry of an adapter; what is not in memory is read in a thread.
 
     Where adapters in use take all host memory it waits, up to `adapter_wait_s`, and holds no thread
-    meanwhile. With `lends` the entry counts as in use for as long as the caller holds it. Raises
-    what `AdapterRegistry.resolve` raises, and ClientDisconnect when the client `is_gone`.
+    meanwhile; beyond `max_queue` such requests only callers below their part of it wait. With
+    `lends` the entry counts as in use for as long as the caller holds it. Raises what
+    `AdapterRegistry.resolve` raises, and ClientDisconnect when the client `is_gone`.
     """
     registry, wait_s = engine.registry, engine.config.adapter_wait_s
     loop, woken = asyncio.get_running_loop(), asyncio.Event()
@@ -40,7 +41,8 @@ async def entry_in_turn(
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(woken.set)
 
-    with registry.line.ticket(wake, wait_s=wait_s, lends=lends) as ticket:
+    owner = "" if share is None else share.owner
+    with registry.line.ticket(wake, wait_s=wait_s, lends=lends, owner=owner) as ticket:
         until = loop.time() + wait_s
         while True:
             woken.clear()
@@ -51,6 +53,8 @@ async def entry_in_turn(
                 resolve = engine.rollouts.resolve
                 return await asyncio.to_thread(resolve, name, share, ticket=ticket)
             except HostFull as full:
+                if registry.line.is_too_long(ticket, engine.config.max_queue):
+                    raise
                 left = until - loop.time()
                 if left <= 0:
                     raise full.after(wait_s) from None

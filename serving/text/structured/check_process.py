@@ -98,7 +98,7 @@ def _serve(lines: TextIO, answers: TextIO) -> None:
             value = json.loads(text) if kind == "choice" else True
         try:
             answer = try_grammar(StructuredOutputs(**{kind: value}, **fields), tokenizer)
-        except MemoryError:
+        except (MemoryError, RecursionError):
             answer = {"refused": "The structure is too large to compile."}
         print(json.dumps(answer), file=answers, flush=True)
 

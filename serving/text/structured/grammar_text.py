@@ -9,6 +9,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured.lark_options import checked_lark
+from serving.text.structured.real_dates import with_real_dates
 
 # A space, or a line break with an indent: a model that is unsure may write blanks without end.
 WHITESPACE = r"\x20|\r?\n(\x20{0,32}|\t{0,8})"
@@ -63,6 +64,7 @@ def _json_options(outputs: StructuredOutputs) -> dict[str, Any]:
 
 
 def _of_schema(schema: str, options: Any) -> str:
+    schema = json.dumps(with_real_dates(json.loads(schema)))
     return LLMatcher.grammar_from_json_schema(schema, overrides=options)
 
 
@@ -96,7 +98,7 @@ def _of_tags(value: dict[str, Any], options: dict[str, Any]) -> str:
         trigger = next((t for t in names if begin.startswith(t)), "")
         if not trigger:
             raise ValueError(f"{where}.begin starts with none of the triggers.")
-        bound = {**schema, "x-guidance": options}
+        bound = {**with_real_dates(schema), "x-guidance": options}
         tags.append(StructTag(trigger=trigger, begin=begin, grammar=bound, end=end))
     return StructTag.to_grammar(tags, assume_special=False)
 

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from serving.text.structured.real_dates import with_real_dates
+
 # Lexemes of Lark as llguidance reads them, so that an option's name within a text is only text.
 # llguidance refuses a text without its end. Here it goes on to the end: a search for one behind
 # each escaped quote would take quadratic time.
@@ -30,27 +32,26 @@ _BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def checked_lark(text: str, json_options: Mapping[str, Any]) -> str:
-    """Return a Lark grammar, with `json_options` in each %json that has none of its own.
+    """Return a Lark grammar whose %json have `json_options`, but for spaces of their own.
 
     ValueError names an option by which an answer would not be valid, that no step can follow, or
     that llguidance passes over.
     """
-    pieces, end = [], 0
-    for statement, start, value in _options(text):
+    pieces, done = [], 0
+    for statement, start, end, value in _options(text):
         if statement == "llguidance":
             _check_settings(value)
-        elif "x-guidance" in value:
-            _check_own(value["x-guidance"])
-        else:
-            comma = ", " if value else ""
-            pieces += [text[end:start], f'{{"x-guidance": {json.dumps(json_options)}{comma}']
-            end = start + 1
-    return "".join([*pieces, text[end:]])
+            continue
+        own = _checked_own(value.get("x-guidance", {}))
+        schema = {**with_real_dates(value), "x-guidance": {**json_options, **own}}
+        pieces += [text[done:start], json.dumps(schema)]
+        done = end
+    return "".join([*pieces, text[done:]])
 
 
-def _options(text: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def _options(text: str) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
     """Yield each %llguidance and %json that has an object: its name, the object's place, it."""
-    decoder, end = json.JSONDecoder(parse_int=float), 0  # integers of any length
+    decoder, end = json.JSONDecoder(), 0
     while found := _LEXEMES.search(text, end):
         end = found.end()
         if found["attribute"]:
@@ -65,7 +66,7 @@ def _options(text: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
         except (ValueError, RecursionError):
             raise _refused(f"%{statement} without JSON is", "an object must follow") from None
         if isinstance(value, dict):  # of other values llguidance says what is wrong
-            yield statement, start, value
+            yield statement, start, end, value
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
@@ -75,13 +76,14 @@ def _check_settings(given: Mapping[str, Any]) -> None:
             raise _refused(f"%llguidance {name[:60]!r}: {json.dumps(value)[:60]} is", allowed)
 
 
-def _check_own(given: object) -> None:
+def _checked_own(given: object) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
-        return  # llguidance says what it must be
+        raise _refused("x-guidance that is no object is", f"it may have {' and '.join(_SPACES)}")
     for name in given:
         if name not in _SPACES:
             allowed = f"a schema within a grammar may set {' and '.join(_SPACES)}"
             raise _refused(f"x-guidance.{name[:60]} is", allowed)
+    return given
 
 
 def _refused(what: str, allowed: str) -> ValueError:

@@ -2,13 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, RegistryLimits
-from lora_jax.adapters.registry_errors import AdapterRejected
+from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
+from lora_jax.adapters.versions import check_name
 from lora_jax.adapters.weights import AnyWeights
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,24 @@ class AdapterFolders:
         if not confined or self._root is None:
             return os.path.basename(real)
         return Path(real).relative_to(os.path.realpath(self._root)).as_posix()
+
+
+def check_folders(folders: Mapping[str, str | os.PathLike[str]], limits: RegistryLimits) -> None:
+    """Raise what loads of these adapters by name will, as far as names and configs tell.
+
+    Nothing but small files is read: AdapterNotFound for no folder, AdapterRejected for others.
+    """
+    given = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank)
+    for name, folder in folders.items():
+        check_name(name)
+        try:
+            reader.check(Path(folder), given)
+        except FileNotFoundError as error:
+            raise AdapterNotFound(name, (), str(error)) from None
+        except OSError as error:
+            raise AdapterRejected(f"{error.strerror}.").about(name) from None
+        except ValueError as error:
+            raise AdapterRejected(str(error)).about(name) from None
 
 
 def _rejected(name: str, folder: Path, why: str) -> AdapterRejected:

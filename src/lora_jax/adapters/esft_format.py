@@ -73,6 +73,13 @@ def read(
     return ExpertWeights(experts, _report(folder, wanted, tensors))
 
 
+def check(folder: AdapterFolder) -> None:
+    """Raise ValueError for the names of the folder's files and for its config; see `read`."""
+    _weight_files(folder)
+    with _naming(CONFIG_FILE):
+        esft_config.parse(folder.read(CONFIG_FILE, _MAX_CONFIG_BYTES))
+
+
 @contextlib.contextmanager
 def _naming(file_name: str) -> Iterator[None]:
     """Put the file's name before the message of a ValueError."""

@@ -21,6 +21,24 @@ class AdapterReadLimits:
     max_rank: int = 512
 
 
+def check(path: Path, limits: AdapterReadLimits | None = None) -> None:
+    """Raise what `read` raises for the names of a folder's files, its config and its rank.
+
+    No weights are read, and no model is needed: a server asks before it loads one.
+    """
+    limits, folder = limits or AdapterReadLimits(), AdapterFolder(path)
+    if esft_format.CONFIG_FILE in folder.files():
+        esft_format.check(folder)
+        return
+    has_head = HEAD_FILE in peft_format.check_files(folder)
+    config = peft_format.read_config(folder, has_head=has_head, brings=True)
+    if config.rank > limits.max_rank and not config.rank_pattern:
+        raise ValueError(
+            f"{peft_format.CONFIG_FILE}: rank {config.rank} is above the limit of "
+            f"{limits.max_rank}; max_lora_rank sets it."
+        )
+
+
 def read(
     path: Path,
     catalogue: LoraCatalogue,

@@ -1,11 +1,12 @@
 """Line of requests that wait for host memory for their adapters: the earliest deadline first.
 
-Requests for adapters in memory pass those that wait. That is bounded: when the first one has waited
-for its patience, the adapters that would be evicted for it get no later requests until it has room.
-No jax.
+Of equal deadlines callers take turns, each one's requests in their order. Requests for adapters in
+memory pass those that wait. That is bounded: when the first one has waited for its patience, the
+adapters that would be evicted for it get no later requests until it has room. No jax.
 """
 
 import bisect
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -23,10 +24,11 @@ PATIENCE_S = 30.0  # a request is passed by others for so long at most
 class Ticket:
     """A request on its way to its adapter; it stands in the line from its first refusal on."""
 
-    order: tuple[float, int]  # deadline, number of arrival
+    order: tuple[float, int, int]  # deadline, round of its caller's turns, number of arrival
     wake: Callable[[], None]
     patience_s: float
     lends: bool  # the entry counts as in use while the caller holds it
+    owner: str = ""  # the caller
     since_s: float = 0.0  # of the wait
     name: str = ""
     seen: int = 0  # changes of the line before the last attempt
@@ -45,6 +47,7 @@ class RoomLine:
         self._numbers = itertools.count()
         self._waiting: list[Ticket] = []  # in their order
         self._drained: frozenset[str] = frozenset()  # digests
+        self._round = 0  # of the last one that was first
         self.num_changes = 0
 
     def __len__(self) -> int:
@@ -58,10 +61,14 @@ class RoomLine:
         deadline: float = float("inf"),
         wait_s: float = 2 * PATIENCE_S,
         lends: bool = True,
+        owner: str = "",
     ) -> Iterator[Ticket]:
-        """Yield a ticket for one request, which may wait for `wait_s` seconds."""
+        """Yield a ticket for one request of a caller, which may wait for `wait_s` seconds."""
         patience = min(PATIENCE_S, wait_s / 2)
-        ticket = Ticket((deadline, next(self._numbers)), wake, patience, lends)
+        with self._lock:  # start-time fair queueing: a round later than the caller's last one
+            rounds = [one.order[1] + 1 for one in self._waiting if one.owner == owner]
+            order = deadline, max([self._round, *rounds]), next(self._numbers)
+        ticket = Ticket(order, wake, patience, lends, owner)
         try:
             yield ticket
         finally:
@@ -88,6 +95,14 @@ class RoomLine:
         """Return whether an earlier request waits for room. Without a ticket none is earlier."""
         first = next(iter(self._waiting), None)
         return ticket is not None and first is not None and first.order < ticket.order
+
+    def is_too_long(self, ticket: Ticket, most: int) -> bool:
+        """Return whether more than `most` wait, and of its caller more than an equal part."""
+        with self._lock:
+            if len(self._waiting) <= most:
+                return False
+            waiting = collections.Counter(one.owner for one in self._waiting)
+        return waiting[ticket.owner] > most // len(waiting)
 
     def is_closed(self, digest: str, ticket: Ticket | None) -> bool:
         """Return whether an adapter in memory gets no requests for the sake of the first one."""
@@ -123,6 +138,7 @@ class RoomLine:
         self.num_changes += 1
         if not was_first:
             return
+        self._round = ticket.order[1]
         if self._drained:  # those that wait for such an adapter may go on
             self._drained = frozenset()
             for other in self._waiting:

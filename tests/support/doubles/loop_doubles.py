@@ -35,6 +35,9 @@ class Runner:
     def wait(self):
         self.order.append("wait")
 
+    def close(self):
+        self.order.append("freed")
+
     def _result(self, chunk):
         bad = chunk.sequence.request.prompt_ids in self.bad_prompts
         token = INVALID_TOKEN if bad else 70

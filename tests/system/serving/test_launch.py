@@ -54,6 +54,8 @@ def fake(monkeypatch, tmp_path, caplog):
             self.close()
 
     monkeypatch.setattr(serving, "Engine", Engine, raising=False)
+    # A fake engine's model has no tokenizer, its adapters no weights.
+    monkeypatch.setattr(launch, "check_start_files", lambda options: None)
     monkeypatch.setattr(launch.logs, "configure", lambda level, quiet: None)
     (root / "m").mkdir()
     (root / "m" / "config.json").write_text("{}")

@@ -4,9 +4,9 @@ import pytest
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters import reader
-from lora_jax.adapters.adapter_folders import AdapterFolders
+from lora_jax.adapters.adapter_folders import AdapterFolders, check_folders
 from lora_jax.adapters.entries import RegistryLimits
-from lora_jax.adapters.registry_errors import AdapterRejected
+from lora_jax.adapters.registry_errors import AdapterNotFound, AdapterRejected
 
 
 @pytest.fixture
@@ -90,3 +90,14 @@ def test_an_unreadable_file_is_a_refusal_without_its_path(root, monkeypatch):
     with pytest.raises(AdapterRejected, match="Adapter 'a': Permission denied") as caught:
         read(folders(root), "sql")
     assert str(root) not in str(caught.value)
+
+
+def test_folders_are_checked_by_name_before_a_model_is_there(root):
+    limits = RegistryLimits(max_rank=1)
+    check_folders({"sql": root / "sql"}, RegistryLimits())
+    with pytest.raises(AdapterNotFound, match="'sql' was not found: there is no folder"):
+        check_folders({"sql": root / "none"}, limits)
+    with pytest.raises(AdapterRejected, match=r"Adapter 'sql': .* above the limit of 1"):
+        check_folders({"sql": root / "sql"}, limits)
+    with pytest.raises(AdapterRejected, match=r"adapter name 'a b' is not"):
+        check_folders({"a b": root / "sql"}, limits)

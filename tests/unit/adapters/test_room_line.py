@@ -55,7 +55,34 @@ def test_the_earliest_deadline_is_first_and_alone_is_woken(waits):
     assert waits.take_woken() == ["c"]
 
 
-def test_who_has_left_for_good_does_not_come_back(waits):
+def test_callers_take_turns_and_a_late_one_does_not_wait_for_a_flood(waits):
+    line, tickets = waits.line, {}
+    for name in ("a1", "a2", "a3", "b1", "a4", "b2"):
+        tickets[name] = waits.ticket(name, owner=name[0])
+        line.enter(tickets[name], name)
+    served = []
+    while line._waiting:
+        served.append(line._waiting[0].name)
+        line.leave(tickets[served[-1]])
+        if served[-1] == "b1":
+            tickets["c1"] = waits.ticket("c1", owner="c")
+            line.enter(tickets["c1"], "c1")
+    assert served == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_a_line_is_too_long_for_callers_with_more_than_their_part(waits):
+    line, tickets = waits.line, {}
+    for name in ("a1", "a2", "a3", "a4"):
+        tickets[name] = waits.ticket(name, owner=name[0])
+        line.enter(tickets[name], name)
+        assert line.is_too_long(tickets[name], 3) == (name == "a4")
+    other = waits.ticket("b1", owner="b")
+    line.enter(other, "b1")
+    assert not line.is_too_long(other, 3)
+    assert line.is_too_long(tickets["a1"], 3)
+
+
+def test_a_request_that_has_left_for_good_does_not_come_back(waits):
     with waits.line.ticket(lambda: None) as ticket:
         waits.line.enter(ticket, "a")
         assert len(waits.line) == 1

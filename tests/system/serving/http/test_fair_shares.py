@@ -155,6 +155,8 @@ def test_one_keys_adapter_does_not_shut_out_anothers(shared_client, real_engine,
         steps.wait_held()
         second = pool.submit(ask, shared_client, "key-b", prompt="hello", model="c")
         wait_until(lambda: len(registry.line) == 1)
+        stats = real_engine.stats()
+        assert (stats.waiting, stats.waiting_for_adapter) == (1, 1)
         steps.free()
         assert first.result().status_code == 200
         assert second.result().json()["choices"] == answers["c"]

@@ -14,8 +14,9 @@ from lora_jax.kv_cache import init_cache
 from lora_jax.models import load
 from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable
-from serving.steps.compiled_step import CompiledStep, Operands
+from serving.steps.compiled_step import CompiledStep
 from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.operands import Operands
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 
 SHAPE = TinyShape()

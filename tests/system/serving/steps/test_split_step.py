@@ -15,8 +15,9 @@ from lora_jax.models import load
 from lora_jax.models.split import make_split
 from lora_jax.nn import layers, moe
 from serving.api.sampling import Sampling
-from serving.steps.compiled_step import CompiledStep, Operands
+from serving.steps.compiled_step import CompiledStep
 from serving.steps.device_state import admit, init_row_state, pack_row
+from serving.steps.operands import Operands
 from serving.steps.split_step import StepSplit, weight_specs
 from serving.steps.step import NUM_TOKENS, SAMPLES, SLOT, START, TABLE_ROWS, StepSizes
 

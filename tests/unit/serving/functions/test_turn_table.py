@@ -5,7 +5,14 @@ import random
 
 import pytest
 
-from serving.functions.turn_table import NEVER_S, Ask, TurnTable
+from serving.functions.turn_table import (
+    EARLY_S,
+    EARLY_SAVED_S,
+    EARLY_SHARE,
+    NEVER_S,
+    Ask,
+    TurnTable,
+)
 
 
 def ask(slo_s=1.0, waited_s=0.0, run_s=0.01, leaves_s=0.9) -> Ask:
@@ -36,7 +43,7 @@ def test_whatever_others_claim_work_that_waits_long_has_the_next_turn():
 
 
 def test_the_least_margin_is_next_and_a_full_turn_is_asked_back_once():
-    table = TurnTable(turn_s=0.1)
+    table = TurnTable(turn_s=0.1, early_share=0)
     table.asks("a", ask(), 0.0)
     table.grant(0.0)
     table.asks("patient", ask(slo_s=2.0), 0.0)
@@ -53,7 +60,7 @@ def test_the_least_margin_is_next_and_a_full_turn_is_asked_back_once():
 
 
 def test_an_expired_batch_interrupts_a_turn_but_not_at_once():
-    table = TurnTable(turn_s=0.1)
+    table = TurnTable(turn_s=0.1, early_share=0)
     table.asks("a", ask(), 0.0)
     table.grant(0.0)
     table.asks("b", ask(leaves_s=-5.0), 0.001)
@@ -63,7 +70,7 @@ def test_an_expired_batch_interrupts_a_turn_but_not_at_once():
 
 
 def test_a_turn_is_asked_back_a_hand_over_before_a_batch_expires():
-    table = TurnTable(turn_s=1.0)
+    table = TurnTable(turn_s=1.0, early_share=0)
     table.asks("a", ask(), 0.0)
     table.grant(0.0)
     table.asks("b", ask(leaves_s=0.5), 0.0)
@@ -88,7 +95,7 @@ def test_while_a_long_last_step_runs_the_next_turn_has_half_of_the_device(overla
 
 def test_a_batch_that_cannot_be_in_time_any_more_waits_for_the_turns_end():
     """Else all turns of a device with too much work are the shortest, and hand-overs take it."""
-    table = TurnTable(turn_s=0.1)
+    table = TurnTable(turn_s=0.1, early_share=0)
     table.asks("a", ask(), 0.0)
     table.grant(0.0)
     table.asks("late", ask(slo_s=0.09, waited_s=0.5, leaves_s=-0.4), 0.0)
@@ -96,6 +103,73 @@ def test_a_batch_that_cannot_be_in_time_any_more_waits_for_the_turns_end():
     assert table.next_look() == pytest.approx(0.1)
     table.asks("soon late", ask(slo_s=0.09, waited_s=0.05, leaves_s=0.01), 0.0)
     assert table.next_look() == pytest.approx(0.02)  # it can be in time
+
+
+def goes_on(slo_s=1.0) -> Ask:
+    """Return the ask of answers that go on."""
+    return Ask(slo_s, 0.0, 0.1, slo_s)
+
+
+def test_first_tokens_interrupt_answers_that_go_on_and_are_next():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", goes_on(), 0.0)
+    table.grant(0.0)
+    table.asks("b", goes_on(), 0.01)
+    assert table.next_look() == 0.1
+    table.asks("new", ask(), 0.05)
+    assert table.next_look() == 0.05
+    assert table.recall(0.05) == "a"
+    table.gives_back("a")
+    table.asks("a", goes_on(), 0.051)
+    assert table.grant(0.051) == "new"
+    assert table.next_look() == pytest.approx(0.151)  # answers interrupt nobody
+
+
+def test_first_tokens_leave_those_of_others_their_time():
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", ask(run_s=0.03), 0.0)
+    table.grant(0.0)
+    table.asks("b", ask(), 0.001)
+    assert table.next_look() == 0.03
+    table.gives_back("a")
+    table.asks("a", goes_on(), 0.03)
+    table.grant(0.03)
+    table.gives_back("b")
+    assert table.grant(0.04) == "a"
+    table.asks("b", ask(), 0.0405)
+    assert table.next_look() == pytest.approx(0.04 + EARLY_S)
+
+
+@pytest.mark.parametrize(
+    "new", [ask(waited_s=1.5, leaves_s=-0.5), ask(slo_s=0.05, leaves_s=0.04)], ids=["late", "later"]
+)
+def test_first_tokens_that_would_not_be_next_interrupt_nobody(new):
+    """One is late; with the other its turn would go to an answer that is about to be late."""
+    table = TurnTable(turn_s=0.1)
+    table.asks("a", goes_on(), 0.0)
+    table.grant(0.0)
+    table.asks("due", goes_on(slo_s=0.15), 0.0)
+    table.asks("new", new, 0.01)
+    assert table.next_look() >= 0.02  # as an expired batch may
+    assert table.recall(0.019) is None
+
+
+def test_early_hand_overs_take_their_share_of_the_time_at_most():
+    table, now, num_early = TurnTable(turn_s=0.1), 0.0, 0
+    table.asks("a", goes_on(), 0.0)
+    while now < 10.0:
+        name = table.grant(now)
+        assert name
+        since = now
+        table.asks("ab"[name == "a"], ask(run_s=0.0), now)
+        now = table.next_look()
+        num_early += now < since + 0.1
+        assert table.recall(now) == name
+        table.handed_over(0.002, 0.002)
+        table.gives_back(name)
+        table.asks(name, goes_on(), now)
+    cost_s = 0.003 * num_early
+    assert 0.9 * (10 * EARLY_SHARE) < cost_s < 10 * EARLY_SHARE + EARLY_SAVED_S + 2 * 0.003
 
 
 def test_eight_functions_with_more_work_than_the_device_have_whole_turns():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving.runtime.visible_gpus import first_of
+from serving.runtime.visible_gpus import check_count, first_of
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,21 @@ def test_without_a_list_all_are_in_sight():
     assert sorted(names, key=int) == [str(n) for n in range(16)]
 
 
-@pytest.mark.parametrize(("visible", "number"), [("4,5", 2), ("4,5", -1), (None, 16)])
+@pytest.mark.parametrize(("visible", "number"), [("4,5", 2), ("4,5", -1), (None, -1)])
 def test_a_gpu_that_is_not_there_is_said(visible, number):
     with pytest.raises(ValueError, match=f"needs GPU {number}, .* or start fewer"):
         first_of(visible, number)
+
+
+def test_a_host_without_gpus_has_as_many_devices_as_are_asked_for(tmp_path):
+    check_count(None, 17, tmp_path / "no driver")
+    check_count("", 17, tmp_path)
+    assert first_of(None, 16).split(",")[:2] == ["16", "0"]
+
+
+def test_a_host_with_too_few_gpus_says_how_many_it_has(tmp_path):
+    for number in range(2):
+        (tmp_path / f"0000:0{number}:00.0").mkdir()
+    check_count(None, 2, tmp_path)
+    with pytest.raises(ValueError, match=r"need 3 GPUs, .* this host has 2: start fewer"):
+        check_count(None, 3, tmp_path)

@@ -16,6 +16,21 @@ def test_a_sequence_that_ends_while_preempted_leaves_the_queue():
     check_answer(driver, second)
 
 
+def test_requests_wait_for_a_turn_as_far_as_rows_are_free():
+    """Others gain nothing by it: their first tokens wait for the ends of answers."""
+    driver = Driver(limits(max_num_seqs=3))
+    for number in range(5):
+        driver.add([1 + number] * 3, max_tokens=6, ignore_eos=True)
+    assert len(driver.scheduler.waiting_since()) == 3
+    driver.step()
+    assert driver.scheduler.stats().num_running == 3
+    assert driver.scheduler.waiting_since() == []
+    driver.run()
+    driver.add([9], max_tokens=2)
+    assert len(driver.scheduler.waiting_since()) == 1
+    driver.run()
+
+
 def test_abort_ends_every_choice_and_frees_everything():
     driver = Driver(limits())
     choices = driver.add([1, 2, 3], n=3, adapter="a", max_tokens=30, ignore_eos=True)

@@ -22,7 +22,9 @@ CONFIG = SpeculativeConfig(4, 1, 3)
 
 
 SURE = types.SimpleNamespace(
-    length=lambda most, first, least: most, expected=lambda first, count: float(count)
+    length=lambda most, first, least: most,
+    expected=lambda first, count: float(count),
+    is_hopeless=lambda first: False,
 )
 
 
@@ -151,6 +153,80 @@ def test_tokens_of_a_sequence_without_guesses_are_indexed_together():
     state.trust = 0.1
     state.follow(tokens, 1)
     assert state.due <= len(tokens)  # one that is behind catches up at once
+
+
+class Looking(Speculation):
+    """Notes of each step that is looked at which sequences were idle then."""
+
+    def __init__(self):
+        super().__init__(CONFIG, Paying())
+        self.looks = []
+
+    def extend(self, step, pages, num_running):
+        self.looks.append(None)
+        super().extend(step, pages, num_running)
+
+    def _drafts_of(self, chunks, room):
+        drafts = super()._drafts_of(chunks, room)
+        self.looks[-1] = [chunk.sequence.draft_state.is_idle for chunk in chunks]
+        return drafts
+
+
+def test_steps_of_idle_sequences_are_looked_at_each_fourth_time():
+    speculation = Looking()
+    driver = Driver(limits(num_pages=64, max_num_batched_tokens=24), speculation=speculation)
+    for prompts in ([[5, 6, 7]], [[1, 9, 4], [2, 8, 3]]):
+        added = [driver.add(prompt, max_tokens=40, ignore_eos=True)[0] for prompt in prompts]
+        speculation.looks.clear()
+        driver.run()
+        for sequence in added:
+            check_answer(driver, sequence)
+            assert sequence.draft_state.repetitions.num_known > 30
+        reading, *looks = speculation.looks
+        assert reading is None
+        assert looks == [None if i % 4 else [True] * len(prompts) for i in range(len(looks))]
+
+
+def test_a_sequence_that_repeats_itself_is_looked_at_in_each_step():
+    speculation = Looking()
+    driver = Driver(limits(num_pages=64, max_num_batched_tokens=24), speculation=speculation)
+    (sequence,) = driver.add([1, 9, 4], max_tokens=40, ignore_eos=True)
+    for _ in range(20):
+        driver.step(depth=0)
+    assert speculation.looks[-4:].count(None) == 3
+    speculation._unseen = 0
+    sequence.draft_state.trust = 0.9
+    sequence.draft_state.due = 1 << 30  # what it is trusted with does not change
+    sequence.draft_state.is_idle = False
+    speculation._is_hopeless = False
+    for _ in range(6):
+        driver.step(depth=0)
+    assert speculation.looks[-6:] == [[False]] * 6
+
+
+def test_a_sequence_is_hopeless_without_guesses_for_long_or_with_wrong_ones():
+    tokens = [1, 2, 3, 4, 5, 6, 1, 2]
+    state = DraftState(Repetitions(tokens, 2, 3))
+    state.follow(tokens, 100)
+    assert not state.is_hopeless(1)  # it has told nothing yet
+    tokens += [3, 4, 5, 6, 1, 2, 3, 4]
+    state.follow(tokens, 100)
+    assert not state.is_hopeless(1)
+    tokens += range(20, 27)
+    state.follow(tokens, 100)
+    assert not state.is_hopeless(1)  # one token in a while is another
+    tokens += range(27, 30)
+    state.follow(tokens, 100)
+    assert state.is_hopeless(1)
+    tokens += [3, 4]
+    state.follow(tokens, 100)
+    assert not state.is_hopeless(1)
+    state.trust = 0.5  # two guesses are right with a chance of a quarter
+    assert state.is_hopeless(1)
+    assert not state.is_hopeless(0)
+    tokens += [50, 51]
+    state.follow(tokens, 1)
+    assert not state.is_hopeless(1)  # one that is behind catches up at once
 
 
 def test_steps_that_read_a_prompt_have_no_drafts():

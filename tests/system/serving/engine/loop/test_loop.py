@@ -160,7 +160,7 @@ def test_a_turn_is_passed_on_while_its_last_step_runs(tokenizer):
     turn = ["taken", "dispatch", "passed on", "read", "given back", "told"]
     assert order[order.index("taken") :][:12] == turn * 2
     sharing.loop.close()
-    assert order[-2:] == ["wait", "closed"]  # nothing runs when others have the device
+    assert order[-3:] == ["wait", "closed", "freed"]  # nothing runs when others have the device
     sharing.compilations.close()
 
 
@@ -264,7 +264,7 @@ def test_closing_ends_live_requests_and_the_thread(tokenizer):
     assert deltas[-1].retryable
     assert not case.loop.is_alive
     assert case.loop.end.result(60) is None
-    assert case.runner.order[-1] == "wait"  # the device is idle when the thread has ended
+    assert case.runner.order[-2:] == ["wait", "freed"]  # the device is idle, and its memory free
     assert not thread.is_alive()
     with pytest.raises(EngineDead):
         case.ask()

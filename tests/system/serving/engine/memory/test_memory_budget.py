@@ -63,7 +63,7 @@ def test_adapter_slots_get_their_budget(loaded):
     assert spec.rows == {w: 3 * n for w, n in memory_budget.rows_per_adapter(catalogue, 4).items()}
 
 
-def test_a_device_has_slots_for_adapters_of_the_rank_that_they_have(loaded, monkeypatch):
+def test_a_device_has_slots_for_adapters_of_the_rank_that_they_have(loaded, monkeypatch, caplog):
     """Pages get the rest, by the same sum; one adapter of max_lora_rank still fits."""
     device = Device({"bytes_limit": 1 << 24, "bytes_in_use": 0})
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -71,12 +71,17 @@ def test_a_device_has_slots_for_adapters_of_the_rank_that_they_have(loaded, monk
     here, wide = model.catalogue(config), jnp.dtype(jnp.float32)
     engine = EngineConfig("m", max_loras=3, max_lora_rank=32)
     pages, rows = {}, {}
+    caplog.set_level("INFO")
     for rank in (None, 16, 4):
         sized = memory_budget.size_kv_cache(engine, model, config, here, wide, rank=rank)
         _, spec = memory_budget.make_allocator(engine, here, here, wide, rank=rank)
         pages[rank], rows[rank] = sized.num_pages, spec.rows
     per_page = model.kv_shape(config).bytes_per_token(wide) * sized.page_size
     gained = rows_nbytes(rows[None], 4) - rows_nbytes(rows[16], 4)
+    told = [r.getMessage() for r in caplog.records if "largest that was given" in r.getMessage()]
+    assert ["rank 16" in line for line in told] == [True, False]
+    all_of_them = rows_nbytes(rows[None], 4)
+    assert f"--lora-memory-bytes {all_of_them} has room for 3 of --max-lora-rank 32." in told[0]
     assert rows[None] == {w: 3 * n for w, n in rows_per_adapter(here, 32).items()}
     assert rows[16] == {w: 3 * n for w, n in rows_per_adapter(here, 16).items()}
     assert rows[4] == rows_per_adapter(here, 32)

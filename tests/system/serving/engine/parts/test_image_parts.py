@@ -11,7 +11,12 @@ from support.drivers.vision_driver import IMAGE, QWEN_TEXT
 
 from lora_jax.config import ModelConfig
 from serving.api.config import EngineConfig
-from serving.engine.parts.image_parts import DEFAULT_ROWS, make_front, take_tower
+from serving.engine.parts.image_parts import (
+    DEFAULT_ROWS,
+    check_image_files,
+    make_front,
+    take_tower,
+)
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step import TABLE_ROWS, StepSizes
 from serving.steps.step_programs import Program
@@ -56,8 +61,20 @@ def test_without_images_no_tower_stays(tmp_path):
     assert not hasattr(model, "tower")
     plain = dataclasses.replace(made, vision=None)
     assert take_tower(config(tmp_path), model, plain, FLOAT) is None
+
+
+def test_settings_and_the_placeholder_are_checked_without_a_tower(tmp_path):
+    _, made = random_model(RAW)
+    words, kwargs = Words("<image>"), {"mm_processor_kwargs": {"max_pixels": 9}}
+    check_image_files(config(tmp_path), made, words)
+    with pytest.raises(ValueError, match=f"no token {IMAGE}, which stands for images"):
+        check_image_files(config(tmp_path), made, Words(""))
+    check_image_files(config(tmp_path, language_model_only=True), made, Words(""))
+    with pytest.raises(ValueError, match="bounds are"):
+        check_image_files(config(tmp_path, **kwargs), made, words)
+    plain = dataclasses.replace(made, vision=None)
     with pytest.raises(ValueError, match="takes text only"):
-        take_tower(config(tmp_path, mm_processor_kwargs={"max_pixels": 9}), model, plain, FLOAT)
+        check_image_files(config(tmp_path, **kwargs), plain, words)
 
 
 def lowered(model, made: ModelConfig) -> str:

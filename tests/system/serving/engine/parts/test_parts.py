@@ -1,11 +1,13 @@
 """Engine parts built from a folder, and errors before anything is compiled."""
 
 import logging
+import shutil
 
 import pytest
 from support.cases import tiny_checkpoint
 
 from serving.api.config import EngineConfig
+from serving.engine.parts import parts
 from serving.engine.parts.parts import build_parts
 
 SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=40)
@@ -26,15 +28,15 @@ def config(model, **fields):
 
 def test_parts_fit_the_model_and_every_one_is_logged(model, caplog):
     with caplog.at_level(logging.INFO, logger="serving"):
-        parts = build_parts(config(model, dtype="bfloat16"), {"sql": str(model.parent / "sql")})
-    parts.compilations.close()
-    info = parts.model_info
+        built = build_parts(config(model, dtype="bfloat16"), {"sql": str(model.parent / "sql")})
+    built.compilations.close()
+    info = built.model_info
     assert (info.name, info.dtype, info.max_model_len) == ("tiny-model", "bfloat16", 40)
     assert (info.page_size, info.kv_pages) == (16, 4 * 3)
     assert info.weight_bytes == 2 * info.num_parameters
-    assert [entry.name for entry in parts.registry.entries()] == ["sql"]
-    assert parts.tokenizer.eos_token_ids == (2,)
-    assert not parts.loop.is_alive
+    assert [entry.name for entry in built.registry.entries()] == ["sql"]
+    assert built.tokenizer.eos_token_ids == (2,)
+    assert not built.loop.is_alive
     lines = [record.getMessage() for record in caplog.records]
     for start in (
         "jax ",
@@ -61,3 +63,39 @@ def test_what_cannot_be_served_is_refused(model, tmp_path):
     path = str(model.parent / "sql")
     with pytest.raises(ValueError, match="rank"):
         build_parts(config(model, max_lora_rank=1), {"sql": path})
+
+
+def test_small_files_are_checked_before_weights_are_read(model, tmp_path, monkeypatch):
+    def read_too_early(*_):
+        raise AssertionError("the weights were read")
+
+    monkeypatch.setattr(parts, "load_model", read_too_early)
+    adapter = model.parent / "sql"
+    with pytest.raises(ValueError, match="rank 2 is above the limit of 1"):
+        build_parts(config(model, max_lora_rank=1), {"sql": adapter})
+    with pytest.raises(ValueError, match="this model takes text only"):
+        build_parts(config(model, mm_processor_kwargs={"min_pixels": 1}), {})
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        build_parts(config(folder), {})
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="m has no tokenizer"):
+        build_parts(config(folder), {})
+    with pytest.raises(AssertionError, match="the weights were read"):
+        build_parts(config(model), {"sql": adapter})
+
+
+def test_without_kernels_steps_are_short_where_no_size_is_given(model, monkeypatch):
+    sizes = []
+
+    def note(config, *_):
+        sizes.append(config.max_num_batched_tokens)
+        raise InterruptedError
+
+    monkeypatch.setattr(parts, "load_model", note)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(parts.cpu_kernels, "available", lambda has=has_kernels: has)
+        with pytest.raises(InterruptedError):
+            build_parts(EngineConfig(str(model)), {})
+    assert sizes == [512, 32]

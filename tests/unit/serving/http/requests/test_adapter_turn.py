@@ -47,6 +47,21 @@ def test_the_wait_is_bounded_and_says_what_to_change(engine):
         asyncio.run(entry_in_turn(engine, "nobody", None))
 
 
+def test_no_more_requests_wait_than_the_queue_holds(engine):
+    engine.config = dataclasses.replace(engine.config, max_queue=1)
+
+    async def run():
+        waiting = asyncio.ensure_future(entry_in_turn(engine, "sql", None))
+        await asyncio.wait_for(in_line(engine, 1), 60)
+        with pytest.raises(HostFull, match=r"^Adapter 'sql': in use\.$"):
+            await asyncio.wait_for(entry_in_turn(engine, "sql", None), 60)
+        engine.registry.full = False
+        engine.registry.line.changed()
+        return await asyncio.wait_for(waiting, 60)
+
+    assert asyncio.run(run()).name == "sql"
+
+
 def test_a_client_that_leaves_does_not_stand_in_the_line(engine, monkeypatch):
     monkeypatch.setattr(adapter_turn, "LOOK_S", 0.001)
 

@@ -26,6 +26,7 @@ OURS = '"x-guidance": {"lenient": false, "whitespace_pattern": " "}'
             "x-guidance.item_separator is",
         ),
         ('start: "x" %lark {\nstart: %json {"x-guidance": {"lenient": true}}\n}', "lenient is"),
+        ('start: %json {"x-guidance": 3}', "x-guidance that is no object is"),
         ("start: a\na[max_tokens=3, temperature = 0.3]: /x*/", "The attribute temperature is"),
     ],
 )
@@ -42,20 +43,22 @@ def test_what_loosens_or_is_passed_over_is_refused_by_name(text, named):
         '%llguidance {"allow_initial_skip": true, "no_forcing": true}\nstart: "a"',
         'start: "%json { %llguidance [temperature=1]" // %json\n# %llguidance\n',
         r'start: "\"%json" /[\/"] %json [temperature=1]/',
-        'start: %json {"x-guidance": {"whitespace_flexible": false}, "type": "null"}',
         "start: %json true",
-        'start: %json {"x-guidance": 3}',
     ],
 )
 def test_the_rest_stays_as_it_is(text):
     assert checked_lark(text, OPTIONS) == text
 
 
-def test_schemas_within_a_grammar_have_the_options_of_json():
-    long = "9" * 5000  # Python reads no integer of so many digits
-    text = f'start: %json {{ }} | b\nb: %json{{"const": {long}}} | "{{" | %json {{}}'
-    first, second = f"start: %json {{{OURS} }} | b", f'b: %json{{{OURS}, "const": {long}}}'
-    assert checked_lark(text, OPTIONS) == f'{first}\n{second} | "{{" | %json {{{OURS}}}'
+def test_schemas_within_a_grammar_have_the_options_of_json_but_for_their_own_spaces():
+    own = '{"type": "null", "x-guidance": {"whitespace_pattern": "x"}}'
+    text = f'start: %json {{ }} | b\nb: %json{{"const": 1e3}} | "{{" | %json {own} // {{}}'
+    both = OURS.replace('" "', '"x"')
+    assert checked_lark(text, OPTIONS) == (
+        f'start: %json {{{OURS}}} | b\nb: %json{{"const": 1000.0, {OURS}}} | "{{" | '
+        f'%json {{"type": "null", {both}}} // {{}}'
+    )
+    assert '"pattern": "^' in checked_lark('start: %json {"format": "date"}', OPTIONS)
 
 
 @pytest.mark.parametrize("text", ["/" + r"\/" * 30_000, '"' + r"\"" * 30_000])

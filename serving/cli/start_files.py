@@ -1,0 +1,18 @@
+"""Small files that a start reads, checked before jax is imported or a process started. No jax.
+
+An engine checks the same and more before it reads weights; the command says it within a second.
+"""
+
+from serving.cli.options import Options
+from serving.engine.parts.early_checks import check_adapters
+from serving.text.tokenizer import check_files
+
+
+def check_start_files(options: Options) -> None:
+    """Raise ValueError or LookupError naming the file that a start would fail at.
+
+    They are the tokenizer's by their names, the chat template, and the adapters' configs.
+    """
+    engine = options.engine
+    check_files(engine.model, engine.chat_template, needed=engine.load_format != "dummy")
+    check_adapters(engine, {module.name: module.path for module in options.adapters})
