@@ -13,6 +13,9 @@ from serving.api.config import CPU_TOKENS, EngineConfig
 ACCELERATOR_SEQS = 256
 ACCELERATOR_TOKENS, LARGE_TOKENS = 2048, 8192
 MIXED_TOKENS, MIXED_EXPERT_TOKENS = 512, 2048
+PORTABLE_TOKENS = (
+    32  # half the programs of a CPU's other steps: each takes half a minute to compile
+)
 LARGE_BYTES = 48 << 30  # that JAX may use: three quarters of a device of 64 GiB
 
 
@@ -23,12 +26,14 @@ def for_device(
     device_bytes: int | None,
     alone: bool,
     has_experts: bool = False,
+    portable: bool = False,
 ) -> EngineConfig:
     """Return the config with sequences and tokens of a step.
 
     `device_bytes` is what JAX may use of a device, None where that has no bound. An engine that is
     not `alone` has a CPU's sizes: its messages to a LoRA Server, or its turns, go by them. Of
-    several devices the exchanges go by the tokens, so these are a CPU's too.
+    several devices the exchanges go by the tokens, so these are a CPU's too. `portable`: a CPU's
+    ops have no kernels and run as portable JAX.
     """
     large = device_bytes is not None and device_bytes >= LARGE_BYTES
     seqs, tokens, mixed = config.step_seqs, config.step_tokens, config.mixed_step_tokens
@@ -42,5 +47,7 @@ def for_device(
             seqs = min(seqs, tokens, mixed or tokens)
         if mixed is None and config.max_num_batched_tokens is None:
             mixed = max(seqs, MIXED_EXPERT_TOKENS if has_experts else MIXED_TOKENS)
+    elif alone and portable and config.max_num_batched_tokens is None:
+        tokens = PORTABLE_TOKENS  # or the sequences, if they are more
     sizes = {"max_num_seqs": seqs, "max_num_batched_tokens": max(seqs, tokens)}
     return dataclasses.replace(config, **sizes, mixed_step_tokens=mixed)

@@ -20,7 +20,7 @@ _TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 def check_paths(options: Options) -> None:
     """Raise ValueError naming the flag and the path for the first one that leads nowhere."""
     engine = options.engine
-    _folder("the model", engine.model, ("config.json",))
+    _model(engine.model)
     if options.quantization not in (None, "", "none", "None"):
         _quantization(engine.model, options.quantization)
     if engine.lora_dir is not None:
@@ -42,6 +42,18 @@ def check_paths(options: Options) -> None:
         if name in options.uvicorn:
             _file(_flag(name), options.uvicorn[name])
     _certificate(options.uvicorn)
+
+
+def _model(given: str) -> None:
+    """Check the folder of the base model, and that it is no adapter's."""
+    path = Path(given).absolute()
+    is_adapter = any((path / name).is_file() for name in CONFIG_FILES)
+    if is_adapter and not (path / "config.json").is_file():
+        raise ValueError(
+            f"the model: {path} is an adapter; give the folder of its base model, and the adapter "
+            f"as --lora-modules NAME={given}"
+        )
+    _folder("the model", given, ("config.json",))
 
 
 def _quantization(model: str, wanted: str) -> None:

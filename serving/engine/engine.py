@@ -27,7 +27,7 @@ from serving.engine.classification import HEAD_SAMPLING, Classification, classif
 from serving.engine.images.front import ImageFront
 from serving.engine.inputs.batch import Batch
 from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Messages, chat_prompts
-from serving.engine.inputs.engine_arguments import config_of
+from serving.engine.inputs.engine_arguments import adapters_of, config_of
 from serving.engine.inputs.generate_arguments import (
     Adapter,
     Adapters,
@@ -83,7 +83,7 @@ class Engine:
         """
         config = config_of(model, fields)
         self._parts: EngineParts = build_parts(
-            config, dict(adapters or {}), lora_server, backbone, turns, gang
+            config, adapters_of(adapters), lora_server, backbone, turns, gang
         )
         self.config = self._parts.config
         self._loop = self._parts.loop
@@ -107,7 +107,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread; live requests end with an error. Closing twice is allowed."""
+        """End the engine and free all its memory; live requests get an error. Twice is allowed."""
         self._close()
 
     # Text in, text out.

@@ -38,7 +38,10 @@ def base_of(adapter: _Path) -> Path:
     folder = Path(adapter).resolve()
     try:
         files = AdapterFolder(folder)
-        config = peft_format.read_config(files, has_head=HEAD_FILE in files.files())
+        names = files.files()
+        if peft_format.CONFIG_FILE not in names:
+            raise ValueError(f"{folder} is no adapter: it has no {peft_format.CONFIG_FILE}.")
+        config = peft_format.read_config(files, has_head=HEAD_FILE in names)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no adapter: {error}") from None
     named = config.base_model

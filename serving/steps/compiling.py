@@ -27,7 +27,7 @@ def compile_all(
     """Compile every program, several at a time: XLA works outside Python's lock.
 
     With `progress` a bar says by their names which program is lowered, and which ones are compiled;
-    where stderr is no terminal, a line of the log names each program that is done.
+    where stderr is no terminal, lines of the log say how many there are and name each that is done.
     """
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -50,6 +50,8 @@ def compile_all(
         bar.update()
         say()
 
+    if progress and not is_terminal:
+        logger.info("Compiling %d programs, first %s.", len(names), names[0])
     pool = ThreadPoolExecutor(_workers())
     is_interrupted = False
     with bar:

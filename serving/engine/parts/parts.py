@@ -18,6 +18,7 @@ from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.models.loader import read_config
 from lora_jax.ops import dispatch
+from lora_jax.ops.cpu import build as cpu_kernels
 from serving.api.config import EngineConfig
 from serving.api.device_sizes import for_device
 from serving.api.generation_config import read_generation_config
@@ -151,9 +152,11 @@ def build_parts(
     logger.info(
         "jax %s on %s (%d devices).", jax.__version__, device.device_kind, len(jax.devices())
     )
+    on_cpu = device.platform == "cpu"
     config = for_device(
         config,
-        on_cpu=device.platform == "cpu",
+        on_cpu=on_cpu,
+        portable=on_cpu and split is None and not cpu_kernels.available(),
         device_bytes=bytes_limit(),
         alone=alone,
         has_experts=described.moe is not None,

@@ -8,11 +8,13 @@ from typing import Any
 from serving.text.structured.real_dates import with_real_dates
 
 # Lexemes of Lark as llguidance reads them, so that an option's name within a text is only text.
+# llguidance refuses a text without its end. Here it goes on to the end: a search for one behind
+# each escaped quote would take quadratic time.
 _LEXEMES = re.compile(
     r"""
     (?:\#|//)[^\n]*                   # comment
-    | "(?:\\.|[^"\\\n])*"             # string
-    | /(?:\\.|[^/\\])+/               # regex
+    | "(?:\\.|[^"\\\n])*+"?           # string
+    | /(?:\\.|[^/\\])++/?             # regex
     | %(?P<statement>llguidance|json)
     | (?P<attribute>\btemperature)[ \t]*=
     """,

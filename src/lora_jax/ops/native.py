@@ -170,12 +170,16 @@ class Library:
             self.state, {"type_id": part("id"), "type_info": part("info")}, platform=self.platform
         )
 
-    def load_or_warn(self, folder: Path, log: logging.Logger) -> bool:
-        """Return whether `load` succeeds; where not, `log` warns that ops run as portable JAX."""
+    def load_or_warn(self, folder: Path, log: logging.Logger, advice: str = "") -> bool:
+        """Return whether `load` succeeds; where not, `log` warns that ops run as portable JAX.
+
+        `advice` is what else may be done about it.
+        """
         try:
             self.load(folder)
         except BuildError as error:
-            log.warning("%s are off, ops run as plain JAX (slower): %s", self.title, error)
+            text = "%s are off, ops run as plain JAX, slower to compile and to run: %s%s"
+            log.warning(text, self.title, error, advice)
             return False
         return True
 

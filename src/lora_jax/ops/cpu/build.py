@@ -56,7 +56,8 @@ def available() -> bool:
 
     Failure is logged once as a warning; the ops then run as portable JAX.
     """
-    return library().load_or_warn(dispatch.cache_folder(), log)
+    advice = ", or install a wheel that brings the kernels (`make wheel` on another machine)"
+    return library().load_or_warn(dispatch.cache_folder(), log, advice)
 
 
 def loaded() -> ctypes.CDLL:

@@ -23,6 +23,15 @@ def test_an_accelerator_has_more_than_a_cpu():
     assert sizes(config, device_bytes=None, **ALONE) == (256, 2048)
 
 
+def test_without_kernels_a_cpu_has_fewer_programs_unless_a_size_is_given():
+    portable = CPU | {"portable": True}
+    assert sizes(EngineConfig("model"), **portable, alone=True) == (32, 32)
+    assert sizes(EngineConfig("model", max_num_seqs=48), **portable, alone=True) == (48, 48)
+    given = EngineConfig("model", max_num_batched_tokens=512)
+    assert sizes(given, **portable, alone=True) == (32, 512)
+    assert sizes(EngineConfig("model"), **portable, alone=False) == (32, 512)
+
+
 def test_beside_others_the_sizes_are_a_cpus():
     """A LoRA Server is started with the size of a message, by a process without the device."""
     config = EngineConfig("model")

@@ -135,3 +135,9 @@ def test_jax_is_not_loaded_for_it(model):
     argv = [str(model), "--lora-dir", str(model.parent / "none")]
     done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+def test_an_adapter_in_the_place_of_the_model_is_told(model):
+    folder = str(model.parent / "a")
+    with pytest.raises(ValueError, match=f"{folder} is an adapter; .* --lora-modules NAME="):
+        check_paths(read_options([folder], {}))

@@ -42,6 +42,9 @@ def test_an_adapter_without_a_base_here_says_what_to_give(tmp_path):
         base_of(adapter_in(tmp_path / "b", None))
     with pytest.raises(ValueError, match="none"):
         base_of(tmp_path / "none")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ValueError, match=r"model is no adapter: it has no adapter_config\.json"):
+        base_of(tmp_path / "model")
 
 
 def test_a_handler_is_given_its_function_when_it_is_called(monkeypatch):

@@ -44,7 +44,7 @@ def test_the_log_counts_programs_that_are_compiled_alone(caplog):
     caplog.set_level("INFO")
     with pytest.raises(ValueError, match="no"):
         compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=True)
-    assert caplog.messages == ["Compiled 1 of 2 programs: a."]
+    assert caplog.messages == ["Compiling 2 programs, first a.", "Compiled 1 of 2 programs: a."]
 
 
 def test_ctrl_c_waits_for_no_program(caplog, monkeypatch):
@@ -65,7 +65,7 @@ def test_ctrl_c_waits_for_no_program(caplog, monkeypatch):
             compile_all(programs(), list("abc"), progress=True)
         assert time.monotonic() - begin < 30  # `slow` waits for 60 s
         assert not slow.done.is_set()
-        assert caplog.messages == []
+        assert caplog.messages == ["Compiling 3 programs, first a."]
     finally:
         may.set()
 
@@ -106,13 +106,15 @@ def test_a_log_file_gets_a_line_per_program_and_no_bar(capsys, caplog):
     caplog.set_level("INFO")
     names = ["8 tokens", "32 tokens"]
     compile_all([Program(), Program()], names, progress=True)
-    assert sorted(text.partition(": ")[0] for text in caplog.messages) == [
+    begun, *done = caplog.messages
+    assert begun == "Compiling 2 programs, first 8 tokens."
+    assert sorted(text.partition(": ")[0] for text in done) == [
         "Compiled 1 of 2 programs",
         "Compiled 2 of 2 programs",
     ]
-    assert {text.partition(": ")[2] for text in caplog.messages} == {"8 tokens.", "32 tokens."}
+    assert {text.partition(": ")[2] for text in done} == {"8 tokens.", "32 tokens."}
     compile_all([Program(), Program()], names, progress=False)
-    assert len(caplog.messages) == 2
+    assert len(caplog.messages) == 3
     assert "%" not in capsys.readouterr().err
 
 

@@ -84,3 +84,18 @@ def test_small_files_are_checked_before_weights_are_read(model, tmp_path, monkey
         build_parts(config(folder), {})
     with pytest.raises(AssertionError, match="the weights were read"):
         build_parts(config(model), {"sql": adapter})
+
+
+def test_without_kernels_steps_are_short_where_no_size_is_given(model, monkeypatch):
+    sizes = []
+
+    def note(config, *_):
+        sizes.append(config.max_num_batched_tokens)
+        raise InterruptedError
+
+    monkeypatch.setattr(parts, "load_model", note)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(parts.cpu_kernels, "available", lambda has=has_kernels: has)
+        with pytest.raises(InterruptedError):
+            build_parts(EngineConfig(str(model)), {})
+    assert sizes == [512, 32]

@@ -1,5 +1,7 @@
 """Options inside of a client's Lark grammar loosen nothing, and none is passed over."""
 
+import time
+
 import pytest
 
 from serving.text.structured.lark_options import checked_lark
@@ -57,3 +59,10 @@ def test_schemas_within_a_grammar_have_the_options_of_json_but_for_their_own_spa
         f'%json {{"type": "null", {both}}} // {{}}'
     )
     assert '"pattern": "^' in checked_lark('start: %json {"format": "date"}', OPTIONS)
+
+
+@pytest.mark.parametrize("text", ["/" + r"\/" * 30_000, '"' + r"\"" * 30_000])
+def test_a_text_without_its_end_takes_no_quadratic_time(text):
+    begun_s = time.process_time()
+    assert checked_lark(text, OPTIONS) == text  # llguidance refuses it
+    assert time.process_time() - begun_s < 2.0
