@@ -46,7 +46,7 @@ def own_pages(
     make = functools.partial(init_cache, shape, sizes.num_pages, sizes.page_size, dtype, split)
     if split is not None:
         return make()
-    leaves = jax.tree.leaves(jax.eval_shape(make))
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(make()))
     with xla_memory.large_arrays(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)):
         return place(make())
 
