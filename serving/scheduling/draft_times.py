@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 _LATELY = 8  # steps of a kind whose times are remembered
 _FEW = 3  # steps of a kind before their times count
-_MARGIN = 1.03  # by which a step with drafts must be better
+_MARGIN = 1.1  # by which a step with drafts must be better: times are noisier than 3%
 _MEASURE_DRAFTED = 256  # decisions against drafts after which steps with drafts are tried again
 _LONGEST = 8192  # what this number may grow to, twofold each time that drafts do not pay
 _MEASURE_PLAIN = 192  # decisions for drafts after which steps without are measured again

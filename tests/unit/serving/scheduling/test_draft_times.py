@@ -58,12 +58,12 @@ def test_larger_steps_than_were_measured_are_expected_to_take_longer_still():
     plain(times, 4, 10.0)
     drafted(times, 4, 4, 4, 20.0)
     assert times.best(4, [(28, 20.0)]) is None  # 80 s on the line
-    assert times.best(4, [(28, 29.5)]) == 0
+    assert times.best(4, [(28, 31.5)]) == 0
     cheap = DraftTimes()
     plain(cheap, 4, 10.0)
     drafted(cheap, 4, 4, 4, 9.0)  # no step is taken to be faster than a plain one
-    assert cheap.best(4, [(28, 0.1)]) is None
-    assert cheap.best(4, [(28, 0.2)]) == 0
+    assert cheap.best(4, [(28, 0.3)]) is None
+    assert cheap.best(4, [(28, 0.5)]) == 0
 
 
 def test_drafts_that_lose_at_many_rows_go_on_at_one():
