@@ -107,7 +107,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the engine's thread; live requests end with an error. Closing twice is allowed."""
+        """End the engine and free all its memory; live requests get an error. Twice is allowed."""
         self._close()
 
     # Text in, text out.

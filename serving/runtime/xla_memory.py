@@ -6,16 +6,19 @@ unless it knows its limit. The driver's (`cuda_async`) takes what is asked for. 
 longer to dispatch, most after a pause; that its addresses differ then is the likely reason.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import jax
+import numpy as np
 from jax._src import xla_bridge  # jax reads its environment once, before a process is forked
 from jax.stages import Compiled
 
-# For what no program says: small arrays that come and go, in places that were left for them, gaps
-# between arrays, and what a start needs for a while. With 6 MiB, beside 7.5 of temporaries, each
-# start on an H200 ran out of memory; with 24 beside 20 none did.
+# For what no program says: small arrays that come and go, in places that were left for them, and
+# gaps between arrays. With 6 MiB, beside 7.5 of temporaries, each start on an H200 ran out of
+# memory; with 24 beside 20 none did. That was before `large_arrays`, with which none of it ran.
 SPARE_BYTES = 28 << 20
+_LEFT_BYTES = 2 << 20  # beside the large arrays while they are made: of other threads, alignment
 _bounded: list[int] = []  # bytes, where this process has a bound
 
 
@@ -37,6 +40,24 @@ def bound(num_bytes: int, device_bytes: int) -> bool:
 def is_bounded() -> bool:
     """True if XLA took all of its memory at the start of this process."""
     return bool(_bounded)
+
+
+@contextlib.contextmanager
+def large_arrays(num_bytes: int) -> Iterator[None]:
+    """Keep the rest of a bound in one piece while arrays of so many bytes together are made.
+
+    XLA's allocator splits a free piece for an array only if it is twice as large or has 128 MiB
+    more. The last of the large arrays would so have all that is left, and the next small one
+    nothing. Without a bound nothing is kept.
+    """
+    stats = (jax.local_devices()[0].memory_stats() or {}) if _bounded else {}
+    rest = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0) - num_bytes - _LEFT_BYTES
+    kept = jax.device_put(np.zeros(rest, np.uint8)) if rest > 0 else None  # it compiles nothing
+    try:
+        yield
+    finally:
+        if kept is not None:
+            kept.block_until_ready().delete()
 
 
 def needed_bytes(programs: Iterable[Compiled]) -> int | None:

@@ -28,6 +28,7 @@ from lora_jax.ops.kv_rows import stored_dim
 from lora_jax.sharding import Split
 from lora_jax.typing import Array, Int
 from serving.api.request import PageMove
+from serving.runtime import xla_memory
 from serving.steps.step import StepSizes
 
 _PAGES = (2, 16)  # of one program
@@ -42,8 +43,12 @@ def own_pages(
     place: Callable[[PagedKVCache], PagedKVCache],
 ) -> PagedKVCache:
     """Return pages that are donated to each step."""
-    cache = init_cache(shape, sizes.num_pages, sizes.page_size, dtype, split)
-    return cache if split is not None else place(cache)
+    make = functools.partial(init_cache, shape, sizes.num_pages, sizes.page_size, dtype, split)
+    if split is not None:
+        return make()
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(make()))
+    with xla_memory.large_arrays(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)):
+        return place(make())
 
 
 class PageCopies:

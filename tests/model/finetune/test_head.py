@@ -73,7 +73,7 @@ def test_a_head_alone_is_trained_on_states(folder, tmp_path):
 
 @pytest.mark.long
 def test_a_head_above_lora_learns_and_is_served(folder, tmp_path):
-    out, share = run(folder, tmp_path, 2, 60)
+    out, share = run(folder, tmp_path, 2, 150)
     assert share >= 0.5, "four labels, so that chance is a quarter"
     assert served(folder, out, TEXT) == pytest.approx(share, abs=1e-4)
 
