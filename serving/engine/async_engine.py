@@ -12,6 +12,8 @@ import secrets
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.registry_errors import HostFull
 from serving.api.outputs import OutputCollector, RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
@@ -19,9 +21,11 @@ from serving.engine.adapter_info import AdapterInfo
 from serving.engine.engine import Engine, Piece
 from serving.engine.inputs.batch import shown_name
 from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
-from serving.engine.inputs.generate_arguments import Prompt, adapter_and_sampling
+from serving.engine.inputs.generate_arguments import Adapter, Prompt, adapter_and_sampling
 from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
+from serving.runtime.entry_turn import entry_in_turn
 from serving.runtime.mailbox import Mailbox
+from serving.text.tokenizer import Tokenizer
 
 
 class AsyncEngine:
@@ -161,10 +165,12 @@ class _Answer:
     async def hand_in(self, prompt: Prompt, session: str | None, **given: Any) -> SinglePrompt:
         """Submit the request. Texts, images and adapters of the disk are read in a thread.
 
-        That thread cannot be stopped: a request that it submits for a canceled task is aborted.
+        That thread cannot be stopped: a request that it submits for a canceled task is aborted. It
+        does not wait for host memory, except for parts of a weighted sum.
         """
         try:
-            return await asyncio.to_thread(self._submit, prompt, session, given)
+            entry = await self._entry(session, **given)
+            return await asyncio.to_thread(self._submit, prompt, session, entry, given)
         except asyncio.CancelledError:
             self._is_left = True
             self._engine.abort(self._request_id)
@@ -182,18 +188,43 @@ class _Answer:
         if not is_done:
             self._engine.abort(self._request_id)
 
-    def _submit(self, prompt: Prompt, session: str | None, given: dict[str, Any]) -> SinglePrompt:
+    async def _entry(
+        self, session: str | None, adapter: Any, sampling: Any, images: Any, **vllm: Any
+    ) -> AdapterEntry | None:
+        """Return the entry of an adapter that is asked for alone, once host memory has room for it.
+
+        None: there is none, or handing in the request says what is wrong.
+        """
+        engine = self._engine
+        try:
+            name, _ = adapter_and_sampling(adapter, sampling, **vllm)
+            if not isinstance(name, str):
+                return None
+            chosen = engine.rollouts.pick(name, session or self._request_id)
+            return await entry_in_turn(engine, chosen)
+        except HostFull:
+            raise
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def _submit(
+        self, prompt: Prompt, session: str | None, entry: AdapterEntry | None, given: dict[str, Any]
+    ) -> SinglePrompt:
         engine, put = self._engine, self._mailbox.put
         default = engine.default_sampling()
-        tokenizer_of = functools.partial(engine.tokenizer_of, session=session)
+
+        def tokenizer_of(named: Adapter) -> Tokenizer:
+            return engine.tokenizer_of(named if entry is None else entry, session)
+
         read = single_prompt(tokenizer_of, engine.images, default, prompt, **given)
 
         def on_output(delta: OutputDelta) -> None:
             put(self._loop, self._queue, delta)
 
         options: dict[str, Any] = {"on_output": on_output, "request_id": self._request_id}
-        options |= {"images": read.images, "session": session}
-        engine.submit(read.ids, read.adapter, read.sampling, **options)
+        options |= {"images": read.images, "session": session, "entry": entry}
+        name = read.adapter if entry is None else entry.name
+        engine.submit(read.ids, name, read.sampling, **options)
         if self._is_left:  # set before the abort that came too early
             engine.abort(self._request_id)
         return read

@@ -88,6 +88,7 @@ class LoopParts:
             self.runner.wait()
         except Exception:
             logger.exception("The last step failed.")
+        self.registry.line.close()
         parts = self.turns, self.residencies, self.grammars, self.traces, self.runner
         for part in parts:
             if part is not None:

@@ -18,6 +18,7 @@ from lora_jax.adapters.registry_errors import HostFull
 
 LOOK_S = 1.0  # a request that waits looks so often though nothing woke it
 PATIENCE_S = 30.0  # a request is passed by others for so long at most
+_ENDED = "The engine has stopped; no adapter gets room in host memory any more."
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,6 +49,7 @@ class RoomLine:
         self._waiting: list[Ticket] = []  # in their order
         self._drained: frozenset[str] = frozenset()  # digests
         self._round = 0  # of the last one that was first
+        self._has_ended = False
         self.num_changes = 0
 
     def __len__(self) -> int:
@@ -116,6 +118,18 @@ class RoomLine:
             if self._clock() - ticket.since_s >= ticket.patience_s:
                 self._drained = digests
 
+    def close(self) -> None:
+        """Let no request wait any longer: what would give it room has ended."""
+        with self._lock:
+            self._has_ended = True
+            for ticket in self._waiting:
+                ticket.wake()
+
+    def check_open(self) -> None:
+        """Raise HostFull where a request would wait for ever."""
+        if self._has_ended:
+            raise HostFull(_ENDED)
+
     def changed(self) -> None:
         """Wake the first request: an adapter may have become idle."""
         with self._lock:
@@ -172,6 +186,7 @@ def wait_in_line[E](
             try:
                 return attempt(ticket)
             except HostFull as full:
+                line.check_open()
                 left = until - time.monotonic()
                 if left <= 0:
                     raise full.after(wait_s) from None

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from lora_jax.adapters.room_line import RoomLine
 from serving.api.request import (
     SequenceResult,
 )
@@ -134,7 +135,7 @@ class Turns:
 
 class Registry:
     def __init__(self):
-        self.generation, self.names = 0, []
+        self.generation, self.names, self.line = 0, [], RoomLine()
 
     def take_changes(self):
         return [(name, SimpleNamespace(name=name)) for name in self.names]

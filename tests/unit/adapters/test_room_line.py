@@ -139,6 +139,29 @@ def test_a_thread_waits_until_an_attempt_finds_room():
     assert not len(line)
 
 
+def test_a_line_that_closes_lets_nobody_wait():
+    """Those that wait are told, and who comes later is told at once."""
+    line, in_line, told = RoomLine(), threading.Event(), []
+
+    def attempt(ticket):
+        line.enter(ticket, "a")
+        in_line.set()
+        raise HostFull("full.")
+
+    def wait():
+        with pytest.raises(HostFull, match=r"^The engine has stopped") as caught:
+            wait_in_line(line, attempt, 600.0)
+        told.append(caught.value)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert in_line.wait(30)
+    line.close()
+    thread.join(30)
+    wait()
+    assert len(told) == 2
+
+
 def test_a_wait_that_is_over_says_how_long_it_was():
     def attempt(ticket):
         raise HostFull("full.")

@@ -4,10 +4,12 @@ import asyncio
 import dataclasses
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.cases.engine_cases import GREEDY, settle
 
+from lora_jax.adapters.registry_errors import HostFull
 from serving import AsyncEngine, Engine, FinishReason, OutputDelta, RequestFailed, Sampling
 from serving.api.request import EngineDead
 
@@ -163,6 +165,45 @@ def test_a_task_canceled_while_its_prompt_is_read_leaves_nothing(waiting, monkey
     run(canceled())
     gate.check()
     settle(waiting.engine)
+
+
+def test_requests_that_wait_for_host_memory_hold_no_thread(waiting, monkeypatch):
+    """Those for adapters in memory pass them, and one that is canceled waits no longer."""
+    registry, rollouts, is_full = waiting.engine.registry, waiting.engine.rollouts, [True]
+    find, resolve = registry.find, rollouts.resolve
+
+    def full_resolve(name, share=None, deadline=float("inf"), ticket=None):
+        if name == "a" and is_full and ticket is not None:
+            registry.line.enter(ticket, name)
+            raise HostFull("full.")
+        return resolve(name, share, deadline, ticket)
+
+    monkeypatch.setattr(
+        registry, "find", lambda name, t: None if name == "a" and is_full else find(name, t)
+    )
+    monkeypatch.setattr(rollouts, "resolve", full_resolve)
+
+    async def ask():
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        asked = [
+            asyncio.create_task(outputs_of(waiting.generate("hello", GREEDY, adapter="a")))
+            for _ in range(4)
+        ]
+        while len(registry.line) < len(asked):
+            await asyncio.sleep(0.001)
+        async with asyncio.timeout(30):
+            passing = await outputs_of(waiting.generate("hello", GREEDY, adapter="b"))
+        asked.pop().cancel()
+        while len(registry.line) > len(asked):
+            await asyncio.sleep(0.001)
+        is_full.clear()
+        registry.line.arrived("a")
+        return passing, await asyncio.gather(*asked)
+
+    passing, others = run(ask())
+    assert passing[-1].finished
+    (want,) = waiting.engine.generate("hello", "a", GREEDY)
+    assert {outputs[-1].outputs[0].text for outputs in others} == {want.outputs[0].text}
 
 
 def test_an_abort_by_id_ends_the_answer_with_what_there_is(waiting, monkeypatch):

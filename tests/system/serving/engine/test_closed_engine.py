@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 from support.cases.engine_cases import SHAPES, make_engine
 
+from lora_jax.adapters.registry_errors import HostFull
 from lora_jax.ops import dispatch
 from lora_jax.ops.cpu import build
 from serving import Sampling
@@ -63,6 +64,8 @@ def test_a_closed_engine_that_is_still_referenced_holds_no_weights_and_no_steps(
     assert engine.stats().running == 0
     assert b"vllm:" in generate_latest(engine.metrics.registry)
     assert engine.adapters() is not None
+    with pytest.raises(HostFull, match=r"^The engine has stopped"):  # in place of a wait
+        engine.registry.line.check_open()
     engine.close()
 
 

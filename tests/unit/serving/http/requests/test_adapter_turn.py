@@ -8,8 +8,8 @@ from starlette.requests import ClientDisconnect
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 
 from lora_jax.adapters.registry import AdapterNotFound, HostFull
-from serving.http.requests import adapter_turn
 from serving.http.requests.adapter_turn import entry_in_turn
+from serving.runtime import entry_turn
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_no_more_requests_wait_than_the_queue_holds(engine):
 
 
 def test_a_client_that_leaves_does_not_stand_in_the_line(engine, monkeypatch):
-    monkeypatch.setattr(adapter_turn, "LOOK_S", 0.001)
+    monkeypatch.setattr(entry_turn, "LOOK_S", 0.001)
 
     async def run():
         gone = asyncio.Event()
