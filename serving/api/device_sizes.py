@@ -13,10 +13,8 @@ from serving.api.config import CPU_TOKENS, EngineConfig
 ACCELERATOR_SEQS = 256
 ACCELERATOR_TOKENS, LARGE_TOKENS = 2048, 8192
 MIXED_TOKENS, MIXED_EXPERT_TOKENS = 512, 2048
-PORTABLE_TOKENS = (
-    32  # half the programs of a CPU's other steps: each takes half a minute to compile
-)
-LARGE_BYTES = 48 << 30  # that JAX may use: three quarters of a device of 64 GiB
+PORTABLE_TOKENS = 32  # half of a CPU's programs, which take half a minute each to compile
+LARGE_BYTES = 48 << 30  # that JAX may use: of a device of 64 GiB, or of 54 that it has for itself
 
 
 def for_device(

@@ -7,8 +7,8 @@ from typing import Any
 
 GAP_S = 0.002  # under load the loop is woken this seldom; each wake-up costs both threads time
 # What the loop does with a burst holds up the engine's thread, which shares Python's lock. So it
-# has a third of the time at most: a pause follows, so many times as long as the burst took, and the
-# next burst has more tokens of each answer.
+# has a third of the time, unless bursts take long: a pause follows, so many times as long as the
+# burst took, and the next one has more tokens of each answer.
 PAUSE, LONGEST_PAUSE_S = 2.0, 0.025
 
 

@@ -31,7 +31,17 @@ def take_share(config: EngineConfig, model: ModelConfig, *, alone: bool) -> bool
     """
     outside = not alone or config.page_pool_bytes is not None or config.tensor_parallel_size > 1
     said = any(name in os.environ for name in _SAID)
-    if outside or said or xla_bridge.backends_are_initialized() or _may_have_esft(config, model):
+    if outside or said or xla_bridge.backends_are_initialized():
+        return False
+    try:
+        usage = for_platform("gpu").usage()
+    except NotImplementedError:
+        return False
+    free = usage.device_free or 0
+    device = free + (usage.device_used or 0)
+    if free < LARGE * device or _may_have_esft(
+        config, model, device
+    ):  # others use it, or ESFT will
         return False
     os.environ[_NAME] = str(LARGE)
     try:
@@ -43,18 +53,11 @@ def take_share(config: EngineConfig, model: ModelConfig, *, alone: bool) -> bool
     return has_gpu
 
 
-def _may_have_esft(config: EngineConfig, model: ModelConfig) -> bool:
-    """Return whether the base's experts will lie outside of JAX's memory."""
+def _may_have_esft(config: EngineConfig, model: ModelConfig, device: int) -> bool:
+    """Return whether the base's experts will lie outside of JAX's memory; `device` is in bytes."""
     if model.moe is None or config.max_esft_adapters == 0:
         return False
-    if config.max_esft_adapters is not None:
-        return True
-    try:
-        usage = for_platform("gpu").usage()
-    except NotImplementedError:
-        return False
-    device = (usage.device_used or 0) + (usage.device_free or 0)
-    return expert_bytes(model) < (1 - USUAL) * device
+    return config.max_esft_adapters is not None or expert_bytes(model) < (1 - USUAL) * device
 
 
 def expert_bytes(model: ModelConfig) -> int:

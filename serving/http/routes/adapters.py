@@ -146,7 +146,8 @@ def _dynamo_answer(name: str, done: str, lasts: str = "") -> dict[str, Any]:
 async def report(request: Request, name: str) -> dict[str, Any]:
     """Return modules, ranks, scalings, bytes and sha256 of an adapter; it is loaded if need be."""
     server = server_of(request)
-    target = await server.names.resolve(name, None, caller_of(request))
+    gone = request.is_disconnected
+    target = await server.names.resolve(name, None, caller_of(request), is_gone=gone)
     entry = target.entry
     if entry is None:
         raise unknown_model(name)

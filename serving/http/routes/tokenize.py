@@ -28,7 +28,8 @@ async def tokenize(request: Request) -> Response:
     most = Bounds.of(server.engine).tokens
     body = await read_body(request, TokenizeBody)
     caller = caller_of(request)
-    target = await server.names.resolve(body.model, None, caller)
+    gone = request.is_disconnected
+    target = await server.names.resolve(body.model, None, caller, is_gone=gone)
     engine = engine_for(server.engine, target)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "Give either prompt or messages.", param="prompt")
@@ -49,7 +50,8 @@ async def detokenize(request: Request) -> Response:
     """Return the text of tokens."""
     server = server_of(request)
     body = await read_body(request, DetokenizeBody)
-    target = await server.names.resolve(body.model, None, caller_of(request))
+    gone = request.is_disconnected
+    target = await server.names.resolve(body.model, None, caller_of(request), is_gone=gone)
     tokenizer = engine_for(server.engine, target).tokenizer
     check_ids(server.engine, body.tokens, "tokens", Bounds.of(server.engine).tokens)
     return await run_in(_lane(body.tokens), _text_answer, tokenizer, body.tokens)

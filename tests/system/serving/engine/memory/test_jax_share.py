@@ -20,7 +20,7 @@ GIB = 1 << 30
 @pytest.fixture
 def gpu(monkeypatch):
     """A GPU of 141 GiB whose client is still to come; `share` is what was chosen."""
-    gpu = SimpleNamespace(share=None, total=141 * GIB)
+    gpu = SimpleNamespace(share=None, total=141 * GIB, used=GIB)
     for name in jax_share._SAID:
         monkeypatch.delenv(name, raising=False)
 
@@ -29,7 +29,7 @@ def gpu(monkeypatch):
         return "gpu"
 
     def usage():
-        return SimpleNamespace(device_used=GIB, device_free=gpu.total - GIB)
+        return SimpleNamespace(device_used=gpu.used, device_free=gpu.total - gpu.used)
 
     monkeypatch.setattr(jax_share.xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(jax_share.jax, "default_backend", devices_are_found)
@@ -74,6 +74,12 @@ def test_experts_keep_theirs_where_they_fit(gpu, gib, fields, chosen):
     assert gpu.share == chosen
 
 
+def test_a_neighbour_on_the_gpu_keeps_its_room(gpu):
+    gpu.used = 20 * GIB
+    assert not take_share(EngineConfig("m"), DENSE, alone=True)
+    assert gpu.share is None
+
+
 def test_a_jax_that_is_at_work_is_left_alone(gpu, monkeypatch):
     monkeypatch.setattr(jax_share.xla_bridge, "backends_are_initialized", lambda: True)
     assert not take_share(EngineConfig("m"), DENSE, alone=True)
@@ -83,18 +89,21 @@ def test_a_jax_that_is_at_work_is_left_alone(gpu, monkeypatch):
 def test_jax_reads_the_share_when_it_looks_for_devices():
     """Before that no plugin of a GPU is registered; here it says what it would take."""
     script = """
+from types import SimpleNamespace
 from jax._src import xla_bridge
 from jaxlib import xla_client
 from lora_jax.config import from_hf
 from serving.api.config import EngineConfig
-from serving.engine.memory.jax_share import take_share
+from serving.engine.memory import jax_share
 from bench.parallel.shapes import LLAMA_8B
 found = xla_bridge._discover_and_register_pjrt_plugins
 def plugins():
     print(xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"])
     found()
 xla_bridge._discover_and_register_pjrt_plugins = plugins
-take_share(EngineConfig("m"), from_hf(LLAMA_8B), alone=True)
+usage = SimpleNamespace(device_used=0, device_free=80 << 30)
+jax_share.for_platform = lambda name: SimpleNamespace(usage=lambda: usage)
+jax_share.take_share(EngineConfig("m"), from_hf(LLAMA_8B), alone=True)
 """
     env = {k: v for k, v in os.environ.items() if k not in jax_share._SAID}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
