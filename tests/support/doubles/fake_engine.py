@@ -1,5 +1,6 @@
 """An engine without a model: deterministic letters from a thread per request, all at once."""
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -329,3 +330,18 @@ def write_fake_adapters(root: Path, *names: str) -> Path:
         config = {"r": 4} | ({"bad": True} if name.startswith("bad") else {})
         (root / name / "adapter_config.json").write_text(json.dumps(config))
     return root
+
+
+def engine_without_room(folder: Path) -> FakeEngine:
+    """Return an engine with the adapter "law" in memory and no room for another, "sql"."""
+    engine = FakeEngine(write_fake_adapters(folder, "sql", "law"))
+    engine.registry.load("law", "law")
+    engine.registry.full = True
+    return engine
+
+
+async def wait_for_line(engine: FakeEngine, count: int) -> None:
+    """Return when so many requests wait for room in host memory."""
+    async with asyncio.timeout(60):
+        while len(engine.registry.line) != count:
+            await asyncio.sleep(0.001)
