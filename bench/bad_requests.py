@@ -1,4 +1,4 @@
-"""What requests that cannot be answered, or hardly, cost a server and its other callers.
+"""Cost of requests that cannot be answered, or hardly, to a server and its other callers.
 
 `python -m bench.bad_requests --out DIR` serves the shipped model and sends structures, tools and
 streams that are hostile, one after the other. Another caller asks for two tokens all the while. A

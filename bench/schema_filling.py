@@ -1,4 +1,4 @@
-"""Whether the shipped adapter `intent` fills the schema of the text that it was trained on.
+"""The shipped adapter `intent` and the schema of the text that it was trained on: does it fill it?
 
 `python -m bench.schema_filling --data DIR --out DIR` reads the ESFT evaluation set intent
 (DIR/intent.jsonl.gz). The schema has the intents and slots of the training answers. The base and

@@ -1,4 +1,4 @@
-"""What small files of adapters say, checked before a model is loaded. No jax."""
+"""Checks of adapters' small files, before a model is loaded. No jax."""
 
 import os
 from collections.abc import Mapping

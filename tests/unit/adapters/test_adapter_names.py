@@ -1,4 +1,4 @@
-"""What names stand for, in memory or not."""
+"""Names of adapters, in memory or not."""
 
 import pytest
 from support.cases.host_entries import entry

@@ -1,4 +1,4 @@
-"""What a closed engine leaves in its process: nothing on the device, no programs, no maps."""
+"""A closed engine leaves nothing in its process: no array on the device, no program, no map."""
 
 import gc
 import shutil
