@@ -58,6 +58,7 @@ PARTS = {
     "serving/engine/test_closed_engine.py",  # in whose process it was
     "serving/cluster/test_front_faults.py",
     "serving/cluster/test_world_launch.py",  # of NVSHMEM
+    "serving/functions/test_function_process_programs.py",
     "serving/scheduling/test_scheduler_adapters.py",
     "serving/scheduling/test_scheduler_tenants.py",
     "serving/scheduling/test_scheduler_walks.py",
