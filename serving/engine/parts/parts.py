@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -209,7 +210,7 @@ def build_parts(
             norms,
             pool,
         )
-        parts = _build(config, adapters, base, tokenizer, info, traces, turns, gang)
+        parts = _build(config, adapters, given, base, tokenizer, info, traces, turns, gang)
         parts = dataclasses.replace(parts, leave=use.pop_all().close)
         undo.pop_all()
         return parts
@@ -218,6 +219,7 @@ def build_parts(
 def _build(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
+    given: Mapping[str, Any],
     base: LoadedBase,
     tokenizer: Tokenizer,
     info: ModelInfo,
@@ -225,13 +227,12 @@ def _build(
     turns: AbstractTurns | None,
     gang: Gang | None,
 ) -> EngineParts:
-    """Return the parts around a model that is loaded."""
+    """Return the parts around a model that is loaded; `given` is the adapters' share and rank."""
     held = held_locally(base.catalogue, base.remote, base.widths)
     local_modules, num_full_adapters = held
     if base.pool is not None:
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
-        given = {"share": lora_share(config, len(adapters)), "rank": usual_rank(config, adapters)}
         how_many = base.dtype, num_full_adapters
         allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many, **given)
     spec = shared(gang, spec)
