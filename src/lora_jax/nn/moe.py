@@ -303,10 +303,8 @@ def _rows_of(
 ) -> Float[Array, "rows hidden"]:
     """Return the rows of x in the map's order; `routing` is theirs.
 
-    Devices that have whole experts read about a part of the rows each: the others stay unwritten.
+    Rows in no group may stay unwritten: of a split, those of other devices' experts.
     """
-    if routing.split is None:
-        return x[map.row_to_token]
     return take_rows(x, map.row_to_token, routing.num_rows)
 
 

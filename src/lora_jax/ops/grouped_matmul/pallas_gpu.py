@@ -35,7 +35,6 @@ from lora_jax.ops.lowered_once import call_lowered
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
-FEW_ROWS = 128  # up to these a launch takes its latency, and maps side by side save some
 
 
 def grouped_matmul(
@@ -100,16 +99,12 @@ def joined_matmul(
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> tuple[Float[Array, "rows _"], ...]:
-    """Same results as the reference in one launch: few rows leave most of a GPU idle in each map.
+    """Same results as the reference in one launch: k and v alone leave most of a GPU idle.
 
-    Raises Declined as grouped_matmul does, and for many rows, quantised weights and biases.
+    Raises Declined as grouped_matmul does, and for quantised weights and biases.
     """
-    if x.shape[0] > FEW_ROWS or any(bias is not None for bias in biases):
-        given = " and a bias" if any(bias is not None for bias in biases) else ""
-        raise Declined(
-            f"joined_matmul on Mosaic GPU takes up to {FEW_ROWS} rows and no bias, "
-            f"not {x.shape[0]} rows{given}"
-        )
+    if any(bias is not None for bias in biases):
+        raise Declined("joined_matmul on Mosaic GPU takes no bias")
     several = tuple(w[None] for w in weights)
     forms = {_require("joined_matmul", x, (w,), interpret) for w in several}
     form = forms.pop()

@@ -13,7 +13,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
 # Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
-TOKENS = (128, 8, 512, 32, 4096)
+TOKENS = (128, 8, 512, 32, 4096, 64, 2048, 256, 1024)
 EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
@@ -44,24 +44,22 @@ def shapes(op: str) -> tuple[Shape, ...]:
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-        for d_out, d_in in _dense_maps(tokens) if op == "grouped_matmul" else ():
+        for d_out, d_in in _dense_maps() if op == "grouped_matmul" else ():
             listed.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
     return tuple(listed)
 
 
-def _dense_maps(tokens: int) -> list[tuple[int, int]]:
+def _dense_maps() -> list[tuple[int, int]]:
     """Return (d_out, d_in) of q and o, of gate and up, of down, and of o where it is narrow.
 
-    Of few tokens also of q, k and v in one launch, and of gate and up.
+    Also of q, k and v in one launch, and of gate and up.
     """
     m, narrow = MODELS[DENSE], MODELS[EXPERTS[0]]
     heads = m.q_heads * m.k_dim
     maps = [(heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)]
-    maps.append((narrow.hidden, narrow.q_heads * narrow.k_dim))
-    if tokens <= pallas_gpu.FEW_ROWS:
-        joined = heads + 2 * m.kv_heads * m.k_dim
-        maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
-    return maps
+    joined = heads + 2 * m.kv_heads * m.k_dim
+    maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
+    return [*maps, (narrow.hidden, narrow.q_heads * narrow.k_dim)]
 
 
 def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
