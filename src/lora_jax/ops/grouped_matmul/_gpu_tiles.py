@@ -136,6 +136,19 @@ def with_stages(
     return dataclasses.replace(config, stages=max(0, min(MOST_STAGES[config.ctas], stages)))
 
 
+def fitted(config: GroupedMatmulConfig, rows: int, d_in: int, matrices: int) -> GroupedMatmulConfig:
+    """Return a map's tiles no longer than its rows and with a step that divides its d_in.
+
+    A table's nearest shape may have twice the rows, and another d_in.
+    """
+    longest = STORED * math.ceil(rows / STORED)
+    step = config.step if d_in % config.step == 0 else STEP
+    if config.rows <= longest and step == config.step:
+        return config
+    short = dataclasses.replace(config, rows=min(config.rows, longest), step=step)
+    return with_stages(short, matrices)
+
+
 def depths(config: GroupedMatmulConfig, matrices: int, addend_size: int = 0) -> Depths:
     """Return how deep results and addends are buffered in what the stages leave."""
     part, parts = config.part_bytes(), config.parts

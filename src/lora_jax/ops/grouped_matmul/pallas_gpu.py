@@ -27,6 +27,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     depths,
     find_config,
     find_quantised,
+    fitted,
     with_stages,
 )
 from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
@@ -60,7 +61,7 @@ def grouped_matmul(
     biased = bias is not None
     config = config or _find("grouped_matmul", x, w.shape, 1, addends, likely_groups, form, biased)
     arrays = x, (w,), group_sizes, num_rows, (bias,), addends
-    return call_lowered(_launch, arrays, (config, form, interpret))
+    return call_lowered(_launch, arrays, (config, form.at(config.step), interpret))
 
 
 def gated_matmul(
@@ -87,7 +88,7 @@ def gated_matmul(
     config = config or _find("gated_matmul", x, w_gate.shape, 2, addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
     arrays = x, pair, group_sizes, num_rows, biases, addends
-    return call_lowered(_launch, arrays, (config, form, interpret))
+    return call_lowered(_launch, arrays, (config, form.at(config.step), interpret))
 
 
 def joined_matmul(
@@ -115,7 +116,7 @@ def joined_matmul(
         config = _find("grouped_matmul", x, (1, d_out, x.shape[1]), 1, (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
     arrays = x, several, sizes, num_rows, none, ()
-    return call_lowered(_launch, arrays, (config, form, interpret, True))
+    return call_lowered(_launch, arrays, (config, form.at(config.step), interpret, True))
 
 
 def _find(
@@ -140,6 +141,8 @@ def _find(
         shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
         guess = find_config(rows, groups, d_out, matrices)
         config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
+        # Groups' rows are not known here, but that all of them may be one group's.
+        config = fitted(config, rows, d_in, matrices)
     if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
