@@ -13,8 +13,8 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
 # Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
-TOKENS = (128, 8, 512, 32, 4096)
-DENSE_TOKENS = (*TOKENS, 64, 256)  # a dense map's tiles are of its rows
+TOKENS = (128, 8, 512, 32, 4096, 64, 256)
+EXPERT_TOKENS = (*TOKENS, 2048)
 EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
@@ -39,14 +39,14 @@ def shapes(op: str) -> tuple[Shape, ...]:
     layers, of one group.
     """
     listed = []
-    for tokens in TOKENS:
+    for tokens in EXPERT_TOKENS:
         for name in EXPERTS:
             m = MODELS[name]
             sizes = {"rows": tokens * m.top_k, "groups": m.num_experts}
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-    for tokens in DENSE_TOKENS if op == "grouped_matmul" else ():
+    for tokens in TOKENS if op == "grouped_matmul" else ():
         dense = {"rows": tokens, "groups": 1}
         listed += [{**dense, "d_out": d_out, "d_in": d_in} for d_out, d_in in _dense_maps()]
     return tuple(listed)
@@ -77,7 +77,9 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
         yield from _dense_candidates(shape)
         return
     near = [n for n in FEW_ROWS if mean <= n][:2]
-    some = [GroupedMatmulConfig(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
+    steps = (64, 128) if mean <= FEW_ROWS[-1] and shape["d_in"] % 128 == 0 else (64,)
+    tilings = itertools.product((64, 128), near, steps)
+    some = [GroupedMatmulConfig(c, 1, n, 1, 2, step=step) for c, n, step in tilings]
     if mean > _gpu_tiles.LONG_GROUP / 2:
         some += [GroupedMatmulConfig(wide, 2, n, 1, 1) for n in (64, 128)]
     if mean > 128:
