@@ -31,8 +31,8 @@ from lora_jax.ops.take_rows import take_rows
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
 
-# Sorted rows from which on zeros for all deltas, where no row has an adapter, cost more than to ask
-# whether one has.
+# From so many sorted rows on, products ask whether any row has an adapter, and deltas are not made
+# zeros where none has. Fewer rows may be a kernel's that reads all addends, and zeros are cheap.
 ROWS_OF_ZEROS = 4096
 
 
@@ -226,10 +226,7 @@ class Experts(nnx.Module):
 
 
 def _num_added(x: Float[Array, "rows _"], routing: AdapterRouting) -> Int[Array, "1"] | None:
-    """Return what is 0 where no row has an adapter, None where deltas are zeros then.
-
-    Zeros for few rows cost less than to look whether there are any.
-    """
+    """Return the number of adapters' items, or None where deltas are zeros if there are none."""
     if routing.items is None or x.shape[0] < ROWS_OF_ZEROS:
         return None
     return routing.items.num_items

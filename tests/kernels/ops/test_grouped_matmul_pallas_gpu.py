@@ -140,6 +140,7 @@ def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
 
 
+@pytest.mark.long
 def test_interpreted_addends_of_no_row_are_not_read():
     """They may hold anything: copies begin behind the last row, where there are zeros."""
     case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)

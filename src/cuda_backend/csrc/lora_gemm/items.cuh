@@ -364,7 +364,7 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
   let_next_begin();
-  // Of a long launch it is known before its plan whether there is anything to do: else no CTA touches the state.
+  // Without items CTAs of a long launch make no plan, clear no h and leave the call's state as it is, all of them.
   const int items = p.num_rows >= kManyRows ? load_now(p.num_items) : 1;
   make_barriers(p, sm);
   if (items > 0) serve_items(p, sm);

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   if (threadIdx.x == 32) prefetch_map(&p.tiles.b_boxes), prefetch_map(&p.tiles.h_rows);
   let_next_begin();
   make_barriers(p.items, sm);
-  if (items) serve_items(p.items, sm);  // without any it would look for some before it ends: no CTA touches the state
+  if (items) serve_items(p.items, sm);  // without any it would look for some; all CTAs leave the call's state as it is
   __syncthreads();
   if (sm.tiles > 0) expand_tiles<false, RANKS / 16, EXPAND_STAGES>(p.tiles, tiled);
   if (!p.items.accumulate) zero_rows_behind(p.items);

@@ -44,14 +44,14 @@ struct PairArgs {
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
-  bool zeros_if_idle;         // of rows without an adapter in a launch where no row has one; else they stay as they are
+  bool zeros_if_idle;         // without accumulate: whether y becomes zeros where no row has an adapter, or stays
   const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
 constexpr int kShrinkRows = 16;  // of a shrink unit, unless it has all of its item's: see shrink_rows
 constexpr int kMaxRank = 128;
-constexpr int kManyRows = 1024;  // of a launch that asks first whether there are items
+constexpr int kManyRows = 1024;  // from which on a launch asks first whether there are items
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
 constexpr int kBlock = 64 << kNarrow;  // columns by which the expand is cut

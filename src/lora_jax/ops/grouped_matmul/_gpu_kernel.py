@@ -40,7 +40,7 @@ class Operands:
     addends: int
     dtype: jnp.dtype
     form: Form
-    asks_added: bool = False  # whether one that says if there is anything to add comes behind them
+    asks_added: bool = False  # whether an array comes behind them that is 0 where nothing is added
 
 
 def kernel_body(
@@ -182,7 +182,8 @@ def kernel_body(
                 @pl.when(part * stored < high)
                 def _():
                     first = row + part * stored
-                    if nothing_added is not None:  # behind all rows copies read nothing: zeros come
+                    if nothing_added is not None:
+                        # A copy from behind the last row brings zeros and reads no memory.
                         behind = jnp.int32(operands.rows)
                         first = pl.multiple_of(lax.select(nothing_added, behind, first), ALIGN)
                     rows = pl.ds(first, stored)
