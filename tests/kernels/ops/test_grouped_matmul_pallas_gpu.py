@@ -145,6 +145,18 @@ def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
 
 
+@pytest.mark.long
+def test_interpreted_addends_of_no_row_are_not_read():
+    """They may hold anything: copies begin behind the last row, where there are zeros."""
+    case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
+    anything, none = jnp.full((24, 72), jnp.nan, jnp.bfloat16), jnp.zeros((1,), jnp.int32)
+    with interpreted() as interpret:
+        run = functools.partial(interpreted_kernel(SMALL, interpret), *arrays(case))
+        got = run(anything, num_added=none).block_until_ready()
+        read = run(jnp.zeros_like(anything), num_added=none + 1).block_until_ready()
+    np.testing.assert_array_equal(wide(got), wide(read))
+
+
 # model, rows, weights, dtype of addends, bias
 LOWERED = {
     "decode": ("qwen3-30b-a3b", 8, 1, None, False),
@@ -231,7 +243,7 @@ def chosen(monkeypatch):
     """The tiles of every launch, which are not made."""
     found = []
 
-    def launch(x, weights, group_sizes, num_rows, biases, addends, config, form, interpret):
+    def launch(x, weights, sizes, num_rows, biases, addends, num_added, config, form, interpret):
         found.append(config)
         return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
 

@@ -58,19 +58,35 @@ def _op(name: str, around: Callable) -> Op:
     def composed_of(product: Callable) -> Callable:
         return functools.partial(around, product)
 
-    fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
+    few, fused_gpu = backend_kernel("cuda", name), lazy_kernel(f"{__name__}.pallas_gpu", name)
     fused_tpu, plain = lazy_kernel(f"{__name__}.pallas_tpu", name), (_plain_weights,)
+    hints = ("likely_groups", "num_rows", "num_added")
+    all_read = functools.partial(Implementation, hints=("num_added",))
     return Op(
         name,
         (
-            Implementation("cuda", GPU, backend_kernel("cuda", name), hints=("likely_groups",)),
-            Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
-            Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
-            Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
-            Implementation("xla", ANY, composed_of(xla.grouped_matmul)),
-            Implementation("reference", ANY, composed_of(reference.grouped_matmul)),
+            Implementation("cuda", GPU, _of_zeros(few), hints=("likely_groups", "num_added")),
+            Implementation("pallas_gpu", GPU, fused_gpu, hints=hints),
+            all_read("pallas_tpu", TPU, _of_zeros(fused_tpu), accepts=plain),
+            all_read("ffi", CPU, _of_zeros(composed_of(cpu.grouped_matmul))),
+            all_read("xla", ANY, _of_zeros(composed_of(xla.grouped_matmul))),
+            all_read("reference", ANY, _of_zeros(composed_of(reference.grouped_matmul))),
         ),
     )
+
+
+def _of_zeros(kernel: Callable) -> Callable:
+    """Return a kernel of either op that takes `num_added`, of one that reads all addends."""
+
+    @functools.wraps(kernel)
+    def reads_zeros(*args: Any, num_added: Int[Array, "1"] | None = None, **hints: Any) -> Array:
+        if num_added is None:
+            return kernel(*args, **hints)
+        operands, addends = args[:4], args[4:]
+        given = (None if a is None else jnp.where(num_added[0] > 0, a, 0) for a in addends)
+        return kernel(*operands, *given, **hints)
+
+    return reads_zeros
 
 
 GROUPED_MATMUL = _op("grouped_matmul", composed.grouped_matmul)
@@ -86,6 +102,7 @@ def grouped_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g] for rows sorted by group; float32 sums, rounded once.
@@ -94,15 +111,16 @@ def grouped_matmul(
     more: a row whose addend is 0 has the bits that it has without. Rows at or after
     sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups tend to
     have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no group is
-    to be looked for: speed may depend on them, results do not. A quantised w (`weights.py`) gives
-    the bits of the array [groups, d_out, d_in] that it stands for.
+    to be looked for: speed may depend on them, results do not. Where `num_added` is given and 0,
+    all of the addend counts as 0, whatever it holds, and need not be read. A quantised w
+    (`weights.py`) gives the bits of the array [groups, d_out, d_in] that it stands for.
     """
     _check("grouped_matmul", x, group_sizes, w=w)
     checks.check_dtypes("grouped_matmul", x=x, bias=bias)
     biases = (checks.shape_of(bias), w.shape[:2])
     checks.check_shapes("grouped_matmul", bias=biases)
-    _check_addends("grouped_matmul", x, w, addend=addend)
-    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    _check_addends("grouped_matmul", x, w, num_added, addend=addend)
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows, "num_added": num_added}
     return GROUPED_MATMUL.call(implementation, x, w, group_sizes, bias, addend, **hints)
 
 
@@ -116,15 +134,16 @@ def gated_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """silu(gate[t]) * up[t], both as grouped_matmul gives them, in float32 and rounded once."""
     op = "gated_matmul"
     _check(op, x, group_sizes, w_gate=w_gate, w_up=w_up)
     checks.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
-    _check_addends(op, x, w_gate, gate_addend=gate_addend, up_addend=up_addend)
+    _check_addends(op, x, w_gate, num_added, gate_addend=gate_addend, up_addend=up_addend)
     arrays = (x, w_gate, w_up, group_sizes, gate_addend, up_addend)
-    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows, "num_added": num_added}
     return GATED_MATMUL.call(implementation, *arrays, **hints)
 
 
@@ -197,7 +216,7 @@ def dense_matmul(
     _check("dense_matmul", x, num_rows.reshape(1), w=w[None])
     checks.check_dtypes("dense_matmul", x=x, bias=bias)
     checks.check_shapes("dense_matmul", bias=(checks.shape_of(bias), w.shape[:1]))
-    _check_addends("dense_matmul", x, w[None], addend=addend)
+    _check_addends("dense_matmul", x, w[None], None, addend=addend)
     given = x, w, num_rows, bias, addend, gelu
     return DENSE_MATMUL.call(implementation, *given, named=implementation)
 
@@ -218,8 +237,13 @@ def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:
     checks.check_dtype(op, jnp.int32, group_sizes=group_sizes)
 
 
-def _check_addends(op: str, x: Array, w: Weight, **addends: Array | None) -> None:
-    """Raise ValueError naming an addend that has a wrong shape or dtype."""
+def _check_addends(
+    op: str, x: Array, w: Weight, num_added: Array | None, **addends: Array | None
+) -> None:
+    """Raise ValueError naming an addend, or their number, that has a wrong shape or dtype."""
+    if num_added is not None:
+        checks.check_shapes(op, num_added=(tuple(num_added.shape), (1,)))
+        checks.check_dtype(op, jnp.int32, num_added=num_added)
     given = {name: a for name, a in addends.items() if a is not None}
     shape = (x.shape[0], w.shape[1])
     checks.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})

@@ -47,6 +47,7 @@ def grouped_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -60,7 +61,7 @@ def grouped_matmul(
     addends = () if addend is None else (addend,)
     biased = bias is not None
     config = config or _find("grouped_matmul", x, w.shape, 1, addends, likely_groups, form, biased)
-    arrays = x, (w,), group_sizes, num_rows, (bias,), addends
+    arrays = x, (w,), group_sizes, num_rows, (bias,), addends, num_added if addends else None
     return call_lowered(_launch, arrays, (config, form.at(config.step), interpret))
 
 
@@ -74,6 +75,7 @@ def gated_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -87,7 +89,7 @@ def gated_matmul(
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, w_gate.shape, 2, addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    arrays = x, pair, group_sizes, num_rows, biases, addends
+    arrays = x, pair, group_sizes, num_rows, biases, addends, num_added if addends else None
     return call_lowered(_launch, arrays, (config, form.at(config.step), interpret))
 
 
@@ -115,7 +117,7 @@ def joined_matmul(
         d_out = sum(w.shape[1] for w in several)
         config = _find("grouped_matmul", x, (1, d_out, x.shape[1]), 1, (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
-    arrays = x, several, sizes, num_rows, none, ()
+    arrays = x, several, sizes, num_rows, none, (), None
     return call_lowered(_launch, arrays, (config, form.at(config.step), interpret, True))
 
 
@@ -199,6 +201,7 @@ def _launch(
     num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
+    num_added: Int[Array, "1"] | None,
     config: GroupedMatmulConfig,
     form: Form,
     interpret: hopper.Interpret,
@@ -206,7 +209,8 @@ def _launch(
 ) -> Float[Array, "rows d_out"] | tuple[Float[Array, "rows _"], ...]:
     """Return the product, or with two weights silu of the first product times the second.
 
-    There are as many addends as weights, or none. Weights `side_by_side`, of plain numbers without
+    There are as many addends as weights, or none; `num_added` is 0 where nothing of them counts.
+    Weights `side_by_side`, of plain numbers without
     biases and addends, give a product each.
     """
     rows, (groups, _, d_in) = x.shape[0], weights[0].shape
@@ -230,9 +234,9 @@ def _launch(
     if interpret and form.quantised:
         waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
     stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
-    operands = Operands(
-        len(x), groups, d_outs, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
-    )
+    asked = () if num_added is None else (num_added,)
+    counts = d_in, matrices, len(given), len(added)
+    operands = Operands(len(x), groups, d_outs, *counts, jnp.dtype(x.dtype), form, bool(asked))
     kernel = plgpu.kernel(
         kernel_body(config, deep, operands, ctas, bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((len(x), d_out), x.dtype) for d_out in d_outs],
@@ -252,6 +256,6 @@ def _launch(
         interpret=interpret or False,
     )
     last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
-    ys = kernel(group_sizes, last, x, *values, *others, *given, *added)
+    ys = kernel(group_sizes, last, x, *values, *others, *given, *added, *asked)
     ys = tuple(y[:rows] for y in ys)
     return ys if side_by_side else ys[0]
