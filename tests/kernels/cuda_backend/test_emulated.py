@@ -91,7 +91,7 @@ def lora_reference(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_e
     return y
 
 
-FORMS = {"few": 0, "tiles of 16": 1, "tiles of 32": 2, "tiles of 64": 3}  # F32Form; -1 is the chosen one
+FEW, *TILES = range(4)  # F32Form, with tiles of 16, 32 and 64 rows; -1 is the chosen one
 
 
 def grouped_f32(library, x, w, sizes, bias=None, form=-1):
@@ -159,9 +159,10 @@ def test_grouped_f32_has_the_same_bits_in_every_form(library, sizes, rows, d_out
     x = rng.standard_normal((rows, d_in)).astype(dtype)
     w, bias = (rng.standard_normal((len(sizes), d_out, *n)).astype("f4") for n in ((d_in,), ()))
     library.emulate(1, 5)
-    want = grouped_f32(library, x.astype(np.float32), w, sizes, bias, FORMS["few"])
-    assert not np.isnan(want).any() and not want[sum(sizes) :].any()
-    for form in (-1, *FORMS.values()):
+    want = grouped_f32(library, x.astype(np.float32), w, sizes, bias, FEW)
+    assert not np.isnan(want).any()
+    assert not want[sum(sizes) :].any()
+    for form in (-1, FEW, *TILES):
         np.testing.assert_array_equal(grouped_f32(library, x, w, sizes, bias, form), want)
 
 
