@@ -1,11 +1,13 @@
-// y = w[g] x + bias[g] in float32, for rows sorted by group: routers, norms' sums, float32 models; x in float32 or
-// bfloat16, of which the values are the same.
+// y = w[g] x + bias[g] in float32, for rows sorted by group: routers, norms' sums, float32 models. x in bfloat16 gives the
+// bits of its float32 values.
 //
 // A row's sums have one order, whatever stands next to it and whichever kernel runs. Four neighbouring values of k are a
-// quad; quad t is in block t / 512 at step t / 128 % 4, in quarter t / 32 % 4, in lane t % 32. A part is the products of
-// a block's lane in a quarter, one fused multiply-add after the other in the order of k. The parts of a quarter are added
-// in the order of blocks and lanes, then the quarters in order, then the bias. In few rows each thread sums one lane; in
-// many (grouped_f32_tiles.cuh) lanes come one after the other. Tensor cores have no full float32.
+// quad. Quad t is in block t / 512, at step t / 128 % 4, in quarter t / 32 % 4 and in lane t % 32. A part is the products
+// of one block, quarter and lane: fused multiply-adds in the order of k. A quarter adds its parts in the order of blocks
+// and lanes. The quarters are added in order, then the bias.
+//
+// This file has the kernel for few rows: a thread sums one lane, so that many loads are in flight. In the kernel for many
+// (grouped_f32_tiles.cuh) a thread sums all lanes of a quarter, one after the other. Tensor cores have no full float32.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
@@ -27,10 +29,11 @@ struct GroupedF32Args {
 };
 
 constexpr int kF32Quarters = 4, kF32Lanes = 32, kF32Steps = 4;
-constexpr int kF32Quarter = 4 * kF32Lanes, kF32Step = kF32Quarters * kF32Quarter, kF32Block = kF32Steps * kF32Step;  // of k
-constexpr int kF32Rows = 4;       // of a CTA of few rows
-constexpr int kF32Together = 2;   // blocks whose parts are added at once
-constexpr int kF32Apart = 36;     // floats from the parts of one result to those of the next, in other banks
+constexpr int kF32Quarter = 4 * kF32Lanes, kF32Step = kF32Quarters * kF32Quarter;  // of k
+constexpr int kF32Block = kF32Steps * kF32Step;
+// Of a CTA of few rows: its rows, blocks whose parts are added at once, and floats from one result's parts to the next's,
+// which are then in other banks.
+constexpr int kF32Rows = 4, kF32Threads = kF32Quarters * kF32Lanes, kF32Together = 2, kF32Apart = 36;
 
 // A group and the row after its last; `index` is `groups` for rows in no group.
 struct F32Group {
@@ -60,11 +63,13 @@ __device__ __forceinline__ F32Group group_of(const GroupedF32Args<X>& p, int row
 
 // Four bfloat16 as they are in float32.
 __device__ __forceinline__ float4 widened(uint2 pairs) {
-  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u), __uint_as_float(pairs.y << 16),
-                     __uint_as_float(pairs.y & 0xffff0000u));
+  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+                     __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u));
 }
 __device__ __forceinline__ float4 load_quad(const float* p) { return __ldg(reinterpret_cast<const float4*>(p)); }
-__device__ __forceinline__ float4 load_quad(const __nv_bfloat16* p) { return widened(__ldg(reinterpret_cast<const uint2*>(p))); }
+__device__ __forceinline__ float4 load_quad(const __nv_bfloat16* p) {
+  return widened(__ldg(reinterpret_cast<const uint2*>(p)));
+}
 
 __device__ __forceinline__ void add_quad(float& sum, const float4& a, const float4& b) {
   sum = fmaf(a.x, b.x, sum);
@@ -75,15 +80,16 @@ __device__ __forceinline__ void add_quad(float& sum, const float4& a, const floa
 
 // This lane's part of rows row..row + 3 times columns column..column + C - 1, in the block that begins at k = `first`.
 template <class X, int C>
-__device__ __forceinline__ void multiply_f32(const GroupedF32Args<X>& p, int group, int row, int stop, int column, int first,
-                                             float (&part)[kF32Rows * C]) {
+__device__ __forceinline__ void multiply_f32(const GroupedF32Args<X>& p, int group, int row, int stop, int column,
+                                             int first, float (&part)[kF32Rows * C]) {
   const X* x[kF32Rows];  // past the end they read the last, for nothing
   const float* w[C];
   const int own = first + static_cast<int>(threadIdx.x) * 4;
 #pragma unroll
   for (int r = 0; r < kF32Rows; ++r) x[r] = p.x + static_cast<int64_t>(min(row + r, stop - 1)) * p.d_in;
 #pragma unroll
-  for (int c = 0; c < C; ++c) w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
+  for (int c = 0; c < C; ++c)
+    w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
   const auto add_step = [&](int k) {
     float4 a[kF32Rows], b[C];
 #pragma unroll
@@ -129,7 +135,7 @@ __device__ __forceinline__ void add_parts(const float* parts, int blocks, bool f
 
 // CTAs of the same columns stand together, so that L2 reads their weights once.
 template <class X, int C>
-__global__ void __launch_bounds__(kF32Quarter) grouped_f32_kernel(const GroupedF32Args<X> p) {
+__global__ void __launch_bounds__(kF32Threads) grouped_f32_kernel(const GroupedF32Args<X> p) {
   constexpr int N = kF32Rows * C, kParts = kF32Together * N * kF32Apart;
   __shared__ float4 room[kF32Quarters * kParts / 4];
   __shared__ float quarters[kF32Quarters * N];

@@ -6,11 +6,11 @@ namespace lora_jax {
 
 enum class F32Form { kFew, kTiles16, kTiles32, kTiles64 };  // the numbers are a tile's rows
 
-// Times of a CTA where each SM has one, for the same d_in, relative to one another.
+// Times of as many CTAs as SMs, relative to one another.
 constexpr int64_t kFewTime = 7, kTiles16Time = 180, kTiles32Time = 290, kTiles64Time = 500;
 constexpr int kF32Sms = 132, kFewColumns = 4;
 
-// CTAs of an SM. A tile in which a group ends and another begins counts twice.
+// Most CTAs of an SM. A tile in which a group ends and another begins counts twice.
 template <class X>
 int64_t f32_waves(const GroupedF32Args<X>& p, int rows, int columns) {
   const int64_t tiles = (p.rows + rows - 1) / rows + min(p.groups, p.rows) - 1;
@@ -36,14 +36,14 @@ template <class X, int C>
 cudaError_t launch_f32_few(const GroupedF32Args<X>& p, cudaStream_t stream) {
   const int64_t ctas = static_cast<int64_t>((p.rows + kF32Rows - 1) / kF32Rows) * ((p.d_out + C - 1) / C);
   const auto kernel = grouped_f32_kernel<X, C>;
-  kernel<<<static_cast<unsigned>(ctas), kF32Quarter, 0, stream>>>(p);
+  kernel<<<static_cast<unsigned>(ctas), kF32Threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
 template <class X, int R>
 cudaError_t launch_f32_tiles(const GroupedF32Args<X>& p, cudaStream_t stream) {
   constexpr int bytes = kTileBytes<R>;
-  const int64_t ctas = static_cast<int64_t>((p.rows + 8 * R - 1) / (8 * R)) * ((p.d_out + kTileColumns - 1) / kTileColumns);
+  const int64_t tiles = (p.rows + 8 * R - 1) / (8 * R), ctas = tiles * ((p.d_out + kTileColumns - 1) / kTileColumns);
   const auto kernel = grouped_f32_tiles_kernel<X, R>;
   const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (e != cudaSuccess) return e;

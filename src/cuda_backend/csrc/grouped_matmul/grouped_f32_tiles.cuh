@@ -1,8 +1,8 @@
-// The product of grouped_f32.cuh for many rows, whose order of sums that file states.
+// The product of grouped_f32.cuh for many rows, in the order of sums that is stated there.
 //
-// A CTA owns 8 R rows x 64 columns. Two warps sum each quarter of k, R x 8 results a thread: a lane's part runs in
-// registers and is added to the quarter's sum there. Each quarter streams its own k through three stages of shared
-// memory, so that quarters wait for nobody until their sums are added.
+// A CTA owns 8 R rows x 64 columns. Two warps sum each quarter, R x 8 results a thread; a part and the quarter's sum are
+// in registers. Each quarter streams its values of k through three stages of shared memory of its own, so quarters meet
+// only where their sums are added.
 #pragma once
 #include "device/ptx.cuh"
 #include "grouped_matmul/grouped_f32.cuh"
@@ -47,8 +47,8 @@ __device__ __forceinline__ void fetch_stage(const GroupedF32Args<X>& p, const F3
   const uint32_t dst = smem_u32(to + first * kTileStride + quad * 4);
 #pragma unroll 2
   for (int i = 0; i < R; ++i)
-    copy_piece(dst + i * 8 * kTileStride * 4, x + static_cast<int64_t>(min(tile.row + first + i * 8, tile.stop - 1)) * p.d_in,
-               4 * sizeof(X), wanted);
+    copy_piece(dst + i * 8 * kTileStride * 4,
+               x + static_cast<int64_t>(min(tile.row + first + i * 8, tile.stop - 1)) * p.d_in, 4 * sizeof(X), wanted);
 #pragma unroll 2
   for (int i = 0; i < kTileColumns / 8; ++i)
     copy_piece(dst + (R + i) * 8 * kTileStride * 4,
@@ -84,8 +84,8 @@ __device__ __forceinline__ void add_tile_quad(const float* x, const float* w, fl
   }
 }
 
-// The first of a thread's rows and columns in the tile; the others follow in steps of 4 and of 8. Neighbouring lanes have
-// the same column or, two apart, the same row: pairs of a half-warp's loads of shared memory are then one.
+// The first of a thread's rows and columns in the tile; the others follow in steps of 4 and of 8. Neighbouring threads
+// have the same column, and threads two apart the same row: they share their loads from shared memory.
 template <int R>
 __device__ __forceinline__ int first_row(int thread) {
   return thread / 32 * 4 * R + (thread & 1) + (thread & 16) / 8;
@@ -117,11 +117,11 @@ __device__ __forceinline__ void add_stage(const float* stage, int first, int d_i
 }
 
 template <class X, int R>
-__device__ __forceinline__ void sum_quarter(const GroupedF32Args<X>& p, const F32Tile& tile, float* stages, float (&sum)[R][8]) {
+__device__ __forceinline__ void sum_quarter(const GroupedF32Args<X>& p, const F32Tile& tile, float* stages,
+                                            float (&sum)[R][8]) {
   constexpr int kBlockStages = kF32Lanes / kStageLanes, kStep = kStageLanes * 4;
   const int quarter = f32_place().quarter, before = quarter * kF32Quarter, blocks = p.d_in / kF32Block;
-  const int count =
-      blocks * kBlockStages + min(kBlockStages, max(0, p.d_in % kF32Block - before + kStep - 1) / kStep);
+  const int count = blocks * kBlockStages + min(kBlockStages, max(0, p.d_in % kF32Block - before + kStep - 1) / kStep);
 #pragma unroll
   for (int stage = 0; stage < kTileStages - 1; ++stage) {
     if (stage < count) fetch_stage<X, R>(p, tile, stage, stages + stage * kTileStage<R>);
@@ -133,7 +133,8 @@ __device__ __forceinline__ void sum_quarter(const GroupedF32Args<X>& p, const F3
     copies_wait<kTileStages - 2>();
     if (sizeof(X) == 2) widen_stage<R>(stages + at * kTileStage<R>);
     named_barrier_wait(2 + quarter, kQuarterThreads);  // the stage is there, and that before it is read
-    if (stage + kTileStages - 1 < count) fetch_stage<X, R>(p, tile, stage + kTileStages - 1, stages + next * kTileStage<R>);
+    if (stage + kTileStages - 1 < count)
+      fetch_stage<X, R>(p, tile, stage + kTileStages - 1, stages + next * kTileStage<R>);
     copies_commit();
     const int first = stage / kBlockStages * kF32Block + before + stage % kBlockStages * kStep;
     add_stage<R>(stages + at * kTileStage<R>, first, p.d_in, sum);
@@ -143,7 +144,8 @@ __device__ __forceinline__ void sum_quarter(const GroupedF32Args<X>& p, const F3
 
 // Adds the quarters, each of which writes a fourth of the results; the stages' memory is free for it.
 template <class X, int R>
-__device__ __forceinline__ void store_tile(const GroupedF32Args<X>& p, const F32Tile& tile, float* room, const float (&sum)[R][8]) {
+__device__ __forceinline__ void store_tile(const GroupedF32Args<X>& p, const F32Tile& tile, float* room,
+                                           const float (&sum)[R][8]) {
   constexpr int N = R * 8;
   const auto [quarter, thread] = f32_place();
   __syncthreads();
