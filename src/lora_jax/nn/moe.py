@@ -76,9 +76,9 @@ class Router(nnx.Module):
         """Return the base's logits; of long prompts each device of a split has some rows."""
         tokens, split, num_rows = x.shape[0], routing.split, routing.num_rows
         if split is None or not shares_rows(tokens, split):
-            return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
+            return matmul(x, self.weight[...], num_rows, bias)
         local, num_local = own_rows(x, split), num_own_rows(num_rows, tokens, split)
-        logits = matmul(local.astype(jnp.float32), self.weight[...], num_local, bias)
+        logits = matmul(local, self.weight[...], num_local, bias)
         return gather_rows(logits, split)
 
 

@@ -237,6 +237,28 @@ def test_wrong_shapes_and_dtypes_of_addends_and_pairs_are_named():
         grouped_matmul(*args, None, jnp.zeros((5, 8)), num_added=jnp.zeros((2,), jnp.int32))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_x_in_bfloat16_with_float32_matrices_gives_the_bits_of_its_float32_values(implementation):
+    case = grouped_case(33, 2, 40, 24, bias=True, padding=3)
+    narrow = case.x.astype(jnp.bfloat16)
+    addend = jnp.ones((len(case.x), 40), jnp.float32)
+    args = case.w, case.group_sizes, case.bias, addend
+    got = jitted(narrow, *args, implementation=implementation)
+    want = jitted(narrow.astype(jnp.float32), *args, implementation=implementation)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_x_wider_than_its_matrices_is_refused():
+    case = grouped_case(5, 3, 8, 16)
+    with pytest.raises(ValueError, match=r"dtypes must be equal.*x float32, w bfloat16"):
+        grouped_matmul(case.x, case.w.astype(jnp.bfloat16), case.group_sizes)
+    narrow, bias = case.x.astype(jnp.bfloat16), jnp.zeros((3, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"dtypes must be equal.*bias bfloat16"):
+        grouped_matmul(narrow, case.w, case.group_sizes, bias)
+
+
 def test_runs_on_another_device_and_inside_a_program_with_donation():
     case = grouped_case(20, 1, 64, 64)
     want = run(case)

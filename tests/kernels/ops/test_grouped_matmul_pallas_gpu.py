@@ -438,9 +438,11 @@ def test_tiles_of_another_shape_are_made_fit():
     long = with_stages(GroupedMatmulConfig(64, 1, 128, 1, 1, step=256), 1)
     assert fitted(long, 128, 512, 1) == long
     short = fitted(long, 37, 512, 1)
-    assert (short.rows, short.step) == (48, 256) and short.stages > long.stages
+    assert (short.rows, short.step) == (48, 256)
+    assert short.stages > long.stages
     narrow = fitted(long, 128, 320, 1)
-    assert (narrow.rows, narrow.step) == (128, 64) and narrow.stages > long.stages
+    assert (narrow.rows, narrow.step) == (128, 64)
+    assert narrow.stages > long.stages
 
 
 @pytest.mark.parametrize("rows", [8, 32, 64])
