@@ -274,8 +274,8 @@ def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkey
 def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
     crowded = GroupedMatmulConfig(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
     monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
-    case = some_case((16, 0, 2, 128, 64), "uniform", bias=False)
-    adds = some_addends(case, 16, 2, dtype)
+    case = some_case((192, 0, 2, 128, 64), "uniform", bias=False)
+    adds = some_addends(case, 192, 2, dtype)
     pallas_gpu.grouped_matmul(*arrays(case), adds[0], interpret=False)
     pallas_gpu.gated_matmul(case.x, case.w, case.w, case.group_sizes, *adds, interpret=False)
     # Two matrices' sums and two float32 addends are too much for tiles of 256 columns.
