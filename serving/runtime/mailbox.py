@@ -23,10 +23,20 @@ class Mailbox:
         self._woken = False
         self._last_s, self._gap_s = 0.0, GAP_S
 
-    def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Put an item into the queue soon; any thread may call. A closed loop drops it."""
+    def put(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[Any],
+        item: Any,
+        *,
+        wakes: bool = True,
+    ) -> None:
+        """Put an item into the queue soon; any thread may call. A closed loop drops it.
+
+        Unless it `wakes` the loop, the item arrives with the next one that does.
+        """
         self._items.append((queue, item))
-        if self._woken:
+        if self._woken or not wakes:
             return
         self._woken = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

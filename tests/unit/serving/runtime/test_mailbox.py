@@ -55,6 +55,18 @@ def test_a_burst_is_one_wake_up():
     assert asyncio.run(run()) == 1
 
 
+def test_what_wakes_nobody_comes_with_what_does():
+    async def run() -> list[object]:
+        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), asyncio.Queue()
+        mailbox.put(loop, queue, "quiet", wakes=False)
+        await asyncio.sleep(0.01)
+        before = queue.qsize()
+        mailbox.put(loop, queue, "loud")
+        return [before, await queue.get(), await queue.get()]
+
+    assert asyncio.run(run()) == [0, "quiet", "loud"]
+
+
 def test_a_loop_that_is_long_busy_with_a_burst_gets_the_next_one_later(monkeypatch):
     """Twice as long as it took passes in between, up to 25 ms."""
 
