@@ -39,8 +39,8 @@ ALWAYS_SO = {
     "--tokenizer-mode auto hf": "the tokenizer comes from the model's folder",
     "--runner auto generate": "models only generate text",
     "--convert auto none": "models only generate text",
-    "--chat-template-content-format auto string": "the template gets the parts of "
-    "a message joined to one text",
+    "--chat-template-content-format auto string": "the template gets a message's texts joined, "
+    "or its parts where it has an image",
     "--config-format auto hf": "the model's folder has the Hugging Face format",
     "--fingerprint-mode none": "only versions of adapters have a system_fingerprint",
     "--prefix-caching-hash-algo sha256": "the prefix cache uses SHA-256",

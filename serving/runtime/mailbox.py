@@ -10,6 +10,7 @@ GAP_S = 0.002  # under load the loop is woken this seldom; each wake-up costs bo
 # has a third of the time, unless bursts take long: a pause follows, so many times as long as the
 # burst took, and the next one has more tokens of each answer.
 PAUSE, LONGEST_PAUSE_S = 2.0, 0.025
+MOST_KEPT = 256  # items that wake nobody; more at once would hold up the loop
 
 
 class Mailbox:
@@ -23,10 +24,20 @@ class Mailbox:
         self._woken = False
         self._last_s, self._gap_s = 0.0, GAP_S
 
-    def put(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], item: Any) -> None:
-        """Put an item into the queue soon; any thread may call. A closed loop drops it."""
+    def put(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[Any],
+        item: Any,
+        *,
+        wakes: bool = True,
+    ) -> None:
+        """Put an item into the queue soon; any thread may call. A closed loop drops it.
+
+        Unless it `wakes` the loop, the item arrives with the next one that does, or with many.
+        """
         self._items.append((queue, item))
-        if self._woken:
+        if self._woken or not (wakes or len(self._items) >= MOST_KEPT):
             return
         self._woken = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more

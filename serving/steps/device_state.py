@@ -274,7 +274,9 @@ def _admit(state: RowState, packed: Int[Array, "numbers"]) -> RowState:
         jax.lax.bitcast_convert_type(floats, jnp.float32),
     )
     old = state.history, state.key, state.ints, state.floats
-    return RowState(*(rows.at[row].set(one) for rows, one in zip(old, new, strict=True)))
+    pairs = zip(old, new, strict=True)
+    # Not `at[row].set`, a scatter, with which a CPU takes 100 us for this program in place of 70.
+    return RowState(*(jax.lax.dynamic_update_index_in_dim(o, n, row, 0) for o, n in pairs))
 
 
 def _row_key(seed: Int[Array, ""]) -> UInt32[Array, "2"]:

@@ -274,4 +274,4 @@ def _mark(places: Int[Array, "seqs 4 max_len"]) -> Int[Array, ""]:
 def _write_places(
     table: Int[Array, "seqs 4 max_len"], row: Int[Array, ""], places: Int[Array, "4 max_len"]
 ) -> Int[Array, "seqs 4 max_len"]:
-    return table.at[row].set(places)
+    return jax.lax.dynamic_update_index_in_dim(table, places, row, 0)

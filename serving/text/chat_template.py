@@ -3,6 +3,7 @@
 Templates come from the model folder or the operator, never from a request.
 """
 
+import collections
 import datetime
 import functools
 import json
@@ -37,6 +38,8 @@ class ChatTemplate:
             )
         self._special_tokens = dict(special_tokens)
         self._wants_parts = False
+        # An environment takes half of a short prompt's rendering to make, so each serves many.
+        self._idle: collections.deque[jinja2.Template] = collections.deque()
         try:
             self._code = _environment(Meter()).compile_source(source)
         except jinja2.TemplateError as error:
@@ -66,8 +69,7 @@ class ChatTemplate:
         image or it shows no text otherwise, parts. ValueError when the template refuses them,
         fails, or exceeds the meter.
         """
-        environment = _environment(meter or Meter())
-        template = jinja2.Template.from_code(environment, self._code, environment.globals)
+        template = self._idle_template() if meter is None else self._template(meter)
         plain = [_plain(index, message) for index, message in enumerate(messages)]
         if self._wants_parts:
             plain = [{**m, "content": _part(m["content"])} for m in plain]
@@ -81,11 +83,29 @@ class ChatTemplate:
         except (Exception, RecursionError) as error:  # whatever a template can do wrong
             what = f"{type(error).__name__}: {error}"
             raise ValueError(f"The chat template failed: {what}"[:_MAX_MESSAGE]) from error
+        if meter is None:  # after a failure the template is not used again
+            self._idle.append(template)
         return (
             _up_to(prompt, _text_of(plain[-1]["content"]) if plain else "")
             if continue_final_message
             else prompt
         )
+
+    def _idle_template(self) -> jinja2.Template:
+        """Return the template in an environment that no thread renders in, its budget whole."""
+        try:
+            template = self._idle.pop()
+        except IndexError:
+            return self._template(Meter())
+        environment = template.environment
+        assert isinstance(environment, BoundedEnvironment)
+        environment.meter.restart()
+        return template
+
+    def _template(self, meter: Meter) -> jinja2.Template:
+        """Return the template in an environment of its own."""
+        environment = _environment(meter)
+        return jinja2.Template.from_code(environment, self._code, environment.globals)
 
 
 def _part(content: Any) -> list[dict[str, Any]]:

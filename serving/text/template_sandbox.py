@@ -45,9 +45,13 @@ class Meter:
     """Remaining budget of one rendering."""
 
     def __init__(self, max_steps: int = MAX_STEPS, max_seconds: float = MAX_SECONDS):
-        self._steps = max_steps
-        self._total = MAX_TOTAL
-        self._end_s = time.monotonic() + max_seconds
+        self._max_steps, self._max_seconds = max_steps, max_seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin the budget of another rendering."""
+        self._steps, self._total = self._max_steps, MAX_TOTAL
+        self._end_s = time.monotonic() + self._max_seconds
 
     def step(self) -> str:
         """Count one step. Returns the empty text, so that it can stand in a template."""
@@ -116,7 +120,7 @@ class GenerationTag(Extension):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one rendering; `meter` bounds it."""
+    """The environment of one rendering at a time; `meter` bounds it."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 

@@ -149,6 +149,7 @@ async def respond(
         logger.info("%s", request_line(request, answer, stream))
     if stream:
         return answer.stream_type(answer.generation, answer, silence_s, answer.headers)
+    answer.generation.is_whole = True
     pieces = answer.generation.pieces(request.receive, silence_s)
     try:
         async with contextlib.aclosing(pieces):

@@ -69,6 +69,7 @@ class Generation:
         self._budget: TokenBudget | None = None
         self.num_choices = 0
         self.is_sending = False  # the client is slow to read while this lasts
+        self.is_whole = False  # nothing is sent before the last piece, so that others wake nobody
         self._overrun = False
 
     def submit(
@@ -159,7 +160,8 @@ class Generation:
                 self._engine.abort(delta.request_id)
                 return
             piece = Piece(first_index + delta.index, prompt, delta)
-            self._mailbox.put(self._loop, self._queue, piece)
+            wakes = not self.is_whole or delta.finish_reason is not None
+            self._mailbox.put(self._loop, self._queue, piece, wakes=wakes)
 
         return on_output
 

@@ -1,6 +1,7 @@
 """Images of messages: content parts to prepared images, in order, within bounds of a request."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from serving.api.images import PreparedImage
@@ -14,6 +15,7 @@ from serving.http.requests.protocol import ChatMessage, ContentPart, ImageUrl
 
 MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other
+_TOGETHER = 1 << 18  # characters of URLs whose images one call of a thread prepares
 _REMOTE = ("http:", "https:")
 
 
@@ -56,7 +58,8 @@ async def read_images(
     request's caches.
 
     They are fetched and decoded one after the other in threads for that, so that a request takes
-    no more than one of them and the memory of one image at a time.
+    no more than one of them and the memory of one image at a time. Small ones that follow each
+    other, such as frames, go to a thread together.
     """
     front: ImageFront | None = engine.images
     if front is None:
@@ -64,37 +67,76 @@ async def read_images(
     urls = list(urls_of(messages))
     if len(urls) > front.max_images:
         raise _wrong(TOO_MANY.format(limit=front.max_images))
-    images, pixels, tokens = [], 0, 0
-    for number, url in enumerate(urls, 1):
-        which = f"Image {number} of {len(urls)}: " if len(urls) > 1 else ""
+    taken = _Taken(front, len(urls), engine.model_info.max_model_len, salt)
+    for group in _groups(urls):
+        if _is_remote(group[0]):
+            data = await run_in(Lane.FETCH, taken.fetched, group[0], policy)
+            await run_in(Lane.IMAGES, taken.take, lambda data=data: data)
+        else:
+            sources = [functools.partial(read_source, url, policy) for url in group]
+            await run_in(Lane.IMAGES, taken.take, *sources)
+    return taken.images
+
+
+def _is_remote(url: str) -> bool:
+    return url[:6].lower().startswith(_REMOTE)
+
+
+def _groups(urls: list[str]) -> Iterator[list[str]]:
+    """Yield the URLs in order: small ones that follow each other together, others alone."""
+    group, size = [], 0
+    for url in urls:
+        length = _TOGETHER if _is_remote(url) else len(url)
+        if group and size + length > _TOGETHER:
+            yield group
+            group, size = [], 0
+        group.append(url)
+        size += length
+    if group:
+        yield group
+
+
+class _Taken:
+    """The images of one request so far, within its bounds."""
+
+    def __init__(self, front: ImageFront, count: int, most_tokens: int, salt: str):
+        self.images: list[PreparedImage] = []
+        self._front, self._salt = front, salt
+        self._count, self._most_tokens = count, most_tokens
+        self._pixels = self._tokens = 0
+
+    @property
+    def _which(self) -> str:
+        """How an error names the next image."""
+        number = len(self.images) + 1
+        return f"Image {number} of {self._count}: " if self._count > 1 else ""
+
+    def fetched(self, url: str, policy: MediaPolicy) -> bytes:
+        """Return the file of the next image from another server."""
         try:
-            if url[:6].lower().startswith(_REMOTE):
-                data = await run_in(Lane.FETCH, read_source, url, policy)
-                image = await run_in(Lane.IMAGES, _prepared, front, data, salt)
-            else:
-                image = await run_in(Lane.IMAGES, _read, front, url, policy, salt)
+            return read_source(url, policy)
         except FetchFailed as error:
-            raise ApiError(422, f"{which}{error}", param="messages") from None
+            raise ApiError(422, f"{self._which}{error}", param="messages") from None
         except ImageError as error:
-            raise _wrong(f"{which}{error}") from None
-        pixels, tokens = pixels + image.num_pixels, tokens + image.num_tokens
-        if pixels > MAX_ALL_PIXELS:
-            raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")
-        if tokens > engine.model_info.max_model_len:
-            raise _wrong(
-                f"The images take more than {engine.model_info.max_model_len} tokens, the model's "
-                "maximum context length."
-            )
-        images.append(image)
-    return images
+            raise _wrong(f"{self._which}{error}") from None
 
-
-def _read(front: ImageFront, url: str, policy: MediaPolicy, salt: str) -> PreparedImage:
-    return _prepared(front, read_source(url, policy), salt)
-
-
-def _prepared(front: ImageFront, data: bytes, salt: str) -> PreparedImage:
-    return front.of_file(data, salt, most_held=MAX_HELD_BYTES)
+    def take(self, *sources: Callable[[], bytes]) -> None:
+        """Prepare the next images, whose files the sources give, one after the other."""
+        for source in sources:
+            try:
+                image = self._front.of_file(source(), self._salt, most_held=MAX_HELD_BYTES)
+            except ImageError as error:
+                raise _wrong(f"{self._which}{error}") from None
+            self._pixels += image.num_pixels
+            self._tokens += image.num_tokens
+            if self._pixels > MAX_ALL_PIXELS:
+                raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")
+            if self._tokens > self._most_tokens:
+                raise _wrong(
+                    f"The images take more than {self._most_tokens} tokens, the model's maximum "
+                    "context length."
+                )
+            self.images.append(image)
 
 
 def _wrong(message: str) -> ApiError:

@@ -343,10 +343,11 @@ _OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls")
 
 def unsupported(body: Body) -> str | None:
     """Return the name of a field that asks for what this server does not do, or None."""
-    for name, harmless in _REFUSED.items():
+    given = body.model_fields_set  # a request asks for what it names, which is little
+    for name in filter(given.__contains__, _REFUSED):
         if name in _OF_CHATS and isinstance(body, ChatBody):
             continue
-        value = getattr(body, name, None)
+        value, harmless = getattr(body, name), _REFUSED[name]
         if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
             return name
     return None

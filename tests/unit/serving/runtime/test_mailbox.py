@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from serving.runtime.mailbox import LONGEST_PAUSE_S, Mailbox
+from serving.runtime.mailbox import LONGEST_PAUSE_S, MOST_KEPT, Mailbox
 
 
 def test_everything_arrives_in_order_from_several_threads():
@@ -53,6 +53,31 @@ def test_a_burst_is_one_wake_up():
         return wakes
 
     assert asyncio.run(run()) == 1
+
+
+def test_what_wakes_nobody_comes_with_what_does():
+    async def run() -> list[object]:
+        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), asyncio.Queue()
+        mailbox.put(loop, queue, "quiet", wakes=False)
+        await asyncio.sleep(0.01)
+        before = queue.qsize()
+        mailbox.put(loop, queue, "loud")
+        return [before, await queue.get(), await queue.get()]
+
+    assert asyncio.run(run()) == [0, "quiet", "loud"]
+
+
+def test_many_that_wake_nobody_come_together():
+    async def run() -> list[int]:
+        loop, mailbox, queue, sizes = asyncio.get_running_loop(), Mailbox(), asyncio.Queue(), []
+        for count in (MOST_KEPT - 1, 1, 1):
+            for _ in range(count):
+                mailbox.put(loop, queue, "quiet", wakes=False)
+            await asyncio.sleep(0.01)
+            sizes.append(queue.qsize())
+        return sizes
+
+    assert asyncio.run(run()) == [0, MOST_KEPT, MOST_KEPT]
 
 
 def test_a_loop_that_is_long_busy_with_a_burst_gets_the_next_one_later(monkeypatch):

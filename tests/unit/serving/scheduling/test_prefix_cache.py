@@ -13,6 +13,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from serving.api.images import PreparedImage, PromptImage
 from serving.scheduling.prefix_cache import PageCache, PrefixChain
 
 SIZE = 4
@@ -60,6 +61,28 @@ def test_keys_depend_on_where_adapter_and_salt_part():
 
 def test_the_same_page_after_other_tokens_has_another_key():
     assert keys([1] * 8)[1] != keys([2] * 4 + [1] * 4)[1]
+
+
+def test_keys_tell_images_and_their_places_apart_where_the_tokens_are_the_same():
+    tokens = [7] * 5 + [9] * 6 + [7] * 5  # an image of six tokens in pages 1 and 2
+
+    def keys_with(*images: tuple[bytes, int, int]) -> list[bytes]:
+        made = [
+            PromptImage(PreparedImage(None, (1, size), size, digest), start, b"")
+            for digest, start, size in images
+        ]
+        return PrefixChain("", "", SIZE, made).keys(tokens, 4)
+
+    ways = [
+        keys_with((b"a" * 32, 5, 6)),
+        keys_with((b"a" * 31 + b"b", 5, 6)),
+        keys_with((b"a" * 32, 5, 3), (b"a" * 32, 8, 3)),
+        keys_with((b"a" * 32, 4, 6)),
+        keys_with(),
+    ]
+    assert ways[0] == keys_with((b"a" * 32, 5, 6))
+    # The third has the first one's digest at the same place as far as page 1 reaches.
+    assert [len({way[page] for way in ways}) for page in range(4)] == [1, 4, 5, 5]
 
 
 def test_keys_of_more_tokens_than_known_are_refused():

@@ -3,6 +3,7 @@ import threading
 
 import pytest
 
+from serving.text import chat_template
 from serving.text.chat_template import MAX_TEMPLATE, ChatTemplate
 from serving.text.template_sandbox import Meter
 
@@ -127,6 +128,26 @@ def test_every_rendering_has_a_meter_of_its_own():
     with pytest.raises(ValueError, match="too many steps"):
         template.render(TALK, meter=Meter(max_steps=2))
     assert "bye" in template.render(TALK)
+
+
+def test_renderings_share_an_environment_and_no_budget(monkeypatch):
+    template, made = ChatTemplate(CHATML, {}), []
+    monkeypatch.setattr(chat_template, "_environment", made.append)
+    (idle,) = template._idle
+    meter = vars(idle.environment)["meter"]
+    text = template.render(TALK)
+    meter._max_steps -= meter._steps  # enough for one such rendering, and no step more
+    assert [template.render(TALK) for _ in range(3)] == [text] * 3
+    assert meter._steps == 0
+    assert made == []
+
+
+def test_a_rendering_that_failed_leaves_no_environment():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(ValueError, match="chat template failed"):
+        template.render([])
+    assert not template._idle
+    assert template.render([{"role": "user", "content": "a"}]) == "a"
 
 
 def test_threads_share_a_template():

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.doubles.fake_engine import FakeEngine
 
-from serving.api.request import OutputDelta, QueueFull
+from serving.api.request import FinishReason, OutputDelta, QueueFull
 from serving.api.sampling import Sampling
 from serving.http.answers import generation as generation_room
 from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
@@ -106,6 +106,29 @@ def test_output_after_the_loop_has_ended_is_dropped(engine):
 
     on_output = asyncio.run(submit())
     on_output(OutputDelta("x", 0, "late", (1,)))
+
+
+def test_pieces_of_a_whole_answer_wake_the_loop_with_the_last_one_of_a_choice(engine):
+    async def listen() -> list[list[str]]:
+        generation = Generation(engine, Mailbox(), PROMPTS[:1])
+        generation.is_whole = True
+        generation._running["x"] = 2
+        on_output, seen = generation._receiver(PROMPTS[0], 0), []
+        batches = generation.pieces(nobody_leaves, 10.0)
+        for delta in (
+            *(OutputDelta("x", 0, text, (1,)) for text in "ab"),
+            OutputDelta("x", 0, "c", (1,), finish_reason=FinishReason.STOP),
+            OutputDelta("x", 1, "d", (1,), finish_reason=FinishReason.ABORT),
+        ):
+            on_output(delta)
+            await asyncio.sleep(0.01)
+            waiting = generation._queue.qsize()
+            batch = await anext(batches) if waiting else []
+            seen.append([piece.delta.text for piece in batch])
+        await batches.aclose()
+        return seen
+
+    assert asyncio.run(listen()) == [[], [], ["a", "b", "c"], ["d"]]
 
 
 def test_usage_counts_a_prompt_once_whatever_its_choices(engine):

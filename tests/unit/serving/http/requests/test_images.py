@@ -182,6 +182,22 @@ def test_images_are_decoded_by_few_threads_beside_the_event_loop(monkeypatch: py
     assert most == Lane.IMAGES.value[1] == 2
 
 
+def test_small_images_go_to_a_thread_together(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+
+    async def counted(lane: Lane, function, *args):
+        calls.append(len(args))
+        return function(*args)
+
+    monkeypatch.setattr(module, "run_in", counted)
+    three = [url(16, 16), url(8, 8), url(16, 8)]
+    assert len(read(user(*map(image, three)))) == 3
+    assert calls == [3]
+    monkeypatch.setattr(module, "_TOGETHER", len(three[0]))
+    read(user(*map(image, three)))
+    assert calls == [3, 1, 1, 1]
+
+
 def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)  # less than one
     with pytest.raises(QueueFull, match="images of waiting requests"):

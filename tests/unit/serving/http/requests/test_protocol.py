@@ -66,6 +66,12 @@ def test_unknown_fields_are_kept_apart():
     assert unsupported(body) == "tools"
 
 
+def test_what_asks_for_nothing_is_supported():
+    body = CompletionBody.model_validate_json('{"prompt": "a", "tools": null, "suffix": ""}')
+    assert unsupported(body) is None
+    assert unsupported(CompletionBody.model_validate_json('{"priority": 3}')) == "priority"
+
+
 def test_tokens_are_integers():
     with pytest.raises(ValidationError):
         DetokenizeBody.model_validate_json('{"tokens": [true]}')
