@@ -9,7 +9,7 @@ import warnings
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS = 16_777_216  # what models use at most
@@ -56,15 +56,18 @@ def check_size(width: int, height: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> np.ndarray:
-    """Return an opened image's pixels, uint8 [height, width, 3]."""
-    turned = ImageOps.exif_transpose(image)
+    """Return an opened image's pixels, uint8 [height, width, 3], which may not be written to."""
+    image.load()  # EXIF may stand at a file's end
+    # Pillow copies an image that is not to be turned, and one that is to become what it is.
+    is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+    turned = ImageOps.exif_transpose(image) if is_turned else image
     if turned.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in turned.info:
         above = turned.convert("RGBA")
         ground = Image.new("RGBA", above.size, (255, 255, 255, 255))
         turned = Image.alpha_composite(ground, above)
     elif turned.mode.startswith("I;16"):
         turned = turned.point(lambda value: value / 256).convert("L")
-    return np.array(turned.convert("RGB"))
+    return np.asarray(turned if turned.mode == "RGB" else turned.convert("RGB"))
 
 
 def pixels_of(given: Any) -> np.ndarray:

@@ -111,7 +111,7 @@ def _dense_candidates(shape: Shape) -> Iterator[GroupedMatmulConfig]:
     tilings = itertools.product(DENSE_COLUMNS, groups, DENSE_ROWS, (1, 2), steps)
     for columns, warpgroups, n, ctas, step in tilings:
         fits = d_out % (columns * warpgroups) == 0 and columns * n <= MOST_DENSE_SUMS * 128
-        if not fits or d_in % step or not rows / 4 <= n <= max(16, rows):
+        if not fits or d_in % step or not rows / 8 <= n <= max(16, rows):
             continue
         plain = GroupedMatmulConfig(columns, warpgroups, n, 1, ctas, step=step)
         config = _gpu_tiles.with_stages(plain, 1)

@@ -5,6 +5,8 @@ import json
 import pytest
 from support.doubles.fake_engine import BOS, letters
 
+from serving.http.answers.generation import Generation
+
 
 def complete(client, **body) -> dict:
     answer = client.post("/v1/completions", json=body)
@@ -24,6 +26,21 @@ def events(client, **body) -> list[dict]:
         blocks = "".join(answer.iter_text()).removesuffix("\n\n").split("\n\n")
     assert blocks.pop() == "data: [DONE]"
     return [json.loads(b.removeprefix("data: ")) for b in blocks if b.startswith("data: ")]
+
+
+def test_pieces_of_a_stream_wake_the_event_loop_and_those_of_a_whole_answer_do_not(
+    client, monkeypatch
+):
+    seen, pieces = [], Generation.pieces
+
+    def noted(self, *args):
+        seen.append(self.is_whole)
+        return pieces(self, *args)
+
+    monkeypatch.setattr(Generation, "pieces", noted)
+    complete(client, prompt="hi", max_tokens=4)
+    events(client, prompt="hi", max_tokens=4)
+    assert seen == [True, False]
 
 
 def test_answer_has_openai_s_shape(client):
