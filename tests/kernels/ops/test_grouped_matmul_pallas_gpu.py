@@ -204,7 +204,7 @@ def test_lowers_q_k_and_v_as_one_launch():
     arrays = shape((32, 2048), bf16), weights, shape((), jnp.int32)
     (launch,) = launches(call, *arrays)
     assert launch.grid in ((132, 1, 1), (264, 1, 1))
-    assert launch.assembly.count("wgmma.mma_async") == 4
+    assert launch.assembly.count("wgmma.mma_async") == 8  # a stage of 128 of d_in by 16
     of_each = 5  # a map's weights; ways out for a whole part, and for 4, 2 and 1 rows of one
     assert launch.assembly.count("prefetch.tensormap") == 1 + 3 * of_each
 
@@ -302,7 +302,8 @@ def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
     shapes = ((8, 5120), (33, 2048), (64, 151936), (512, 5120), (4096, 5120))
     tiles = [find_config(rows, 1, d_out) for rows, d_out in shapes]
     assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 128]
-    assert [tile.ctas for tile in tiles] == [2, 2, 2, 2, 1]
+    assert [tile.ctas for tile in tiles] == [1, 1, 2, 2, 1]
+    assert [tile.step for tile in tiles] == [256, 128, 64, 64, 64]
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ class Depths:
 def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> GroupedMatmulConfig:
     """Return tiles for so many rows in so many groups, from the mean rows of a group.
 
-    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows, one where a dense map has
-    no more tiles. Many: one CTA per SM multiplies tiles of 256 x 128 or more, unless there are too
-    few of them for all SMs.
+    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows; of a dense map one if it
+    has no more tiles. Many: one CTA per SM multiplies tiles of 256 x 128 or more, unless there are
+    too few of them for all SMs.
     """
     mean, wide = rows / groups, d_out // (256 // matrices)
     tile_rows = _long_tile(mean, groups, wide, LONG_TILES[-1] if matrices == 1 else MOST_GATED)

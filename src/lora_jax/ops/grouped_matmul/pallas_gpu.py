@@ -250,9 +250,10 @@ def _launch(
     others = [array for arrays in scales for array in arrays]
     if interpret and form.quantised:
         waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
-    There are as many addends as weights, or none; `num_added` is 0 where nothing of them counts.
-    Weights `side_by_side`, of plain numbers without biases and addends, give a product each. The
-    kernel fills so many SMs.
+    stages, ctas = config.stages, sms * config.ctas
+    asked = () if num_added is None else (num_added,)
+    counts = d_in, matrices, len(given), len(added)
+    operands = Operands(len(x), groups, d_outs, *counts, jnp.dtype(x.dtype), form, bool(asked))
     kernel = plgpu.kernel(
         kernel_body(config, deep, operands, ctas, bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((len(x), d_out), x.dtype) for d_out in d_outs],
