@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.stages import Lowered
+from jax.stages import Lowered, Traced
 
 from lora_jax.kv_cache import PagedKVCache
 from lora_jax.sharding import put
@@ -113,13 +113,13 @@ class CompiledStep:
         """
         return 2 if self._in_place else 1
 
-    def lower(
+    def trace(
         self, operands: Operands, table: np.ndarray, bucket: int, *, lora: bool, bound: bool = False
-    ) -> Lowered | KeptProgram:
-        """Return the program that `run` runs for the same arguments, ready to compile."""
+    ) -> Traced | KeptProgram:
+        """Return the program that `run` runs for the same arguments, ready to lower."""
         source = self.inputs.table if self._in_place else table
         arguments = self._arguments(operands, source, bucket, lora=lora, bound=bound)
-        return self._step.lower(*arguments, bucket=bucket, lora=lora, bound=bound)
+        return self._step.trace(*arguments, bucket=bucket, lora=lora, bound=bound)
 
     def run(
         self,

@@ -1,24 +1,32 @@
 """Programs of steps are compiled several at a time, or read from files, the first one first."""
 
+import collections
 import functools
 import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeGuard
 
-from jax.stages import Lowered
+import jax
+from jax.stages import Lowered, Traced
 from tqdm import tqdm
 
+from lora_jax.ops.lowered_once import lowered_in
+from lora_jax.ops.lowering_processes import LoweringProcesses
 from serving.steps.kept_steps import KeptProgram
 from serving.steps.step_programs import Program, names_of
 
 logger = logging.getLogger(__name__)
 
-_COMPILING = 4  # programs at a time at most: each takes two cores, and memory
+_LOWERING = 8  # processes at most: a server has some 40 kernels, of seconds each
+_CORES_TO_LOWER = 4  # on fewer, the imports of processes take what they save
+_COMPILING = 4  # programs at a time at most: each takes up to two cores, and memory
+_MORE = 4  # on a device with so much free memory for each of them, where XLA tries kernels
+_MORE_BYTES = 2 << 30
 
 
 def compile_all(
@@ -110,5 +118,36 @@ def take_read(cold: list[tuple[Program, KeptProgram]]) -> Program | None:
     return None
 
 
+def lowered(traced: Iterable[Traced | KeptProgram]) -> Iterator[Lowered | KeptProgram]:
+    """Yield programs that are traced on demand, ready to compile, in their order.
+
+    On a GPU processes lower their kernels side by side. While a program waits for its own, the next
+    ones are traced, so that processes have their kernels in hand too.
+    """
+    programs, waiting = iter(traced), collections.deque()
+    with LoweringProcesses(_lowering()) as processes:
+        while True:
+            with lowered_in(processes):
+                program = next(programs, None)
+            if program is None:
+                break
+            waiting.append((program, processes.num_asked))
+            while waiting and processes.has_answered(waiting[0][1]):
+                yield waiting.popleft()[0].lower()
+        while waiting:
+            yield waiting.popleft()[0].lower()
+
+
+def _lowering() -> int:
+    """Return how many processes lower kernels: none for a CPU, and on a host of few cores."""
+    cores = len(os.sched_getaffinity(0))
+    is_worth = jax.default_backend() == "gpu" and cores >= _CORES_TO_LOWER
+    return min(_LOWERING, cores // 2) if is_worth else 0
+
+
 def _workers() -> int:
-    return max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
+    """Return how many programs are compiled at a time."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    most = _COMPILING + max(0, min(_MORE, free // _MORE_BYTES))
+    return max(1, min(most, (os.cpu_count() or 1) // 2))

@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.experimental import serialize_executable
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Lowered, Traced
 from jaxlib import xla_client  # jax has no public face of what it makes its own keys of
 
 from lora_jax.ops import dispatch, native
@@ -76,14 +76,18 @@ class KeptJit:
 
     def lower(self, *arguments: Any, **static: Any) -> "KeptProgram":
         """Return the program for these arguments; its `compile` reads it where it is kept."""
+        return self.trace(*arguments, **static).lower()
+
+    def trace(self, *arguments: Any, **static: Any) -> "KeptProgram":
+        """Return the program for these arguments, traced unless it is kept; `lower` is next."""
         *given, trees = arguments
         called = trees, *static.values()
         leaves = jax.tree.leaves(given)
         kinds = [(a.shape, str(a.dtype), getattr(a, "weak_type", False)) for a in leaves]
         text = f"{self._identity} {called} {jax.tree.structure(given)} {kinds}"
         key = hashlib.sha256(text.encode()).hexdigest()
-        lower = functools.partial(self._lower, key, *arguments, **static)
-        program = KeptProgram(lower, self._steps, key, self._jax_read)
+        trace = functools.partial(self._trace, key, *arguments, **static)
+        program = KeptProgram(trace, self._steps, key, self._jax_read)
         self._made.setdefault(called, {})[_shapes(given)] = program
         return program
 
@@ -94,12 +98,12 @@ class KeptJit:
                 program.give_up()
         self._made.clear()
 
-    def _lower(self, key: str, *arguments: Any, **static: Any) -> tuple[Lowered, KernelChoices]:
-        """Return a program, ready to compile, and the kernels that its own trace chose."""
+    def _trace(self, key: str, *arguments: Any, **static: Any) -> tuple[Traced, KernelChoices]:
+        """Return a program, ready to lower, and the kernels that its own trace chose."""
         with dispatch.noted() as choices:
-            lowered = self._jitted.lower(*arguments, **static)
+            traced = self._jitted.trace(*arguments, **static)
         chosen = self._choices[key] = choices.table() or self._choices.get(key, {})
-        return lowered, chosen
+        return traced, chosen
 
     def __call__(self, *arguments: Any, **static: Any) -> Any:
         *given, trees = arguments
@@ -117,11 +121,11 @@ def _shapes(given: list[Any]) -> tuple[Any, ...]:
 
 
 class KeptProgram:
-    """A program that is read from its file, or lowered, compiled and written to it."""
+    """A program that is read from its file, or traced, lowered, compiled and written to it."""
 
     def __init__(
         self,
-        lower: Callable[[], tuple[Lowered, KernelChoices]],
+        trace: Callable[[], tuple[Traced, KernelChoices]],
         steps: KeptSteps,
         key: str,
         jax_read: set[str],
@@ -136,8 +140,9 @@ class KeptProgram:
         if self._kept is None and steps.files.demands:
             raise NotKept(f"step {key} is not kept in {steps.files.folder}")
         # Until it is compiled: the arguments that it is lowered for are the engine's own arrays.
-        self._lower: Callable[[], tuple[Lowered, KernelChoices]] | None = lower
-        self._lowered = None if self.is_kept else lower()
+        self._trace: Callable[[], tuple[Traced, KernelChoices]] | None = trace
+        self._traced = None if self.is_kept else trace()
+        self._lowered: tuple[Lowered, KernelChoices] | None = None
         self._compiling: Future[Compiled] = Future()
         _PROGRAMS.add(self)
 
@@ -166,6 +171,13 @@ class KeptProgram:
         """The program; waits for `compile`."""
         return self._compiling.result()
 
+    def lower(self) -> Self:
+        """Return this program, lowered unless it is read from a file."""
+        if self._traced is not None:
+            traced, choices = self._traced
+            self._lowered, self._traced = (traced.lower(), choices), None
+        return self
+
     def compile(self) -> Compiled:
         """Return the program, which calls take from now on; any thread may compile it, once.
 
@@ -186,7 +198,7 @@ class KeptProgram:
             self._let_go()
 
     def _let_go(self) -> None:
-        self._kept = self._lower = self._lowered = self._ahead = None
+        self._kept = self._trace = self._traced = self._lowered = self._ahead = None
 
     def _read(self) -> Compiled | None:
         if self._kept is None:
@@ -199,8 +211,12 @@ class KeptProgram:
 
     def _compile(self) -> Compiled:
         """Return the program, kept unless jax had it: what jax has read cannot be written again."""
-        assert self._lower is not None, "a program is compiled once"
-        (lowered, choices), programs = self._lowered or self._lower(), self._steps.programs
+        assert self._trace is not None, "a program is compiled once"
+        if self._lowered is None and self._traced is None:  # its file was of no use
+            self._traced = self._trace()
+        self.lower()
+        assert self._lowered is not None
+        (lowered, choices), programs = self._lowered, self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
         with programs.watched() as was_read, reading:
             compiled = lowered.compile()

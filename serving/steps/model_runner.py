@@ -27,7 +27,7 @@ from serving.api.sampling import Sampling
 from serving.lora_server.client import RemoteTable, ServerLink
 from serving.lora_server.tenant_side import TenantLink
 from serving.steps.compiled_step import NO_REMAT, CompiledStep
-from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
+from serving.steps.compiling import compile_all, lowered, read_kept, runs_left, take_read
 from serving.steps.device_state import admit, init_row_state, pack_row
 from serving.steps.forwarded import Forwarded
 from serving.steps.host_inputs import largest_bytes
@@ -214,9 +214,10 @@ class ModelRunner:
 
     def lowered(self, programs: Iterable[Program]) -> Iterator[Lowered | KeptProgram]:
         """Return steps of one program, ready to compile."""
-        for p in programs:
-            arguments = self._operands(p), self._inputs.empty_table(), p.bucket
-            yield self._step.lower(*arguments, lora=p.lora, bound=p.bound)
+        trace, table = self._step.trace, self._inputs.empty_table()
+        return lowered(
+            trace(self._operands(p), table, p.bucket, lora=p.lora, bound=p.bound) for p in programs
+        )
 
     @property
     def programs(self) -> tuple[Program, ...]:

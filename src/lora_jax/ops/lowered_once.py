@@ -2,21 +2,32 @@
 
 jax traces and lowers an inner jitted function once in a program: `in_layers` makes one. A Mosaic
 kernel, which takes a second of Python, it lowers anew in the next program, although a server's
-steps with and without LoRA run the same products: `call_lowered` does not.
+steps with and without LoRA run the same products: `call_lowered` does not. Other processes may
+lower kernels meanwhile (`lowered_in`), since Python's lock allows one thread.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar
 from typing import Any
 
 import jax
-from jax import export
+from jax.core import ShapedArray
+from jax.export import Exported
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import get_abstract_mesh
 
 from lora_jax.ops import dispatch
+from lora_jax.ops.lowering import KernelOrder, exported
+from lora_jax.ops.lowering_processes import LoweringProcesses
 
-_CUSTOM_CALL = "mosaic_gpu_v2"  # jax vouches for no kernel's name in a file; ours stay here
-_PLATFORM = "cuda"
+logger = logging.getLogger(__name__)
+
+_PROCESSES: ContextVar[LoweringProcesses | None] = ContextVar("processes", default=None)
 
 
 def in_layers[**P, T](function: Callable[P, T]) -> Callable[P, T]:
@@ -49,31 +60,95 @@ def in_layers[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def call_lowered[T](kernel: Callable[..., T], arrays: Any, settings: tuple[Hashable, ...]) -> T:
+@contextlib.contextmanager
+def lowered_in(processes: LoweringProcesses) -> Iterator[None]:
+    """Have processes, if there are any, lower the kernels of what this thread traces meanwhile.
+
+    A program waits for its kernels when it is lowered, not when it is traced. So the kernels of
+    programs that are all traced first are lowered side by side.
+    """
+    token = _PROCESSES.set(processes if processes.count else None)
+    try:
+        yield
+    finally:
+        _PROCESSES.reset(token)
+
+
+def call_lowered[T](
+    kernel: Callable[..., T], arrays: Any, settings: tuple[Hashable, ...], results: T
+) -> T:
     """Return kernel(*arrays, *settings), by the code that another program has made, if any has.
 
-    `kernel` is a jitted function of the module; `arrays` is a tree of arrays. In a part of a step
-    over several devices, where a kernel depends on their mesh, it is called as it is.
+    `kernel` is a jitted function of the module, `arrays` a tree of arrays, and `results` describes
+    what the kernel returns: a tree of jax.ShapeDtypeStruct. In a part of a step over several
+    devices, where a kernel depends on their mesh, it is called as it is.
     """
     if jax.default_backend() != "gpu" or not get_abstract_mesh().empty:
         return kernel(*arrays, *settings)
     leaves, tree = jax.tree.flatten(arrays)
     kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
-    return _lowered(kernel, tree, kinds, settings)(*leaves)
+    out, out_tree = jax.tree.flatten(results)
+    avals = tuple(ShapedArray(result.shape, result.dtype) for result in out)
+    call = _lowered(KernelOrder(kernel, tree, kinds, settings), avals)
+    return jax.tree.unflatten(out_tree, call(*leaves))
 
 
 @functools.cache
-def _lowered(
-    kernel: Callable[..., Any],
-    tree: Any,
-    kinds: tuple[tuple[tuple[int, ...], str], ...],
-    settings: tuple[Hashable, ...],
-) -> Callable[..., Any]:
-    """Return a function of the leaves whose code is made; programs call it."""
+def _lowered(order: KernelOrder, avals: tuple[ShapedArray, ...]) -> Callable[..., Any]:
+    """Return a function of the leaves whose code is made, or being made; programs call it."""
+    processes = _PROCESSES.get()
+    code = _Code(order, None if processes is None else processes.lower(order))
+    return jax.jit(functools.partial(_call_code.bind, code=code, avals=avals))
 
-    def call(*leaves: jax.Array) -> Any:
-        return kernel(*jax.tree.unflatten(tree, leaves), *settings)
 
-    check = export.DisabledSafetyCheck.custom_call(_CUSTOM_CALL)
-    make = export.export(jax.jit(call), platforms=[_PLATFORM], disabled_checks=[check])
-    return jax.jit(make(*(jax.ShapeDtypeStruct(*kind) for kind in kinds)).call)
+class _Code:
+    """A lowered kernel, or one that a process is about to lower."""
+
+    def __init__(self, order: KernelOrder, coming: Future[Exported] | None):
+        self._order, self._coming = order, coming
+        self._code = exported(order) if coming is None else None
+
+    def get(self) -> Exported:
+        """Return the code, which is made here if the process has failed to."""
+        if self._coming is not None:
+            try:
+                self._code = self._coming.result()
+            except Exception as error:
+                logger.warning("A process did not lower %s: %s", self._order.name, error)
+            self._coming = None
+        if self._code is None:
+            self._code = exported(self._order)
+        return self._code
+
+
+_call_code = Primitive("call_lowered")
+_call_code.multiple_results = True
+
+
+@_call_code.def_abstract_eval
+def _avals(*operands, code, avals):
+    del operands, code
+    return avals
+
+
+@functools.cache
+def _program(**how) -> Callable:
+    return jax.jit(functools.partial(_call_code.bind, **how))
+
+
+@_call_code.def_impl
+def _run(*operands, **how):
+    return _program(**how)(*operands)
+
+
+def _lower(context, *operands, code, avals):
+    del avals
+    call = code.get().call
+
+    def flat(*leaves: jax.Array) -> list[jax.Array]:
+        return jax.tree.leaves(call(*leaves))
+
+    return mlir.lower_fun(flat, multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(_call_code, _lower)

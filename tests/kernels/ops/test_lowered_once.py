@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lora_jax.ops import dispatch, lowered_once
-from lora_jax.ops.lowered_once import call_lowered, in_layers
+from lora_jax.ops import dispatch, lowered_once, lowering
+from lora_jax.ops.lowered_once import call_lowered, in_layers, lowered_in
+from lora_jax.ops.lowering_processes import LoweringProcesses
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Let this process's programs be those of a GPU, which run here."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(lowered_once, "_PLATFORM", "cpu")
+    monkeypatch.setattr(lowering, "_PLATFORM", "cpu")
 
 
 @pytest.fixture
@@ -36,13 +37,13 @@ def kernel():
 @pytest.fixture
 def made(monkeypatch):
     """Return a list with an entry for each kernel that is lowered."""
-    made, export = [], lowered_once.export.export
+    made, export = [], lowering.export.export
 
     def counted(jitted, **options):
         made.append(options["platforms"])
         return export(jitted, **options)
 
-    monkeypatch.setattr(lowered_once.export, "export", counted)
+    monkeypatch.setattr(lowering.export, "export", counted)
     return made
 
 
@@ -55,7 +56,7 @@ def test_programs_share_one_lowered_kernel(kernel, made):
 
     def program(x, bias):
         for _ in range(3):  # layers
-            x = call_lowered(scaled, (x, (x, x), bias), (2.0,))
+            x = call_lowered(scaled, (x, (x, x), bias), (2.0,), X)
         return x
 
     def direct(x, bias):
@@ -72,6 +73,35 @@ def test_programs_share_one_lowered_kernel(kernel, made):
     assert len(made) == 2  # a kernel with a bias is another one
 
 
+def test_a_kernel_that_is_called_alone_is_a_program(kernel, made, on_a_gpu):
+    scaled, _ = kernel
+    got = call_lowered(scaled, (X, (X, X), None), (5.0,), X)
+    np.testing.assert_array_equal(got, scaled(X, (X, X), None, factor=5.0))
+    assert len(made) == 1
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_without_processes_a_kernel_is_lowered_where_it_is_traced(kernel, made):
+    scaled, _ = kernel
+    with LoweringProcesses(0) as none, lowered_in(none):
+        jax.jit(lambda x: call_lowered(scaled, (x, (x, x), None), (6.0,), X)).trace(X)
+    assert len(made) == 1
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_kernel_that_no_process_lowers_is_lowered_here(kernel, made, caplog):
+    """The function is local to this test: no other process can import it."""
+    scaled, _ = kernel
+    with LoweringProcesses(1) as processes:
+        with lowered_in(processes):
+            traced = jax.jit(lambda x: call_lowered(scaled, (x, (x, x), None), (7.0,), X)).trace(X)
+        assert not made  # a trace waits for no kernel
+        compiled = traced.lower().compile()
+    np.testing.assert_array_equal(compiled(X), scaled(X, (X, X), None, factor=7.0))
+    assert len(made) == 1
+    assert "A process did not lower" in caplog.text
+
+
 @pytest.mark.parametrize("elsewhere", ["on a CPU", "over devices"])
 def test_a_kernel_is_called_as_it_is_elsewhere(kernel, made, monkeypatch, elsewhere):
     if elsewhere == "over devices":
@@ -79,7 +109,7 @@ def test_a_kernel_is_called_as_it_is_elsewhere(kernel, made, monkeypatch, elsewh
         mesh = SimpleNamespace(empty=False)
         monkeypatch.setattr(lowered_once, "get_abstract_mesh", lambda: mesh)
     scaled, traced = kernel
-    got = jax.jit(lambda x: call_lowered(scaled, (x, (x, x), None), (3.0,)))(X)
+    got = jax.jit(lambda x: call_lowered(scaled, (x, (x, x), None), (3.0,), X))(X)
     np.testing.assert_array_equal(got, scaled(X, (X, X), None, factor=3.0))
     assert (made, set(traced)) == ([], {3.0})
 

@@ -10,6 +10,7 @@ A row's result is one sum over d_in in steps of 16, whatever the tiles and its n
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def grouped_matmul(
     biased = bias is not None
     config = config or _find("grouped_matmul", x, w.shape, 1, addends, likely_groups, form, biased)
     arrays = x, (w,), group_sizes, num_rows, (bias,), addends
-    return call_lowered(_launch, arrays, (config, form, interpret))
+    return _call(arrays, config, form, interpret)
 
 
 def gated_matmul(
@@ -88,7 +89,7 @@ def gated_matmul(
     config = config or _find("gated_matmul", x, w_gate.shape, 2, addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
     arrays = x, pair, group_sizes, num_rows, biases, addends
-    return call_lowered(_launch, arrays, (config, form, interpret))
+    return _call(arrays, config, form, interpret)
 
 
 def joined_matmul(
@@ -120,7 +121,7 @@ def joined_matmul(
         config = _find("grouped_matmul", x, (1, d_out, x.shape[1]), 1, (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
     arrays = x, several, sizes, num_rows, none, ()
-    return call_lowered(_launch, arrays, (config, form, interpret, True))
+    return _call(arrays, config, form, interpret, side_by_side=True)
 
 
 def _find(
@@ -192,8 +193,23 @@ def _require(
     return form
 
 
+def _call(
+    arrays: tuple[Any, ...],
+    config: GroupedMatmulConfig,
+    form: Form,
+    interpret: hopper.Interpret,
+    *,
+    side_by_side: bool = False,
+) -> Any:
+    """Return what `_launch` gives for these arrays."""
+    x, weights = arrays[:2]
+    results = [jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype) for w in weights]
+    settings = config, form, interpret, hopper.num_sms(interpret), side_by_side
+    return call_lowered(_launch, arrays, settings, tuple(results) if side_by_side else results[0])
+
+
 # Equal launches of a program's layers are traced, lowered and compiled once.
-@functools.partial(jax.jit, static_argnames=("config", "form", "interpret", "side_by_side"))
+@functools.partial(jax.jit, static_argnames=("config", "form", "interpret", "sms", "side_by_side"))
 def _launch(
     x: Float[Array, "rows d_in"],
     weights: tuple[Float[Array, "groups _ d_in"] | CodedWeight | ScaledWeight, ...],
@@ -204,12 +220,13 @@ def _launch(
     config: GroupedMatmulConfig,
     form: Form,
     interpret: hopper.Interpret,
+    sms: int,
     side_by_side: bool = False,
 ) -> Float[Array, "rows d_out"] | tuple[Float[Array, "rows _"], ...]:
     """Return the product, or with two weights silu of the first product times the second.
 
     There are as many addends as weights, or none. Weights `side_by_side`, of plain numbers without
-    biases and addends, give a product each.
+    biases and addends, give a product each. The kernel fills so many SMs.
     """
     rows, (groups, _, d_in) = x.shape[0], weights[0].shape
     matrices = 1 if side_by_side else len(weights)
@@ -231,7 +248,7 @@ def _launch(
     others = [array for arrays in scales for array in arrays]
     if interpret and form.quantised:
         waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
-    stages, ctas = config.stages, hopper.num_sms(interpret) * config.ctas
+    stages, ctas = config.stages, sms * config.ctas
     operands = Operands(
         len(x), groups, d_outs, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
     )

@@ -151,5 +151,5 @@ def test_a_servers_status_and_numbers_stay_at_their_addresses(loaded):
     np.testing.assert_array_equal(found, [[0, 1], [10, 11], [20, 21], [30, 31]])
     assert len(seen) == 1
     operands = operands._replace(cache=cache, state=state)
-    *_, status = step.lower(operands, plan, 8, lora=False).out_tree.children()
+    *_, status = step.trace(operands, plan, 8, lora=False).lower().out_tree.children()
     assert status == jax.tree.structure(None)

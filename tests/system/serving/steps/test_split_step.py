@@ -55,7 +55,7 @@ def lowered(folder):
     @functools.cache
     def lower(devices):
         step, operands = make_step(folder, devices)
-        return step.lower(operands, table_of(0, 1), 8, lora=True), operands
+        return step.trace(operands, table_of(0, 1), 8, lora=True).lower(), operands
 
     return lower
 
@@ -154,7 +154,7 @@ def test_code_for_splits_leaves_nothing_in_the_program_of_one_device(tmp_path, m
 
     def program():
         step, operands = make_step(tmp_path, 1, vocab=shape.vocab)
-        return step.lower(operands, table_of(0, 1), 8, lora=True).as_text()
+        return step.trace(operands, table_of(0, 1), 8, lora=True).lower().as_text()
 
     plain = program()
     for module, name in ((layers, "gather"), (moe, "gather")):

@@ -1,14 +1,17 @@
 """Order in which programs are compiled or read."""
 
+import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from serving.steps import compiling
-from serving.steps.compiling import compile_all, read_kept, runs_left, take_read
+from serving.steps.compiling import compile_all, lowered, read_kept, runs_left, take_read
 from serving.steps.kept_steps import KeptProgram
 from serving.steps.model_runner import ModelRunner
 from serving.steps.step_programs import Program as StepProgram
@@ -30,6 +33,54 @@ class Program(KeptProgram):
         if self._error is not None:
             raise self._error
         self.done.set()
+
+
+@pytest.mark.parametrize("answered", [2, 0], ids=["at once", "late"])
+def test_a_program_that_waits_for_kernels_holds_up_no_trace(monkeypatch, answered):
+    """Each program asks for a kernel; the first `answered` of them are there at once."""
+    events, processes = [], SimpleNamespace(num_asked=0)
+
+    class Traced:
+        def __init__(self, number):
+            events.append(f"trace {number}")
+            processes.num_asked += 1
+            self._number = number
+
+        def lower(self):
+            events.append(f"lower {self._number}")
+            return self._number
+
+    processes.has_answered = lambda count: count <= answered
+    monkeypatch.setattr(compiling, "LoweringProcesses", lambda count: nullcontext(processes))
+    monkeypatch.setattr(compiling, "lowered_in", nullcontext)
+    assert list(lowered(map(Traced, range(3)))) == [0, 1, 2]
+    traces, lowers = [[f"{what} {n}" for n in range(3)] for what in ("trace", "lower")]
+    at_once = ["trace 0", "lower 0", "trace 1", "lower 1", "trace 2", "lower 2"]
+    assert events == (at_once if answered else traces + lowers)
+
+
+def test_kernels_of_a_gpu_s_programs_are_lowered_by_processes_where_cores_are(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    assert compiling._lowering() == 0
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert compiling._lowering() == 6
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert compiling._lowering() == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "free", "workers"),
+    [(1, 0, 1), (6, 99, 3), (32, None, 4), (32, 3, 5), (32, -1, 4), (32, 13, 8), (10, 13, 5)],
+)
+def test_more_programs_are_compiled_at_a_time_where_device_memory_is_free(
+    monkeypatch, cores, free, workers
+):
+    """`free` is in GiB; a CPU says nothing of its memory."""
+    stats = None if free is None else {"bytes_limit": 90 << 30, "bytes_in_use": (90 - free) << 30}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert compiling._workers() == workers
 
 
 def test_all_are_compiled_when_it_returns_and_errors_are_raised():

@@ -87,7 +87,8 @@ def lowered(model, made: ModelConfig) -> str:
         model, model.kv_shape(made), sizes, max_tokens=8, vocab_size=vocab, dtype=FLOAT
     )
     table = np.zeros((TABLE_ROWS, 2), np.int32)
-    return runner._step.lower(runner._operands(Program(8)), table, 8, lora=True).as_text()
+    step = runner._step.trace(runner._operands(Program(8)), table, 8, lora=True)
+    return step.lower().as_text()
 
 
 def test_without_images_the_program_is_that_of_the_text_model(tmp_path):

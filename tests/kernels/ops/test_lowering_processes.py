@@ -1,0 +1,71 @@
+"""A process lowers a kernel to what this process makes of it, and ends with its context."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lora_jax.ops.grouped_matmul import pallas_gpu
+from lora_jax.ops.grouped_matmul._gpu_tiles import find_config
+from lora_jax.ops.grouped_matmul._gpu_weights import Form
+from lora_jax.ops.lowering import KernelOrder, exported
+from lora_jax.ops.lowering_processes import LoweringProcesses
+
+BF16 = jnp.bfloat16
+
+
+def order(d_in: int) -> KernelOrder:
+    """Return the order of a product of 8 rows and 4 groups."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=BF16)
+    sizes, w = jax.ShapeDtypeStruct((4,), jnp.int32), shape((4, 64, d_in))
+    config, form = find_config(8, 4, 64, 1), Form()
+    arrays = shape((8, d_in)), (w,), sizes, None, (None,), ()
+    leaves, tree = jax.tree.flatten(arrays)
+    kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    return KernelOrder(pallas_gpu._launch, tree, kinds, (config, form, None, 132, False))
+
+
+@pytest.fixture
+def without_places(monkeypatch):
+    """Leave out of lowered code where in source files it comes from: that differs by the caller."""
+    name, before = "jax_traceback_in_locations_limit", jax.config.jax_traceback_in_locations_limit
+    monkeypatch.setenv(name.upper(), "0")  # of processes
+    jax.config.update(name, 0)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("without_places")
+def test_a_process_makes_the_code_that_this_one_makes():
+    one, wrong = order(64), order(64 + 8)  # d_in is in steps of 16
+    with LoweringProcesses(1) as processes:
+        assert processes.has_answered(0)
+        coming, failing = processes.lower(one), processes.lower(wrong)
+        assert not processes.has_answered(1)
+        with pytest.raises(RuntimeError, match="Error: "):
+            failing.result()
+        theirs = coming.result()
+        assert (processes.num_asked, processes.has_answered(2)) == (2, True)
+    (process,) = processes._processes
+    assert process.returncode is not None
+    ours = exported(one)
+    assert theirs.mlir_module_serialized == ours.mlir_module_serialized
+    assert str(theirs.out_avals) == str(ours.out_avals)
+
+
+def test_a_process_that_ends_is_replaced_for_the_next_kernel(monkeypatch):
+    """What it was to lower is not: the caller lowers it."""
+    with LoweringProcesses(1) as processes:
+        processes._pool.submit(processes._process).result().kill()
+        processes._processes[0].wait()
+        assert processes.lower(order(64)).result().fun_name == "call"
+    assert len(processes._processes) == 2
+
+
+def test_nothing_starts_once_they_have_ended():
+    processes = LoweringProcesses(1)
+    processes.close()
+    with pytest.raises(RuntimeError):
+        processes.lower(order(64)).result()
+    assert not processes._processes
