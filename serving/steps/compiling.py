@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 _LOWERING = 8  # processes at most: a server has some 40 kernels, of seconds each
 _CORES_TO_LOWER = 4  # on fewer, the imports of processes take what they save
-_COMPILING = 4  # programs at a time at most: each takes two cores, and memory
+_COMPILING = 4  # programs at a time at most: each takes up to two cores, and memory
+_MORE = 4  # on a device with so much free memory for each of them, where XLA tries kernels
+_MORE_BYTES = 2 << 30
 
 
 def compile_all(
@@ -144,4 +146,8 @@ def _lowering() -> int:
 
 
 def _workers() -> int:
-    return max(1, min(_COMPILING, (os.cpu_count() or 1) // 2))
+    """Return how many programs are compiled at a time."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    most = _COMPILING + max(0, min(_MORE, free // _MORE_BYTES))
+    return max(1, min(most, (os.cpu_count() or 1) // 2))

@@ -68,6 +68,21 @@ def test_kernels_of_a_gpu_s_programs_are_lowered_by_processes_where_cores_are(mo
     assert compiling._lowering() == 0
 
 
+@pytest.mark.parametrize(
+    ("cores", "free", "workers"),
+    [(1, 0, 1), (6, 99, 3), (32, None, 4), (32, 3, 5), (32, -1, 4), (32, 13, 8), (10, 13, 5)],
+)
+def test_more_programs_are_compiled_at_a_time_where_device_memory_is_free(
+    monkeypatch, cores, free, workers
+):
+    """`free` is in GiB; a CPU says nothing of its memory."""
+    stats = None if free is None else {"bytes_limit": 90 << 30, "bytes_in_use": (90 - free) << 30}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert compiling._workers() == workers
+
+
 def test_all_are_compiled_when_it_returns_and_errors_are_raised():
     programs = [Program() for _ in range(5)]
     compile_all(iter(programs), list("abcde"), progress=False)
