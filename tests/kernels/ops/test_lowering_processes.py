@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lora_jax.ops import lowering_processes
 from lora_jax.ops.grouped_matmul import pallas_gpu
 from lora_jax.ops.grouped_matmul._gpu_tiles import find_config
 from lora_jax.ops.grouped_matmul._gpu_weights import Form
@@ -69,3 +70,19 @@ def test_nothing_starts_once_they_have_ended():
     with pytest.raises(RuntimeError):
         processes.lower(order(64)).result()
     assert not processes._processes
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_process_has_the_settings_of_this_one_and_no_device(monkeypatch, wide):
+    """JAX_ENABLE_X64 is a setting that a program may make itself, outside the environment."""
+    asked = {}
+
+    def popen(command, *, env, **pipes):
+        asked.update(env)
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(lowering_processes.subprocess, "Popen", popen)
+    with jax.enable_x64(wide), LoweringProcesses(1) as processes:
+        assert isinstance(processes.lower(order(64)).exception(), FileNotFoundError)
+    assert asked["JAX_ENABLE_X64"] == str(wide)
+    assert (asked["JAX_PLATFORMS"], asked["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
