@@ -1,4 +1,4 @@
-"""Linear maps of the CUDA backend: float32, and bfloat16 rows in groups of few, as decoding has.
+"""Linear maps of the CUDA backend: float32 matrices, and bfloat16 rows in groups of few.
 
 Prompts' products in bfloat16 are Mosaic's (`lora_jax.ops.grouped_matmul.pallas_gpu`), which has the
 same order of sums: a row has the same bits by either. A row's result depends on nothing but its own
@@ -19,7 +19,7 @@ MAX_TILES = 2**31 - 1  # of 4 rows x 4 columns, in a launch
 
 
 def check_support(dtype: jnp.dtype, rows: int, d_out: int, d_in: int) -> None:
-    """Raise Declined, saying why, for what the kernel of float32 does not serve."""
+    """Raise Declined, saying why, for what the kernels of float32 weights do not serve."""
     if dtype != jnp.float32:
         raise Declined(f"cuda grouped_matmul takes float32, not {dtype}")
     if rows < 1 or d_out < 1 or -(-rows // 4) * -(-d_out // 4) > MAX_TILES:
@@ -41,7 +41,7 @@ def grouped_matmul(
     likely_groups: int | None = None,
 ) -> Float[Array, "rows d_out"]:
     """Same result as lora_jax.ops.grouped_matmul."""
-    if x.dtype == jnp.bfloat16:
+    if w.dtype == jnp.bfloat16:
         operands = (w,), (bias,), (addend,)
         return few_rows.products(x, *operands, group_sizes, likely_groups)[0]
     return composed.grouped_matmul(in_float32, x, w, group_sizes, bias, addend)
@@ -85,15 +85,18 @@ def in_float32(
     group_sizes: Int[Array, "groups"],
     bias: Float[Array, "groups d_out"] | None,
 ) -> Float[Array, "rows d_out"]:
-    """y[t] = w[g] @ x[t] + bias[g] in float32, w plain."""
+    """y[t] = w[g] @ x[t] + bias[g] in float32, w plain, x float32 or bfloat16.
+
+    A row has the same bits whatever the number of rows, by either kernel: few rows or tiles.
+    """
     if isinstance(w, QUANTISED):
         raise Declined(
             f"cuda grouped_matmul in float32 takes plain weights, not {type(w).__name__}"
         )
     rows, (_, d_out, d_in) = x.shape[0], w.shape
-    check_support(x.dtype, rows, d_out, d_in)
+    check_support(w.dtype, rows, d_out, d_in)
     ffi.require()
     call = jax.ffi.ffi_call(
-        "lora_jax_cuda_grouped_f32", jax.ShapeDtypeStruct((rows, d_out), x.dtype)
+        "lora_jax_cuda_grouped_f32", jax.ShapeDtypeStruct((rows, d_out), w.dtype)
     )
-    return call(x, w, group_sizes, jnp.zeros((0,), x.dtype) if bias is None else bias)
+    return call(x, w, group_sizes, jnp.zeros((0,), w.dtype) if bias is None else bias)

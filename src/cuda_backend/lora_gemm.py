@@ -6,6 +6,7 @@ csrc/lora_gemm/prefill_shrink.cuh, which give the same bits.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -137,13 +138,24 @@ def lora_gemm(
     ys: Sequence[Float[Array, "rows d_out"] | None],
     batch: LoraBatch,
     sites: Sequence[int | None] = (None,),
+    *,
+    zeros_if_idle: bool = True,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
-    """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16."""
+    """y[t] + s * sum_j (x[t] . A[j]) B[j], as lora_jax.ops.lora_gemm says; h is in bfloat16.
+
+    `zeros_if_idle` is that of lora_jax.ops.lora_gemms.
+    """
     modules = [(y, batch.entries, batch.scaling) for y in ys]
     owners = (batch.row_to_slot, batch.row_to_expert)
-    options = {"items": batch.items, "sites": [site or 0 for site in sites]}
     arrays = (batch.x, batch.a_pool, batch.b_pool, *owners)
-    return lora_gemms(modules, *arrays, batch.max_rank, **options)
+    return lora_gemms(
+        modules,
+        *arrays,
+        batch.max_rank,
+        items=batch.items,
+        sites=[site or 0 for site in sites],
+        zeros_if_idle=zeros_if_idle,
+    )
 
 
 def lora_gemms(
@@ -156,6 +168,8 @@ def lora_gemms(
     max_rank: int,
     items: AdapterItems | None = None,
     sites: Sequence[int] | None = None,
+    *,
+    zeros_if_idle: bool = True,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """lora_gemm of several maps of the same rows: as few launches as may be.
 
@@ -182,7 +196,8 @@ def lora_gemms(
             lora_int8.lora_int8(modules[i], *pools, *arrays, max_rank, places[i]) for i in launches
         )
     else:
-        done = (lora_pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
+        pairs = functools.partial(lora_pairs, zeros_if_idle=zeros_if_idle)
+        done = (pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
     return tuple(y for ys in done for y in ys)
 
 
@@ -214,10 +229,13 @@ def lora_pairs(
     items: CudaWorkList | AdapterItems,
     max_rank: int,
     sites: Sequence[int] | None = None,
+    *,
+    zeros_if_idle: bool = True,
 ) -> Sequence[Float[Array, "rows d_out"]]:
     """lora_pair of several maps of the same x, out of the same pools, in one launch.
 
-    `sites` as for lora_gemms: the kernel finds its part of a table, where cutting it out is a copy.
+    `sites` and `zeros_if_idle` as for lora_gemms: the kernel finds its part of a table, where
+    cutting it out is a copy.
     """
     if not 1 <= len(modules) <= MAX_MODULES:
         raise ValueError(f"a launch takes 1 to {MAX_MODULES} modules, not {len(modules)}")
@@ -240,7 +258,7 @@ def lora_pairs(
     call = jax.ffi.ffi_call("lora_jax_cuda_lora_gemm", shapes, input_output_aliases=aliases)
     operands = (v for m in modules for v in m if v is not None)
     kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
-    attributes = {"max_rank": np.int64(max_rank), **kind}
+    attributes = {"max_rank": np.int64(max_rank), "zeros_if_idle": zeros_if_idle, **kind}
     places = np.array(sites or [0] * count, np.int64)
     return call(x, a_pool, b_pool, *listed, *operands, sites=places, **attributes)[1:]
 

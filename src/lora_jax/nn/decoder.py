@@ -15,7 +15,7 @@ from lora_jax.nn import image_rows, rope
 from lora_jax.nn.attention import CosSin
 from lora_jax.nn.layers import Embedding, Linear, RMSNorm
 from lora_jax.nn.lora import AdapterRouting
-from lora_jax.nn.moe import own_tables
+from lora_jax.nn.moe import MoeBlock, own_tables
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.nn.vocabulary import own_embeddings, own_logits
 from lora_jax.sharding import Split
@@ -162,13 +162,11 @@ class AbstractCausalLM(nnx.Module):
         routing = routing.without(batch.token_to_surplus_slot).with_own_rows()
         x, angles = self._inputs(batch, routing)
         addend, new_cache, images = None, [], batch.images
-        # The next norm's kernel adds what an exchange brings, which no other kernel can.
-        adds_in_norm = split is not None and images is None
         for number, (layer, layer_cache) in enumerate(zip(self.layers, cache, strict=True)):
             last = read if number + 1 == len(self.layers) else None
             args = angles, batch, layer_cache, routing, last
             x, addend, layer_cache = layer(x, *args, addend)
-            if not adds_in_norm:
+            if images is not None or _sums_experts(layer, split):
                 x, addend = x + addend, None
             if images is not None:
                 of_rows = images if last is None else image_rows.of_read(images, last)
@@ -208,6 +206,14 @@ class AbstractCausalLM(nnx.Module):
         vocab = self.config.vocab_size
         logits = logits if logits.shape[1] == vocab else logits[:, :vocab]
         return own_logits(logits, hidden, routing)
+
+
+def _sums_experts(layer: DecoderLayer, split: Split | None) -> bool:
+    """Return whether an addition behind a layer costs no launch: XLA fuses it with experts' sum.
+
+    Elsewhere the next norm's kernel adds. An exchange's result is added by nothing else.
+    """
+    return split is None and isinstance(layer.mlp, MoeBlock)
 
 
 def _own_tables(

@@ -208,17 +208,20 @@ def lora_deltas(
     width: int,
     layer: int,
     row_to_expert: Int[Array, "rows"] | None = None,
+    *,
+    zeros_if_idle: bool = True,
 ) -> tuple[Float[Array, "rows width"] | None, ...]:
     """Return what each row's adapter adds at these modules, for a matmul that adds it itself.
 
     Rows without an adapter have 0; None everywhere where no adapter can be. Their dtype is
-    ops.lora_gemm.delta_dtype.
+    ops.lora_gemm.delta_dtype. `zeros_if_idle` is that of ops.lora_gemm.lora_gemms.
     """
     names = [module for module in modules if module in routing.module_names]
     if routing.adapters is None or not names:
         return (None,) * len(modules)
     arguments = routing.lora_arguments(names, layer, x.shape[1], width)
-    done = lora_gemms([None] * len(names), x, row_to_expert=row_to_expert, **arguments)
+    arguments |= {"row_to_expert": row_to_expert, "zeros_if_idle": zeros_if_idle}
+    done = lora_gemms([None] * len(names), x, **arguments)
     deltas = dict(zip(names, done, strict=True))
     zero = jnp.zeros((x.shape[0], width), delta_dtype(x.dtype))
     return tuple(deltas.get(module, zero) for module in modules)

@@ -31,6 +31,10 @@ from lora_jax.ops.take_rows import take_rows
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
 
+# From so many sorted rows on, products ask whether any row has an adapter, and deltas are not made
+# zeros where none has. Fewer rows may be a kernel's that reads all addends, and zeros are cheap.
+ROWS_OF_ZEROS = 4096
+
 
 class Router(nnx.Module):
     """Logits of every expert, in float32 whatever the model's dtype."""
@@ -72,9 +76,9 @@ class Router(nnx.Module):
         """Return the base's logits; of long prompts each device of a split has some rows."""
         tokens, split, num_rows = x.shape[0], routing.split, routing.num_rows
         if split is None or not shares_rows(tokens, split):
-            return matmul(x.astype(jnp.float32), self.weight[...], num_rows, bias)
+            return matmul(x, self.weight[...], num_rows, bias)
         local, num_local = own_rows(x, split), num_own_rows(num_rows, tokens, split)
-        logits = matmul(local.astype(jnp.float32), self.weight[...], num_local, bias)
+        logits = matmul(local, self.weight[...], num_local, bias)
         return gather_rows(logits, split)
 
 
@@ -117,16 +121,17 @@ class Experts(nnx.Module):
         if routing.remote is not None:
             return self._with_server(x, map, routing, routing.remote)
         up_names, gate, up = ("gate_proj", "up_proj"), self.gate_proj[...], self.up_proj[...]
-        deltas = self._deltas(x, up_names, map, routing)
+        asks = _num_added(x, routing) is not None
+        deltas = self._deltas(x, up_names, map, routing, zeros_if_idle=not asks)
         if self.moe.swiglu is None and self.gate_bias is None:
-            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, **self._hints(routing))
+            inner = gated_matmul(x, gate, up, map.group_sizes, *deltas, **self._hints(x, routing))
         else:
             pairs = zip(up_names, deltas, strict=True)
             gate, up = (self._product(x, name, map, routing, delta) for name, delta in pairs)
             inner = self._activation(gate, up)
         if inner.shape[1] < self.down_proj.shape[2]:  # outputs of each expert are split
             inner = gather(inner, routing.split)
-        (delta,) = self._deltas(inner, ("down_proj",), map, routing)
+        (delta,) = self._deltas(inner, ("down_proj",), map, routing, zeros_if_idle=not asks)
         return self._product(inner, "down_proj", map, routing, delta)
 
     def _with_server(
@@ -185,11 +190,14 @@ class Experts(nnx.Module):
         names: tuple[str, ...],
         map: RowMap,
         routing: AdapterRouting,
+        *,
+        zeros_if_idle: bool = True,
     ) -> tuple[Float[Array, "rows d_out"] | None, ...]:
         """Return what the rows' adapters add to the projections of x, or None for each."""
         width = getattr(self, names[0]).shape[1]
         modules = [f"experts.{name}" for name in names]
-        return lora_deltas(x, routing, modules, width, self.layer, map.row_to_expert)
+        of_rows = self.layer, map.row_to_expert
+        return lora_deltas(x, routing, modules, width, *of_rows, zeros_if_idle=zeros_if_idle)
 
     def _product(
         self,
@@ -202,14 +210,26 @@ class Experts(nnx.Module):
         bias = getattr(self, name.replace("proj", "bias"))
         bias = None if bias is None else bias[...]
         w = getattr(self, name)[...]
-        return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(routing))
+        return grouped_matmul(x, w, map.group_sizes, bias, addend, **self._hints(x, routing))
 
-    def _hints(self, routing: AdapterRouting) -> dict:
+    def _hints(self, x: Float[Array, "rows _"], routing: AdapterRouting) -> dict:
         """Return what a kernel may know of sorted rows: how many groups they are in, at most where.
 
         Adapters' experts are few, or take the place of the base's.
         """
-        return {"likely_groups": self.moe.num_experts, "num_rows": routing.num_rows}
+        added = _num_added(x, routing)
+        return {
+            "likely_groups": self.moe.num_experts,
+            "num_rows": routing.num_rows,
+            "num_added": added,
+        }
+
+
+def _num_added(x: Float[Array, "rows _"], routing: AdapterRouting) -> Int[Array, "1"] | None:
+    """Return the number of adapters' items, or None where deltas are zeros if there are none."""
+    if routing.items is None or x.shape[0] < ROWS_OF_ZEROS:
+        return None
+    return routing.items.num_items
 
 
 def clamped_swiglu(
@@ -303,10 +323,8 @@ def _rows_of(
 ) -> Float[Array, "rows hidden"]:
     """Return the rows of x in the map's order; `routing` is theirs.
 
-    Devices that have whole experts read about a part of the rows each: the others stay unwritten.
+    Rows in no group may stay unwritten: of a split, those of other devices' experts.
     """
-    if routing.split is None:
-        return rows_at(x, map.row_to_token)
     return take_rows(x, map.row_to_token, routing.num_rows)
 
 

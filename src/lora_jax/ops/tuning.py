@@ -32,7 +32,7 @@ SAMPLES = 6
 HOPELESS, HOPELESS_SAMPLES = 2.0, 3  # times the best so far: not worth more than three samples
 NUMBERS = 1 << 22
 CALLS = 8  # of a program, enqueued before the host waits
-READS, READ_ROWS = 14, 2048  # of a million numbers each: 4 GB, a millisecond of an H200
+READS, READ_ROWS = 5, 2048  # of a million numbers each: 4 GB, a millisecond of an H200
 
 
 def search(

@@ -39,6 +39,8 @@ CASES = {
     "one row": (1, (0,) * 40 + (1,), 5, 4, True),
     "nothing": (9, (0, 0), 17, 64, False),
     "prefill": (4096, (4090,), 64, 2048, False),
+    "prefill of few experts": (4096, (4000,), 8, 4096, False),
+    "tiles of several groups": (2048, (700, 0, 31, 1300), 130, 6180, True),
 }
 
 
@@ -56,6 +58,24 @@ def test_a_row_has_the_same_bits_in_any_company():
     for row, group in ((0, 0), (199, 0), (201, 2), (511, 2)):
         alone = kernel(x[row : row + 1], w[group : group + 1], jnp.array([1], jnp.int32), None)
         np.testing.assert_array_equal(np.asarray(alone)[0], whole[row])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [512, 1024, 2048, 4096])  # few rows end, and tiles of 16 to 64
+def test_rows_of_prompts_have_the_bits_that_they_have_in_decoding(rows):
+    x, w, _, bias = make(rows, (rows,), 128, 2048, bias=True)
+    whole = np.asarray(kernel(x, w, jnp.array([rows], jnp.int32), bias))
+    for first in (0, 192, rows - 64):
+        part = kernel(x[first : first + 64], w, jnp.array([64], jnp.int32), bias)
+        np.testing.assert_array_equal(part, whole[first : first + 64])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_x_in_bfloat16_gives_the_bits_of_its_float32_values(case):
+    x, *rest = make(*case)
+    narrow = x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(kernel(narrow, *rest), kernel(narrow.astype(jnp.float32), *rest))
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,25 @@ def test_without_y_the_sums_alone_come_back(rows):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("alone", [False, True])
+# By items alone, which 20 slots are too many for tiles of; by items and tiles.
+@pytest.mark.parametrize(("rows", "adapters"), [(1100, 20), (1100, 3), (300, 3)])
+def test_launches_with_nothing_to_do_leave_their_state_to_the_others(rows, adapters, alone):
+    case = some_case(rows, 1024, 320, ranks=(16,) * adapters)
+    idle = dataclasses.replace(case, row_to_slot=jnp.full((rows,), -1, jnp.int32))
+    y = case.arrays[0]
+
+    def bits(case: LoraCase) -> np.ndarray:
+        given = None if alone else y
+        return np.asarray(kernel(given, *case.arrays[1:], max_rank=16).view(jnp.int16))
+
+    want = bits(case)
+    unchanged = np.asarray((jnp.zeros_like(y) if alone else y).view(jnp.int16))
+    for turn in (idle, case, idle, idle, case, case, idle, case):
+        np.testing.assert_array_equal(bits(turn), want if turn is case else unchanged)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [3, 200])
 def test_several_modules_in_one_launch_have_the_bits_of_each_alone(rows):
     case = some_case(rows, 1024, 2048, num_experts=2)

@@ -132,6 +132,35 @@ def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens, most_ra
         np.testing.assert_array_equal(got[:live], want[:live])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("most_rank", [16, 64])
+@pytest.mark.parametrize("percent", [0, 10, 50, 100])  # of the tokens that have an adapter
+def test_experts_rows_without_an_adapter_have_deltas_of_zeros(percent, most_rank):
+    """Whether all warps store them or some; the others have the bits that y = 0 gives them."""
+    rng = np.random.default_rng(3)
+    tokens, k, experts = 1024, 8, 64
+    ranks = (16, 8, most_rank)
+    case = lora_case(tokens * k, 768, 256, ranks=ranks, num_experts=experts, dtype="bfloat16")
+    slots = rng.integers(0, len(ranks), tokens)
+    slots[rng.integers(0, 100, tokens) >= percent] = -1
+    ids = jnp.asarray(rng.integers(0, experts, (tokens, k)).astype(np.int32))
+
+    @jax.jit
+    def deltas(slots):
+        adapters = cuda.adapter_items(slots, len(ranks), most_rank)
+        map = cuda.row_map(ids, jnp.int32(tokens - 5), experts, adapters)
+        _, x, *pools = case.arrays[:6]
+        owners = (map.items.row_to_slot, map.row_to_expert)
+        y = jnp.zeros((tokens * k, 768), jnp.bfloat16)
+        given = (x, *pools, *owners, most_rank)
+        done = [cuda_lora(y, *given, items=map.items) for y in (None, y)]
+        return [y.astype(jnp.float32) for y in done], map.items.row_to_slot
+
+    (alone, added), owners = jax.tree.map(np.asarray, deltas(jnp.asarray(slots, jnp.int32)))
+    np.testing.assert_array_equal(alone, added)
+    np.testing.assert_array_equal(alone.any(axis=1), owners >= 0)
+
+
 @pytest.mark.parametrize(
     ("tokens", "k", "groups", "why"),
     [

@@ -91,6 +91,16 @@ def lora_reference(y, x, a_pool, b_pool, entries, scaling, row_to_slot, row_to_e
     return y
 
 
+FEW, *TILES = range(4)  # F32Form, with tiles of 16, 32 and 64 rows; -1 is the chosen one
+
+
+def grouped_f32(library, x, w, sizes, bias=None, form=-1):
+    y = np.full((len(x), w.shape[1]), np.nan, np.float32)
+    shape = np.array((len(x), *w.shape, form, x.dtype == BF16), np.int32)
+    call(library.grouped_f32, x, w, np.array(sizes, np.int32), bias, shape, y)
+    return y
+
+
 @pytest.mark.parametrize(
     ("sizes", "rows", "d_out", "d_in", "biased"),
     [
@@ -104,34 +114,56 @@ def test_grouped_f32_matches_float64(library, sizes, rows, d_out, d_in, biased):
     x, w = rng.standard_normal((rows, d_in)), rng.standard_normal((len(sizes), d_out, d_in))
     bias = rng.standard_normal((len(sizes), d_out)) if biased else None
     given = [None if v is None else v.astype(np.float32) for v in (x, w, bias)]
-    y, want = np.full((rows, d_out), np.nan, np.float32), np.zeros((rows, d_out))
+    want = np.zeros((rows, d_out))
     library.emulate(1, 3)
-    counts = np.array(sizes, np.int32)
-    call(library.grouped_f32, *given[:2], counts, given[2], rows, len(sizes), d_out, d_in, y)
-    for g, (start, size) in enumerate(zip(np.cumsum(counts) - counts, sizes, strict=True)):
+    for g, (start, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes, strict=True)):
         want[start : start + size] = x[start : start + size] @ w[g].T + (bias[g] if biased else 0)
+    y = grouped_f32(library, *given[:2], sizes, given[2])
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("d_out", "d_in"), [(6, 2048), (1, 1540)])
-def test_grouped_f32_adds_products_lanes_and_warps_in_its_order(library, d_out, d_in):
+@pytest.mark.parametrize(("d_out", "d_in"), [(6, 2048), (1, 1540), (5, 6180)])
+def test_grouped_f32_adds_products_lanes_and_quarters_in_its_order(library, d_out, d_in):
     """Bits do not change with the kernel: models of several releases give the same tokens."""
     rng = np.random.default_rng(1)
     x, w = (rng.standard_normal((n, d_in)).astype(np.float32) for n in (5, d_out))
-    warp, lane = np.arange(4)[:, None], np.arange(32)
-    parts = np.zeros((5, d_out, 4, 32), np.float32)
-    for first, step in itertools.product(range(0, d_in, 512), range(4)):
-        k = first + warp * 128 + lane * 4 + step
-        a, b = (np.where(k < d_in, m[:, np.minimum(k, d_in - 1)], 0).astype("f8") for m in (x, w))
-        parts = (a[:, None] * b + parts).astype(np.float32)
-    for distance in (16, 8, 4, 2, 1):
-        parts = parts + parts[..., lane ^ distance]
-    want = parts[..., 0, 0]
+    quarter, lane = np.arange(4)[:, None], np.arange(32)
+    quarters = np.zeros((5, d_out, 4), np.float32)
+    for block in range(0, d_in, 2048):
+        parts = np.zeros((5, d_out, 4, 32), np.float32)
+        for step, i in itertools.product(range(4), range(4)):
+            k = block + step * 512 + quarter * 128 + lane * 4 + i
+            at = np.minimum(k, d_in - 1)
+            a, b = (np.where(k < d_in, m[:, at], 0).astype("f8") for m in (x, w))
+            parts = (a[:, None] * b + parts).astype(np.float32)
+        for number in range(32):
+            quarters = quarters + parts[..., number]
+    want = quarters[..., 0]
     for number in (1, 2, 3):
-        want = want + parts[..., number, 0]
-    y = np.full((5, d_out), np.nan, np.float32)
-    call(library.grouped_f32, x, w, np.array([5], np.int32), None, 5, 1, d_out, d_in, y)
-    np.testing.assert_array_equal(y, want)
+        want = want + quarters[..., number]
+    np.testing.assert_array_equal(grouped_f32(library, x, w[None], [5]), want)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize(
+    ("sizes", "rows", "d_out", "d_in"),
+    [
+        ((20, 0, 1, 13), 37, 70, 548),
+        pytest.param((66,), 70, 66, 2308, marks=pytest.mark.long),
+        pytest.param((3, 30), 35, 3, 4096, marks=pytest.mark.long),
+    ],
+)
+def test_grouped_f32_has_the_same_bits_in_every_form(library, sizes, rows, d_out, d_in, dtype):
+    """Few rows and tiles of many; x in bfloat16 gives the bits of its float32 values."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, d_in)).astype(dtype)
+    w, bias = (rng.standard_normal((len(sizes), d_out, *n)).astype("f4") for n in ((d_in,), ()))
+    library.emulate(1, 5)
+    want = grouped_f32(library, x.astype(np.float32), w, sizes, bias, FEW)
+    assert not np.isnan(want).any()
+    assert not want[sum(sizes) :].any()
+    for form in (-1, FEW, *TILES):
+        np.testing.assert_array_equal(grouped_f32(library, x, w, sizes, bias, form), want)
 
 
 @pytest.mark.parametrize("added", [False, True])

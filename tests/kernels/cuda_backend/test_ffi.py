@@ -38,7 +38,8 @@ MOST_REGISTERS = {
     "sort_rows_kernel": 64,
     "cut_rows_kernel": 64,
     "attention_units_kernel": 64,
-    "grouped_f32_kernel": 128,
+    "grouped_f32_kernel": 128,  # 4 CTAs of 128
+    "grouped_f32_tiles_kernel": 255,  # 1 CTA of 256
     "few_rows_kernel": 200,  # 2 CTAs of 160; 136 with 3
     "layer_norm_kernel": 128,  # 2 CTAs of 256
     "rms_norm_kernel": 64,

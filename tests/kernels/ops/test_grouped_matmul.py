@@ -185,6 +185,22 @@ def test_an_addend_is_added_to_the_rounded_product(dtypes, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_addends_of_no_row_may_hold_anything(implementation):
+    case = grouped_case(21, 3, 17, 20, bias=True, padding=4)
+    addend, product = jnp.full((25, 17), jnp.nan), run(case, implementation)
+    arrays = (case.x, case.w, case.group_sizes)
+    call = functools.partial(jitted, *arrays, case.bias, implementation=implementation)
+    np.testing.assert_array_equal(call(addend, num_added=jnp.array([0], jnp.int32)), product)
+    np.testing.assert_array_equal(
+        call(addend * 0 + 1, num_added=jnp.array([2], jnp.int32)), call(addend * 0 + 1)
+    )
+    pair = (case.x, case.w, case.w, case.group_sizes)
+    fuse = functools.partial(gated_matmul, *pair, implementation=implementation)
+    none = fuse(addend, addend, num_added=jnp.array([0], jnp.int32))
+    np.testing.assert_array_equal(none, fuse(jnp.zeros_like(addend), jnp.zeros_like(addend)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gate_and_up_have_the_bits_of_two_products_and_an_activation(dtype, implementation):
     case = grouped_case(30, 4, 24, 36, dtype=dtype, padding=2)
@@ -217,6 +233,30 @@ def test_wrong_shapes_and_dtypes_of_addends_and_pairs_are_named():
         gated_matmul(case.x, case.w, case.w.astype(jnp.bfloat16), case.group_sizes)
     with pytest.raises(ValueError, match=r"gated_matmul: up_addend has shape \(4, 8\)"):
         gated_matmul(*args[:1], case.w, case.w, args[2], jnp.zeros((5, 8)), jnp.zeros((4, 8)))
+    with pytest.raises(ValueError, match=r"num_added has shape \(2,\), expected \(1,\)"):
+        grouped_matmul(*args, None, jnp.zeros((5, 8)), num_added=jnp.zeros((2,), jnp.int32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_x_in_bfloat16_with_float32_matrices_gives_the_bits_of_its_float32_values(implementation):
+    case = grouped_case(33, 2, 40, 24, bias=True, padding=3)
+    narrow = case.x.astype(jnp.bfloat16)
+    addend = jnp.ones((len(case.x), 40), jnp.float32)
+    args = case.w, case.group_sizes, case.bias, addend
+    got = jitted(narrow, *args, implementation=implementation)
+    want = jitted(narrow.astype(jnp.float32), *args, implementation=implementation)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_x_wider_than_its_matrices_is_refused():
+    case = grouped_case(5, 3, 8, 16)
+    with pytest.raises(ValueError, match=r"dtypes must be equal.*x float32, w bfloat16"):
+        grouped_matmul(case.x, case.w.astype(jnp.bfloat16), case.group_sizes)
+    narrow, bias = case.x.astype(jnp.bfloat16), jnp.zeros((3, 8), jnp.bfloat16)
+    with pytest.raises(ValueError, match=r"dtypes must be equal.*bias bfloat16"):
+        grouped_matmul(narrow, case.w, case.group_sizes, bias)
 
 
 def test_runs_on_another_device_and_inside_a_program_with_donation():

@@ -23,6 +23,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     GroupedMatmulConfig,
     depths,
     find_config,
+    fitted,
     with_stages,
 )
 
@@ -32,6 +33,8 @@ WIDE = GroupedMatmulConfig(columns=64, warpgroups=2, rows=64, stages=3, ctas=1)
 # Three parts on the way out, of which the third takes the place of the first.
 PARTS = GroupedMatmulConfig(columns=64, warpgroups=1, rows=48, stages=2, ctas=1)
 TALL = GroupedMatmulConfig(columns=128, warpgroups=1, rows=8, stages=4, ctas=2)
+# Half as many stages, each of twice as much of d_in.
+DEEP = GroupedMatmulConfig(columns=64, warpgroups=1, rows=16, stages=2, ctas=1, step=128)
 # rows in a group, config: one row, empty groups, borders off the grid of 8, several tiles of rows.
 INTERPRETED = [
     ("uniform", 17, SMALL),
@@ -88,7 +91,7 @@ def test_interpreted_matches_the_reference(popularity, rows, config):
 
 @pytest.mark.long
 def test_interpreted_rows_have_the_same_bits_in_any_tile():
-    case = some_case((21, 0, 4, 136, 128), "identical", bias=True)
+    case = some_case((21, 0, 4, 136, 256), "identical", bias=True)
     rows = np.random.default_rng(2).permutation(21)
     moved = GroupedCase(
         case.x[rows], case.w[::-1], jnp.array([0, 0, 5, 16], jnp.int32), case.bias[::-1]
@@ -96,7 +99,9 @@ def test_interpreted_rows_have_the_same_bits_in_any_tile():
     with interpreted() as interpret:
         whole = interpreted_kernel(SMALL, interpret)(*arrays(case))
         some = interpreted_kernel(TALL, interpret)(*arrays(moved))
+        deep = interpreted_kernel(DEEP, interpret)(*arrays(case))
     np.testing.assert_array_equal(wide(some)[5:], wide(whole)[rows][5:])
+    np.testing.assert_array_equal(wide(deep), wide(whole))
 
 
 def some_addends(case: GroupedCase, rows: int, count: int, dtype: str) -> tuple[jax.Array, ...]:
@@ -138,6 +143,18 @@ def test_interpreted_addend_is_added_to_the_rounded_product(dtype):
     want = composed.grouped_matmul(lambda *_: plain, *arrays(case), addend)
     np.testing.assert_array_equal(wide(got), wide(want))
     np.testing.assert_array_equal(wide(got)[:21:3], wide(plain)[:21:3])
+
+
+@pytest.mark.long
+def test_interpreted_addends_of_no_row_are_not_read():
+    """They may hold anything: copies begin behind the last row, where there are zeros."""
+    case = some_case((21, 3, 2, 72, 64), "uniform", bias=True)
+    anything, none = jnp.full((24, 72), jnp.nan, jnp.bfloat16), jnp.zeros((1,), jnp.int32)
+    with interpreted() as interpret:
+        run = functools.partial(interpreted_kernel(SMALL, interpret), *arrays(case))
+        got = run(anything, num_added=none).block_until_ready()
+        read = run(jnp.zeros_like(anything), num_added=none + 1).block_until_ready()
+    np.testing.assert_array_equal(wide(got), wide(read))
 
 
 # model, rows, weights, dtype of addends, bias
@@ -187,7 +204,7 @@ def test_lowers_q_k_and_v_as_one_launch():
     arrays = shape((32, 2048), bf16), weights, shape((), jnp.int32)
     (launch,) = launches(call, *arrays)
     assert launch.grid in ((132, 1, 1), (264, 1, 1))
-    assert launch.assembly.count("wgmma.mma_async") == 4
+    assert launch.assembly.count("wgmma.mma_async") == 8  # a stage of 128 of d_in by 16
     of_each = 5  # a map's weights; ways out for a whole part, and for 4, 2 and 1 rows of one
     assert launch.assembly.count("prefetch.tensormap") == 1 + 3 * of_each
 
@@ -226,7 +243,7 @@ def chosen(monkeypatch):
     """The tiles of every launch, which are not made."""
     found = []
 
-    def launch(x, weights, group_sizes, num_rows, biases, addends, config, *settings):
+    def launch(x, weights, sizes, num_rows, biases, addends, num_added, config, *settings):
         found.append(config)
         return jnp.zeros((x.shape[0], weights[0].shape[1]), x.dtype)
 
@@ -237,32 +254,32 @@ def chosen(monkeypatch):
 def test_the_table_of_this_device_decides_while_tracing(chosen, tmp_path, monkeypatch):
     """At the shape nearest to those that were tuned; the formula does where none is near."""
     kind = tuning_table.device_folder(jax.devices()[0].device_kind)
-    shape = {"rows": 16, "groups": 4, "d_out": 128, "d_in": 64}
+    shape = {"rows": 64, "groups": 4, "d_out": 128, "d_in": 64}
     (tmp_path / kind).mkdir()
     for op, config in (("grouped_matmul", TALL), ("gated_matmul", WIDE)):
         entries = [{"shape": shape, "config": dataclasses.asdict(config)}]
         (tmp_path / kind / f"{op}.json").write_text(json.dumps({"entries": entries}))
     monkeypatch.setattr(tuning_table, "TABLES", tmp_path)
-    for rows in (16, 27, 128):
+    for rows in (64, 108, 512):
         case = some_case((rows, 0, 4, 128, 64), "uniform", bias=False)
         pallas_gpu.grouped_matmul(*arrays(case), interpret=False)
         args = (case.x, case.w, case.w, case.group_sizes)
         pallas_gpu.gated_matmul(*args, interpret=False)
     tuning_table.read.cache_clear()
     assert chosen[:4] == [TALL, WIDE] * 2
-    assert chosen[4:] == [find_config(128, 4, 128, matrices) for matrices in (1, 2)]
+    assert chosen[4:] == [find_config(512, 4, 128, matrices) for matrices in (1, 2)]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
     crowded = GroupedMatmulConfig(columns=128, warpgroups=2, rows=192, stages=3, ctas=1)
     monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
-    case = some_case((16, 0, 2, 128, 64), "uniform", bias=False)
-    adds = some_addends(case, 16, 2, dtype)
+    case = some_case((192, 0, 2, 128, 64), "uniform", bias=False)
+    adds = some_addends(case, 192, 2, dtype)
     pallas_gpu.grouped_matmul(*arrays(case), adds[0], interpret=False)
     pallas_gpu.gated_matmul(case.x, case.w, case.w, case.group_sizes, *adds, interpret=False)
     # Two matrices' sums and two float32 addends are too much for tiles of 256 columns.
-    gated = {"bfloat16": (128, 80), "float32": (64, 32)}[dtype]
+    gated = {"bfloat16": (128, 80), "float32": (64, 64)}[dtype]
     assert [(c.columns, c.rows) for c in chosen] == [(128, 160), gated]
     for matrices, config in enumerate(chosen, 1):
         deep = depths(config, matrices, adds[0].dtype.itemsize)
@@ -285,7 +302,8 @@ def test_a_dense_layer_takes_long_tiles_only_if_they_fill_the_device():
     shapes = ((8, 5120), (33, 2048), (64, 151936), (512, 5120), (4096, 5120))
     tiles = [find_config(rows, 1, d_out) for rows, d_out in shapes]
     assert [tile.rows for tile in tiles] == [8, 64, 64, 64, 128]
-    assert [tile.ctas for tile in tiles] == [2, 2, 2, 2, 1]
+    assert [tile.ctas for tile in tiles] == [1, 1, 2, 2, 1]
+    assert [tile.step for tile in tiles] == [256, 128, 64, 64, 64]
 
 
 @pytest.mark.parametrize(
@@ -410,11 +428,22 @@ def test_maps_side_by_side_have_the_bits_of_each_alone(rows, live, widths, confi
         assert not wide(y)[live:].any()
 
 
-def test_what_maps_side_by_side_do_not_take_is_declined_by_name():
-    x, w = jnp.zeros((200, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
-    for rows, bias in ((200, None), (8, jnp.zeros(64, jnp.bfloat16))):
-        with pytest.raises(NotImplementedError, match=f"no bias, not {rows} rows"):
-            pallas_gpu.joined_matmul(x[:rows], [w, w], jnp.int32(rows), [None, bias])
+def test_maps_side_by_side_take_no_bias():
+    x, w = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="joined_matmul on Mosaic GPU takes no bias"):
+        pallas_gpu.joined_matmul(x, [w, w], jnp.int32(8), [None, jnp.zeros(64, jnp.bfloat16)])
+
+
+def test_tiles_of_another_shape_are_made_fit():
+    """Of a table's nearest shape with more rows, and a step that does not divide this d_in."""
+    long = with_stages(GroupedMatmulConfig(64, 1, 128, 1, 1, step=256), 1)
+    assert fitted(long, 128, 512, 1) == long
+    short = fitted(long, 37, 512, 1)
+    assert (short.rows, short.step) == (48, 256)
+    assert short.stages > long.stages
+    narrow = fitted(long, 128, 320, 1)
+    assert (narrow.rows, narrow.step) == (128, 64)
+    assert narrow.stages > long.stages
 
 
 @pytest.mark.parametrize("rows", [8, 32, 64])

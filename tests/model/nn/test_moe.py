@@ -12,10 +12,12 @@ from flax import nnx
 
 from lora_jax.adapters.slots import AdapterSlots
 from lora_jax.config import ClampedSwiglu, MoeConfig
+from lora_jax.nn import lora, moe
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.moe import MoeBlock, Router, clamped_swiglu, combine, own_tables
 from lora_jax.ops import dispatch
 from lora_jax.ops.choose_experts import reference
+from lora_jax.ops.lora_gemm import lora_gemms
 from lora_jax.ops.reroute import row_map
 from lora_jax.sharding import AXIS
 
@@ -110,8 +112,8 @@ def test_router_takes_adapters_in_a_bfloat16_model():
     np.testing.assert_array_equal(got[1::2], base[1::2])
 
 
-def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypatch):
-    monkeypatch.setenv(dispatch.ENV, "reference")
+def adapted_block() -> tuple[MoeBlock, jax.Array, AdapterRouting]:
+    """Return a block, 8 rows and their routing; the adapters have all maps of all experts."""
     block = MoeBlock(32, BASE, 0, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     width, experts = block.experts.gate_proj.shape[1], block.experts.num_groups
@@ -124,14 +126,45 @@ def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypa
     names = tuple(f"experts.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
     slots = jnp.asarray([1, -1, 0, 1, 0, 0, 1, -1], jnp.int32)
     rows = AdapterRouting(jnp.int32(7), slots, adapters, names, max_rank=2)
-    x = jnp.asarray(rng.standard_normal((8, 32)), jnp.float32)
+    return block, jnp.asarray(rng.standard_normal((8, 32)), jnp.float32), rows
+
+
+def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypatch):
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    block, x, rows = adapted_block()
     plain = np.asarray(jax.jit(lambda x: block(x, rows))(x))
     sorted_too = np.asarray(jax.jit(lambda x: block(x, rows.with_items()))(x))
     np.testing.assert_array_equal(sorted_too[:7], plain[:7])
     bare = dataclasses.replace(rows, adapters=None)
     base = np.asarray(jax.jit(lambda x: block(x, bare))(x))
     changed = (plain != base).any(axis=1)[:7]
-    np.testing.assert_array_equal(changed, np.asarray(slots)[:7] >= 0)
+    np.testing.assert_array_equal(changed, np.asarray(rows.row_to_slot)[:7] >= 0)
+
+
+def test_many_rows_ask_for_an_adapter_before_they_read_deltas(monkeypatch):
+    """Deltas of rows none of which has an adapter are NaN here, where zeros are not asked for."""
+    monkeypatch.setenv(dispatch.ENV, "reference")
+    block, x, rows = adapted_block()
+    asked = []
+
+    def no_zeros(*args, zeros_if_idle, row_to_slot, **options):
+        asked.append(zeros_if_idle)
+        idle = jnp.all(row_to_slot < 0) & (not zeros_if_idle)
+        done = lora_gemms(*args, row_to_slot=row_to_slot, **options)
+        return tuple(jnp.where(idle, jnp.nan, delta) for delta in done)
+
+    monkeypatch.setattr(lora, "lora_gemms", no_zeros)
+    base = block(x, dataclasses.replace(rows, adapters=None))
+    nobody = jnp.full((8,), -1, jnp.int32)
+    idle = dataclasses.replace(rows, row_to_slot=nobody).with_items()
+    some = block(x, rows.with_items())
+    assert asked == [True, True]
+    monkeypatch.setattr(moe, "ROWS_OF_ZEROS", 8 * BASE.top_k)
+    np.testing.assert_array_equal(block(x, idle), base)
+    np.testing.assert_array_equal(block(x, rows.with_items()), some)
+    assert asked[2:] == [False] * 4
+    block(x, rows)  # nobody has counted its rows with an adapter
+    assert asked[6:] == [True, True]
 
 
 def test_esft_rows_use_their_own_experts_and_others_keep_their_bits():

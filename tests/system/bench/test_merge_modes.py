@@ -2,8 +2,17 @@
 
 import pytest
 
-from bench.merge_modes import Contestant, Seconds, compared, names_of, ratio
-from serving.scheduling.merge_policy import PLAIN, MergeTarget
+from bench.merge_modes import (
+    OTHERS,
+    TOP,
+    Contestant,
+    Seconds,
+    chosen,
+    compared,
+    names_of,
+    ratio,
+)
+from serving.scheduling.merge_policy import PLAIN, MergePolicy, MergeTarget
 
 
 def contestant(*rates: float, **steps: int) -> Contestant:
@@ -37,6 +46,12 @@ def test_the_interval_of_a_ratio_holds_its_median_and_shrinks_with_turns():
     assert few["interval"] == [1.0, 1.1]
     assert many["interval"] == [1.05, 1.05]
     assert (few["median"], few["least"], few["most"]) == (1.05, 1.0, 1.1)
+
+
+@pytest.mark.parametrize(("skew", "adapter"), [(0.5, PLAIN), (0.7, "a0"), (0.95, "a0")])
+def test_our_policy_has_chosen_before_the_first_turn(skew: float, adapter: str):
+    policy, digests = MergePolicy(mixture=True), {name: name for name in (TOP, *OTHERS)}
+    assert chosen(policy, skew, digests).adapter == adapter
 
 
 def test_a_contestant_begins_with_plain_weights():

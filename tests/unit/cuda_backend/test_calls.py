@@ -153,6 +153,14 @@ CASES = {
         ("9x32xf32",),
         {},
     ),
+    "product of bfloat16 rows in float32": Case(
+        grouped_matmul.grouped_matmul,
+        ("9x64xbf16", "4x32x64xf32", "4xi32", "4x32xf32"),
+        "grouped_f32",
+        ("9x64xbf16", "4x32x64xf32", "4xi32", "4x32xf32"),
+        ("9x32xf32",),
+        {},
+    ),
     "merge in place": Case(
         lambda *arrays: merge.merge(*arrays, 16),
         ("2x64x128xbf16", "9x128xbf16", "9x64xbf16", "2x3xi32", "2xf32"),

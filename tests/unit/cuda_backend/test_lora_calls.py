@@ -52,7 +52,7 @@ def test_few_rows_are_added_in_place_by_items_of_eight(on_hopper):
     assert call.operands == (*pools, *items.results, *no_tiles, f"20x{D_OUT}xbf16", *TABLES)
     assert call.results == ("1x20x16xbf16", f"20x{D_OUT}xbf16")
     assert call.aliases == {8: 1}
-    said = {"sites": [0], "max_rank": 16, "accumulate": True}
+    said = {"sites": [0], "max_rank": 16, "accumulate": True, "zeros_if_idle": True}
     assert call.attributes == said | {"segments": False, "tiles_last": True}
     assert set(calls) == {"row_items", "lora_gemm"}
 
@@ -75,11 +75,13 @@ def test_a_part_of_a_split_step_takes_no_constant_without_elements(on_hopper):
 
 
 def test_rows_of_no_y_are_not_read(on_hopper):
-    run = lambda given: lora_gemm.lora_gemm((None, None), given, (None, None))  # noqa: E731
+    none = (None, None)
+    run = lambda given: lora_gemm.lora_gemm(none, given, none, zeros_if_idle=False)  # noqa: E731
     (call,) = calls_of(run, batch(20))["lora_gemm"]
     assert call.operands[8:] == TABLES * 2
     assert (len(call.results), call.aliases) == (3, {})
     assert not call.attributes["accumulate"]
+    assert not call.attributes["zeros_if_idle"]
 
 
 def test_six_maps_are_two_launches_of_one_list_of_items(on_hopper):

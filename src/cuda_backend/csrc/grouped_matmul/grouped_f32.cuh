@@ -1,18 +1,26 @@
-// y = w[g] x + bias[g] in float32, for rows sorted by group: routers, norms' sums, float32 models.
+// y = w[g] x + bias[g] in float32, for rows sorted by group: routers, norms' sums, float32 models. x in bfloat16 gives the
+// bits of its float32 values.
 //
-// A CTA owns 4 rows x C columns, of whose k each warp takes every fourth 128: lane l those with
-// k / 4 % 32 == l in order; then lanes are added by halves, and warps in order. So a row's sums have
-// one order, whatever stands next to it, and few rows still keep many loads in flight. Tensor cores
-// have no full float32; the caches' bandwidth bounds this at about half of the multiply-add rate.
+// A row's sums have one order, whatever stands next to it and whichever kernel runs. Four neighbouring values of k are a
+// quad. Quad t is in block t / 512, at step t / 128 % 4, in quarter t / 32 % 4 and in lane t % 32. A part is the products
+// of one block, quarter and lane: fused multiply-adds in the order of k. A quarter adds its parts in the order of blocks
+// and lanes. The quarters are added in order, then the bias.
+//
+// This file has the kernel for few rows: a thread sums one lane, so that many loads are in flight. In the kernel for many
+// (grouped_f32_tiles.cuh) a thread sums all lanes of a quarter, one after the other. Tensor cores have no full float32.
 #pragma once
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "device/ptx.cuh"
+
 namespace lora_jax {
 
+template <class X>
 struct GroupedF32Args {
-  const float* x;     // [rows, d_in]
+  const X* x;         // [rows, d_in], float or bfloat16
   const float* w;     // [groups, d_out, d_in]
   const int* sizes;   // [groups]
   const float* bias;  // [groups, d_out] or null
@@ -20,7 +28,12 @@ struct GroupedF32Args {
   int rows, groups, d_out, d_in;
 };
 
-constexpr int kF32Warps = 4, kF32Rows = 4;
+constexpr int kF32Quarters = 4, kF32Lanes = 32, kF32Steps = 4;
+constexpr int kF32Quarter = 4 * kF32Lanes, kF32Step = kF32Quarters * kF32Quarter;  // of k
+constexpr int kF32Block = kF32Steps * kF32Step;
+// Of a CTA of few rows: its rows, blocks whose parts are added at once, and floats from one result's parts to the next's,
+// which are then in other banks.
+constexpr int kF32Rows = 4, kF32Threads = kF32Quarters * kF32Lanes, kF32Together = 2, kF32Apart = 36;
 
 // A group and the row after its last; `index` is `groups` for rows in no group.
 struct F32Group {
@@ -28,7 +41,8 @@ struct F32Group {
 };
 
 // All lanes of a warp ask for the group of one row.
-__device__ __forceinline__ F32Group group_of(const GroupedF32Args& p, int row) {
+template <class X>
+__device__ __forceinline__ F32Group group_of(const GroupedF32Args<X>& p, int row) {
   const int lane = threadIdx.x & 31;
   int before = 0;
   for (int base = 0; base < p.groups; base += 32) {
@@ -47,110 +61,116 @@ __device__ __forceinline__ F32Group group_of(const GroupedF32Args& p, int row) {
   return {p.groups, p.rows};
 }
 
-// Adds N values of all lanes, each by halves of the warp; lane l returns value l / (32 / N). Half of the values stay in
-// a lane at each of the first steps: with N = 16, 16 exchanges in place of 80, of the same pairs in the same order.
-template <int N>
-__device__ __forceinline__ float add_lanes(float (&v)[N]) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int d = 16, half = N / 2; d; d /= 2, half /= 2) {
-    if (half) {
-      const bool upper = lane & d;
-#pragma unroll
-      for (int i = 0; i < N / 2; ++i)
-        if (i < half) {
-          const float sent = upper ? v[i] : v[i + half], kept = upper ? v[i + half] : v[i];
-          v[i] = kept + __shfl_xor_sync(~0u, sent, d);
-        }
-    } else {
-      v[0] += __shfl_xor_sync(~0u, v[0], d);
-    }
-  }
-  return v[0];
+// Four bfloat16 as they are in float32.
+__device__ __forceinline__ float4 widened(uint2 pairs) {
+  return make_float4(__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u),
+                     __uint_as_float(pairs.y << 16), __uint_as_float(pairs.y & 0xffff0000u));
+}
+__device__ __forceinline__ float4 load_quad(const float* p) { return __ldg(reinterpret_cast<const float4*>(p)); }
+__device__ __forceinline__ float4 load_quad(const __nv_bfloat16* p) {
+  return widened(__ldg(reinterpret_cast<const uint2*>(p)));
 }
 
-// This lane's part of rows row..row + 3 times columns column..column + C - 1.
-template <int C>
-__device__ __forceinline__ void multiply_f32(const GroupedF32Args& p, int group, int row, int stop, int column,
-                                             float (&acc)[kF32Rows * C]) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const float *x[kF32Rows], *w[C];  // past the end they read the last, for nothing
+__device__ __forceinline__ void add_quad(float& sum, const float4& a, const float4& b) {
+  sum = fmaf(a.x, b.x, sum);
+  sum = fmaf(a.y, b.y, sum);
+  sum = fmaf(a.z, b.z, sum);
+  sum = fmaf(a.w, b.w, sum);
+}
+
+// This lane's part of rows row..row + 3 times columns column..column + C - 1, in the block that begins at k = `first`.
+template <class X, int C>
+__device__ __forceinline__ void multiply_f32(const GroupedF32Args<X>& p, int group, int row, int stop, int column,
+                                             int first, float (&part)[kF32Rows * C]) {
+  const X* x[kF32Rows];  // past the end they read the last, for nothing
+  const float* w[C];
+  const int own = first + static_cast<int>(threadIdx.x) * 4;
 #pragma unroll
   for (int r = 0; r < kF32Rows; ++r) x[r] = p.x + static_cast<int64_t>(min(row + r, stop - 1)) * p.d_in;
 #pragma unroll
-  for (int c = 0; c < C; ++c) w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
-#pragma unroll 4
-  for (int k = warp * 128 + lane * 4; k < p.d_in; k += kF32Warps * 128) {
+  for (int c = 0; c < C; ++c)
+    w[c] = p.w + (static_cast<int64_t>(group) * p.d_out + min(column + c, p.d_out - 1)) * p.d_in;
+  const auto add_step = [&](int k) {
     float4 a[kF32Rows], b[C];
 #pragma unroll
-    for (int r = 0; r < kF32Rows; ++r) a[r] = __ldg(reinterpret_cast<const float4*>(x[r] + k));
+    for (int r = 0; r < kF32Rows; ++r) a[r] = load_quad(x[r] + k);
 #pragma unroll
-    for (int c = 0; c < C; ++c) b[c] = __ldg(reinterpret_cast<const float4*>(w[c] + k));
+    for (int c = 0; c < C; ++c) b[c] = load_quad(w[c] + k);
 #pragma unroll
     for (int r = 0; r < kF32Rows; ++r)
 #pragma unroll
-      for (int c = 0; c < C; ++c) {
-        float& sum = acc[r * C + c];
-        sum = fmaf(a[r].x, b[c].x, sum);
-        sum = fmaf(a[r].y, b[c].y, sum);
-        sum = fmaf(a[r].z, b[c].z, sum);
-        sum = fmaf(a[r].w, b[c].w, sum);
-      }
+      for (int c = 0; c < C; ++c) add_quad(part[r * C + c], a[r], b[c]);
+  };
+  if (first + kF32Block <= p.d_in) {
+#pragma unroll
+    for (int step = 0; step < kF32Steps; ++step) add_step(own + step * kF32Step);
+  } else {
+#pragma unroll 1
+    for (int k = own; k < p.d_in; k += kF32Step) add_step(k);
   }
 }
 
-// Adds the lanes' parts, then the warps' in order; thread r * C + c writes one result.
-template <int C>
-__device__ __forceinline__ void store_f32(const GroupedF32Args& p, int group, int row, int stop, int column, int* room,
-                                          float (&acc)[kF32Rows * C]) {
-  constexpr int kLanes = 32 / (kF32Rows * C);  // that have the same value
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, tid = threadIdx.x;
-  auto* parts = reinterpret_cast<float*>(room);
-  const float of_lanes = add_lanes(acc);
-  if (lane % kLanes == 0) parts[warp * kF32Rows * C + lane / kLanes] = of_lanes;
-  __syncthreads();
-  const int r = tid / C, c = column + tid % C;
-  if (tid < kF32Rows * C && row + r < stop && c < p.d_out) {
-    float sum = parts[tid];
+// Adds to a warp's quarter of result i, in lane i < N, the parts of its lanes, which are in `parts` block by block.
+template <int N>
+__device__ __forceinline__ void add_parts(const float* parts, int blocks, bool first, float* quarter) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+  if (lane < N) {
+    float sum = first ? 0.f : quarter[lane];
+    for (int block = 0; block < blocks; ++block) {
+      const float* own = parts + (block * N + lane) * kF32Apart;
 #pragma unroll
-    for (int v = 1; v < kF32Warps; ++v) sum += parts[v * kF32Rows * C + tid];
-    if (p.bias) sum += __ldg(p.bias + static_cast<int64_t>(group) * p.d_out + c);
-    p.y[static_cast<int64_t>(row + r) * p.d_out + c] = sum;
+      for (int i = 0; i < kF32Lanes; i += 4) {
+        const float4 of_lanes = *reinterpret_cast<const float4*>(own + i);
+        sum += of_lanes.x;
+        sum += of_lanes.y;
+        sum += of_lanes.z;
+        sum += of_lanes.w;
+      }
+    }
+    quarter[lane] = sum;
   }
-  __syncthreads();
+  __syncwarp();
 }
 
 // CTAs of the same columns stand together, so that L2 reads their weights once.
-template <int C>
-__global__ void __launch_bounds__(kF32Warps * 32) grouped_f32_kernel(const GroupedF32Args p) {
-  __shared__ int room[kF32Warps * kF32Rows * 4];
+template <class X, int C>
+__global__ void __launch_bounds__(kF32Threads) grouped_f32_kernel(const GroupedF32Args<X> p) {
+  constexpr int N = kF32Rows * C, kParts = kF32Together * N * kF32Apart;
+  __shared__ float4 room[kF32Quarters * kParts / 4];
+  __shared__ float quarters[kF32Quarters * N];
   const int tiles = (p.rows + kF32Rows - 1) / kF32Rows, tile = static_cast<int>(blockIdx.x) % tiles;
   const int last = min((tile + 1) * kF32Rows, p.rows), column = static_cast<int>(blockIdx.x) / tiles * C;
   for (int row = tile * kF32Rows; row < last;) {
     const F32Group group = group_of(p, row);
-    const int stop = min(last, group.end), c = column + static_cast<int>(threadIdx.x);
+    const int stop = min(last, group.end);
     if (group.index < p.groups) {
-      float acc[kF32Rows * C] = {};
-      multiply_f32<C>(p, group.index, row, stop, column, acc);
-      store_f32<C>(p, group.index, row, stop, column, room, acc);
-    } else if (threadIdx.x < C && c < p.d_out) {
-      for (int r = row; r < stop; ++r) p.y[static_cast<int64_t>(r) * p.d_out + c] = 0.f;
+      for (int first = 0; first < p.d_in; first += kF32Block) {
+        float part[N] = {};
+        multiply_f32<X, C>(p, group.index, row, stop, column, first, part);
+        const int tid = thread_anew(), lane = tid & 31, warp = tid >> 5, kept = first / kF32Block % kF32Together;
+        float* parts = reinterpret_cast<float*>(room) + warp * kParts;
+#pragma unroll
+        for (int i = 0; i < N; ++i) parts[(kept * N + i) * kF32Apart + lane] = part[i];
+        if (kept + 1 == kF32Together || first + kF32Block >= p.d_in)
+          add_parts<N>(parts, kept + 1, first < kF32Together * kF32Block, quarters + warp * N);
+      }
+      __syncthreads();
+      const int tid = thread_anew(), r = row + tid / C, c = column + tid % C;
+      if (tid < N && r < stop && c < p.d_out) {
+        float result = quarters[tid];
+#pragma unroll
+        for (int q = 1; q < kF32Quarters; ++q) result += quarters[q * N + tid];
+        if (p.bias) result += __ldg(p.bias + static_cast<int64_t>(group.index) * p.d_out + c);
+        p.y[static_cast<int64_t>(r) * p.d_out + c] = result;
+      }
+      __syncthreads();
+    } else {
+      const int r = row + static_cast<int>(threadIdx.x) / C, c = column + static_cast<int>(threadIdx.x) % C;
+      if (r < stop && c < p.d_out) p.y[static_cast<int64_t>(r) * p.d_out + c] = 0.f;
     }
     row = stop;
   }
-}
-
-template <int C>
-cudaError_t launch_f32_columns(const GroupedF32Args& p, cudaStream_t stream) {
-  const int64_t ctas = static_cast<int64_t>((p.rows + kF32Rows - 1) / kF32Rows) * ((p.d_out + C - 1) / C);
-  const auto kernel = grouped_f32_kernel<C>;
-  kernel<<<static_cast<unsigned>(ctas), kF32Warps * 32, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-// Which of the two does not depend on the rows.
-inline cudaError_t launch_grouped_f32(const GroupedF32Args& p, cudaStream_t stream) {
-  return p.d_out == 1 ? launch_f32_columns<1>(p, stream) : launch_f32_columns<4>(p, stream);
 }
 
 }  // namespace lora_jax

@@ -29,7 +29,7 @@ PairArgs common_args(S32& order, S32& items, S32& num_items, int64_t h_stride) {
   args.num_items = num_items.typed_data();
   args.row_order = order.typed_data();
   args.num_modules = 1, args.num_rows = static_cast<int>(order.element_count());
-  args.h_stride = args.max_rank = static_cast<int>(h_stride);
+  args.h_stride = args.max_rank = static_cast<int>(h_stride), args.zeros_if_idle = true;
   return args;
 }
 cudaError_t shrink_args(PairArgs* args, BF16& x, BF16& a_pool) {
@@ -84,10 +84,10 @@ cudaError_t launch_all(PairArgs args, S32& tiles, S32& cut, const BF16* a_pool, 
 ffi::Error LoraGemm(cudaStream_t stream, CallStateOwner* owner, BF16 x, BF16 a_pool, BF16 b_pool, S32 order,
                     S32 items, S32 num_items, S32 tiles, S32 cut, ffi::RemainingArgs modules, ffi::Result<BF16> work,
                     ffi::RemainingRets outs, ffi::Span<const int64_t> sites, int64_t max_rank, bool accumulate,
-                    bool segments, bool tiles_last) {
+                    bool segments, bool tiles_last, bool zeros_if_idle) {
   PairArgs args = common_args(order, items, num_items, (max_rank + 7) / 8 * 8);
   args.num_modules = static_cast<int>(outs.size());
-  args.h = data(work);
+  args.h = data(work), args.zeros_if_idle = zeros_if_idle;
   if (args.num_modules > kMaxModules || sites.size() != outs.size())
     return ffi::Error::InvalidArgument("too many modules for one launch");
   cudaError_t e = owner->find(&args.state);
@@ -161,7 +161,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_gemm, lora_jax::LoraGemm,
                                   .Attr<int64_t>("max_rank")
                                   .Attr<bool>("accumulate")
                                   .Attr<bool>("segments")
-                                  .Attr<bool>("tiles_last"),
+                                  .Attr<bool>("tiles_last")
+                                  .Attr<bool>("zeros_if_idle"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_lora_shrink, lora_jax::LoraShrink,
                               LORA_JAX_ON_STREAM.LORA_JAX_CALL_STATE.Arg<BF16>()

@@ -364,9 +364,11 @@ __global__ void __launch_bounds__(kThreads, 2) pair_kernel(const __grid_constant
   extern __shared__ __align__(1024) unsigned char raw[];
   auto& sm = *reinterpret_cast<Shared<NS, STAGE, RANKS>*>(raw);
   let_next_begin();
+  // Without items CTAs of a long launch make no plan, clear no h and leave the call's state as it is, all of them.
+  const int items = p.num_rows >= kManyRows ? load_now(p.num_items) : 1;
   make_barriers(p, sm);
-  serve_items(p, sm);
-  if (p.expand && !p.accumulate && threadIdx.x >= kRowWarp * 32) zero_gaps(p);
+  if (items > 0) serve_items(p, sm);
+  if (p.expand && !p.accumulate) zero_gaps(p);
 }
 
 }  // namespace lora_jax

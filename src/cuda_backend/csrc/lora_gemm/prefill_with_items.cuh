@@ -15,8 +15,8 @@ static_assert(kThreads == kTileThreads, "one CTA serves both");
 // of a pair on an H200.
 __device__ __forceinline__ void zero_rows_behind(const PairArgs& p) {
   const int warps = static_cast<int>(gridDim.x) * (kThreads / 32);
-  const int warp = static_cast<int>(blockIdx.x) * (kThreads / 32) + (threadIdx.x >> 5);
-  zero_rows(p, __ldg(p.live) + warp, p.num_rows, warps);
+  const int warp = static_cast<int>(blockIdx.x) * (kThreads / 32) + (threadIdx.x >> 5), live = __ldg(p.live);
+  if (live > 0 || p.zeros_if_idle) zero_rows(p, live + warp, p.num_rows, warps);
 }
 
 template <int NS, int STAGE, int RANKS, int EXPAND_STAGES>
@@ -26,12 +26,12 @@ __global__ void __launch_bounds__(kThreads, 2) both_kernel(const __grid_constant
   auto& tiled = *reinterpret_cast<ExpandShared<RANKS / 16, EXPAND_STAGES>*>(both_raw);  // in the stages
   static_assert(sizeof tiled <= sizeof sm.stages, "barriers lie behind");
   const int tiles = __ldg(p.tiles.cut);
-  const bool items = __ldg(p.items.num_items) > 0 || tiles == 0;
+  const bool items = __ldg(p.items.num_items) > 0;
   if (threadIdx.x == 0) sm.tiles = tiles;
   if (threadIdx.x == 32) prefetch_map(&p.tiles.b_boxes), prefetch_map(&p.tiles.h_rows);
   let_next_begin();
   make_barriers(p.items, sm);
-  if (items) serve_items(p.items, sm);  // without any it would look for some before it ends
+  if (items) serve_items(p.items, sm);  // without any it would look for some; all CTAs leave the call's state as it is
   __syncthreads();
   if (sm.tiles > 0) expand_tiles<false, RANKS / 16, EXPAND_STAGES>(p.tiles, tiled);
   if (!p.items.accumulate) zero_rows_behind(p.items);

@@ -44,12 +44,14 @@ struct PairArgs {
   int d_in, d_out, h_stride, max_rank;
   bool shrink, expand;
   bool accumulate;            // the expand adds to y; else y holds nothing before
+  bool zeros_if_idle;         // without accumulate: whether y becomes zeros where no row has an adapter, or stays
   const int* live;            // null, or how many rows have an adapter: then some are in tiles, not in items
 };
 
 constexpr int kMaxRows = 32;   // rows of an item
 constexpr int kShrinkRows = 16;  // of a shrink unit, unless it has all of its item's: see shrink_rows
 constexpr int kMaxRank = 128;
+constexpr int kManyRows = 1024;  // from which on a launch asks first whether there are items
 // Of the pieces of 64 columns in a box, log2: the narrowest, and the wide ones of either pool.
 constexpr int kNarrow = 1, kWideA = 3, kWideB = 2;
 constexpr int kBlock = 64 << kNarrow;  // columns by which the expand is cut
@@ -170,23 +172,34 @@ __device__ __forceinline__ void let_go(S& sm, Ring<S::kTickets>& ring) {
   ring.next();
 }
 
-// By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them.
+// By a warp: makes the rows of places [begin, end) zero in all modules, every `step`-th of them. Lanes look up the
+// rows of some places together, so that stores do not wait for them one by one.
 __device__ __forceinline__ void zero_rows(const PairArgs& p, int begin, int end, int step) {
-  for (int place = begin; place < end; place += step) {
-    const int64_t row = __ldg(p.row_order + place);
-    for (int m = 0; m < p.num_modules; ++m) {
-      auto* y = reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out);
-      for (int c = threadIdx.x % 32; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
+  const int lane = static_cast<int>(threadIdx.x & 31);
+  for (int place = begin; place < end; place += step * 32) {
+    const int mine = place + lane * step, count = min(32, (end - place + step - 1) / step);
+    const int looked_up = mine < end ? __ldg(p.row_order + mine) : 0;
+    for (int n = 0; n < count; ++n) {
+      const int64_t row = __shfl_sync(~0u, looked_up, n);
+      for (int m = 0; m < p.num_modules; ++m) {
+        auto* y = reinterpret_cast<uint4*>(p.modules[m].y + row * p.d_out);
+        for (int c = lane; c < p.d_out / 8; c += 32) y[c] = make_uint4(0, 0, 0, 0);
+      }
     }
   }
 }
 
-// Zeros for rows of no item, by the row warps of all CTAs, which share out those behind the last item, and
-// the items, before each of which there may be some; or several warps share a gap, since few items leave
-// long ones.
+// Zeros for rows of no item, by warps of all CTAs, which share out those behind the last item, and the items,
+// before each of which there may be some; or several warps share a gap, since few items leave long ones. Where items
+// leave many rows, all warps of a CTA store zeros when they are through with its units; else its row warps, which are
+// through first. Items of low ranks are smaller: see rows_per_item in lora_gemm.py.
 __device__ __forceinline__ void zero_gaps(const PairArgs& p) {
-  const int warps = gridDim.x * kRowWarps, num_items = *p.num_items;
-  const int warp = blockIdx.x * kRowWarps + (threadIdx.x / 32 - kRowWarp);
+  const int num_items = *p.num_items;
+  if (!p.zeros_if_idle && (p.live ? *p.live : num_items) == 0) return;
+  const bool many = num_items * (p.max_rank > 16 ? kMaxRows : kMaxRows / 2) <= p.num_rows / 4 * 3;
+  const int of_cta = many ? kThreads / 32 : kRowWarps, nth = static_cast<int>(threadIdx.x / 32) - (many ? 0 : kRowWarp);
+  if (nth < 0) return;
+  const int warps = static_cast<int>(gridDim.x) * of_cta, warp = static_cast<int>(blockIdx.x) * of_cta + nth;
   auto end_of = [&](int i) {
     const int4 v = __ldg(reinterpret_cast<const int4*>(p.items) + max(i, 0));
     return i < 0 ? 0 : v.z + v.w;

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from lora_jax.ops import checks
@@ -45,6 +46,8 @@ __all__ = [
     "silu_times",
 ]
 
+Given = Array | jax.ShapeDtypeStruct  # x, or its shape and dtype
+
 
 def _plain_weights(*args: Any) -> str | None:
     """Return why a kernel for plain weights declines, or None."""
@@ -52,25 +55,51 @@ def _plain_weights(*args: Any) -> str | None:
     return f"takes plain weights, not {', '.join(sorted(kinds))}" if kinds else None
 
 
+def _widened(kernel: Callable) -> Callable:
+    """Return a kernel of equal dtypes as one that takes x narrower than w too, and converts it."""
+
+    def of_wide(x: Array, w: Weight, *rest: Any, **hints: Any) -> Array:
+        return kernel(x.astype(w.dtype), w, *rest, **hints)
+
+    return of_wide
+
+
 def _op(name: str, around: Callable) -> Op:
     """Return the op that is around(product, ...) of plain products; Pallas kernels fuse it."""
 
     def composed_of(product: Callable) -> Callable:
-        return functools.partial(around, product)
+        return _widened(functools.partial(around, product))
 
-    fused_gpu = lazy_kernel(f"{__name__}.pallas_gpu", name)
-    fused_tpu, plain = lazy_kernel(f"{__name__}.pallas_tpu", name), (_plain_weights,)
+    few = _of_zeros(backend_kernel("cuda", name))
+    fused_gpu = _widened(lazy_kernel(f"{__name__}.pallas_gpu", name))
+    fused_tpu = _of_zeros(_widened(lazy_kernel(f"{__name__}.pallas_tpu", name)))
+    plain, hints = (_plain_weights,), ("likely_groups", "num_rows", "num_added")
+    all_read = functools.partial(Implementation, hints=("num_added",))
     return Op(
         name,
         (
-            Implementation("cuda", GPU, backend_kernel("cuda", name), hints=("likely_groups",)),
-            Implementation("pallas_gpu", GPU, fused_gpu, hints=("likely_groups", "num_rows")),
-            Implementation("pallas_tpu", TPU, fused_tpu, accepts=plain),
-            Implementation("ffi", CPU, composed_of(cpu.grouped_matmul)),
-            Implementation("xla", ANY, composed_of(xla.grouped_matmul)),
-            Implementation("reference", ANY, composed_of(reference.grouped_matmul)),
+            Implementation("cuda", GPU, few, hints=("likely_groups", "num_added")),
+            Implementation("pallas_gpu", GPU, fused_gpu, hints=hints),
+            all_read("pallas_tpu", TPU, fused_tpu, accepts=plain),
+            all_read("ffi", CPU, _of_zeros(composed_of(cpu.grouped_matmul))),
+            all_read("xla", ANY, _of_zeros(composed_of(xla.grouped_matmul))),
+            all_read("reference", ANY, _of_zeros(composed_of(reference.grouped_matmul))),
         ),
     )
+
+
+def _of_zeros(kernel: Callable) -> Callable:
+    """Return a kernel of either op that takes `num_added`, of one that reads all addends."""
+
+    @functools.wraps(kernel)
+    def reads_zeros(*args: Any, num_added: Int[Array, "1"] | None = None, **hints: Any) -> Array:
+        if num_added is None:
+            return kernel(*args, **hints)
+        operands, addends = args[:4], args[4:]
+        given = (None if a is None else jnp.where(num_added[0] > 0, a, 0) for a in addends)
+        return kernel(*operands, *given, **hints)
+
+    return reads_zeros
 
 
 GROUPED_MATMUL = _op("grouped_matmul", composed.grouped_matmul)
@@ -86,23 +115,27 @@ def grouped_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g] for rows sorted by group; float32 sums, rounded once.
 
-    With an addend, of x's dtype or float32, y[t] + addend[t] is summed in float32 and rounded once
-    more: a row whose addend is 0 has the bits that it has without. Rows at or after
-    sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups tend to
-    have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no group is
-    to be looked for: speed may depend on them, results do not. A quantised w (`weights.py`) gives
-    the bits of the array [groups, d_out, d_in] that it stands for.
+    x may be bfloat16 where w, and so bias and y, are float32: the bits are those of
+    x.astype(float32). With an addend, of y's dtype or float32, y[t] + addend[t] is summed in
+    float32 and rounded once more: a row whose addend is 0 has the bits that it has without. Rows at
+    or after sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups
+    tend to have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no
+    group is to be looked for: speed may depend on them, results do not. Where `num_added` is given
+    and 0, all of the addend counts as 0, whatever it holds, and need not be read. A quantised w
+    (`weights.py`) gives the bits of the array [groups, d_out, d_in] that it stands for.
     """
-    _check("grouped_matmul", x, group_sizes, w=w)
-    checks.check_dtypes("grouped_matmul", x=x, bias=bias)
+    wide = _as_wide(x, w)
+    _check("grouped_matmul", wide, group_sizes, w=w)
+    checks.check_dtypes("grouped_matmul", x=wide, bias=bias)
     biases = (checks.shape_of(bias), w.shape[:2])
     checks.check_shapes("grouped_matmul", bias=biases)
-    _check_addends("grouped_matmul", x, w, addend=addend)
-    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    _check_addends("grouped_matmul", wide, w, num_added, addend=addend)
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows, "num_added": num_added}
     return GROUPED_MATMUL.call(implementation, x, w, group_sizes, bias, addend, **hints)
 
 
@@ -116,15 +149,16 @@ def gated_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
     """silu(gate[t]) * up[t], both as grouped_matmul gives them, in float32 and rounded once."""
     op = "gated_matmul"
     _check(op, x, group_sizes, w_gate=w_gate, w_up=w_up)
     checks.check_shapes(op, w_up=(tuple(w_up.shape), tuple(w_gate.shape)))
-    _check_addends(op, x, w_gate, gate_addend=gate_addend, up_addend=up_addend)
+    _check_addends(op, x, w_gate, num_added, gate_addend=gate_addend, up_addend=up_addend)
     arrays = (x, w_gate, w_up, group_sizes, gate_addend, up_addend)
-    hints = {"likely_groups": likely_groups, "num_rows": num_rows}
+    hints = {"likely_groups": likely_groups, "num_rows": num_rows, "num_added": num_added}
     return GATED_MATMUL.call(implementation, *arrays, **hints)
 
 
@@ -136,7 +170,10 @@ def matmul(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """y[t] = w @ x[t] + bias for t < num_rows, exactly 0 for the rest, which cost nothing."""
+    """y[t] = w @ x[t] + bias for t < num_rows, exactly 0 for the rest, which cost nothing.
+
+    x may be bfloat16 where w is float32, as in `grouped_matmul`.
+    """
     if w.ndim != 2 or num_rows.ndim != 0:
         raise ValueError(f"matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
     return grouped_matmul(
@@ -197,12 +234,18 @@ def dense_matmul(
     _check("dense_matmul", x, num_rows.reshape(1), w=w[None])
     checks.check_dtypes("dense_matmul", x=x, bias=bias)
     checks.check_shapes("dense_matmul", bias=(checks.shape_of(bias), w.shape[:1]))
-    _check_addends("dense_matmul", x, w[None], addend=addend)
+    _check_addends("dense_matmul", x, w[None], None, addend=addend)
     given = x, w, num_rows, bias, addend, gelu
     return DENSE_MATMUL.call(implementation, *given, named=implementation)
 
 
-def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:
+def _as_wide(x: Array, w: Weight) -> Given:
+    """Return x, or where it is bfloat16 and w float32 the shape of its float32 values."""
+    narrow = x.dtype == jnp.bfloat16 and w.dtype == jnp.float32
+    return jax.ShapeDtypeStruct(x.shape, w.dtype) if narrow else x
+
+
+def _check(op: str, x: Given, group_sizes: Array, **weights: Weight) -> None:
     """Raise ValueError naming what has a wrong shape or dtype."""
     for name, w in weights.items():
         if isinstance(w, QUANTISED):
@@ -218,8 +261,13 @@ def _check(op: str, x: Array, group_sizes: Array, **weights: Weight) -> None:
     checks.check_dtype(op, jnp.int32, group_sizes=group_sizes)
 
 
-def _check_addends(op: str, x: Array, w: Weight, **addends: Array | None) -> None:
-    """Raise ValueError naming an addend that has a wrong shape or dtype."""
+def _check_addends(
+    op: str, x: Given, w: Weight, num_added: Array | None, **addends: Array | None
+) -> None:
+    """Raise ValueError naming an addend, or their number, that has a wrong shape or dtype."""
+    if num_added is not None:
+        checks.check_shapes(op, num_added=(tuple(num_added.shape), (1,)))
+        checks.check_dtype(op, jnp.int32, num_added=num_added)
     given = {name: a for name, a in addends.items() if a is not None}
     shape = (x.shape[0], w.shape[1])
     checks.check_shapes(op, **{name: (tuple(a.shape), shape) for name, a in given.items()})

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops import hopper
 from lora_jax.ops.grouped_matmul import _gpu_weights
-from lora_jax.ops.grouped_matmul._gpu_tiles import Depths, GroupedMatmulConfig
+from lora_jax.ops.grouped_matmul._gpu_tiles import ALIGN, Depths, GroupedMatmulConfig
 from lora_jax.ops.grouped_matmul._gpu_weights import Form
 from lora_jax.ops.grouped_matmul._gpu_works import Works
 
@@ -40,6 +40,7 @@ class Operands:
     addends: int
     dtype: jnp.dtype
     form: Form
+    asks_added: bool = False  # whether an array comes behind them that is 0 where nothing is added
 
 
 def kernel_body(
@@ -72,12 +73,14 @@ def kernel_body(
         scale_refs, refs = [refs[i:scaled:matrices] for i in range(matrices)], refs[scaled:]
         bias_refs, refs = refs[: operands.biases], refs[operands.biases :]
         addend_refs, refs = refs[: operands.addends], refs[operands.addends :]
+        added_refs, refs = refs[: operands.asks_added], refs[operands.asks_added :]
         y_refs, refs = refs[:maps], refs[maps:]
         w_smem, x_smem, block_smem, rows_smem, full, empty = refs[:6]
         addend_smem, arrived = refs[6:8] if addend_refs else (x_smem, x_smem)  # or not used
         plain_smem = refs[-1]  # it is there if weights are made plain by the interpreter
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         num_rows = num_rows_ref[0]
+        nothing_added = added_refs[0][0] == 0 if added_refs else None
 
         def slot(step):
             return lax.rem(step, jnp.int32(stages))
@@ -178,7 +181,12 @@ def kernel_body(
 
                 @pl.when(part * stored < high)
                 def _():
-                    rows = pl.ds(row + part * stored, stored)
+                    first = row + part * stored
+                    if nothing_added is not None:
+                        # A copy from behind the last row brings zeros and reads no memory.
+                        behind = jnp.int32(operands.rows)
+                        first = pl.multiple_of(lax.select(nothing_added, behind, first), ALIGN)
+                    rows = pl.ds(first, stored)
                     span, at = pl.ds(tile * wide + side, columns), part % ahead
                     for i, ref in enumerate(addend_refs):
                         target = addend_smem.at[warpgroup, at, i]

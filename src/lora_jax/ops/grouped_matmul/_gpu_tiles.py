@@ -64,8 +64,9 @@ class Depths:
 def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> GroupedMatmulConfig:
     """Return tiles for so many rows in so many groups, from the mean rows of a group.
 
-    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows. Many: one CTA per SM
-    multiplies tiles of 256 x 128 or more, unless there are too few of them for all SMs.
+    Few rows: two CTAs per SM stream weights through tiles of 8 to 64 rows; of a dense map one if it
+    has no more tiles. Many: one CTA per SM multiplies tiles of 256 x 128 or more, unless there are
+    too few of them for all SMs.
     """
     mean, wide = rows / groups, d_out // (256 // matrices)
     tile_rows = _long_tile(mean, groups, wide, LONG_TILES[-1] if matrices == 1 else MOST_GATED)
@@ -77,7 +78,11 @@ def find_config(rows: int, groups: int, d_out: int, matrices: int = 1) -> Groupe
         sizes = ((1, 8), (6, 16), (16, 32)) if groups > 1 else ((8, 8), (16, 16), (32, 32))
         tile_rows = next((n for most, n in sizes if mean <= most), 64)
         few = min(groups, rows) * d_out < 2 * hopper.NUM_SMS * 128
-        config = GroupedMatmulConfig(64 if few or matrices > 1 else 128, 1, tile_rows, 1, 2)
+        columns = 64 if few or matrices > 1 else 128
+        config = GroupedMatmulConfig(columns, 1, tile_rows, 1, 2)
+        if groups == 1 and mean <= 64 and d_out <= columns * hopper.NUM_SMS:
+            # A tile for each SM at most: deeper stages, fewer turns from one to the next.
+            config = dataclasses.replace(config, ctas=1, step=256 if tile_rows <= 16 else 128)
     return with_stages(config, matrices)
 
 
@@ -134,6 +139,19 @@ def with_stages(
     most, least = (room - n * part for n in (min(2, config.parts), config.parts))
     stages = max(least // stage, min(FEW_STAGES, most // stage))
     return dataclasses.replace(config, stages=max(0, min(MOST_STAGES[config.ctas], stages)))
+
+
+def fitted(config: GroupedMatmulConfig, rows: int, d_in: int, matrices: int) -> GroupedMatmulConfig:
+    """Return a map's tiles no longer than its rows and with a step that divides its d_in.
+
+    A table's nearest shape may have twice the rows, and another d_in.
+    """
+    longest = STORED * math.ceil(rows / STORED)
+    step = config.step if d_in % config.step == 0 else STEP
+    if config.rows <= longest and step == config.step:
+        return config
+    short = dataclasses.replace(config, rows=min(config.rows, longest), step=step)
+    return with_stages(short, matrices)
 
 
 def depths(config: GroupedMatmulConfig, matrices: int, addend_size: int = 0) -> Depths:

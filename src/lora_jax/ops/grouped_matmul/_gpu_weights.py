@@ -36,6 +36,10 @@ class Form:
     def quantised(self) -> bool:
         return self.bits < 16
 
+    def at(self, step: int) -> "Form":
+        """Return the form with so much of d_in in a stage; how codes lie has one step."""
+        return self if self.quantised else dataclasses.replace(self, step=step)
+
     @property
     def arrays(self) -> int:
         """Number of arrays of a weight beside the one that is copied: scales, zero points."""

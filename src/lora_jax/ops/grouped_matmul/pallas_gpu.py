@@ -28,6 +28,7 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import (
     depths,
     find_config,
     find_quantised,
+    fitted,
     with_stages,
 )
 from lora_jax.ops.grouped_matmul._gpu_weights import Form, form_of, parts
@@ -36,7 +37,6 @@ from lora_jax.ops.lowered_once import call_lowered
 from lora_jax.typing import Array, Float, Int
 
 MOST_SUMS = 160  # of a thread that a bias or addends are added to
-FEW_ROWS = 128  # up to these a launch takes its latency, and maps side by side save some
 
 
 def grouped_matmul(
@@ -48,6 +48,7 @@ def grouped_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -61,8 +62,8 @@ def grouped_matmul(
     addends = () if addend is None else (addend,)
     biased = bias is not None
     config = config or _find("grouped_matmul", x, w.shape, 1, addends, likely_groups, form, biased)
-    arrays = x, (w,), group_sizes, num_rows, (bias,), addends
-    return _call(arrays, config, form, interpret)
+    arrays = x, (w,), group_sizes, num_rows, (bias,), addends, num_added if addends else None
+    return _call(arrays, config, form.at(config.step), interpret)
 
 
 def gated_matmul(
@@ -75,6 +76,7 @@ def gated_matmul(
     *,
     likely_groups: int | None = None,
     num_rows: Int[Array, ""] | None = None,
+    num_added: Int[Array, "1"] | None = None,
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> Float[Array, "rows d_out"]:
@@ -88,8 +90,8 @@ def gated_matmul(
     addends = () if gate_addend is None or up_addend is None else (gate_addend, up_addend)
     config = config or _find("gated_matmul", x, w_gate.shape, 2, addends, likely_groups, form)
     pair, biases = (w_gate, w_up), (None, None)
-    arrays = x, pair, group_sizes, num_rows, biases, addends
-    return _call(arrays, config, form, interpret)
+    arrays = x, pair, group_sizes, num_rows, biases, addends, num_added if addends else None
+    return _call(arrays, config, form.at(config.step), interpret)
 
 
 def joined_matmul(
@@ -101,16 +103,12 @@ def joined_matmul(
     config: GroupedMatmulConfig | None = None,
     interpret: hopper.Interpret = None,
 ) -> tuple[Float[Array, "rows _"], ...]:
-    """Same results as the reference in one launch: few rows leave most of a GPU idle in each map.
+    """Same results as the reference in one launch: k and v alone leave most of a GPU idle.
 
-    Raises Declined as grouped_matmul does, and for many rows, quantised weights and biases.
+    Raises Declined as grouped_matmul does, and for quantised weights and biases.
     """
-    if x.shape[0] > FEW_ROWS or any(bias is not None for bias in biases):
-        given = " and a bias" if any(bias is not None for bias in biases) else ""
-        raise Declined(
-            f"joined_matmul on Mosaic GPU takes up to {FEW_ROWS} rows and no bias, "
-            f"not {x.shape[0]} rows{given}"
-        )
+    if any(bias is not None for bias in biases):
+        raise Declined("joined_matmul on Mosaic GPU takes no bias")
     several = tuple(w[None] for w in weights)
     forms = {_require("joined_matmul", x, (w,), interpret) for w in several}
     form = forms.pop()
@@ -120,8 +118,8 @@ def joined_matmul(
         d_out = sum(w.shape[1] for w in several)
         config = _find("grouped_matmul", x, (1, d_out, x.shape[1]), 1, (), None, form)
     sizes, none = num_rows.reshape(1), (None,) * len(several)
-    arrays = x, several, sizes, num_rows, none, ()
-    return _call(arrays, config, form, interpret, side_by_side=True)
+    arrays = x, several, sizes, num_rows, none, (), None
+    return _call(arrays, config, form.at(config.step), interpret, side_by_side=True)
 
 
 def _find(
@@ -146,6 +144,8 @@ def _find(
         shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
         guess = find_config(rows, groups, d_out, matrices)
         config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
+        # Groups' rows are not known here, but that all of them may be one group's.
+        config = fitted(config, rows, d_in, matrices)
     if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
@@ -217,6 +217,7 @@ def _launch(
     num_rows: Int[Array, ""] | None,
     biases: tuple[Float[Array, "groups d_out"] | None, ...],
     addends: tuple[Float[Array, "rows d_out"], ...],
+    num_added: Int[Array, "1"] | None,
     config: GroupedMatmulConfig,
     form: Form,
     interpret: hopper.Interpret,
@@ -225,8 +226,9 @@ def _launch(
 ) -> Float[Array, "rows d_out"] | tuple[Float[Array, "rows _"], ...]:
     """Return the product, or with two weights silu of the first product times the second.
 
-    There are as many addends as weights, or none. Weights `side_by_side`, of plain numbers without
-    biases and addends, give a product each. The kernel fills so many SMs.
+    There are as many addends as weights, or none; `num_added` is 0 where nothing of them counts.
+    Weights `side_by_side`, of plain numbers without biases and addends, give a product each. The
+    kernel fills so many SMs.
     """
     rows, (groups, _, d_in) = x.shape[0], weights[0].shape
     matrices = 1 if side_by_side else len(weights)
@@ -249,9 +251,9 @@ def _launch(
     if interpret and form.quantised:
         waiting.append(plgpu.SMEM((matrices, wide, form.step), x.dtype))
     stages, ctas = config.stages, sms * config.ctas
-    operands = Operands(
-        len(x), groups, d_outs, d_in, matrices, len(given), len(added), jnp.dtype(x.dtype), form
-    )
+    asked = () if num_added is None else (num_added,)
+    counts = d_in, matrices, len(given), len(added)
+    operands = Operands(len(x), groups, d_outs, *counts, jnp.dtype(x.dtype), form, bool(asked))
     kernel = plgpu.kernel(
         kernel_body(config, deep, operands, ctas, bool(interpret)),
         out_type=[jax.ShapeDtypeStruct((len(x), d_out), x.dtype) for d_out in d_outs],
@@ -271,6 +273,6 @@ def _launch(
         interpret=interpret or False,
     )
     last = jnp.asarray(rows if num_rows is None else num_rows, jnp.int32).reshape(1)
-    ys = kernel(group_sizes, last, x, *values, *others, *given, *added)
+    ys = kernel(group_sizes, last, x, *values, *others, *given, *added, *asked)
     ys = tuple(y[:rows] for y in ys)
     return ys if side_by_side else ys[0]

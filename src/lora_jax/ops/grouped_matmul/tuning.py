@@ -13,7 +13,8 @@ from lora_jax.ops.grouped_matmul._gpu_tiles import GroupedMatmulConfig
 from lora_jax.ops.tuning_programs import Shape, Tunable
 
 # Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
-TOKENS = (128, 8, 512, 32, 4096)
+TOKENS = (128, 8, 512, 32, 4096, 64, 256)
+EXPERT_TOKENS = (*TOKENS, 2048)
 EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
@@ -21,6 +22,7 @@ COLD_BYTES = 150e6  # of weights in one program: more than L2 keeps
 FEW_ROWS = (8, 16, 32, 64)  # tiles of rows that keep two CTAs on an SM
 DENSE_COLUMNS, DENSE_ROWS = (64, 128), (8, 16, 32, 64, 128)
 MOST_DENSE_SUMS = 128  # of a thread
+DENSE_STEPS = (64, 128, 256)  # of d_in in a stage
 # Tried at every shape, so that one of them is the best single tiling: for one token, for a batch
 # of them and for prompts.
 FIXED = (
@@ -37,31 +39,30 @@ def shapes(op: str) -> tuple[Shape, ...]:
     layers, of one group.
     """
     listed = []
-    for tokens in TOKENS:
+    for tokens in EXPERT_TOKENS:
         for name in EXPERTS:
             m = MODELS[name]
             sizes = {"rows": tokens * m.top_k, "groups": m.num_experts}
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-        for d_out, d_in in _dense_maps(tokens) if op == "grouped_matmul" else ():
-            listed.append({"rows": tokens, "groups": 1, "d_out": d_out, "d_in": d_in})
+    for tokens in TOKENS if op == "grouped_matmul" else ():
+        dense = {"rows": tokens, "groups": 1}
+        listed += [{**dense, "d_out": d_out, "d_in": d_in} for d_out, d_in in _dense_maps()]
     return tuple(listed)
 
 
-def _dense_maps(tokens: int) -> list[tuple[int, int]]:
+def _dense_maps() -> list[tuple[int, int]]:
     """Return (d_out, d_in) of q and o, of gate and up, of down, and of o where it is narrow.
 
-    Of few tokens also of q, k and v in one launch, and of gate and up.
+    Also of q, k and v in one launch, and of gate and up.
     """
     m, narrow = MODELS[DENSE], MODELS[EXPERTS[0]]
     heads = m.q_heads * m.k_dim
     maps = [(heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)]
-    maps.append((narrow.hidden, narrow.q_heads * narrow.k_dim))
-    if tokens <= pallas_gpu.FEW_ROWS:
-        joined = heads + 2 * m.kv_heads * m.k_dim
-        maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
-    return maps
+    joined = heads + 2 * m.kv_heads * m.k_dim
+    maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
+    return [*maps, (narrow.hidden, narrow.q_heads * narrow.k_dim)]
 
 
 def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
@@ -76,7 +77,9 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
         yield from _dense_candidates(shape)
         return
     near = [n for n in FEW_ROWS if mean <= n][:2]
-    some = [GroupedMatmulConfig(c, 1, n, 1, 2) for c, n in itertools.product((64, 128), near)]
+    steps = (64, 128) if mean <= FEW_ROWS[-1] and shape["d_in"] % 128 == 0 else (64,)
+    tilings = itertools.product((64, 128), near, steps)
+    some = [GroupedMatmulConfig(c, 1, n, 1, 2, step=step) for c, n, step in tilings]
     if mean > _gpu_tiles.LONG_GROUP / 2:
         some += [GroupedMatmulConfig(wide, 2, n, 1, 1) for n in (64, 128)]
     if mean > 128:
@@ -96,23 +99,25 @@ def _dense_candidates(shape: Shape) -> Iterator[GroupedMatmulConfig]:
     """Yield the formula's choice for a dense map of few rows, then all tilings that may suit it.
 
     It has fewer tiles than there are SMs. Narrow ones employ more of them and read x more often;
-    one CTA on an SM has more stages on their way.
+    one CTA on an SM has more stages on their way. A warpgroup takes about 150 ns from one stage to
+    the next, however few rows it multiplies: stages of more of d_in need fewer of those.
     """
-    rows, d_out = shape["rows"], shape["d_out"]
+    rows, d_out, d_in = shape["rows"], shape["d_out"], shape["d_in"]
     first = [_gpu_tiles.find_config(rows, 1, d_out), *(_gpu_tiles.with_stages(c, 1) for c in FIXED)]
     seen = set(first)
     yield from dict.fromkeys(first)
-    groups = (1, 2) if rows >= 128 else (1,)
-    for columns, warpgroups, n in itertools.product(DENSE_COLUMNS, groups, DENSE_ROWS):
+    groups = (1, 2) if rows > 128 else (1,)
+    steps = DENSE_STEPS if rows <= 128 else DENSE_STEPS[:2]
+    tilings = itertools.product(DENSE_COLUMNS, groups, DENSE_ROWS, (1, 2), steps)
+    for columns, warpgroups, n, ctas, step in tilings:
         fits = d_out % (columns * warpgroups) == 0 and columns * n <= MOST_DENSE_SUMS * 128
-        if not fits or not rows / 16 <= n <= max(16, rows):
+        if not fits or d_in % step or not rows / 8 <= n <= max(16, rows):
             continue
-        for ctas in (1, 2):
-            plain = GroupedMatmulConfig(columns, warpgroups, n, 1, ctas)
-            config = _gpu_tiles.with_stages(plain, 1)
-            if config.stages >= 3 and config not in seen:
-                seen.add(config)
-                yield config
+        plain = GroupedMatmulConfig(columns, warpgroups, n, 1, ctas, step=step)
+        config = _gpu_tiles.with_stages(plain, 1)
+        if config.stages >= 3 and config not in seen:
+            seen.add(config)
+            yield config
 
 
 def gated_as(config: GroupedMatmulConfig) -> GroupedMatmulConfig:

@@ -56,7 +56,7 @@ _NARROW = (_rows_of_the_same_dtype, _sums_of_the_rows_dtype)
 LORA_GEMM = Op(
     "lora_gemm",
     (
-        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm")),
+        Implementation("cuda", GPU, backend_kernel("cuda", "lora_gemm"), hints=("zeros_if_idle",)),
         Implementation("pallas_gpu", GPU, _pallas("pallas_gpu"), accepts=_NARROW),
         Implementation("pallas_tpu", TPU, _pallas("pallas_tpu"), accepts=_NARROW),
         Implementation("ffi", CPU, cpu.lora_gemm, wide_sums=True),
@@ -111,6 +111,7 @@ def lora_gemms(
     *,
     max_rank: int,
     items: AdapterItems | None = None,
+    zeros_if_idle: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows d_out"], ...]:
     """Return lora_gemm of each y with the entries and scaling of its site, in one launch.
@@ -118,7 +119,8 @@ def lora_gemms(
     It is one launch on Hopper and one call on a CPU. So maps of the same rows that have the same
     widths, such as gate and up, cost their bytes and not a launch each. The table comes whole,
     since cutting a site out of it is a copy, and a copy a launch. Bits are those of lora_gemm.
-    Either all y are None or none is.
+    Either all y are None or none is. Without y and with zeros_if_idle=False, the sums may hold
+    anything in a call none of whose rows has an adapter: for readers who ask for that first.
     """
     if len(ys) != len(sites) or not all(0 <= site < entries.shape[0] for site in sites):
         got = f"{len(ys)} y, sites {tuple(sites)} of a table of {entries.shape[0]}"
@@ -132,7 +134,7 @@ def lora_gemms(
     ys = _or_wide_zeros(ys, batch, implementation)
     for y in ys:
         _check(y, batch)
-    return LORA_GEMM.call(implementation, ys, batch, tuple(sites))
+    return LORA_GEMM.call(implementation, ys, batch, tuple(sites), zeros_if_idle=zeros_if_idle)
 
 
 def delta_dtype(dtype: jnp.dtype, implementation: str | None = None) -> jnp.dtype:

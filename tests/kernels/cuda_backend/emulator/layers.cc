@@ -1,7 +1,7 @@
 // Host entry points of the emulated kernels around grouped LoRA and attention, over plain arrays; what csrc/*.cu does for XLA.
 #include "choose_experts/choose_experts.cuh"
 #include "keep_likely/keep_likely.cuh"
-#include "grouped_matmul/grouped_f32.cuh"
+#include "grouped_matmul/grouped_f32_launch.cuh"
 #include "lora_gemm/rows.cuh"
 #include "layer_norm/layer_norm.cuh"
 #include "merge/merge.cuh"
@@ -11,6 +11,12 @@
 #include "take_rows/take_rows.cuh"
 
 #include "driver.cuh"
+
+template <class X>
+int grouped_f32_as(const void* x, const float* w, const int* sizes, const float* bias, const int* s, float* y) {
+  const GroupedF32Args<X> p{static_cast<const X*>(x), w, sizes, bias, y, s[0], s[1], s[2], s[3]};
+  return s[4] < 0 ? launch_grouped_f32(p, nullptr) : launch_grouped_f32_as(static_cast<F32Form>(s[4]), p, nullptr);
+}
 
 extern "C" {
 
@@ -33,9 +39,9 @@ int merge_placed(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_poo
   return launch_merge_placed(maps.data(), groups, 2, nullptr);
 }
 
-int grouped_f32(const float* x, const float* w, const int* sizes, const float* bias, int rows, int groups, int d_out,
-                int d_in, float* y) {
-  return launch_grouped_f32(GroupedF32Args{x, w, sizes, bias, y, rows, groups, d_out, d_in}, nullptr);
+// shape: rows, groups, d_out, d_in, the form or -1 for the one that is chosen, 1 for x in bfloat16.
+int grouped_f32(const void* x, const float* w, const int* sizes, const float* bias, const int* shape, float* y) {
+  return shape[5] ? grouped_f32_as<Bf16>(x, w, sizes, bias, shape, y) : grouped_f32_as<float>(x, w, sizes, bias, shape, y);
 }
 
 int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
