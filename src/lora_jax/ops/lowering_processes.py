@@ -60,12 +60,12 @@ class LoweringProcesses:
                 pass
 
     def _ask(self, order: KernelOrder) -> Exported:
-        process = self._process()
+        packed, process = pack_order(order), self._process()
         assert process.stdin is not None
         assert process.stdout is not None
         answer = None
         with contextlib.suppress(BrokenPipeError):
-            send(process.stdin, pack_order(order))
+            send(process.stdin, packed)
             answer = receive(process.stdout)
         if answer is None:
             raise RuntimeError(f"the process has ended with status {process.wait()}")

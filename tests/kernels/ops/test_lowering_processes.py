@@ -21,7 +21,7 @@ def order(d_in: int) -> KernelOrder:
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=BF16)
     sizes, w = jax.ShapeDtypeStruct((4,), jnp.int32), shape((4, 64, d_in))
     config, form = find_config(8, 4, 64, 1), Form()
-    arrays = shape((8, d_in)), (w,), sizes, None, (None,), ()
+    arrays = shape((8, d_in)), (w,), sizes, None, (None,), (), None
     leaves, tree = jax.tree.flatten(arrays)
     kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     return KernelOrder(pallas_gpu._launch, tree, kinds, (config, form, None, 132, False))
