@@ -249,7 +249,8 @@ def lora_pairs(
         segments = accumulate and are_segments(len(items.items), max_rank, runs)
         arrays = items.order, items.items, items.num_items, items.tiles
         items = CudaWorkList(*arrays, shrinks_tiles=items.tiles is not None)
-    count, parts = len(modules), 2 if items.arrays[3].size else 1  # of items, and of tiles
+    listed = items.arrays
+    count, parts = len(modules), 2 if listed[3].size else 1  # of items, and of tiles
     work = jax.ShapeDtypeStruct((parts * count, *_h_shape(x.shape[0], max_rank).shape), x.dtype)
     out = jax.ShapeDtypeStruct((x.shape[0], b_pool.shape[1]), x.dtype)
     shapes = [work, *[out] * count]
@@ -259,7 +260,7 @@ def lora_pairs(
     kind = {"accumulate": accumulate, "segments": segments, "tiles_last": last}
     attributes = {"max_rank": np.int64(max_rank), "zeros_if_idle": zeros_if_idle, **kind}
     places = np.array(sites or [0] * count, np.int64)
-    return call(x, a_pool, b_pool, *items.arrays, *operands, sites=places, **attributes)[1:]
+    return call(x, a_pool, b_pool, *listed, *operands, sites=places, **attributes)[1:]
 
 
 def lora_shrink(

@@ -16,8 +16,15 @@ from lora_jax.nn.gather import num_own_rows, own_rows, shares_rows
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.ops.adapter_items import AdapterItems, adapter_items
 from lora_jax.ops.lora_gemm import delta_dtype, lora_gemms
+from lora_jax.ops.lowered_once import in_layers
 from lora_jax.sharding import Split
-from lora_jax.typing import Array, Float, Int
+from lora_jax.typing import Array, Float, Int, Num
+
+
+@in_layers
+def rows_at(values: Num[Array, "rows *_"], row_to_row: Int[Array, "new_rows"]) -> Array:
+    """Return the matrix whose row t is row row_to_row[t] of `values`."""
+    return values[row_to_row]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +125,7 @@ class AdapterRouting:
         return dataclasses.replace(
             self,
             num_rows=num_rows,
-            row_to_slot=self.row_to_slot[row_to_row],
+            row_to_slot=rows_at(self.row_to_slot, row_to_row),
             row_to_esft_slot=None,
             reroute_tables=None,
             items=items,

@@ -21,7 +21,7 @@ from lora_jax.nn.gather import (
     take_owned,
 )
 from lora_jax.nn.layers import Mlp, constant_parameter, parameter
-from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas
+from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas, rows_at
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.choose_experts import choose_experts
 from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
@@ -275,7 +275,7 @@ class MoeBlock(nnx.Module):
             num_rows = routing.num_rows * self.moe.top_k
             expert_routing = routing.gathered(map.row_to_token, num_rows, map.items)
             out = self.experts(_rows_of(x, map, expert_routing), map, expert_routing)
-            y = combine(out[map.inverse], weights)
+            y = combine(rows_at(out, map.inverse), weights)
         if self.shared_experts is not None:
             y = y + self.shared_experts.local(x, routing)
         return gather(y, routing.split)

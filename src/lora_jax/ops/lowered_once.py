@@ -65,7 +65,7 @@ def lowered_in(processes: LoweringProcesses) -> Iterator[None]:
     """Have processes, if there are any, lower the kernels of what this thread traces meanwhile.
 
     A program waits for its kernels when it is lowered, not when it is traced. So the kernels of
-    programs that are all traced first are lowered side by side.
+    programs that are traced before the first one is lowered are lowered side by side.
     """
     token = _PROCESSES.set(processes if processes.count else None)
     try:
@@ -110,9 +110,9 @@ class _Code:
 
     def get(self) -> Exported:
         """Return the code, which is made here if the process has failed to."""
-        if self._coming is not None:
+        if (coming := self._coming) is not None:
             try:
-                self._code = self._coming.result()
+                self._code = coming.result()
             except Exception as error:
                 logger.warning("A process did not lower %s: %s", self._order.name, error)
             self._coming = None
@@ -142,7 +142,9 @@ def _run(*operands, **how):
 
 
 def _lower(context, *operands, code, avals):
-    del avals
+    made = [(aval.shape, aval.dtype) for aval in code.get().out_avals]
+    if made != (said := [(aval.shape, aval.dtype) for aval in avals]):
+        raise TypeError(f"call_lowered: a kernel returns {made}, not the results {said}")
     call = code.get().call
 
     def flat(*leaves: jax.Array) -> list[jax.Array]:

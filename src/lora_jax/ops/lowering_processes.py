@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
+import jax
 from jax.export import Exported
 
 from lora_jax.ops.lowering import KernelOrder, pack_order, receive, send
@@ -20,7 +21,7 @@ class LoweringProcesses:
     """Up to `count` processes, of which one starts where no other is free; none uses a device."""
 
     def __init__(self, count: int):
-        self.count = count
+        self.count, self._wide = count, bool(jax.config.jax_enable_x64)
         self._pool = ThreadPoolExecutor(max(1, count), thread_name_prefix="lowering")
         self._asked: list[Future[Exported]] = []
         self._lock, self._ended = threading.Lock(), False
@@ -59,12 +60,12 @@ class LoweringProcesses:
                 pass
 
     def _ask(self, order: KernelOrder) -> Exported:
-        process = self._process()
+        packed, process = pack_order(order), self._process()
         assert process.stdin is not None
         assert process.stdout is not None
         answer = None
         with contextlib.suppress(BrokenPipeError):
-            send(process.stdin, pack_order(order))
+            send(process.stdin, packed)
             answer = receive(process.stdout)
         if answer is None:
             raise RuntimeError(f"the process has ended with status {process.wait()}")
@@ -81,19 +82,26 @@ class LoweringProcesses:
         with self._lock:
             if self._ended:
                 raise RuntimeError("no process starts any more")
-            process = self._of_thread.process = _started()
+            process = self._of_thread.process = _started(self._wide)
             self._processes.append(process)
         return process
 
 
-def _started() -> subprocess.Popen[bytes]:
-    """Start a process that imports what this one does, and sees no GPU; Ctrl-C is not for it."""
-    hidden = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, **hidden, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def _started(wide: bool) -> subprocess.Popen[bytes]:
+    """Start a process that imports what this one does, and sees no GPU; Ctrl-C is not for it.
+
+    `wide`: with 64 bits by default, which a program may have set itself.
+    """
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+        "JAX_ENABLE_X64": str(wide),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     return subprocess.Popen(
         [sys.executable, "-m", _MODULE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=environment,
+        env={**os.environ, **settings},
         process_group=0,
     )

@@ -100,6 +100,14 @@ def test_a_kernel_that_no_process_lowers_is_lowered_here(kernel, made, caplog):
     np.testing.assert_array_equal(compiled(X), scaled(X, (X, X), None, factor=7.0))
     assert len(made) == 1
     assert "A process did not lower" in caplog.text
+    assert not processes._processes  # none was started for it
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_results_that_a_kernel_does_not_return_are_refused(kernel):
+    scaled, _ = kernel
+    with pytest.raises(TypeError, match=r"a kernel returns \[\(\(4,\), .*, not the results"):
+        call_lowered(scaled, (X, (X, X), None), (8.0,), X[:2])
 
 
 @pytest.mark.parametrize("elsewhere", ["on a CPU", "over devices"])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from lora_jax.ops import lowering_processes
 from lora_jax.ops.grouped_matmul import pallas_gpu
 from lora_jax.ops.grouped_matmul._gpu_tiles import find_config
 from lora_jax.ops.grouped_matmul._gpu_weights import Form
@@ -20,7 +21,7 @@ def order(d_in: int) -> KernelOrder:
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=BF16)
     sizes, w = jax.ShapeDtypeStruct((4,), jnp.int32), shape((4, 64, d_in))
     config, form = find_config(8, 4, 64, 1), Form()
-    arrays = shape((8, d_in)), (w,), sizes, None, (None,), ()
+    arrays = shape((8, d_in)), (w,), sizes, None, (None,), (), None
     leaves, tree = jax.tree.flatten(arrays)
     kinds = tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
     return KernelOrder(pallas_gpu._launch, tree, kinds, (config, form, None, 132, False))
@@ -69,3 +70,19 @@ def test_nothing_starts_once_they_have_ended():
     with pytest.raises(RuntimeError):
         processes.lower(order(64)).result()
     assert not processes._processes
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_process_has_the_settings_of_this_one_and_no_device(monkeypatch, wide):
+    """JAX_ENABLE_X64 is a setting that a program may make itself, outside the environment."""
+    asked = {}
+
+    def popen(command, *, env, **pipes):
+        asked.update(env)
+        raise FileNotFoundError(command[0])
+
+    monkeypatch.setattr(lowering_processes.subprocess, "Popen", popen)
+    with jax.enable_x64(wide), LoweringProcesses(1) as processes:
+        assert isinstance(processes.lower(order(64)).exception(), FileNotFoundError)
+    assert asked["JAX_ENABLE_X64"] == str(wide)
+    assert (asked["JAX_PLATFORMS"], asked["CUDA_VISIBLE_DEVICES"]) == ("cpu", "")
