@@ -95,8 +95,8 @@ def launches() -> dict[str, tuple[str, GroupedMatmulConfig, Form]]:
                 added = "biased, " * form.bias + (f"{form.addends} added, " if form.addends else "")
                 stages = f"{taken.stages} stages of {taken.step} in each of {taken.ctas}"
                 name = f"{op} {size}, {stages}, {added}{form.groups} groups"
-                assert found.get(name, launch := (op, taken, form)) == launch
-                found[name] = launch
+                launch = op, taken, form
+                assert found.setdefault(name, launch) == launch
     return found
 
 

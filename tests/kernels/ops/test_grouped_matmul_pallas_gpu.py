@@ -290,7 +290,7 @@ def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
         assert config.ctas * (took + 1024) <= 227 * 1024
 
 
-def test_the_formulas_tiles_divide_d_in_where_the_table_s_leave_no_room(chosen, monkeypatch):
+def test_a_guess_beside_addends_has_a_step_that_divides_d_in(chosen, monkeypatch):
     """The formula says stages of 256 for few rows of one group; what is left of d_in is lost."""
     crowded = GroupedMatmulConfig(columns=128, warpgroups=2, rows=16, stages=1, ctas=2, step=128)
     monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
