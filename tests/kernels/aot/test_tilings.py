@@ -93,8 +93,10 @@ def launches() -> dict[str, tuple[str, GroupedMatmulConfig, Form]]:
                     continue
                 size = f"{taken.warpgroups} x {taken.columns} x {taken.rows} by {taken.part}"
                 added = "biased, " * form.bias + (f"{form.addends} added, " if form.addends else "")
-                name = f"{op} {size}, {taken.stages} stages, {added}{form.groups} groups"
-                found[name] = (op, taken, form)
+                stages = f"{taken.stages} stages of {taken.step} in each of {taken.ctas}"
+                name = f"{op} {size}, {stages}, {added}{form.groups} groups"
+                launch = op, taken, form
+                assert found.setdefault(name, launch) == launch
     return found
 
 

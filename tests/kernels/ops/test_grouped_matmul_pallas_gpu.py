@@ -290,6 +290,17 @@ def test_tiles_leave_room_for_addends(chosen, dtype, monkeypatch):
         assert config.ctas * (took + 1024) <= 227 * 1024
 
 
+def test_a_guess_beside_addends_has_a_step_that_divides_d_in(chosen, monkeypatch):
+    """The formula says stages of 256 for few rows of one group; what is left of d_in is lost."""
+    crowded = GroupedMatmulConfig(columns=128, warpgroups=2, rows=16, stages=1, ctas=2, step=128)
+    monkeypatch.setattr(tuning_table, "find", lambda op, shape, kind: crowded)
+    case = some_case((8, 0, 1, 128, 640), "uniform", bias=False)
+    (addend,) = some_addends(case, 8, 1, "bfloat16")
+    pallas_gpu.grouped_matmul(*arrays(case), addend, interpret=False)
+    assert find_config(8, 1, 128).step == 256
+    assert [(c.columns, c.step) for c in chosen] == [(64, 64)]
+
+
 def test_more_rows_per_group_take_wider_tiles():
     tiles = [find_config(rows, 128, 768).rows for rows in (64, 512, 1024, 4096, 16384, 131072)]
     assert tiles == [8, 16, 32, 64, 144, 176]

@@ -1,4 +1,4 @@
-"""Maps of one x in one launch: q, k and v of few rows, gate and up of a dense MLP."""
+"""Maps of one x in one launch: q, k and v, gate and up of a dense MLP."""
 
 from collections.abc import Callable, Sequence
 

@@ -142,10 +142,10 @@ def _find(
         config = guess = find_quantised(rows, groups, d_out, matrices, form.bits, form.step)
     else:
         shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
-        guess = find_config(rows, groups, d_out, matrices)
-        config = tuning_table.find(op, shape, GroupedMatmulConfig) or guess
+        found = tuning_table.find(op, shape, GroupedMatmulConfig)
         # Groups' rows are not known here, but that all of them may be one group's.
-        config = fitted(config, rows, d_in, matrices)
+        guess = fitted(find_config(rows, groups, d_out, matrices), rows, d_in, matrices)
+        config = fitted(found, rows, d_in, matrices) if found else guess
     if not addends and not biased:
         return config
     return _beside(addends, config, matrices) or _beside(addends, guess, matrices) or guess
