@@ -198,7 +198,20 @@ def lora_gemms(
     else:
         pairs = functools.partial(lora_pairs, zeros_if_idle=zeros_if_idle)
         done = (pairs(modules[i], *pools, work_list, max_rank, places[i]) for i in launches)
-    return tuple(y for ys in done for y in ys)
+    made = tuple(y for ys in done for y in ys)
+    if modules[0][0] is not None or in_8_bits or not _leaves_gaps(items):
+        return made
+    has_adapter = (row_to_slot >= 0) & (row_to_slot < slots)
+    return tuple(jnp.where(has_adapter[:, None], y, 0) for y in made)
+
+
+def _leaves_gaps(items: AdapterItems | None) -> bool:
+    """Return whether rows without an adapter stand among tiles, whose launch zeros those behind.
+
+    Experts' rows do, which stay in the order of experts. They have tiles at ranks above 32 where an
+    adapter's runs are long (`reroute._tiles_of`).
+    """
+    return items is not None and items.in_order and items.tiles is not None
 
 
 def _one_by_one(y: Array | None, x: Array, widths: tuple[int, int], max_rank: int) -> bool:

@@ -133,12 +133,15 @@ def test_a_row_has_the_same_bits_by_the_maps_items_as_by_its_own(tokens, most_ra
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("most_rank", [16, 64])
-@pytest.mark.parametrize("percent", [0, 10, 50, 100])  # of the tokens that have an adapter
-def test_experts_rows_without_an_adapter_have_deltas_of_zeros(percent, most_rank):
-    """Whether all warps store them or some; the others have the bits that y = 0 gives them."""
+@pytest.mark.parametrize(("experts", "most_rank"), [(64, 16), (64, 64), (16, 64)])
+@pytest.mark.parametrize("percent", [0, 10, 50, 90, 100])  # of the tokens that have an adapter
+def test_experts_rows_without_an_adapter_have_deltas_of_zeros(percent, experts, most_rank):
+    """Whether all warps store them or some; the others have the bits that y = 0 gives them.
+
+    With 16 experts some runs are bound to be long: they are tiles.
+    """
     rng = np.random.default_rng(3)
-    tokens, k, experts = 1024, 8, 64
+    tokens, k = 1024, 8
     ranks = (16, 8, most_rank)
     case = lora_case(tokens * k, 768, 256, ranks=ranks, num_experts=experts, dtype="bfloat16")
     slots = rng.integers(0, len(ranks), tokens)

@@ -230,6 +230,29 @@ def test_long_runs_of_experts_are_tiles(on_hopper):
     assert mapped(512, 2, 8, 32)[1].items.tiles is None  # for which segments have a kernel
 
 
+@pytest.mark.parametrize(("rank", "masked"), [(64, True), (32, False)])
+def test_deltas_of_experts_rows_among_tiles_are_masked(on_hopper, rank, masked):
+    """Their launch zeros rows behind the last item; others without an adapter stand before it."""
+    rows, slots = 1024, 2
+    rows_of = batch(rows, rank)
+    entries, scaling = array(slots, 5, dtype=jnp.int32), array(slots, dtype=jnp.float32)
+
+    def deltas(ids, owners, x, a_pool, b_pool, entries, scaling, *ys):
+        adapters = reroute.adapter_items(owners, slots, rank)
+        map = reroute.row_map(ids, jnp.int32(rows // 2), 8, adapters)
+        modules = [(y, entries, scaling) for y in ys or (None, None)]
+        experts = map.items.row_to_slot, map.row_to_expert
+        return lora_gemm.lora_gemms(modules, x, a_pool, b_pool, *experts, rank, map.items)
+
+    ids, owners = (array(*shape, dtype=jnp.int32) for shape in ((rows // 2, 2), (rows // 2,)))
+    given = ids, owners, rows_of.x, rows_of.a_pool, rows_of.b_pool, entries, scaling
+    mask = f"tensor<{rows}x{D_OUT}xi1>"
+    for ys, wanted in (((), masked), (added(rows, 2), False)):
+        lowered = jax.jit(deltas).trace(*given, *ys).lower(lowering_platforms=("cuda",))
+        selects = [s for s in lowered.as_text().splitlines() if "stablehlo.select" in s]
+        assert any(mask in select for select in selects) == wanted
+
+
 @pytest.mark.parametrize(("tokens", "groups"), [(4096, 128), (64, 1024)])
 def test_many_rows_or_groups_are_counted_in_memory(on_hopper, tokens, groups):
     calls, _ = mapped(tokens, 8, groups, 16)
