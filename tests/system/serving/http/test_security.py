@@ -20,6 +20,8 @@ TRUSTED = {
     "gang_stream.py": {"pickle"},
     "joining.py": {"importlib.util"},  # looks whether Ray is installed, and loads nothing
     "kept_steps.py": {"pickle", "importlib.util"},
+    "lowering.py": {"pickle"},  # over pipes of a process and the one that it started
+    "lowering_processes.py": {"pickle"},
     "member.py": {"pickle"},
 }
 
