@@ -445,6 +445,12 @@ def test_maps_side_by_side_take_no_bias():
         pallas_gpu.joined_matmul(x, [w, w], jnp.int32(8), [None, jnp.zeros(64, jnp.bfloat16)])
 
 
+def test_a_config_whose_step_leaves_a_rest_is_refused():
+    case = some_case((16, 0, 2, 128, 192), "uniform", bias=False)
+    with pytest.raises(ValueError, match="step of 128 must divide d_in, which is 192"):
+        pallas_gpu.grouped_matmul(*arrays(case), config=DEEP, interpret=False)
+
+
 def test_tiles_of_another_shape_are_made_fit():
     """Of a table's nearest shape with more rows, and a step that does not divide this d_in."""
     long = with_stages(GroupedMatmulConfig(64, 1, 128, 1, 1, step=256), 1)

@@ -201,8 +201,10 @@ def _call(
     *,
     side_by_side: bool = False,
 ) -> Any:
-    """Return what `_launch` gives for these arrays."""
+    """Return what `_launch` gives for these arrays; ValueError for a step that leaves a rest."""
     x, weights = arrays[:2]
+    if x.shape[1] % form.step:
+        raise ValueError(f"a config's step of {form.step} must divide d_in, which is {x.shape[1]}")
     results = [jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype) for w in weights]
     settings = config, form, interpret, hopper.num_sms(interpret), side_by_side
     return call_lowered(_launch, arrays, settings, tuple(results) if side_by_side else results[0])
