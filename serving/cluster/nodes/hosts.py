@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 _SHORT_S = 10.0  # for an agent's answer
 _AT_WORK_S = 1.0
+_LOOK_S = 0.5  # a wait for nodes, after which signals are looked at
 _FREE_S = 3.0  # for a node that comes back, until its old connection is given up
 
 
@@ -177,7 +178,9 @@ class NodeHosts(AbstractRoleHosts):
             while missing := sorted(set(range(self._place.size)) - set(self._nodes)):
                 if self._refused:
                     raise self._refused[0]
-                if not self._changed.wait(max(0.0, end_s - time.monotonic())):
+                left_s = end_s - time.monotonic()
+                # In turns: a signal that comes just before a wait is handled when that ends.
+                if not self._changed.wait(max(0.0, min(_LOOK_S, left_s))) and left_s <= _LOOK_S:
                     raise GangRefused(
                         f"Nodes {missing} of {self._place.size} have not come within "
                         f"{self._place.wait_s:g} s."

@@ -233,10 +233,14 @@ def test_an_instance_over_all_nodes_has_a_process_on_each(port, tmp_path):
 
 
 def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
-    """They would wait ten minutes for it to come back."""
+    """They would wait ten minutes for it to come back, and so would a signal that ends no wait.
+
+    One does not that another thread gets, or that comes just before the wait.
+    """
     given = options(3)
     agent = Agent(port, node_agent.about_roles(given))
-    agent.joined.add_done_callback(lambda joined: os.kill(os.getpid(), signal.SIGTERM))
+    stop = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM))
+    agent.joined.add_done_callback(lambda joined: stop.start())
     with pytest.raises(SystemExit) as ending:
         meet_nodes(given)
     assert ending.value.code == 0
