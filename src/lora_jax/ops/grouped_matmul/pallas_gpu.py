@@ -143,7 +143,7 @@ def _find(
     else:
         shape = {"rows": rows, "groups": groups, "d_out": d_out, "d_in": d_in}
         found = tuning_table.find(op, shape, GroupedMatmulConfig)
-        # Groups' rows are not known here, but that all of them may be one group's.
+        # How many rows a group has is not known here: one may have all of them.
         guess = fitted(find_config(rows, groups, d_out, matrices), rows, d_in, matrices)
         config = fitted(found, rows, d_in, matrices) if found else guess
     if not addends and not biased:
