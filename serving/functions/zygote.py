@@ -86,6 +86,7 @@ def _import(name: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -69,9 +69,12 @@ def test_an_order_waits_for_no_import_that_was_not_begun(asked_after, left, monk
     assert imported + left == ["a", "b", "c"]
 
 
-def test_a_module_that_is_not_there_is_left_out():
+def test_a_module_that_is_not_there_is_left_out(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     zygote._import("no_such_module_anywhere")
     assert gc.isenabled()
+    assert frozen == [False]
 
 
 def test_a_compiler_that_fails_is_seen_to_fail(monkeypatch):
