@@ -159,7 +159,7 @@ class AdapterRegistry:
             self.refused[name] = why
 
     def get(self, name: str) -> AdapterEntry:
-        """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
+        """Return the entry of a name in memory; raises AdapterNotFound listing the known names."""
         with self._lock:
             if (entry := self._names.use(name)) is None:
                 raise self._names.not_found(name)
@@ -342,7 +342,7 @@ class AdapterRegistry:
         try:
             return self._folders.read(name, folder, confined, self._note_read)
         except FileNotFoundError as error:
-            names = tuple(entry.name for entry in self.entries())
+            names = tuple(entry.name for entry in self.known())
             raise AdapterNotFound(name, names, str(error)) from None
 
     def _note_read(self, weights: AnyWeights) -> None:

@@ -63,6 +63,15 @@ def test_load_get_unload(root):
         names.unload("a")
 
 
+def test_not_found_lists_the_evicted_too(big_root):
+    names = two(big_root)
+    for name in ("law", "sql", "med"):
+        names.load(name, name)
+    assert len(loaded(names)) == 2
+    with pytest.raises(AdapterNotFound, match="Known: law, med, sql"):
+        names.get("nobody")
+
+
 def test_not_found_lists_the_known_and_is_a_key_error(root):
     names = registry(root)
     names.load("law", "law")
