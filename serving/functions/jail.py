@@ -54,16 +54,29 @@ def limits(
     """Return the limits of the process of an agent's order; None: it is in no jail.
 
     In the jail of a GPU nothing compiles, as XLA's assembler is a program. So neither the process
-    that makes programs is in it nor the guard; both have no adapter and no call of a tenant.
+    that makes programs is in it nor the guard; both have no adapter and no call of a tenant. On a
+    CPU the former may hold more than a function, as compilers need it.
     """
     if isolation == "none":
         return None
+    makes = (order.get("programs") or {}).get("writes")
     if device == "cpu":
-        return {"memory_bytes": memory_bytes, "gpus": False}
-    compiles = order.get("guard") or (order.get("programs") or {}).get("writes")
-    if compiles or not stops_compiling(device):
+        bound = None if makes and isolation == "process" else memory_bytes
+        return {"memory_bytes": bound, "gpus": False}
+    if makes or order.get("guard") or not stops_compiling(device):
         return None
     return {"memory_bytes": None, "gpus": True}
+
+
+def bound_of(limits: dict[str, Any] | None) -> str:
+    """Return what to add to the error of a process that ended: its bound of memory, if any."""
+    num_bytes = None if limits is None else limits["memory_bytes"]
+    if num_bytes is None:
+        return ""
+    return (
+        f" It may hold {num_bytes >> 20} MiB (--functions-memory-bytes, memory_bytes): if that is "
+        "too little for one function, raise it."
+    )
 
 
 def stops_compiling(device: str) -> bool:
