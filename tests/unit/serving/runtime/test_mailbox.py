@@ -55,6 +55,23 @@ def test_a_burst_is_one_wake_up():
     assert asyncio.run(run()) == 1
 
 
+def test_an_inbox_takes_all_that_a_burst_has_for_it_at_once():
+    taken = []
+
+    class Told(Inbox):
+        def take(self, items):
+            taken.append(items)
+
+    async def run() -> None:
+        loop, mailbox, inboxes = asyncio.get_running_loop(), Mailbox(), [Told(), Told()]
+        for i in range(6):
+            mailbox.put(loop, inboxes[i % 2], i)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert taken == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_what_wakes_nobody_comes_with_what_does():
     async def run() -> list[object]:
         loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), Inbox()
