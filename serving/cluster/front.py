@@ -126,7 +126,7 @@ def front_app(cluster: LocalCluster, options: Options, keys: KeyRing, audit: Aud
         BodyLimits(cluster.body_bytes, http.body_timeout_s),
         cluster.roles,
         cluster.changes,
-        metrics.failed_keys_text,
+        lambda: metrics.failed_keys_text() + cluster.metrics_text(),
     )
     guarded = CatchAll(OneLength(Authenticate(proxy, keys, metrics, http.demo)))
     return Observe(guarded, metrics, audit, options.access_log)

@@ -371,6 +371,18 @@ def test_what_is_in_use_or_pinned_is_not_evicted(big_root):
     assert loaded(names) == ["art", "law"]
 
 
+def test_what_is_kept_is_evicted_when_nothing_else_is_left(big_root):
+    names = two(big_root)
+    names.set_kept(lambda: {"sql"})
+    names.resolve("sql")
+    for name in ("law", "med", "art", "law"):  # later, and more often
+        names.resolve(name)
+    assert loaded(names) == ["law", "sql"]
+    names.load("law", "law", replace=True, pinned=True)
+    names.resolve("art")
+    assert loaded(names) == ["art", "law"]
+
+
 def test_an_explicit_load_stays_known_and_a_changed_file_is_refused(big_root):
     names = two(big_root)
     names.load("mine", "sql")
