@@ -17,6 +17,7 @@ from serving.cli.serve import (
     journal_of,
     only_server,
     run_server,
+    tell_unused_state,
     url_of,
 )
 from serving.cluster.abstract_front import BodyLimits
@@ -60,6 +61,7 @@ def serve_cluster(
         # Until the server answers: then it handles the signal itself.
         before = signal.signal(signal.SIGTERM, leave)
         stack.callback(signal.signal, signal.SIGTERM, before)
+        tell_unused_state(options)
         journal = journal_of(options)
         if journal is not None:
             stack.enter_context(only_server(journal))

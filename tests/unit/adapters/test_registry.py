@@ -137,6 +137,9 @@ def test_the_base_name_is_taken(root):
         registry(root).load("base", "sql")
     with pytest.raises(AdapterNotFound):
         registry(root).resolve("base")
+    for base, name in (("base", "base@v1"), ("base@v1", "base@v1")):
+        with pytest.raises(AdapterRejected, match="'base@v1' is the base model's"):
+            AdapterRegistry(cases.llama(), base_names=(base,), lora_dir=root).load(name, "sql")
 
 
 def test_client_paths_stay_inside_the_root(root):
