@@ -119,6 +119,13 @@ def keep_rollouts(engine: Any, journal: Journal | None) -> None:
         engine.rollouts.keep_in(journal.folder)
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot use --state-dir: {error}") from error
+    for name, share in engine.rollouts.lacking().items():
+        logger.error(
+            "The version %s has %g%% of its rollout and is not loaded: these requests fail. Load "
+            "it, or roll back.",
+            name,
+            share,
+        )
 
 
 @contextlib.contextmanager
