@@ -13,16 +13,16 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import lora_jax
-import serving
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured.vocabulary import Vocabulary
 
 START_S = 120.0  # for the tokenizer of a large vocabulary on a busy machine
 # Packages are named by their folders: an isolated function may not look into those above.
-_PACKAGES = [os.path.dirname(serving.__file__), os.path.dirname(lora_jax.__file__)]
+_PACKAGES = [str(Path(__file__).parents[2]), str(Path(lora_jax.__file__).parent)]
 _START = """
 import importlib.util, os, runpy, sys
 for folder in sys.argv[1:]:
