@@ -93,7 +93,7 @@ def test_what_an_adapter_brings_is_refused_by_name():
     brought = dataclasses.replace(entry.weights.report, brings=("DoRA",))
     weights = AdapterWeights(entry.weights.sites, brought)
     dora = dataclasses.replace(entry, weights=weights)
-    with pytest.raises(ValueError, match="an adapter with DoRA .* is not composed with others"):
+    with pytest.raises(ValueError, match=r"an adapter with DoRA .* is not composed with others"):
         make().entry([(dora, 1.0), (lora("b"), 1.0)])
     assert make().entry([(dora, 1.0)]) is dora
 
