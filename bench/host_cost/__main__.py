@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from serving.engine.loop.pacing import SWITCH_S
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 from serving.runtime.garbage import rare_collections
-from serving.steps.sampler import Sampled
 
 MODEL = Path(__file__).parents[2] / "assets" / "tiny-moe"
 _FIRST_TEXT, _LAST_SPECIAL = 300, 64  # ids below and above these are bytes and marks
@@ -68,10 +68,8 @@ class ReadyDevice:
         """Return what a compiled step does; nobody is to ask for log-probabilities."""
         self._free_s = max(self._free_s, time.perf_counter()) + self._step_s
         self.num_steps += 1
-        drawn: Any = _Drawn(self._ids[self.num_steps % _SCRIPTS], self._free_s)
-        nothing: Any = None
-        sampled = Sampled(drawn, nothing, nothing, nothing, nothing)
-        return operands.cache, operands.state, sampled, None
+        drawn = _Drawn(self._ids[self.num_steps % _SCRIPTS], self._free_s)
+        return operands.cache, operands.state, SimpleNamespace(token_ids=drawn, heads=None), None
 
 
 class Measurement:
