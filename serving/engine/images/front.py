@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -165,7 +166,7 @@ class ImageFront:
         ValueError when placeholders and images are not equally many.
         """
         self.check_count(len(images))
-        places = [position for position, token in enumerate(ids) if token == self.token_id]
+        places = positions_of(ids, self.token_id)
         if len(places) != len(images):
             raise ValueError(
                 f"The prompt has {len(places)} image placeholder(s) {self.placeholder!r} for "
@@ -194,12 +195,12 @@ class ImageFront:
 
         ValueError when a token of an image stands where none is, or the other way round.
         """
-        covered = [False] * len(ids)
-        for image, start in zip(images, starts, strict=True):
-            covered[start : start + image.num_tokens] = [True] * image.num_tokens
+        pairs = zip(images, starts, strict=True)
+        spans = sorted((start, start + image.num_tokens) for image, start in pairs)
+        are_apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        are_full = all(ids[start:end].count(self.token_id) == end - start for start, end in spans)
         total = sum(image.num_tokens for image in images)
-        wanted = [token == self.token_id for token in ids]
-        if covered != wanted or total != sum(wanted):
+        if not (are_apart and are_full and total == ids.count(self.token_id)):
             raise ValueError(
                 f"The prompt holds the image placeholder {self.placeholder!r} where no image is."
             )
@@ -210,3 +211,12 @@ class ImageFront:
         keys = [hashlib.sha256(image.digest + owner).digest() for image in images]
         at = zip(images, starts, keys, strict=True)
         return tuple(PromptImage(image, start, key) for image, start, key in at)
+
+
+def positions_of(ids: Sequence[int], token: int) -> list[int]:
+    """Return where a token stands among others; it looks at none of these one by one."""
+    places, start = [], 0
+    for _ in range(ids.count(token)):
+        places.append(ids.index(token, start))
+        start = places[-1] + 1
+    return places

@@ -30,8 +30,12 @@ def test_new_pages_are_in_their_rows_before_the_step(in_place):
         table = rng.integers(0, 99, table.shape, np.int32)
         np.testing.assert_array_equal(inputs.set_table(table), table)
         np.testing.assert_array_equal(inputs.pages, want)
-        addresses.add((inputs.table.unsafe_buffer_pointer(), inputs.pages.unsafe_buffer_pointer()))
-    assert not in_place or len(addresses) == 1
+        arrays = [inputs.table, inputs.pages] if in_place else []
+        addresses.add(tuple(array.unsafe_buffer_pointer() for array in arrays))
+        inputs.set_table(table)  # of a step without new pages
+        np.testing.assert_array_equal(inputs.pages, want)
+        assert isinstance(inputs.pages, jax.Array)
+    assert len(addresses) == 1
 
 
 def test_masks_are_written_over_those_of_before():
