@@ -36,8 +36,7 @@ class HostInputs:
         self.table: Int[Array, "table_rows seqs"] = place(
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
-        # From the host for the first step that takes it, for others from the device.
-        self.pages: np.ndarray | Int[Array, "seqs max_pages"] = place(self._tables.copy())
+        self.pages: Int[Array, "seqs max_pages"] = place(self._tables.copy())
         # A program's copy takes 13 us on a CPU, jax.device_put 90.
         self._copied = place
         if self.pages.is_fully_addressable:
@@ -70,16 +69,12 @@ class HostInputs:
         `number` is that of the masks which the host will post for the step; 0: none.
         """
         new, self._new = self._new, []
-        if not self._in_place:
-            if new:
-                self.pages = self._tables.copy()
-            elif isinstance(self.pages, np.ndarray):
-                self.pages = self._copied(self.pages)
-            self.number = np.array([number], np.int32)
-            return table
-        if sum(one.shape[1] for one in new) > self._room:
+        if new and (not self._in_place or sum(one.shape[1] for one in new) > self._room):
             self._send_pages()
             new = []
+        if not self._in_place:
+            self.number = np.array([number], np.int32)
+            return table
         parts = table.reshape(-1), self._packed(new).reshape(-1), np.array([number], np.int32)
         written = _write(self.table, self.pages, self.number, np.concatenate(parts))
         self.table, self.pages, self.number = written
