@@ -82,26 +82,41 @@ class ImageFront:
         A file that was prepared before is neither decoded nor resized again. Callers of different
         salts never find each other's files. Raises what `decode` and `prepare` raise.
         """
-        key = hashlib.sha256(b"file" + self._settings.digest)
-        for part in (salt.encode(), data):
-            key.update(len(part).to_bytes(8, "little"))
-            key.update(part)
 
         def made() -> PreparedImage:
             return self.prepare(decode(data), most_held=most_held)
 
-        return self._known_or(key.digest(), made, most_held)
+        return self._known_or(self._file_key(data, salt), made, most_held)
+
+    def known_file(
+        self, data: bytes, salt: str = "", *, most_held: int | None = None
+    ) -> PreparedImage | None:
+        """Return what `of_file` returns if the file was prepared before; None where it was not."""
+        return self._known(self._file_key(data, salt), most_held)
+
+    def _file_key(self, data: bytes, salt: str) -> bytes:
+        key = hashlib.sha256(b"file" + self._settings.digest)
+        for part in (salt.encode(), data):
+            key.update(len(part).to_bytes(8, "little"))
+            key.update(part)
+        return key.digest()
 
     def _known_or(
         self, key: bytes, make: Callable[[], PreparedImage], most_held: int | None = None
     ) -> PreparedImage:
         """Return a copy of the image that is kept by a key, or a new one, which is kept then."""
-        if (known := self.prepared.find(key)) is not None:
-            size = known.patches.pixels.nbytes
-            return self._held(size, most_held, lambda: dataclasses.replace(known))
+        if (known := self._known(key, most_held)) is not None:
+            return known
         image = make()
         self.prepared.keep(key, dataclasses.replace(image))  # no request's: it is not held
         return image
+
+    def _known(self, key: bytes, most_held: int | None) -> PreparedImage | None:
+        known = self.prepared.find(key)
+        if known is None:
+            return None
+        size = known.patches.pixels.nbytes
+        return self._held(size, most_held, lambda: dataclasses.replace(known))
 
     def prepare(
         self, pixels: np.ndarray, *, digest: bytes | None = None, most_held: int | None = None
