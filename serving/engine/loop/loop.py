@@ -169,6 +169,7 @@ class EngineLoop:
                 self.end.set_result(why)
             self._live.close(_DEAD)
             self._parts.drain()
+            self._flying, self._alone = None, (None, 0.0)  # whose results lie on the device
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, take in the step before, and advance loads."""
