@@ -9,19 +9,14 @@
 
 namespace lora_jax {
 
-#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
-
-template <class D>
-constexpr bool kPairsFor = kWordsFor<D>;
-
-// A packed row, each half of its vectors two times.
+// A packed row of k floats, a multiple of kWords: each half of its vectors two times.
 class TwiceRow {
  public:
-  TwiceRow(const float* x, int64_t k) {
-    k = (k + kWords - 1) / kWords * kWords;
-    room_.reset(new (std::align_val_t(64)) float[2 * k]);
-    for (int64_t i = 0; i < k; i += kLanes / 2)
-      _mm256_store_ps(room_.get() + 2 * i, WordTable::twice(x + i));
+  TwiceRow(const float* x, int64_t k) : room_(new (std::align_val_t(64)) float[2 * k]) {
+    constexpr int64_t kHalf = kLanes / 2;
+    float* to = room_.get();
+    for (int64_t i = 0; i < k; i += kHalf, to += kLanes)
+      for (int64_t half = 0; half < 2; ++half) std::memcpy(to + half * kHalf, x + i, kHalf * sizeof(*x));
   }
   const float* get() const { return room_.get(); }
 
@@ -31,6 +26,11 @@ class TwiceRow {
   };
   std::unique_ptr<float[], Free> room_;
 };
+
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+
+template <class D>
+constexpr bool kPairsFor = kWordsFor<D>;
 
 // sum += w x. The compiler would keep each x in a register for both pairs, and sums in memory.
 inline void add_product(__m256& sum, __m256i w, const float* x) {
