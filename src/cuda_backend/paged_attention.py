@@ -1,7 +1,7 @@
 """Attention over block tables by the Hopper kernels of csrc/paged_attention.
 
-bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh), also where
-pages are in 8 bits (coded.cuh), with the bits that pages of the same values have; float32 and other
+bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh), prompts by
+whole warpgroups (prompts.cuh), also where pages are in 8 bits (coded.cuh), with the bits that pages of the same values have; float32 and other
 heads through multiply-adds (plain.cuh). A sequence is cut into chunks of positions whose size
 depends on the block tables' width alone, so a token's result depends on nothing but its own
 sequence.
@@ -45,6 +45,7 @@ class Cut:
     cta_heads: int  # kv heads that one CTA works on
     token_groups: int  # of 16 rows
     unit_tokens: int  # that share pages
+    many_tokens: int = 0  # that share them among many neighbours; 0: these are no case of their own
 
 
 def cut_work(
@@ -52,16 +53,18 @@ def cut_work(
 ) -> Cut:
     """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
-    In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
-    pages. Warps that turn `coded` latents leave no registers for a second group of rows.
+    In a decode step one token takes whole pages. In a step with prompts many neighbours share the
+    pages of one head, and others are a case of their own; where pages are `coded` all share those
+    of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
     prompts = _has_prompts(tokens, chunks[1])
-    most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
+    most = 1 if latent else min(2 if prompts and coded else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
-    unit_tokens = groups * (16 // (q_heads // kv_heads))
-    return Cut(*chunks, heads, groups, unit_tokens)
+    of_group = 16 // (q_heads // kv_heads)
+    many = CONSUMERS * of_group if prompts and not (latent or coded) else 0
+    return Cut(*chunks, heads, groups, groups * of_group, many)
 
 
 def cut_plain_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
@@ -166,7 +169,9 @@ def _kernel(
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
         cut = cut_work(*work, coded=coded)
         extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-        return f"lora_jax_cuda_{'coded' if coded else 'paged'}_attention", cut, extra
+        if coded:
+            return "lora_jax_cuda_coded_attention", cut, extra
+        return "lora_jax_cuda_paged_attention", cut, extra | {"many": int(cut.many_tokens > 0)}
     if coded:
         sizes = f"{q.dtype} heads of {k_dim} and {v_dim} columns, pages of {page_size}"
         raise Declined(f"cuda paged_attention does not take {sizes} where pages are in 8 bits")
@@ -197,9 +202,10 @@ def _units(
     All layers of a step ask for the same list, and XLA makes it once.
     """
     most = token_to_seq.shape[0] + cut.part_rows * cut.max_chunks
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (1,))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (2,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_attention_units", shapes)
-    attributes = {"unit_tokens": cut.unit_tokens, "chunk": cut.chunk, "window": window}
+    sizes = {"unit_tokens": cut.unit_tokens, "many_tokens": cut.many_tokens}
+    attributes = {**sizes, "chunk": cut.chunk, "window": window}
     return call(
         token_to_seq, positions, num_tokens, **{k: np.int64(v) for k, v in attributes.items()}
     )
