@@ -1,10 +1,10 @@
 """Attention over block tables by the Hopper kernels of csrc/paged_attention.
 
-bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh), prompts by
-whole warpgroups (prompts.cuh), also where pages are in 8 bits (coded.cuh), with the bits that pages of the same values have; float32 and other
-heads through multiply-adds (plain.cuh). A sequence is cut into chunks of positions whose size
-depends on the block tables' width alone, so a token's result depends on nothing but its own
-sequence.
+bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh): prompts by
+whole warpgroups (prompts.cuh), pages in 8 bits with the bits that pages of the same values have
+(coded.cuh). float32 and other heads go through multiply-adds (plain.cuh). A sequence is cut into
+chunks of positions whose size depends on the block tables' width alone, so a token's result depends
+on nothing but its own sequence.
 """
 
 import dataclasses

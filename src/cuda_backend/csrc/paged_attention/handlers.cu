@@ -48,17 +48,6 @@ static AttentionArgs common_args(const Q& q, const Pages& k_pages, S32 block_tab
   return args;
 }
 
-// Launches the attention of bfloat16 pages: of units of few neighbours, or of those of many.
-static cudaError_t launch_pages(AttentionArgs args, const BF16& k_pages, const BF16& v_pages, cudaStream_t stream) {
-  const auto kd = k_pages.dimensions();
-  const bool latent = v_pages.element_count() == 0;
-  const int64_t heads = args.cta_heads, k_blocks = kd[3] / 64, at_once = args.many ? 1 : k_blocks;
-  cudaError_t e = page_map(&args.k_map, k_pages.untyped_data(), kd[0], kd[1], kd[2], kd[3], heads, at_once);
-  if (e == cudaSuccess && !latent)
-    e = page_map(&args.v_map, v_pages.untyped_data(), kd[0], kd[1], kd[2], args.v_dim, heads, args.v_dim / 64);
-  return e == cudaSuccess ? launch_attention(args, latent, stream) : e;
-}
-
 // `v_pages` and `sinks` of no elements mean that there are none. With `many` there are units of many
 // neighbours, too.
 static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pages, S32 block_tables, S32 num_tokens,
@@ -68,13 +57,8 @@ static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pa
   AttentionArgs args = common_args(q, k_pages, block_tables, num_tokens, sinks, units, part_tokens, num_units, out,
                                    part_o, part_ml, scale, chunk, window);
   args.cta_heads = static_cast<int>(cta_heads), args.token_groups = static_cast<int>(token_groups);
-  cudaError_t e = launch_pages(args, k_pages, v_pages, stream);
-  if (e == cudaSuccess && many) {
-    AttentionArgs prompts = args;
-    prompts.many = true, prompts.cta_heads = 1, prompts.token_groups = kMostConsumers;
-    e = launch_pages(prompts, k_pages, v_pages, stream);
-  }
-  return status(e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e);
+  const void* values = v_pages.element_count() ? v_pages.untyped_data() : nullptr;
+  return status(launch_paged(args, k_pages.untyped_data(), values, k_pages.dimensions()[0], many != 0, stream));
 }
 
 // The same of pages in 8 bits.

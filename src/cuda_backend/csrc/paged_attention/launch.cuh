@@ -99,4 +99,24 @@ inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream
   return e;
 }
 
+// The attention of bfloat16 pages: of units of few neighbours or of all, and `with_prompts` of units of many
+// after them. `v_pages` null: latents.
+inline cudaError_t launch_paged(AttentionArgs args, const void* k_pages, const void* v_pages, int64_t num_pages,
+                                bool with_prompts, cudaStream_t stream) {
+  const auto launch = [&](AttentionArgs& a) {
+    const int64_t key_blocks = a.many ? 1 : a.k_dim / 64;  // of a box
+    cudaError_t e = page_map(&a.k_map, k_pages, num_pages, a.page_size, a.kv_heads, a.k_dim, a.cta_heads, key_blocks);
+    if (e == cudaSuccess && v_pages)
+      e = page_map(&a.v_map, v_pages, num_pages, a.page_size, a.kv_heads, a.v_dim, a.cta_heads, a.v_dim / 64);
+    return e == cudaSuccess ? launch_attention(a, v_pages == nullptr, stream) : e;
+  };
+  cudaError_t e = launch(args);
+  if (e == cudaSuccess && with_prompts) {
+    AttentionArgs prompts = args;
+    prompts.many = true, prompts.cta_heads = 1, prompts.token_groups = kMostConsumers;
+    e = launch(prompts);
+  }
+  return e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e;
+}
+
 }  // namespace lora_jax
