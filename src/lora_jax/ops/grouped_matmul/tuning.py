@@ -16,7 +16,7 @@ from lora_jax.ops.tuning_programs import Shape, Tunable
 TOKENS = (128, 8, 512, 32, 4096, 64, 256)
 EXPERT_TOKENS = (*TOKENS, 2048)
 DENSE_TOKENS = (*TOKENS, 2048, 8192)
-FULL_ROWS = 512  # from here on prompts fill the steps of a program
+FULL_ROWS = 256  # from here on prompts, or rows that decode, fill the steps of a program
 EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
