@@ -26,7 +26,8 @@ from serving.http.wire.connections import ConnectionLimits, fitting
 from serving.http.wire.drain import Drain
 from serving.http.wire.edge import at_the_edge
 from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config
-from serving.runtime.journal import Journal, replay
+from serving.runtime import rollouts
+from serving.runtime.journal import FILE, Journal, replay
 from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,10 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     with ExitStack() as stack:
         journal = journal_of(options)
-        if journal is not None and options.cluster.is_single:
-            stack.enter_context(only_server(journal))
+        if options.cluster.is_single:
+            tell_unused_state(options)
+            if journal is not None:
+                stack.enter_context(only_server(journal))
         metrics = _open_aside(options, stack)
         engine = stack.enter_context(_engine(options, access, gang))
 
@@ -91,6 +94,19 @@ def journal_of(options: Options) -> Journal | None:
         return Journal(options.state_dir, options.state_lasts)
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot use --state-dir: {error}") from error
+
+
+def tell_unused_state(options: Options) -> None:
+    """Log which files of the state folder a server leaves alone that changes no adapters."""
+    if options.state_dir is None or options.http.enable_runtime_lora:
+        return
+    files = [file for file in (FILE, rollouts.FILE) if Path(options.state_dir, file).exists()]
+    if files:
+        logger.warning(
+            "%s of --state-dir: not used. Loads at run time and rollouts need "
+            "--enable-runtime-lora.",
+            " and ".join(files),
+        )
 
 
 def keep_rollouts(engine: Any, journal: Journal | None) -> None:

@@ -32,12 +32,20 @@ _MAX_FILES = 4096
 _CALLS = {"x86_64": (0xC000003E, (41, 101, 310, 311, 438, 312))}
 _CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
 _OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
-_SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev", "/proc/self", "/proc/cpuinfo")
-_SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/sys", "/proc/self", "/proc/cpuinfo", "/proc/meminfo")
+_SYSTEM += ("/proc/stat", "/proc/sys")
+# Not all of /etc, which holds keys of the machine, nor of /dev, where root could read its disks.
+_OF_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "os-release")
+_OF_ETC += ("passwd", "group", "nsswitch.conf", "ssl/openssl.cnf", "pki/tls/openssl.cnf")
+_OF_ETC += ("crypto-policies", "mime.types")
+_OF_NETWORK = ("hosts", "host.conf", "resolv.conf", "gai.conf", "services", "ssl/certs")
+_OF_NETWORK += ("pki/tls/certs", "pki/tls/cert.pem", "pki/ca-trust/extracted")
+_OF_DEV = "zero", "full", "random", "urandom"
 # What CUDA's driver reads beside it, and the threads of this process, which it gives names.
 _OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
 _THREADS = "/proc/self/task"
-_OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools, display and rights
+_OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools and display
+_RIGHTS_OF_CUDA = "nvidia-caps"  # to use a part of a GPU, for reading
 
 
 def limits(
@@ -83,7 +91,7 @@ def enter(
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = _limit(memory_bytes)
-    rules = _rules(reads, writes, lists, gpus)
+    rules = _rules(reads, writes, lists, gpus, network)
     steps = {
         "Landlock (files, signals)": lambda: _landlock(libc, rules, network),
         "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
@@ -99,7 +107,9 @@ def enter(
 def code_folders(without: Iterable[str | Path]) -> list[Path]:
     """Return folders of the interpreter and its modules, none below another one.
 
-    Of one that holds a path of `without`, such as a checkout, the packages that are imported.
+    Of one that holds a path of `without`, such as a checkout, the packages that are imported. So
+    it is with the current folder, where `python -m` looks for modules too: tenants' files may be
+    there.
     """
     private = [f"{os.path.realpath(path)}/" for path in without]
     kept: list[str] = []
@@ -113,7 +123,10 @@ def code_folders(without: Iterable[str | Path]) -> list[Path]:
 @functools.lru_cache(maxsize=1)  # a fork of the zygote has imported nothing more
 def _folders_of(num_modules: int) -> list[str]:
     """Return all folders of code, links followed, in an order in which inner ones come later."""
-    found = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
+    here = os.path.realpath(os.curdir)
+    places = (place for place in sys.path if os.path.isdir(place))
+    found = {sys.prefix, sys.base_prefix}
+    found |= {place for place in places if os.path.realpath(place) != here}
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # `__path__` of torch.classes is no list
         places = getattr(spec, "submodule_search_locations", None) or ()
@@ -139,13 +152,16 @@ def _limit(memory_bytes: int | None) -> list[str]:
     return failed
 
 
-def _rules(reads, writes, lists, gpus: bool) -> list[tuple[str | Path, int]]:
+def _rules(reads, writes, lists, gpus: bool, network: bool = False) -> list[tuple[str | Path, int]]:
     """Return paths with what is allowed below them."""
-    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
+    etc = [f"/etc/{name}" for name in (*_OF_ETC, *(_OF_NETWORK if network else ()))]
+    dev = [f"/dev/{name}" for name in _OF_DEV]
+    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *etc, *dev, *reads)]
     rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
-    rules += [(path, _LIST) for path in lists]
+    rules += [(path, _LIST) for path in ("/dev", *lists)]
     if gpus:
         rules += [(path, _READ | _LIST) for path in _OF_DRIVER]
+        rules.append((f"/dev/{_RIGHTS_OF_CUDA}", _READ | _LIST))
         devices = (path for name in _OF_CUDA for path in Path("/dev").glob(name))
         rules += [(path, _READ | _WRITE | _IOCTL) for path in devices]
         rules += [(_THREADS, _WRITE | _TRUNCATE)]

@@ -296,7 +296,8 @@ class Rollouts:
             text = "" if mark is None else (self._folder / FILE).read_text(encoding="utf-8")
             self._states = _parse(json.loads(text)) if text else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            wrong = f"{self._folder.name}/{FILE} holds no rollouts ({error}); move it away to "
+            why = f"there is no field {error}" if isinstance(error, KeyError) else error
+            wrong = f"{self._folder.name}/{FILE} holds no rollouts ({why}); move it away to "
             wrong += "start without them."
             if must:
                 raise ValueError(wrong) from error

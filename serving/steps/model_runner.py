@@ -58,7 +58,7 @@ from serving.steps.step_results import (
     first_rows,
     first_samples,
     in_flight,
-    num_targets,
+    num_logit_rows,
     read_all,
 )
 from serving.steps.token_masks import HostMasks
@@ -395,5 +395,5 @@ class ModelRunner:
         return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
-        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
+        rows = num_logit_rows(plan)
         return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)

@@ -141,8 +141,10 @@ class StepPrograms:
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:
     """Yield the LoRA slot of each chunk of a step that has one."""
-    slots = (lora_slot(chunk.sequence.slot, num_lora, num_esft) for chunk in plan.chunks)
-    yield from (slot for slot in slots if slot >= 0)
+    for chunk in plan.chunks:
+        slot = chunk.sequence.slot
+        if slot >= 0 and (own := lora_slot(slot, num_lora, num_esft)) >= 0:
+            yield own
 
 
 def lora_slot(slot: int, num_lora: int, num_esft: int) -> int:

@@ -19,6 +19,7 @@ from serving.cli.serve import (
     journal_of,
     only_server,
     serve,
+    tell_unused_state,
     url_of,
 )
 from serving.http.access.key_file import read_keys_file
@@ -76,6 +77,15 @@ def test_a_state_folder_is_for_loads_at_run_time_and_for_one_server(tmp_path):
     (tmp_path / "state" / "adapters.json").write_text("{")
     with pytest.raises(StartError, match="is no journal of adapters"):
         journal_of(asked)
+
+
+def test_a_state_that_is_not_used_is_told(tmp_path, caplog):
+    """Before: a restart without the flag forgot loads and rollouts, and said nothing."""
+    tell_unused_state(options(state_dir=str(tmp_path)))
+    assert not caplog.text
+    (tmp_path / "rollouts.json").write_text("{}")
+    tell_unused_state(options(state_dir=str(tmp_path)))
+    assert "rollouts.json of --state-dir: not used" in caplog.text
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 import ctypes
 import errno
+import importlib.machinery
 import json
 import os
 import struct
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -18,11 +20,16 @@ from serving.functions import jail
 CODE = """
 import ctypes, json, os, socket, sys
 from serving.functions import jail
-own, other, kept, named = sys.argv[1:]
+own, other, kept, named, shared = sys.argv[1:]
+files = (f"/etc/{name}" for name in sorted(os.listdir("/etc")) if name not in jail._OF_ETC)
+of_machine = next(path for path in files if os.path.isfile(path) and os.access(path, os.R_OK))
 failed = jail.enter([*jail.code_folders([other]), own], [kept], [named], memory_bytes=2 << 30)
 tries = {
     "read own": lambda: open(own + "/file").read(),
     "read other": lambda: open(other + "/file").read(),
+    "read machine": lambda: open(of_machine, "rb").read(),
+    "read shared": lambda: open(shared).read(),
+    "random": lambda: open("/dev/urandom", "rb").read(1),
     "write own": lambda: open(own + "/file", "w"),
     "write kept": lambda: open(kept + "/new", "w").write("x"),
     "list named": lambda: os.listdir(named),
@@ -57,15 +64,16 @@ def said(tmp_path_factory):
     folders = [tmp_path_factory.mktemp(name) for name in ("own", "other", "kept", "named")]
     for folder in folders:
         (folder / "file").write_text("x")
-    command = [sys.executable, "-c", CODE, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared:  # as another process' memory
+        command = [sys.executable, "-c", CODE, *map(str, folders), shared.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_what_is_its_own_works(said):
     _, outcome = said
-    for name in ("read own", "write kept", "list named", "pair", "import"):
+    for name in ("read own", "write kept", "list named", "pair", "import", "random"):
         assert outcome[name] == "done", name
     assert outcome["memory"] == "MemoryError"
 
@@ -73,6 +81,7 @@ def test_what_is_its_own_works(said):
 def test_what_is_others_is_refused(said):
     failed, outcome = said
     files = ("read other", "write own", "read named", "environment", "program")
+    files += ("read machine", "read shared")
     if any("Landlock" in what for what in failed):
         files = ()
     calls = ("tcp", "udp", "trace")
@@ -107,6 +116,25 @@ def test_a_process_with_gpus_gets_the_files_that_cuda_computes_with(monkeypatch,
     rules = jail._rules([], [], [], gpus=True)
     ours = [Path(path).name for path, _ in rules if str(path).startswith(str(tmp_path))]
     assert sorted(ours) == sorted(names)
+    assert ("/dev/nvidia-caps", jail._READ | jail._LIST) in rules
+
+
+def test_the_current_folder_is_no_folder_of_code_but_for_packages_in_it(monkeypatch, tmp_path):
+    """`python -m` looks for modules there, and tenants' adapters may lie there."""
+    package = types.ModuleType("some_package")
+    package.__spec__ = importlib.machinery.ModuleSpec("some_package", None, is_package=True)
+    package.__spec__.submodule_search_locations = [str(tmp_path / "some_package")]
+    monkeypatch.setitem(sys.modules, "some_package", package)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    jail._folders_of.cache_clear()
+    try:
+        folders = {str(folder) for folder in jail.code_folders([])}
+    finally:
+        jail._folders_of.cache_clear()
+    here = os.path.realpath(tmp_path)
+    assert here not in folders
+    assert f"{here}/some_package" in folders
 
 
 def test_folders_of_code_hold_no_private_path(monkeypatch):

@@ -95,6 +95,14 @@ def test_the_answer_names_version_and_files_and_the_model_as_asked(client):
     assert version(client.post("/v1/chat/completions", json=chat)) == "v2"
 
 
+def test_a_weighted_sum_names_the_versions_of_its_parts(client):
+    client.put(PATH, json={"versions": {"v2": 100}})
+    answer = ask(client, None, adapters=[{"name": "sql", "weight": 0.5}, {"name": "sql@v1"}])
+    assert version(answer) == "sql@v2, sql@v1"
+    assert len(answer.json()["system_fingerprint"]) == 12
+    assert version(ask(client, None, adapters=[{"name": "sql"}])) == "v2"
+
+
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key", "safety_identifier"])
 def test_the_body_may_name_the_user(client, field):
     client.put(PATH, json={"versions": {"v1": 50, "v2": 50}})
