@@ -25,10 +25,13 @@ BOX = 16  # positions that one copy brings; a page holds a whole number of them
 CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
-PARTS = 8192  # chunks of tokens that memory is set aside for, to be worked on side by side
-MOST_CHUNKS = 64
+# Chunks of a sequence, and of tokens that memory is set aside for, to be worked on side by side. With
+# fewer and longer ones two CTAs worked on a row of a model that has room for 131072 positions.
+MOST_CHUNKS, PARTS = 256, 32768
+MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
+MOST_CUT = 512  # tokens of a step with prompts that are cut
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
-SHORT_CONTEXT = 4096
+SHORT_CONTEXT = 65536
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 LATENT_GROUPS = 2  # of 16 rows that share latents in a prompt
 PLAIN_ROWS = (4, 8, 16)  # of a unit without tensor cores: as few as suffice
@@ -58,7 +61,7 @@ def cut_work(
     of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
-    prompts = _has_prompts(tokens, chunks[1])
+    prompts = tokens >= PROMPT_TOKENS
     most = 1 if latent else min(2 if prompts and coded else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
@@ -70,22 +73,20 @@ def cut_work(
 def cut_plain_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
     """Return the same for the kernel without them, a CTA of which works on one kv head."""
     chunks, heads = _chunks(tokens, k_dim, context), q_heads // kv_heads
-    wanted = PLAIN_ROWS[-1] if _has_prompts(tokens, chunks[1]) else heads
+    wanted = PLAIN_ROWS[-1] if tokens >= PROMPT_TOKENS else heads
     return Cut(*chunks, 1, 1, max(1, _rows_for(wanted) // heads))
-
-
-def _has_prompts(tokens: int, max_chunks: int) -> bool:
-    """Return whether a step of so many tokens has prompts among them, or parts for too many."""
-    return tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
 
 
 def _chunks(tokens: int, k_dim: int, context: int) -> tuple[int, int, int]:
     """Return the positions of a chunk, how many chunks there are, and the tokens that are cut."""
-    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and k_dim != LATENT_COLUMNS else CHUNK
-    chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
+    latent = k_dim == LATENT_COLUMNS
+    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
+    most, parts = (MOST_LATENT_CHUNKS, LATENT_PARTS) if latent else (MOST_CHUNKS, PARTS)
+    chunk = -(-context // (most * smallest)) * smallest
     max_chunks = -(-context // chunk)
-    cut = max(1, min(tokens - 1, PARTS // max_chunks))
-    return chunk, max_chunks, cut if _has_prompts(tokens, max_chunks) else tokens
+    if tokens < PROMPT_TOKENS and tokens * max_chunks <= parts:
+        return chunk, max_chunks, tokens
+    return chunk, max_chunks, max(1, min(tokens - 1, MOST_CUT, parts // max_chunks))
 
 
 def plain_rows(cut: Cut, q_heads: int, kv_heads: int) -> int:

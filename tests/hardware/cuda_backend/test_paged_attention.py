@@ -193,6 +193,15 @@ def test_the_chunk_depends_on_the_context_alone(model):
     assert len(chunks) == 1
 
 
+@pytest.mark.parametrize("context", [2048, 40960, 131072])
+def test_rows_that_decode_are_cut_into_small_chunks_at_any_context(context):
+    m = MODELS["llama-8b"]
+    for tokens in (1, 128):
+        cut = cuda.cut_work(tokens, m.q_heads, m.kv_heads, m.k_dim, context)
+        assert cut.chunk <= 512
+        assert (cut.part_rows, cut.many_tokens) == (tokens, 0)
+
+
 HEADS = {"q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "latent": False}
 LATENT = {"q_heads": 16, "kv_heads": 1, "k_dim": 576, "v_dim": 512, "latent": True}
 
