@@ -27,6 +27,7 @@ from serving.http.wire.drain import Drain
 from serving.http.wire.edge import at_the_edge
 from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config
 from serving.runtime import rollouts
+from serving.runtime.garbage import rare_collections
 from serving.runtime.journal import FILE, Journal, replay
 from serving.text.tokenizer_files import TokenizerFiles
 
@@ -83,6 +84,7 @@ def serve(
         server = _server(options, engine, sock, journal, lambda: announce(started), *aside)
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
+        stack.enter_context(rare_collections())
         run_server(server, sock)
 
 
@@ -117,6 +119,13 @@ def keep_rollouts(engine: Any, journal: Journal | None) -> None:
         engine.rollouts.keep_in(journal.folder)
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot use --state-dir: {error}") from error
+    for name, share in engine.rollouts.lacking().items():
+        logger.error(
+            "The version %s has %g%% of its rollout and is not loaded: these requests fail. Load "
+            "it, or roll back.",
+            name,
+            share,
+        )
 
 
 @contextlib.contextmanager

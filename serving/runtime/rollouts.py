@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from lora_jax.adapters.registry import (
     AdapterEntry,
+    AdapterNotFound,
     AdapterRegistry,
     AdapterRejected,
     HostShare,
@@ -93,12 +94,12 @@ class Rollouts:
         deadline: float = float("inf"),
         ticket: Ticket | None = None,
     ) -> AdapterEntry:
-        """Return what `AdapterRegistry.resolve` does; a version that cannot be read has failed."""
+        """Return what `AdapterRegistry.resolve` does; a version that is not there has failed."""
         try:
             return self._registry.resolve(full_name, share, deadline, ticket)
         except RegistryBusy:
             raise
-        except AdapterRejected:
+        except (AdapterNotFound, AdapterRejected):
             self.finished(full_name, Outcome(failed=True))
             raise
 
@@ -224,6 +225,16 @@ class Rollouts:
         with self._count_lock:
             counts = {v: self._counts.get((name, v), (0, Outcomes())) for v in state.now.buckets}
         return {v: seen for v, (revision, seen) in counts.items() if revision == state.revision}
+
+    def lacking(self) -> dict[str, float]:
+        """Return the full names of versions that have a share and are not loaded, with percent."""
+        known = {entry.name for entry in self._registry.known()}
+        shares = {
+            joined(name, version): state.now.buckets[version] / 100
+            for name, state in self._current().items()
+            for version in state.now.served
+        }
+        return {name: share for name, share in shares.items() if name not in known}
 
     def versions_of(self, name: str) -> tuple[str, ...]:
         """Return the versions that are loaded."""

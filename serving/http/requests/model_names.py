@@ -109,6 +109,9 @@ class ModelNames:
             how = {"lends": lends, "is_gone": is_gone}
             entry = await entry_in_turn(self._engine, chosen, share, **how)
         except AdapterNotFound:
+            if chosen != adapter:
+                why = f"The version {chosen!r} has a share of {adapter!r} and is not loaded."
+                raise ApiError(503, why, param=param) from None
             raise unknown_model(shown, param) from None
         return Target(adapter, chosen, entry)
 

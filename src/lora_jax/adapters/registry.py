@@ -196,11 +196,11 @@ class AdapterRegistry:
         with self._lock:
             if (entry := self._names.use(name, ticket)) is not None:
                 return entry
+            if name in self.refused:
+                raise AdapterRejected(self.refused[name])
             on_use = self._folders.has_root and NAME.fullmatch(name)
             if name not in self._names.evicted and (not on_use or name in self._base_names):
                 raise self._names.not_found(name)
-            if name in self.refused:
-                raise AdapterRejected(self.refused[name])
             if name in self._names.evicted:  # others may not be there at all
                 self._tier.take_turn(name, ticket)
         with self._turns.turn(name, deadline):

@@ -304,9 +304,10 @@ def test_a_repeated_load_takes_only_the_same_files_and_is_not_limited(root):
 
 def test_a_refused_name_comes_back_only_by_a_load(root):
     names = registry(root)
-    names.refuse("sql", "Its files have changed.")
-    with pytest.raises(AdapterRejected, match="Its files have changed"):
-        names.resolve("sql")
+    for name in ("sql", "sql@v1"):  # a version is never read on its first use
+        names.refuse(name, "Its files have changed.")
+        with pytest.raises(AdapterRejected, match="Its files have changed"):
+            names.resolve(name)
     names.load("sql", "sql")
     names.unload("sql")
     assert names.resolve("sql").name == "sql"

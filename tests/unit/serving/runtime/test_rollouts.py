@@ -125,6 +125,16 @@ def test_a_version_that_cannot_be_read_counts_as_failed(made, registry, tmp_path
     wait_until(lambda: shares(made) == {"v1": 100})
 
 
+def test_a_version_that_is_not_loaded_is_told_and_counts_as_failed(made, registry):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.0, "min_requests": 1})
+    assert made.lacking() == {}
+    registry.unload("sql@v2")
+    assert made.lacking() == {"sql@v2": 5}
+    with pytest.raises(AdapterNotFound):
+        made.resolve("sql@v2")
+    wait_until(lambda: shares(made) == {"v1": 100})
+
+
 def test_a_guard_with_no_way_back_says_so_once(made, caplog):
     made.set("sql", {"v1": 100}, {"error_rate": 0.0, "min_requests": 1})
     for _ in range(5):

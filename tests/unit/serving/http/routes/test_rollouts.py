@@ -215,6 +215,22 @@ def test_the_admin_changes_and_a_tenant_sees_its_own(tmp_path):
     }
 
 
+def test_a_version_that_is_not_loaded_is_no_model_that_does_not_exist(tmp_path):
+    """As after a restart whose journal found other files."""
+    engine = FakeEngine(write_fake_adapters(tmp_path / "root", "sql"))
+    engine.registry.load("sql@v1", "sql")
+    with client_of(create_app(engine, HttpSettings(enable_runtime_lora=True))) as client:
+        assert client.put(PATH, json={"versions": {"v1": 100}}).status_code == 200
+        engine.registry.unload("sql@v1")
+        answer = ask(client)
+        assert answer.status_code == 503
+        assert "'sql@v1' has a share of 'sql' and is not loaded" in answer.text
+        assert ask(client, "sql@v1").status_code == 404
+        engine.registry.refuse("sql@v1", "Its files have changed.")
+        answer = ask(client)
+        assert (answer.status_code, "files have changed" in answer.text) == (400, True)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "said"),
     [
