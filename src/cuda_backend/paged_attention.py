@@ -25,8 +25,8 @@ BOX = 16  # positions that one copy brings; a page holds a whole number of them
 CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
-# Chunks of a sequence, and of tokens that memory is set aside for, to be worked on side by side. With
-# fewer and longer ones two CTAs worked on a row of a model that has room for 131072 positions.
+# Chunks of a sequence, and of tokens that memory is set aside for, to be worked on side by side.
+# With fewer and longer ones a row of a model with room for 40960 positions had one CTA.
 MOST_CHUNKS, PARTS = 256, 32768
 MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
 MOST_CUT = 512  # tokens of a step with prompts that are cut
