@@ -83,13 +83,14 @@ def _sentence(details: dict[str, Any]) -> str:
 
 
 def metrics() -> str:
-    """Return a table of the metrics, from the registries of an engine and of an HTTP server."""
+    """Return a table of the metrics of an engine, an HTTP server and a LoRA Server."""
     from serving.engine.metrics.metrics import EngineMetrics
     from serving.http.access.observe import HttpMetrics
+    from serving.lora_server.lease_metrics import LeaseMetrics
 
     engine = EngineMetrics("MODEL", 1024, {"block_size": "16"}, 1)
     rows = []
-    for registry in (engine.registry, HttpMetrics().registry):
+    for registry in (engine.registry, HttpMetrics().registry, LeaseMetrics().registry):
         for family in registry.collect():
             suffix = "_total" if family.type == "counter" else ""
             collector = _collectors(registry).get(family.name)

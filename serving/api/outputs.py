@@ -2,8 +2,8 @@
 
 import dataclasses
 
+from lora_jax.adapters.composition import versions_in
 from lora_jax.adapters.task_head import HeadAnswer
-from lora_jax.adapters.versions import split
 from serving.api.request import FinishReason, OutputDelta, TokenLogprobs
 
 
@@ -44,7 +44,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: int = 0
     prompt: str | None = None  # its text, where it came as text
-    adapter_version: str | None = None  # that served it, where the adapter has versions
+    adapter_version: str | None = None  # that served it; of a sum: `sql@v2, formal@v1`
 
     @property
     def finished(self) -> bool:
@@ -105,7 +105,7 @@ class OutputCollector:
             prompt_logprobs=self._prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             prompt=self._prompt,
-            adapter_version=split(self._last.adapter or "")[1],
+            adapter_version=versions_in(self._last.adapter or ""),
         )
 
 

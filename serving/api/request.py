@@ -7,6 +7,7 @@ cache, its pages). The scheduler plans steps over sequences; the model runner ex
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -172,9 +173,10 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens to compute until the next one is sampled; 0: nothing more to plan."""
-        if self.max_outputs and self.num_scheduled_outputs >= self.max_outputs:
+        scheduled = self.num_scheduled_outputs
+        if self.max_outputs and scheduled >= self.max_outputs:
             return 0
-        return self.num_prompt + self.num_scheduled_outputs - self.num_computed
+        return len(self.request.prompt_ids) + scheduled - self.num_computed
 
     @property
     def has_ended(self) -> bool:
@@ -255,19 +257,24 @@ class StepPlan:
     merged: Merged | None = None
     moves: tuple[PageMove, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+    # Each is asked for several times a step, and looks at every chunk.
 
-    @property
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        return sum([chunk.num_tokens for chunk in self.chunks])
+
+    @functools.cached_property
     def has_drafts(self) -> bool:
         """True if the next step's positions follow from this step's results."""
         return any(chunk.drafts for chunk in self.chunks)
 
-    @property
+    @functools.cached_property
     def is_bound(self) -> bool:
         """True if a grammar binds a token that the step draws."""
-        return any(c.samples and c.sequence.request.grammar is not None for c in self.chunks)
+        for chunk in self.chunks:
+            if chunk.samples and chunk.sequence.request.grammar is not None:
+                return True
+        return False
 
     @property
     def is_mixture(self) -> bool:

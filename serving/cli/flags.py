@@ -75,7 +75,7 @@ def build_parser() -> ParserWithSource:
     parser.add_argument("--provision", metavar="FILE", help=text)
     text = (
         "Print the devices and memory that a deployment of many adapters needs, then exit. "
-        "serving/cli/plan.py describes the JSON."
+        "docs/how-to/plan-a-deployment.md describes the JSON."
     )
     parser.add_argument("--plan", nargs="?", const="{}", metavar="JSON", help=text)
     parser.add_argument(

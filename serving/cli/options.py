@@ -5,7 +5,7 @@ import ipaddress
 from collections.abc import Mapping
 from typing import Any
 
-from lora_jax.adapters.versions import check_name, split
+from lora_jax.adapters.versions import check_name, is_of
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
@@ -48,8 +48,10 @@ class Options:
             raise ValueError(f"--lora-modules has the name {twice!r} twice.")
         for name in names:  # before the model is loaded
             check_name(name)
-            if split(name)[0] in self._base_names:
-                raise ValueError(f"--lora-modules: {name!r} is the name of the base model.")
+            if is_of(name, self._base_names):
+                raise ValueError(
+                    f"--lora-modules: {name!r} is the name of the base model, or a version of it."
+                )
         if not 1 <= self.max_connections <= 1_000_000:
             raise ValueError(f"--max-connections must be 1 to 1000000, got {self.max_connections}.")
         if not 0 <= self.shutdown_timeout <= 3600:

@@ -3,12 +3,16 @@
 The JSON may have, with these defaults:
 
     {"adapters": 1000, "zipf": 1.0, "rank": 16, "modules": ["q_proj", ...] (all),
-     "device_bytes": 80e9, "price_per_gpu_hour": 2.0}
+     "device_bytes": 80e9, "price_per_gpu_hour": 2.0, "guide": false}
+
+"trace": "FILE" in the place of adapters and zipf is a file with the adapter of each request, one a
+line. "guide" adds the tables of the guide "LoRA and QLoRA for Serving" for the model.
 
 Sizes that a server would have are those of its own flags: --max-loras, --max-lora-rank,
 --max-cpu-loras, --max-total-adapter-bytes, --gpu-memory-utilization, --lora-memory-bytes. No jax.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -17,13 +21,12 @@ from typing import Any
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import lru_hits, top_share, zipf
-from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
+from serving.cli.guide import MONTH_H, adapter_bytes, attention_of, guide_lines
+from serving.cli.trace_hits import read_trace, tier_hits
 from serving.engine.memory.sizing import ASKED_LORA_SHARE
 
 _RANKS = (4, 16, 64, 256)
-_MONTH_H = 730
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,8 @@ class PlanRequest:
     modules: tuple[str, ...] = ()  # none: all
     device_bytes: float = 80e9
     price_per_gpu_hour: float = 2.0
+    guide: bool = False
+    trace: tuple[str, ...] = ()  # the adapter of each request; none: drawn by Zipf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +64,32 @@ def read_request(text: str) -> PlanRequest:
     modules = given.pop("modules", [])
     if not isinstance(modules, list) or not all(isinstance(m, str) for m in modules):
         raise ValueError("modules must be a list of texts.")
+    guide, trace = given.pop("guide", False), _trace_of(given)
+    if not isinstance(guide, bool):
+        raise ValueError(f"guide must be true or false, got {guide!r}.")
     for name, value in given.items():
         _check(name, value)
-    return PlanRequest(**given, modules=tuple(modules))
+    if trace:
+        given["adapters"] = len(set(trace))
+    return PlanRequest(**given, modules=tuple(modules), guide=guide, trace=trace)
+
+
+def _trace_of(given: dict[str, Any]) -> tuple[str, ...]:
+    """Take the trace out of what is given, and read it."""
+    path = given.pop("trace", None)
+    if path is None:
+        return ()
+    if not isinstance(path, str):
+        raise ValueError("trace must be the path of a file.")
+    drawn = next((name for name in ("adapters", "zipf") if name in given), None)
+    if drawn is not None:
+        raise ValueError(f"trace says what requests name: leave {drawn} out.")
+    try:
+        return read_trace(path)
+    except OSError as error:
+        raise ValueError(f"trace {path!r}: {error.strerror or error}.") from None
+    except ValueError as error:
+        raise ValueError(f"trace {path!r}: {error}") from None
 
 
 def _check(name: str, value: Any) -> None:
@@ -73,25 +101,6 @@ def _check(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be {kind} of at least {least}, got {value!r}.")
     if name == "adapters" and value > 1_000_000:
         raise ValueError(f"adapters must be at most 1,000,000, got {value}.")
-
-
-def adapter_bytes(
-    catalogue: LoraCatalogue, rank: int, itemsize: int, modules: tuple[str, ...] = ()
-) -> int:
-    """Return the bytes of an adapter of one rank on these modules of every layer, or on all.
-
-    Raises ValueError for a module that the model has not.
-    """
-    unknown = next((name for name in modules if name not in catalogue.modules), None)
-    if unknown is not None:
-        raise ValueError(f"modules has {unknown!r}; the model has {catalogue.module_names}.")
-    chosen = [catalogue.modules[name] for name in modules or catalogue.module_names]
-    rows: dict[int, int] = {}
-    for module in chosen:
-        count = len(module.layers) * max(module.num_experts, 1) * rank
-        for width in (module.d_in, module.d_out):
-            rows[width] = rows.get(width, 0) + count
-    return rows_nbytes(rows, itemsize)
 
 
 def plan_text(
@@ -126,13 +135,16 @@ def plan_text(
         f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
         f"disk           {request.adapters} adapters, {spell_bytes(request.adapters * one)}",
     ]
-    lines += [*_hit_lines(request, on_device, on_host), *_cost_lines(request, gpus)]
+    hits = _trace_lines(request, on_device, on_host, one) if request.trace else None
+    lines += [*(hits or _hit_lines(request, on_device, on_host)), *_cost_lines(request, gpus)]
+    if request.guide:
+        lines += guide_lines(catalogue, sizes.weights, sizes.itemsize)
     return "\n".join(lines)
 
 
 def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:
     """Return the bytes of the weights, and of one adapter by rank."""
-    attention = tuple(name for name in _ATTENTION if name in catalogue.modules)
+    attention = attention_of(catalogue)
     lines = [f"model          {spell_bytes(sizes.weights)} of weights"]
     for rank in _RANKS:
         every = spell_bytes(adapter_bytes(catalogue, rank, sizes.itemsize))
@@ -152,10 +164,23 @@ def _hit_lines(request: PlanRequest, on_device: int, on_host: int) -> list[str]:
     ]
 
 
+def _trace_lines(request: PlanRequest, on_device: int, on_host: int, one: int) -> list[str]:
+    asked = request.trace
+    hits = tier_hits(asked, on_device, on_host, one)
+    popular = collections.Counter(asked).most_common(on_device)
+    best = sum(count for _, count in popular)
+    device, host, disk, first, best = (count / len(asked) for count in (*hits, best))
+    return [
+        f"requests       {len(asked)} of the trace for {request.adapters} adapters: device "
+        f"{device:.1%}, host {host:.1%}, disk {disk:.1%} (the first of each adapter {first:.1%}); "
+        f"the {on_device} most popular get {best:.1%}"
+    ]
+
+
 def _cost_lines(request: PlanRequest, gpus: int) -> list[str]:
-    month = gpus * request.price_per_gpu_hour * _MONTH_H
+    month = gpus * request.price_per_gpu_hour * MONTH_H
     copies = month * request.adapters
     return [
         f"cost           {gpus} GPUs at {request.price_per_gpu_hour:g} an hour: {month:,.0f} a "
-        f"month of {_MONTH_H} h; a copy of the model for each adapter: {copies:,.0f}",
+        f"month of {MONTH_H} h; a copy of the model for each adapter: {copies:,.0f}",
     ]

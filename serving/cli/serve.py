@@ -26,7 +26,9 @@ from serving.http.wire.connections import ConnectionLimits, fitting
 from serving.http.wire.drain import Drain
 from serving.http.wire.edge import at_the_edge
 from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config
-from serving.runtime.journal import Journal, replay
+from serving.runtime import rollouts
+from serving.runtime.garbage import rare_collections
+from serving.runtime.journal import FILE, Journal, replay
 from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)
@@ -63,8 +65,10 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     with ExitStack() as stack:
         journal = journal_of(options)
-        if journal is not None and options.cluster.is_single:
-            stack.enter_context(only_server(journal))
+        if options.cluster.is_single:
+            tell_unused_state(options)
+            if journal is not None:
+                stack.enter_context(only_server(journal))
         metrics = _open_aside(options, stack)
         engine = stack.enter_context(_engine(options, access, gang))
 
@@ -80,6 +84,7 @@ def serve(
         server = _server(options, engine, sock, journal, lambda: announce(started), *aside)
         if options.log_stats:
             stack.enter_context(logs.PeriodicStats(engine))
+        stack.enter_context(rare_collections())
         run_server(server, sock)
 
 
@@ -93,6 +98,19 @@ def journal_of(options: Options) -> Journal | None:
         raise StartError(f"Cannot use --state-dir: {error}") from error
 
 
+def tell_unused_state(options: Options) -> None:
+    """Log which files of the state folder are not used, where adapters cannot change."""
+    if options.state_dir is None or options.http.enable_runtime_lora:
+        return
+    files = [file for file in (FILE, rollouts.FILE) if Path(options.state_dir, file).exists()]
+    if files:
+        logger.warning(
+            "%s of --state-dir: not used. Loads at run time and rollouts need "
+            "--enable-runtime-lora.",
+            " and ".join(files),
+        )
+
+
 def keep_rollouts(engine: Any, journal: Journal | None) -> None:
     """Keep rollouts beside the journal, and take those that are there; StartError for others."""
     if journal is None:
@@ -101,6 +119,13 @@ def keep_rollouts(engine: Any, journal: Journal | None) -> None:
         engine.rollouts.keep_in(journal.folder)
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot use --state-dir: {error}") from error
+    for name, share in engine.rollouts.lacking().items():
+        logger.error(
+            "The version %s has %g%% of its rollout and is not loaded: these requests fail. Load "
+            "it, or roll back.",
+            name,
+            share,
+        )
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from serving.cli.serve import (
     journal_of,
     only_server,
     run_server,
+    tell_unused_state,
     url_of,
 )
 from serving.cluster.abstract_front import BodyLimits
@@ -60,6 +61,7 @@ def serve_cluster(
         # Until the server answers: then it handles the signal itself.
         before = signal.signal(signal.SIGTERM, leave)
         stack.callback(signal.signal, signal.SIGTERM, before)
+        tell_unused_state(options)
         journal = journal_of(options)
         if journal is not None:
             stack.enter_context(only_server(journal))
@@ -126,7 +128,7 @@ def front_app(cluster: LocalCluster, options: Options, keys: KeyRing, audit: Aud
         BodyLimits(cluster.body_bytes, http.body_timeout_s),
         cluster.roles,
         cluster.changes,
-        metrics.failed_keys_text,
+        lambda: metrics.failed_keys_text() + cluster.metrics_text(),
     )
     guarded = CatchAll(OneLength(Authenticate(proxy, keys, metrics, http.demo)))
     return Observe(guarded, metrics, audit, options.access_log)

@@ -144,6 +144,10 @@ class LocalCluster:
             roles["ranks"] = self.group.up()
         return roles
 
+    def metrics_text(self) -> str:
+        """Return the metrics of the LoRA Server, where there is one."""
+        return "" if self.group is None else self.group.coordinator.metrics.text()
+
     def replace_no_more(self) -> None:
         """The end has begun: an instance that leaves, perhaps of the same signal, is not missed."""
         self._closing.set()

@@ -24,7 +24,7 @@ from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Conversation, chat_
 from serving.engine.inputs.generate_arguments import Adapter, Prompt, adapter_and_sampling
 from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
 from serving.runtime.entry_turn import entry_in_turn
-from serving.runtime.mailbox import Mailbox
+from serving.runtime.mailbox import Inbox, Mailbox
 from serving.text.tokenizer import Tokenizer
 
 
@@ -159,7 +159,7 @@ class _Answer:
         self._engine, self._mailbox = engine, mailbox
         self._request_id = request_id or secrets.token_hex(12)
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[OutputDelta] = asyncio.Queue()
+        self._queue: Inbox[OutputDelta] = Inbox()
         self._is_left = False
 
     async def hand_in(self, prompt: Prompt, session: str | None, **given: Any) -> SinglePrompt:

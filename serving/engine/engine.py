@@ -359,7 +359,9 @@ class Engine:
         away. A user keeps a version; a raised share of a newer version moves users to it only.
         Raises ValueError, and then nothing has changed.
         """
-        return self.rollouts.set(name, {**(versions or {}), **shares}, guard)
+        given = {} if versions is None else versions
+        given = {**given, **shares} if isinstance(given, Mapping) else given  # else: refused
+        return self.rollouts.set(name, given, guard)
 
     def rollback(self, name: str) -> Rollout:
         """Take the newest version's users back to older ones; running requests end on theirs.

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,8 +56,8 @@ _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 HTTP = "serving.functions.http_side"  # half a second of imports, for functions with routes alone
 
 
-def main(connection) -> None:
-    """Be a function until the other side of the connection has gone."""
+def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
+    """Be a function until the other side of the connection has gone, of which `on_end` is told."""
     order = receive_header(connection)
     programs = order.get("programs")
     folders = [] if programs is None else keep_programs_apart(**programs)
@@ -128,6 +129,7 @@ def main(connection) -> None:
         calls = _Calls(connection, engine, arena, adapter, side, tenants and tenants.side)
         threading.Thread(target=calls.end_with_engine, name="end", daemon=True).start()
         calls.answer()
+        on_end()
 
 
 def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
@@ -151,9 +153,16 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
         gpus=order["jail"]["gpus"],
+        programs=jail.interpreter() if _tries_grammars(order) else [],
     )
     for what in failed:
         logger.warning("Function %r runs without %s", order["name"], what)
+
+
+def _tries_grammars(order: dict[str, Any]) -> bool:
+    """Return whether the engine starts a process that compiles grammars before it does."""
+    fields = order["fields"]
+    return "manifest" in order and fields.get("structured_outputs", EngineConfig.structured_outputs)
 
 
 def _http_side(engine: Engine, http: dict[str, Any]) -> "HttpSide":

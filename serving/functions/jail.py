@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import resource
 import struct
 import sys
@@ -23,7 +24,9 @@ _BENEATH, _VERSION_ASKED = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _ALL = (1 << 16) - 1  # of version 5
 _OF_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-_OF_FILES = _WRITE | _READ | _TRUNCATE  # what a rule of a file that is no folder may name
+_OF_FILES = (
+    _EXECUTE | _WRITE | _READ | _TRUNCATE
+)  # what a rule of a file that is no folder may name
 _TCP = 0b11  # bind, connect: from version 4
 _SCOPES = 0b11  # abstract sockets, signals: from version 6
 _NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
@@ -32,12 +35,20 @@ _MAX_FILES = 4096
 _CALLS = {"x86_64": (0xC000003E, (41, 101, 310, 311, 438, 312))}
 _CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
 _OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
-_SYSTEM = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev", "/proc/self", "/proc/cpuinfo")
-_SYSTEM += ("/proc/meminfo", "/proc/stat", "/proc/sys")
+_SYSTEM = ("/usr", "/lib", "/lib64", "/sys", "/proc/self", "/proc/cpuinfo", "/proc/meminfo")
+_SYSTEM += ("/proc/stat", "/proc/sys")
+# Not all of /etc, which holds keys of the machine, nor of /dev, where root could read its disks.
+_OF_ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "os-release")
+_OF_ETC += ("passwd", "group", "nsswitch.conf", "ssl/openssl.cnf", "pki/tls/openssl.cnf")
+_OF_ETC += ("crypto-policies", "mime.types")
+_OF_NETWORK = ("hosts", "host.conf", "resolv.conf", "gai.conf", "services", "ssl/certs")
+_OF_NETWORK += ("pki/tls/certs", "pki/tls/cert.pem", "pki/ca-trust/extracted")
+_OF_DEV = "zero", "full", "random", "urandom"
 # What CUDA's driver reads beside it, and the threads of this process, which it gives names.
 _OF_DRIVER = ("/proc/devices", "/proc/modules", "/proc/driver/nvidia", "/proc/driver/nvidia-uvm")
 _THREADS = "/proc/self/task"
-_OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools, display and rights
+_OF_CUDA = ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm")  # not its tools and display
+_RIGHTS_OF_CUDA = "nvidia-caps"  # to use a part of a GPU, for reading
 
 
 def limits(
@@ -46,16 +57,29 @@ def limits(
     """Return the limits of the process of an agent's order; None: it is in no jail.
 
     In the jail of a GPU nothing compiles, as XLA's assembler is a program. So neither the process
-    that makes programs is in it nor the guard; both have no adapter and no call of a tenant.
+    that makes programs is in it nor the guard; both have no adapter and no call of a tenant. On a
+    CPU the former may hold more than a function, as compilers need it.
     """
     if isolation == "none":
         return None
+    makes = (order.get("programs") or {}).get("writes")
     if device == "cpu":
-        return {"memory_bytes": memory_bytes, "gpus": False}
-    compiles = order.get("guard") or (order.get("programs") or {}).get("writes")
-    if compiles or not stops_compiling(device):
+        bound = None if makes and isolation == "process" else memory_bytes
+        return {"memory_bytes": bound, "gpus": False}
+    if makes or order.get("guard") or not stops_compiling(device):
         return None
     return {"memory_bytes": None, "gpus": True}
+
+
+def bound_of(limits: dict[str, Any] | None) -> str:
+    """Return what to add to the error of a process that ended: its bound of memory, if any."""
+    num_bytes = None if limits is None else limits["memory_bytes"]
+    if num_bytes is None:
+        return ""
+    return (
+        f" It may hold {num_bytes >> 20} MiB (--functions-memory-bytes, memory_bytes): if that is "
+        "too little for one function, raise it."
+    )
 
 
 def stops_compiling(device: str) -> bool:
@@ -71,19 +95,21 @@ def enter(
     memory_bytes: int | None = None,
     network: bool = False,
     gpus: bool = False,
+    programs: Iterable[str | Path] = (),
 ) -> list[str]:
     """Bind this process, which has one thread, for good; return what the kernel could not do.
 
     `reads` and `writes` are files and folders with all below them, beside the system's own; of
-    `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
-    bounds the process' own memory. With `network` internet sockets are left, with `gpus` all NVIDIA
-    devices for computing.
+    `lists` names may be read. Nothing else can be opened, and nothing executed but `programs`,
+    which stay in the jail. `memory_bytes` bounds the process' own memory. With `network` internet
+    sockets are left, with `gpus` all NVIDIA devices for computing.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = _limit(memory_bytes)
-    rules = _rules(reads, writes, lists, gpus)
+    rules = _rules(reads, writes, lists, gpus, network)
+    rules += [(path, _READ | _EXECUTE) for path in programs]
     steps = {
         "Landlock (files, signals)": lambda: _landlock(libc, rules, network),
         "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
@@ -96,10 +122,19 @@ def enter(
     return failed
 
 
+def interpreter() -> list[str]:
+    """Return the files that the kernel executes to start this process' interpreter again."""
+    maps = Path("/proc/self/maps").read_text()
+    loaders = re.findall(r"/\S*/ld-\S+$", maps, re.MULTILINE)
+    return sorted({os.path.realpath(sys.executable), *loaders})
+
+
 def code_folders(without: Iterable[str | Path]) -> list[Path]:
     """Return folders of the interpreter and its modules, none below another one.
 
-    Of one that holds a path of `without`, such as a checkout, the packages that are imported.
+    Of one that holds a path of `without`, such as a checkout, the packages that are imported. So
+    it is with the current folder, where `python -m` looks for modules too: tenants' files may be
+    there.
     """
     private = [f"{os.path.realpath(path)}/" for path in without]
     kept: list[str] = []
@@ -113,7 +148,10 @@ def code_folders(without: Iterable[str | Path]) -> list[Path]:
 @functools.lru_cache(maxsize=1)  # a fork of the zygote has imported nothing more
 def _folders_of(num_modules: int) -> list[str]:
     """Return all folders of code, links followed, in an order in which inner ones come later."""
-    found = {sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}
+    here = os.path.realpath(os.curdir)
+    places = (place for place in sys.path if os.path.isdir(place))
+    found = {sys.prefix, sys.base_prefix}
+    found |= {place for place in places if os.path.realpath(place) != here}
     for module in list(sys.modules.values()):
         spec = getattr(module, "__spec__", None)  # `__path__` of torch.classes is no list
         places = getattr(spec, "submodule_search_locations", None) or ()
@@ -139,13 +177,16 @@ def _limit(memory_bytes: int | None) -> list[str]:
     return failed
 
 
-def _rules(reads, writes, lists, gpus: bool) -> list[tuple[str | Path, int]]:
+def _rules(reads, writes, lists, gpus: bool, network: bool = False) -> list[tuple[str | Path, int]]:
     """Return paths with what is allowed below them."""
-    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *reads)]
+    etc = [f"/etc/{name}" for name in (*_OF_ETC, *(_OF_NETWORK if network else ()))]
+    dev = [f"/dev/{name}" for name in _OF_DEV]
+    rules = [(path, _READ | _LIST) for path in (*_SYSTEM, *etc, *dev, *reads)]
     rules += [(path, _ALL & ~_EXECUTE) for path in (*writes, "/dev/null")]
-    rules += [(path, _LIST) for path in lists]
+    rules += [(path, _LIST) for path in ("/dev", *lists)]
     if gpus:
         rules += [(path, _READ | _LIST) for path in _OF_DRIVER]
+        rules.append((f"/dev/{_RIGHTS_OF_CUDA}", _READ | _LIST))
         devices = (path for name in _OF_CUDA for path in Path("/dev").glob(name))
         rules += [(path, _READ | _WRITE | _IOCTL) for path in devices]
         rules += [(_THREADS, _WRITE | _TRUNCATE)]

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lora_jax.memory.wire import ShareError, receive_header, send_fds, send_header
@@ -25,6 +26,9 @@ _ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
 }
+# Names of variables that hold secrets, such as SERVING_API_KEY, but for settings of libraries.
+_SECRET = re.compile(r"(?:.*_)?(?:KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(?:_.*)?")
+_SETTINGS = "JAX_", "XLA_", "LORA_JAX_", "CUDA_", "NVIDIA_"
 
 
 class Zygote:
@@ -123,6 +127,12 @@ def _ends_by(process: int, until: float) -> bool:
     return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
 
 
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of an agent's process: none by whose name it is a secret."""
+    kept = {n: v for n, v in given.items() if n.startswith(_SETTINGS) or not _SECRET.fullmatch(n)}
+    return {**_ENVIRONMENT, **kept}
+
+
 def spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
     """Start a module as a process; return it with our end of its only connection."""
     ours, theirs = socket.socketpair()
@@ -130,7 +140,7 @@ def spawn(module: str) -> tuple[subprocess.Popen, socket.socket]:
         end = theirs.fileno()
         try:
             command = [sys.executable, "-m", module, str(end)]
-            process = subprocess.Popen(command, pass_fds=[end], env={**_ENVIRONMENT, **os.environ})
+            process = subprocess.Popen(command, pass_fds=[end], env=environment(os.environ))
         except BaseException:
             ours.close()
             raise

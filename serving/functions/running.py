@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 import queue
 import select
 import socket
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lora_jax.memory.wire import receive_header, send_fds, send_header
+
+logger = logging.getLogger(__name__)
 
 # Why a process has ended, in the error of its calls.
 LACKED = "ran out of the device memory that was measured for it, and starts again with more"
@@ -146,6 +149,9 @@ class Running:
                     answers.put(answer)
         except OSError:
             pass
+        except (KeyError, TypeError) as error:  # of a message that no function sends
+            logger.error("Process %d has sent nonsense and is given up: %r", self.pid, error)
+            self._shut_down()
         with self._lock:
             self.ended, waiting = True, list(self._waiting.values())
             self._waiting.clear()

@@ -35,6 +35,7 @@ from serving.steps.kept_steps import code_digest
 # What is imported without an order, in parts; an order that comes meanwhile waits for one part.
 _IDLE = "pydantic", "fastapi", "uvicorn.server", function_process.HTTP
 _IDLE_OF_GPU = ("jax.experimental.pallas.mosaic_gpu",)  # which kept programs import as well
+_END_S = 20  # for a function to leave; the kernel then ends it, as where a step hangs for good
 _QUIET_S = 0.2  # after the last order; an agent that waits for this process asks at once
 # That the first program imports elsewhere.
 _LATE = (
@@ -86,6 +87,7 @@ def _import(name: str) -> None:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -134,7 +136,7 @@ def _be_function(control: socket.socket, end: int) -> None:
         control.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with socket.socket(fileno=end) as connection:
-            function_process.main(connection)
+            function_process.main(connection, lambda: signal.alarm(_END_S))
         status = 0
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)

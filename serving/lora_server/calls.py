@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from serving.lora_server.coordinator import Coordinator, Lease, NoRoom
+from serving.lora_server.lease_metrics import PartLoad
 
 _ERRORS = {error.__name__: error for error in (ValueError, NoRoom, ConnectionError)}
 _LIMIT_S = 60.0  # for an answer: an adapter's files may have to be read first
@@ -130,9 +131,9 @@ class RemoteRank:
     def __init__(self, caller: Caller):
         self._caller = caller
 
-    def load(self, number: int, folder: str, digest: str, version: int) -> None:
+    def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """See server.RankServer.load."""
-        self._caller.call("load", number, folder, digest, version)
+        return PartLoad(*self._caller.call("load", number, folder, digest, version))
 
     def unload(self, number: int, version: int) -> None:
         """See server.RankServer.unload."""

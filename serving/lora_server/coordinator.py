@@ -12,7 +12,9 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Any, Protocol
+
+from serving.lora_server.lease_metrics import LeaseMetrics, PartLoad
 
 
 class NoRoom(RuntimeError):
@@ -22,7 +24,7 @@ class NoRoom(RuntimeError):
 class RankControl(Protocol):
     """One rank as the coordinator sees it; see server.RankServer."""
 
-    def load(self, number: int, folder: str, digest: str, version: int) -> None: ...
+    def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad: ...
 
     def unload(self, number: int, version: int) -> None: ...
 
@@ -60,6 +62,7 @@ class Coordinator:
 
     def __init__(self, ranks: Sequence[RankControl], num_adapters: int):
         """`num_adapters` is that of every rank."""
+        self.metrics = LeaseMetrics()
         self._ranks: list[RankControl | None] = list(ranks)
         self._num_adapters = num_adapters
         self._changing = threading.Lock()  # what the ranks hold; taken before the other
@@ -80,10 +83,13 @@ class Coordinator:
         """
         lease = self._give(instance, digest)
         if lease is not None:
+            self.metrics.held()
             return lease
         with self._changing:
-            if not self.holds(digest):  # another may have loaded it meanwhile
-                self._load(digest, folder)
+            if self.holds(digest):  # another has loaded it meanwhile
+                self.metrics.held()
+            else:
+                self.metrics.loaded(self._load(digest, folder))
             lease = self._give(instance, digest)
         assert lease is not None, "an adapter has gone while nothing could change"
         return lease
@@ -97,6 +103,8 @@ class Coordinator:
             if lease is None and key not in self._requested:
                 self._requested[key] = future = self._requests.submit(self.lease, *key, folder)
                 future.add_done_callback(lambda _: self._drop_unwanted(key))
+            elif lease is not None and key not in self._requested:
+                self.metrics.held()
             future = self._requested.get(key)
             if future is None or not future.done():
                 return lease
@@ -174,7 +182,7 @@ class Coordinator:
             self._held[digest].leases.add(instance)
             return Lease(self._held[digest].number, self._held[digest].version)
 
-    def _load(self, digest: str, folder: str) -> None:
+    def _load(self, digest: str, folder: str) -> list[PartLoad]:
         """Bring the adapter onto all ranks, evicting idle ones until it fits."""
         while True:
             if len(self._held) >= self._num_adapters:
@@ -182,11 +190,11 @@ class Coordinator:
             number = self._take_number()
             self._version += 1
             load = operator.methodcaller("load", number, folder, digest, self._version)
-            errors = self._everywhere(load)
+            parts, errors = self._everywhere(load)
             if not errors:
                 with self._lock:
                     self._held[digest] = _Held(number, self._version, folder)
-                return
+                return parts
             self._unload(number)
             if not all(isinstance(error, ValueError) for error in errors):
                 raise ConnectionError("A rank of the LoRA Server is not there.") from errors[0]
@@ -212,16 +220,17 @@ class Coordinator:
         self._generations[index] += 1
         return self._generations[index] * self._num_adapters + index
 
-    def _everywhere(self, call: Callable[[RankControl], None]) -> list[Exception]:
-        """Run a call on all ranks at once; return what went wrong."""
+    def _everywhere(self, call: Callable[[RankControl], Any]) -> tuple[list[Any], list[Exception]]:
+        """Run a call on all ranks at once; return what they gave and what went wrong."""
         futures = [self._pool.submit(call, rank) for rank in self._ranks if rank is not None]
         wait(futures)
+        given = [future.result() for future in futures if future.exception() is None]
         outcomes = [future.exception() for future in futures]
         errors = [error for error in outcomes if isinstance(error, Exception)]
         unexpected = [e for e in errors if not isinstance(e, ValueError | ConnectionError)]
         if unexpected:
             raise unexpected[0]
-        return errors
+        return given, errors
 
 
 def _is_room(error: Exception) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,6 +27,7 @@ from lora_jax.typing import Array
 from serving.api.load_format import weight_source
 from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
+from serving.lora_server.lease_metrics import PartLoad
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.shards import ShardLayout, shard_part
 from serving.lora_server.transport.base import AbstractServer, Request
@@ -98,16 +100,18 @@ class RankServer:
         """Number of the rank."""
         return self._rank.shard.rank
 
-    def load(self, number: int, folder: str, digest: str, version: int) -> None:
+    def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
 
         That is when its first layer is here; a request of a later one waits for that. Raises
         ValueError when the files are refused, are not those of `digest`, have no room, or cannot be
         copied to the device, and ConnectionError when the rank has stopped.
         """
+        begun, read_s = time.monotonic(), 0.0
         part = self._parts.get(digest)
         if part is None:
             weights = self._read(folder, digest)
+            read_s = time.monotonic() - begun
             part = self._rank.pin(
                 shard_part(weights, self._rank.shard, copy=not self._source.made_up)
             )
@@ -122,6 +126,7 @@ class RankServer:
             return False
 
         self._submit(start, done).result()
+        return PartLoad(read_s, time.monotonic() - begun)
 
     def unload(self, number: int, version: int) -> None:
         """Hold nothing under `number` from now on. Raises ConnectionError as `load` does."""

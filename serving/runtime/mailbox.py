@@ -13,30 +13,39 @@ PAUSE, LONGEST_PAUSE_S = 2.0, 0.025
 MOST_KEPT = 256  # items that wake nobody; more at once would hold up the loop
 
 
+class Inbox[T](asyncio.Queue[T]):
+    """A queue that a mailbox fills."""
+
+    def take(self, items: list[T]) -> None:
+        """Put what a burst has for this queue, in order; called by the event loop."""
+        for item in items:
+            self.put_nowait(item)
+
+
 class Mailbox:
-    """Carries items to queues of one event loop; the first of a burst arrives at once.
+    """Carries items to inboxes of one event loop; the first of a burst arrives at once.
 
     The loop is to have a mailbox of its own.
     """
 
     def __init__(self) -> None:
-        self._items: collections.deque[tuple[asyncio.Queue[Any], Any]] = collections.deque()
+        self._items: collections.deque[tuple[Inbox[Any], Any]] = collections.deque()
         self._woken = False
         self._last_s, self._gap_s = 0.0, GAP_S
 
     def put(
         self,
         loop: asyncio.AbstractEventLoop,
-        queue: asyncio.Queue[Any],
+        inbox: Inbox[Any],
         item: Any,
         *,
         wakes: bool = True,
     ) -> None:
-        """Put an item into the queue soon; any thread may call. A closed loop drops it.
+        """Put an item into the inbox soon; any thread may call. A closed loop drops it.
 
         Unless it `wakes` the loop, the item arrives with the next one that does, or with many.
         """
-        self._items.append((queue, item))
+        self._items.append((inbox, item))
         if self._woken or not (wakes or len(self._items) >= MOST_KEPT):
             return
         self._woken = True
@@ -53,9 +62,12 @@ class Mailbox:
     def _deliver(self, loop: asyncio.AbstractEventLoop) -> None:
         self._last_s = loop.time()
         self._woken = False  # before looking: what comes after the last look wakes again
-        while self._items:
-            queue, item = self._items.popleft()
-            queue.put_nowait(item)
+        items, taken = self._items, {}
+        while items:
+            inbox, item = items.popleft()
+            taken.setdefault(inbox, []).append(item)
+        for inbox, own in taken.items():
+            inbox.take(own)
         loop.call_soon(self._took, loop, self._last_s)  # behind the tasks that got something
 
     def _took(self, loop: asyncio.AbstractEventLoop, begun_s: float) -> None:

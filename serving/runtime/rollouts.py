@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from lora_jax.adapters.registry import (
     AdapterEntry,
+    AdapterNotFound,
     AdapterRegistry,
     AdapterRejected,
     HostShare,
@@ -93,12 +94,12 @@ class Rollouts:
         deadline: float = float("inf"),
         ticket: Ticket | None = None,
     ) -> AdapterEntry:
-        """Return what `AdapterRegistry.resolve` does; a version that cannot be read has failed."""
+        """Return what `AdapterRegistry.resolve` does; a version that is not there has failed."""
         try:
             return self._registry.resolve(full_name, share, deadline, ticket)
         except RegistryBusy:
             raise
-        except AdapterRejected:
+        except (AdapterNotFound, AdapterRejected):
             self.finished(full_name, Outcome(failed=True))
             raise
 
@@ -225,6 +226,16 @@ class Rollouts:
             counts = {v: self._counts.get((name, v), (0, Outcomes())) for v in state.now.buckets}
         return {v: seen for v, (revision, seen) in counts.items() if revision == state.revision}
 
+    def lacking(self) -> dict[str, float]:
+        """Return the full names of versions that have a share and are not loaded, with percent."""
+        known = {entry.name for entry in self._registry.known()}
+        shares = {
+            joined(name, version): state.now.buckets[version] / 100
+            for name, state in self._current().items()
+            for version in state.now.served
+        }
+        return {name: share for name, share in shares.items() if name not in known}
+
     def versions_of(self, name: str) -> tuple[str, ...]:
         """Return the versions that are loaded."""
         parts = (split(entry.name) for entry in self._registry.known())
@@ -296,7 +307,8 @@ class Rollouts:
             text = "" if mark is None else (self._folder / FILE).read_text(encoding="utf-8")
             self._states = _parse(json.loads(text)) if text else {}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            wrong = f"{self._folder.name}/{FILE} holds no rollouts ({error}); move it away to "
+            why = f"there is no field {error}" if isinstance(error, KeyError) else error
+            wrong = f"{self._folder.name}/{FILE} holds no rollouts ({why}); move it away to "
             wrong += "start without them."
             if must:
                 raise ValueError(wrong) from error

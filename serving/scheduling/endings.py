@@ -12,10 +12,11 @@ def ending(
 
     Where a grammar binds the output, an end token comes only where its mask allows it.
     """
-    sampling = sequence.request.sampling
+    request = sequence.request
+    sampling = request.sampling
     if sampling.structured_outputs is not None and token in eos:
         return FinishReason.STOP, None
-    num_outputs = len(sequence.token_ids) - sequence.num_prompt
+    num_outputs = len(sequence.token_ids) - len(request.prompt_ids)
     if num_outputs >= sampling.min_tokens:
         if token in eos and not sampling.ignore_eos:
             return FinishReason.STOP, None
@@ -43,4 +44,6 @@ def take_in(result: SequenceResult, now: float, eos: Container[int]) -> Progress
     sequence.token_ids.append(token)
     if sequence.first_token_s is None:
         sequence.first_token_s = now
-    return Progress(sequence, result, *ending(sequence, token, eos))
+    why, stop = ending(sequence, token, eos)
+    # Without the constructor, which takes as long as the rest, and is called for each token.
+    return tuple.__new__(Progress, (sequence, result, why, stop))

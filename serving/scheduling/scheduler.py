@@ -15,6 +15,7 @@ in which they were planned, so pages and rows freed here may be given away at on
 drafts must be complete before the next plan.
 """
 
+import collections
 from collections.abc import Container
 from collections.abc import Sequence as SequenceOf
 
@@ -77,8 +78,7 @@ class Scheduler(LiveSequences):
             self._fill(step, now, admitting=self._num_preemptions == preemptions)
         if self._speculation is not None:
             self._speculation.extend(step, self._pages, len(self._running))
-        for sequence in step.sequences:
-            self._pages.register(sequence)
+        self._pages.register_all(step.sequences)
         plan = step.plan(self._pages.take_encodes(), self._pages.take_moves)
         if plan is not None:
             self._pages.planned(now)
@@ -93,14 +93,23 @@ class Scheduler(LiveSequences):
         self._pages.completed(plan.num_tokens, len(plan.chunks), now)
         for chunk in plan.chunks:
             chunk.sequence.num_in_flight -= 1
-        alive = [r for r in results if r.chunk.sequence.state is not SequenceState.FINISHED]
-        good = [result for result in alive if not result.chunk.sequence.num_discarded]
-        for result in alive:
-            result.chunk.sequence.num_discarded -= result.chunk.sequence.num_discarded > 0
+        good, ended = [], SequenceState.FINISHED
+        for result in results:
+            sequence = result.chunk.sequence
+            if sequence.state is ended:
+                continue
+            if sequence.num_discarded:
+                sequence.num_discarded -= 1
+            else:
+                good.append(result)
         if self._speculation is not None:
             self._speculation.complete(plan, good, self._fair, now)
-        drawn = (one for result in good for one in (result, *result.more))
-        return [self._process_result(one, now) for one in drawn if not one.chunk.sequence.has_ended]
+        progress = []
+        for result in good:
+            for one in (result, *result.more) if result.more else (result,):
+                if one.chunk.sequence.state is not ended:
+                    progress.append(self._process_result(one, now))
+        return progress
 
     # The rest is how.
 
@@ -110,21 +119,28 @@ class Scheduler(LiveSequences):
         """Plan a token of each that decodes, taking pages from the last of `order` if need be."""
         if self.modes is not None:
             sequences = list(filter(self.modes.joins, sequences))
+        grow, running = self._pages.grow, SequenceState.RUNNING
+        tenants: list[str] = []  # one for each token
         for sequence in sequences:
-            if sequence.state is SequenceState.RUNNING and sequence.num_remaining == 1:
-                self._continue_decode(step, sequence, order)
+            if (
+                sequence.state is running
+                and sequence.num_remaining == 1
+                and (grow(sequence) or self._make_room(sequence, order))
+            ):
+                step.schedule(sequence)
+                tenants.append(sequence.request.share.tenant)
+        for tenant, tokens in collections.Counter(tenants).items():
+            self._fair.charge(tenant, tokens)
 
-    def _continue_decode(
-        self, step: StepBudget, sequence: Sequence, order: SequenceOf[Sequence]
-    ) -> None:
+    def _make_room(self, sequence: Sequence, order: SequenceOf[Sequence]) -> bool:
+        """Preempt the last of `order` until the sequence can grow; False if it goes itself."""
         while not self._pages.grow(sequence):
             last = next(s for s in reversed(order) if s.state is SequenceState.RUNNING)
             assert len(self._running) > 1, "one sequence alone always has pages enough"
             self._preempt(last)
             if last is sequence:
-                return
-        step.schedule(sequence)
-        self._fair.charge(sequence.tenant, 1)
+                return False
+        return True
 
     def _fill_short(self, step: StepBudget, short: ShortStep, now: float, admitting: bool) -> bool:
         """Give a short step to those it is for; False when none of their prompts can run."""

@@ -163,15 +163,16 @@ class SequencePages:
 
     def grow(self, sequence: Sequence, count: int = 1) -> bool:
         """Hold pages for the next `count` tokens to compute; False (no change) without room."""
-        missing = self.num_pages(sequence.num_computed + count) - len(sequence.pages)
-        if missing <= 0:
+        computed, pages = sequence.num_computed + count, sequence.pages
+        if computed <= len(pages) * self._cache.page_size:
             return True
+        missing = self.num_pages(computed) - len(pages)
         if self._extents is not None and missing > self._cache.num_blank:
             self._extents.want(missing, urgent=True)
         fresh = self._cache.allocate(missing)
         if fresh is None:
             return False
-        sequence.pages = sequence.pages + fresh
+        sequence.pages = pages + fresh
         return True
 
     def take_back(self, sequence: Sequence) -> None:
@@ -181,6 +182,16 @@ class SequencePages:
         del self._registered[sequence]
         self._cache.free(sequence.pages)
         sequence.pages = []
+
+    def register_all(self, sequences: Iterable[Sequence]) -> None:
+        """Do what `register` does for each; most have filled no page since."""
+        if not self._cache.enabled:
+            return
+        size, registered = self._cache.page_size, self._registered
+        for sequence in sequences:
+            # No more than these tokens are known.
+            if sequence.num_computed >= (registered[sequence] + 1) * size:
+                self.register(sequence)
 
     def register(self, sequence: Sequence) -> None:
         """Let others find the pages that the steps planned so far fill with known tokens."""

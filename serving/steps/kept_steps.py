@@ -18,7 +18,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -343,8 +343,18 @@ def code_digest() -> str:
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:
             continue
-        root = Path(spec.origin).parent
-        for file in sorted(f for f in root.rglob("*") if f.suffix in _CODE):
-            data = file.read_bytes()
-            digest.update(f"{file.relative_to(root)} {len(data)} ".encode() + data)
+        root = os.path.dirname(spec.origin)
+        for name in sorted(_code_files(root)):
+            with open(os.path.join(root, name), "rb", buffering=0) as file:
+                data = file.read()
+            digest.update(f"{name} {len(data)} ".encode() + data)
     return digest.hexdigest()
+
+
+def _code_files(root: str) -> Iterator[str]:
+    """Return files of code below a folder by their names in it; pathlib would take longer than all
+    reads.
+    """
+    for folder, _, names in os.walk(root):
+        inside = folder[len(root) + 1 :]
+        yield from (os.path.join(inside, name) for name in names if name.endswith(_CODE))

@@ -58,7 +58,7 @@ from serving.steps.step_results import (
     first_rows,
     first_samples,
     in_flight,
-    num_targets,
+    num_logit_rows,
     read_all,
 )
 from serving.steps.token_masks import HostMasks
@@ -107,7 +107,7 @@ class ModelRunner:
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
         for masks. `in_place` is CompiledStep's; None: not on CPUs. `row_writer` is for no pool.
         """
-        self.sizes, self.buckets = sizes, token_buckets(max_tokens)
+        self.sizes, self.buckets = sizes, token_buckets(max_tokens, sizes.max_seqs)
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed
@@ -395,5 +395,5 @@ class ModelRunner:
         return Operands(self._cache, self._state, *adapters, images, weights)
 
     def _bucket(self, plan: StepPlan, buckets: tuple[int, ...]) -> int:
-        rows = sum(num_targets(chunk) + chunk.num_samples for chunk in plan.chunks)
+        rows = num_logit_rows(plan)
         return bucket_for(plan.num_tokens, rows, buckets, self.sizes.max_logit_rows)

@@ -116,7 +116,8 @@ _FIELDS = np.array([START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES])[:, None]  # 
 
 def _column(chunk: ScheduledChunk) -> tuple[int, ...]:
     """Return a chunk's sequence row and its numbers in the table, in the order of _FIELDS."""
-    sequence, samples = chunk.sequence, BY_HEAD if chunk.by_head else chunk.num_samples
+    sequence, drafts = chunk.sequence, len(chunk.drafts)
+    samples = BY_HEAD if chunk.by_head else chunk.samples + drafts
     targets = num_targets(chunk) if chunk.prompt_logprobs else 0
     return sequence.row, chunk.start, chunk.num_tokens, sequence.slot, targets, samples
 

@@ -87,13 +87,28 @@ def first_rows(plan: StepPlan) -> tuple[int, ...]:
     To be asked before the step: the scheduler may take a row away while the step runs.
     """
     chunks = plan.chunks
+    rows = [chunk.sequence.row for chunk in chunks]
     firsts, first = [0] * len(chunks), 0
-    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].sequence.row):
-        firsts[index] = first
-        first += num_targets(chunks[index]) + chunks[index].num_samples
-        if chunks[index].by_head:
-            firsts[index] = chunks[index].sequence.row
+    for index in sorted(range(len(chunks)), key=rows.__getitem__):
+        chunk = chunks[index]
+        firsts[index] = rows[index] if chunk.by_head else first
+        first += num_rows(chunk) if chunk.prompt_logprobs or chunk.drafts else chunk.samples
     return tuple(firsts)
+
+
+def num_rows(chunk: ScheduledChunk) -> int:
+    """Return how many logit rows a chunk takes."""
+    return num_targets(chunk) + chunk.num_samples
+
+
+def num_logit_rows(plan: StepPlan) -> int:
+    """Return how many logit rows a step takes."""
+    return sum(
+        [
+            num_rows(chunk) if chunk.prompt_logprobs or chunk.drafts else chunk.samples
+            for chunk in plan.chunks
+        ]
+    )
 
 
 def first_samples(plan: StepPlan, firsts: tuple[int, ...]) -> list[int]:
@@ -130,7 +145,8 @@ class HostArrays:
         if chunk.by_head:
             return self._of_head(chunk, first)
         if chunk.samples and not (self._scored or chunk.prompt_logprobs or chunk.drafts):
-            return SequenceResult(chunk, self.token_ids[first])  # as nearly all of them are
+            # As nearly all of them are; without the constructor, which takes as long as the rest.
+            return tuple.__new__(SequenceResult, (chunk, self.token_ids[first], None, (), None, ()))
         sampling = chunk.sequence.request.sampling
         targets = num_targets(chunk)
         scored: tuple[TokenLogprobs, ...] = ()

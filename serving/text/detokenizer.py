@@ -34,6 +34,8 @@ class Detokenizer:
         """
         if self._done:
             raise ValueError("The text has ended.")
+        if not self._stops:  # then nothing is held back but bytes, by the stream
+            return self._stream.feed(token), None
         self._num_tokens += 1
         self._held += self._stream.feed(token)
         if self._num_tokens < self._min_tokens:

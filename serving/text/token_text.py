@@ -114,6 +114,11 @@ class TextStream:
         self._strip = rule.strip if at_start else 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
+    @property
+    def is_between(self) -> bool:
+        """True between two characters: then the next token's text depends on nothing before it."""
+        return not (self._is_first or self._strip or self._utf8.getstate()[0])
+
     def feed(self, token: str) -> str:
         """Return the text that is certain with this token."""
         data = (self._rule.first if self._is_first else self._rule.later)(token)

@@ -17,20 +17,40 @@ from serving.text.tokenizer_backends import (
 from serving.text.tokenizer_files import TokenizerFiles
 
 _SHORT, _MOST_KEPT = 512, 64  # characters of a text that is kept, and texts
+_KEPT = 1 << 16  # tokens whose text is kept
 
 
 class TokenStream:
     """The text of token ids fed one by one; ids that are not to be shown give nothing."""
 
-    def __init__(self, backend: AbstractBackend, *, at_start: bool, skip_special_tokens: bool):
-        self._backend = backend
+    def __init__(
+        self,
+        backend: AbstractBackend,
+        known: dict[int, str],
+        *,
+        at_start: bool,
+        skip_special_tokens: bool,
+    ):
+        """`known` has the text of tokens that begin and end between two characters; it grows here.
+
+        All streams of a backend that skip the same tokens share it.
+        """
+        self._backend, self._known = backend, known
         self._skip = skip_special_tokens
         self._text = TextStream(backend.rule, at_start=at_start)
+        self._is_between = self._text.is_between
 
     def feed(self, token_id: int) -> str:
         """Return the text that is certain with this token."""
+        began_between = self._is_between
+        if began_between and (known := self._known.get(token_id)) is not None:
+            return known
         token = shown_token(self._backend, token_id, self._skip)
-        return "" if token is None else self._text.feed(token)
+        text = "" if token is None else self._text.feed(token)
+        self._is_between = self._text.is_between
+        if began_between and self._is_between and len(self._known) < _KEPT:
+            self._known[token_id] = text
+        return text
 
     def close(self) -> str:
         """Return what is left of an incomplete character."""
@@ -66,6 +86,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         self._template = _template(files, chat_template)
         self._short = functools.lru_cache(_MOST_KEPT)(self.encode)
+        self._known: tuple[dict[int, str], dict[int, str]] = {}, {}  # see TokenStream; skipping
 
     def with_tokens(self, more: tuple[AddedToken, ...]) -> "Tokenizer":
         """Return this tokenizer with added tokens; ValueError for ids that it cannot give them."""
@@ -104,13 +125,15 @@ class Tokenizer:
         """
         shown = (shown_token(self._backend, i, skip_special_tokens) for i in prompt_ids)
         at_start = all(token is None for token in shown)
-        return TokenStream(
-            self._backend, at_start=at_start, skip_special_tokens=skip_special_tokens
-        )
+        return self._stream(at_start=at_start, skip_special_tokens=skip_special_tokens)
+
+    def _stream(self, *, at_start: bool, skip_special_tokens: bool) -> TokenStream:
+        options = {"at_start": at_start, "skip_special_tokens": skip_special_tokens}
+        return TokenStream(self._backend, self._known[skip_special_tokens], **options)
 
     def token_text(self, token_id: int) -> str:
         """Return what one token adds to a text that it continues; half characters are U+FFFD."""
-        stream = TokenStream(self._backend, at_start=False, skip_special_tokens=False)
+        stream = self._stream(at_start=False, skip_special_tokens=False)
         return stream.feed(token_id) + stream.close()
 
     def token_bytes(self, count: int) -> list[bytes]:

@@ -8,6 +8,7 @@ from serving.api.request import (
     OutputDelta,
     Request,
     Sequence,
+    SequenceResult,
     TokenLogprobs,
 )
 from serving.engine.metrics.histograms import FinishedRequest
@@ -55,21 +56,28 @@ class LiveRequest:
         sequence, and whether a stop string ended it: then the scheduler does not know yet. Tokens
         that come after the end are ignored.
         """
-        choice = self._choices[progress.sequence.index]
+        sequence, result, reason, _ = progress
+        choice = self._choices[sequence.index]
         if choice.finish_reason is not None:
             return
-        if progress.result.token_id is not None:
-            self._time_token(choice, now)
-        delta = choice.take(progress)
+        if result.token_id is not None:
+            last_s, choice.last_token_s = choice.last_token_s, now
+            if last_s is None:
+                self._time_first(now)
+            else:
+                self._metrics.token_gap(now - last_s)
+        delta = choice.take_plain(result) if reason is None else None
         if delta is None:
-            return
+            delta = choice.take(progress)
+            if delta is None:
+                return
         if not self._counted:
             self._counted, cached = True, choice.sequence.num_cached_tokens
             self._metrics.prompt_scheduled(len(self.request.prompt_ids) - cached, cached)
         if delta.finish_reason is not None:
             choice.finish_reason = delta.finish_reason
             self._num_open -= 1
-            ending(self, progress.sequence, progress.finish_reason is None)
+            ending(self, sequence, reason is None)
         self.request.on_output(delta)
 
     def end(
@@ -104,13 +112,11 @@ class LiveRequest:
             num_logprobs=sum(choice.num_logprobs for choice in self._choices),
         )
 
-    def _time_token(self, choice: "_Choice", now: float) -> None:
-        if choice.last_token_s is not None:
-            self._metrics.token_gap(now - choice.last_token_s)
-        elif self._first_token_s is None:
+    def _time_first(self, now: float) -> None:
+        """Note the first token of a choice."""
+        if self._first_token_s is None:
             self._first_token_s = now
             self._metrics.first_token(now - self.request.arrival_s)
-        choice.last_token_s = now
 
 
 class _Choice:
@@ -128,6 +134,39 @@ class _Choice:
             self._detokenizer = Detokenizer(tokenizer, sequence.request.prompt_ids, sampling)
         self._wants_prompt = sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]
+        # Whether a token of the choice is its text and nothing else, until it ends.
+        self._is_plain = not (self._wants_prompt or sampling.stop or sampling.logprobs is not None)
+        self._is_plain = self._is_plain and sequence.request.head is None
+
+    def take_plain(self, result: SequenceResult) -> OutputDelta | None:
+        """Return what `take` does of a token after which the choice goes on; None: `take` must.
+
+        Nearly all tokens are such. Their deltas skip the constructor, which takes as long as the
+        rest.
+        """
+        token = result.token_id
+        if token is None or not self._is_plain:
+            return None
+        self.num_tokens += 1
+        sequence, detokenizer = self.sequence, self._detokenizer
+        request = sequence.request
+        text = "" if detokenizer is None else detokenizer.push(token)[0]
+        fields = (
+            request.request_id,
+            sequence.index,
+            text,
+            (token,),
+            (),  # logprobs
+            None,  # prompt_logprobs
+            None,  # finish_reason
+            None,  # stop_reason
+            sequence.num_cached_tokens,
+            None,  # error
+            False,  # retryable
+            request.adapter,
+            None,  # head
+        )
+        return tuple.__new__(OutputDelta, fields)
 
     def take(self, progress: Progress) -> OutputDelta | None:
         """Return the delta of one step's result, or None when there is nothing to say yet."""

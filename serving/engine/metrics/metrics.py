@@ -14,6 +14,7 @@ from serving.engine.metrics.gauges import Gauges
 from serving.engine.metrics.histograms import (
     LOAD,
     TIME_HISTOGRAMS,
+    BulkHistogram,
     FinishedRequest,
     count_histograms,
     length_buckets,
@@ -76,6 +77,7 @@ class EngineMetrics:
         """Have counters of requests, all zero, in a registry of their own within `registry`."""
         self.prompt_tokens = self.generation_tokens = 0  # totals, for the periodic log line
         self.requests_done = 0
+        self._gaps: dict[float, int] = {}  # seconds -> tokens, of the step that is handed out
         self._counts = CollectorRegistry()
         self.registry.register(self._counts)
         self._make_counters()
@@ -124,7 +126,7 @@ class EngineMetrics:
 
     def _make_histograms(self, lengths: tuple[int, ...]) -> None:
         self._histograms = {
-            name: Histogram(
+            name: BulkHistogram(
                 f"vllm:{name}", text, tuple(self.labels), buckets=buckets, registry=self._counts
             ).labels(**self.labels)
             for name, text, buckets in (*TIME_HISTOGRAMS, *count_histograms(lengths))
@@ -135,15 +137,21 @@ class EngineMetrics:
         self._histograms["iteration_tokens_total"].observe(num_tokens)
 
     def token_gap(self, seconds: float) -> None:
-        """Record the time between two tokens of one choice."""
-        self._histograms["inter_token_latency_seconds"].observe(seconds)
+        """Record the time between two tokens of one choice, with the step's `tokens_generated`.
+
+        Most gaps of a step are equal: tokens of a step share their time, and so do those before.
+        """
+        self._gaps[seconds] = self._gaps.get(seconds, 0) + 1
 
     def first_token(self, seconds: float) -> None:
         """Record the time from arrival to the first token of a request."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def tokens_generated(self, count: int) -> None:
-        """Record tokens handed out in a step."""
+        """Record tokens handed out in a step, and the gaps before them."""
+        gaps, self._gaps = self._gaps, {}
+        for seconds, equal in gaps.items():
+            self._histograms["inter_token_latency_seconds"].observe_equal(seconds, equal)
         self.generation_tokens += count
         self._generation_tokens.inc(count)
 

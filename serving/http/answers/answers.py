@@ -54,6 +54,13 @@ class AbstractAnswer(ABC):
     def of(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunks of one piece."""
 
+    def text_of_plain(self, piece: Piece) -> str | None:
+        """Return the text of a piece whose chunk would have nothing else, and count its tokens.
+
+        To be asked once such a chunk of the choice has gone out. None: `of` is to take it.
+        """
+        return None
+
     @abstractmethod
     def last(self) -> list[dict[str, Any]]:
         """Return the chunks that come after the text."""
@@ -94,6 +101,7 @@ class AbstractChoices(AbstractAnswer):
         wanted = bool(options and options.include_usage)
         self._include_usage = wanted or settings.force_include_usage
         self._continuous = bool(options and options.continuous_usage_stats) and self._include_usage
+        self.is_plain = not (self.return_token_ids or self._continuous)  # a chunk is its text
         self._head = {"id": self.id, "created": self.created, "model": model}
         self._pieces: dict[int, list[Piece]] = {i: [] for i in range(generation.num_choices)}
 
@@ -133,6 +141,13 @@ class AbstractChoices(AbstractAnswer):
         choice = self.chunk_choice(piece)
         return [] if choice is None else [self.chunk([choice])]
 
+    def text_of_plain(self, piece: Piece) -> str | None:
+        delta = piece.delta
+        if not self.is_plain or delta.finish_reason is not None:
+            return None
+        self.usage.completion_tokens += len(delta.token_ids)
+        return delta.text
+
     def last(self) -> list[dict[str, Any]]:
         """Return the chunk with the usage if it was asked for."""
         if not self._include_usage:
@@ -150,12 +165,17 @@ async def respond(
     if stream:
         return answer.stream_type(answer.generation, answer, silence_s, answer.headers)
     answer.generation.is_whole = True
-    pieces = answer.generation.pieces(request.receive, silence_s)
+
+    def keep(batch: list[Piece]) -> bool:
+        for piece in batch:
+            answer.add(piece)
+        return True
+
+    pieces = answer.generation.pieces(request.receive, silence_s, keep)
     try:
         async with contextlib.aclosing(pieces):
             async for batch in pieces:
-                for piece in batch:
-                    answer.add(piece)
+                keep(batch)
     except ClientGone:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens

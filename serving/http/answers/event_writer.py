@@ -23,8 +23,9 @@ class EventWriter:
     """Writes the chunks of one stream; what stands around their choices never changes."""
 
     def __init__(self) -> None:
-        # What comes before and after the text, by choice.
-        self._around: dict[tuple[int, bool], tuple[bytes, bytes] | None] = {}
+        # What comes before and after the text, by choice: of completions and of chats.
+        self._texts: dict[int, tuple[bytes, bytes] | None] = {}
+        self._contents: dict[int, tuple[bytes, bytes] | None] = {}
 
     def event(self, chunk: dict[str, Any]) -> bytes:
         """Return what `event` does."""
@@ -35,11 +36,18 @@ class EventWriter:
         holder, field = _text_of(choice)
         if holder is None:
             return event(chunk)
-        key = choice["index"], field == "text"
-        if key not in self._around:
-            self._around[key] = _split(chunk, holder, field)
-        around = self._around[key]
+        known, index = self._texts if field == "text" else self._contents, choice["index"]
+        if index not in known:
+            known[index] = _split(chunk, holder, field)
+        around = known[index]
         return event(chunk) if around is None else dumps(holder[field]).join(around)
+
+    def around(self, index: int) -> tuple[bytes, bytes] | None:
+        """Return what stands around a choice's text in chunks of nothing else.
+
+        None before the first one.
+        """
+        return self._texts.get(index) or self._contents.get(index)
 
 
 def _text_of(choice: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:

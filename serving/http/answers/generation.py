@@ -19,7 +19,7 @@ from serving.http.answers.silence import Silence
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.requests.prompts import Prompt
-from serving.runtime.mailbox import Mailbox
+from serving.runtime.mailbox import Inbox, Mailbox
 
 _MOST_WAITING = 16384  # pieces for a client that does not read them; then its request ends
 _AT_ONCE = 16  # prompts
@@ -33,6 +33,9 @@ class Piece(NamedTuple):
     delta: OutputDelta
 
 
+Sink = Callable[[list[Piece]], bool]  # takes pieces at once; False: it has not touched them
+
+
 class _Sign(enum.Enum):
     """Items of the queue that are no pieces."""
 
@@ -42,6 +45,12 @@ class _Sign(enum.Enum):
 
 class ClientGone(Exception):
     """The client closed its connection."""
+
+
+class _SinkFailed(NamedTuple):
+    """Item of the queue: a sink has raised."""
+
+    error: Exception
 
 
 class Generation:
@@ -63,7 +72,9 @@ class Generation:
         self._trace = trace
         self.prompts = tuple(prompts)
         self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Piece | _Sign] = asyncio.Queue()
+        self._queue = _Arrivals(self._pour)
+        self._sink: Sink | None = None  # while somebody waits for the queue
+        self._silence: Silence | None = None
         self._running: dict[str, int] = {}  # request id -> choices not finished
         self.samplings: list[Sampling] = []  # of what was handed over, in order
         self._budget: TokenBudget | None = None
@@ -150,18 +161,19 @@ class Generation:
         self.num_choices += sampling.n
 
     def _receiver(self, prompt: Prompt, first_index: int) -> Callable[[OutputDelta], None]:
-        budget = self._budget
+        budget, put, loop, queue = self._budget, self._mailbox.put, self._loop, self._queue
 
         def on_output(delta: OutputDelta) -> None:
             if budget:
                 budget.spend(len(delta.token_ids))
-            if self.is_sending and self._queue.qsize() > _MOST_WAITING:
+            if self.is_sending and queue.qsize() > _MOST_WAITING:
                 self._overrun = True
                 self._engine.abort(delta.request_id)
                 return
-            piece = Piece(first_index + delta.index, prompt, delta)
+            # Without the constructor, which takes as long as the rest.
+            piece = tuple.__new__(Piece, (first_index + delta.index, prompt, delta))
             wakes = not self.is_whole or delta.finish_reason is not None
-            self._mailbox.put(self._loop, self._queue, piece, wakes=wakes)
+            put(loop, queue, piece, wakes=wakes)
 
         return on_output
 
@@ -171,36 +183,68 @@ class Generation:
             self._engine.abort(request_id)
         self._running.clear()
 
-    async def pieces(self, receive: Receive, silence_s: float) -> AsyncGenerator[list[Piece]]:
+    async def pieces(
+        self, receive: Receive, silence_s: float, sink: Sink | None = None
+    ) -> AsyncGenerator[list[Piece]]:
         """Yield what has arrived, in order; an empty list after `silence_s` without anything.
 
         Ends after the last choice. Raises ClientGone when the client goes, and ApiError 500 or
         503 when a choice fails. Whatever the reason, nothing runs on after it has ended.
+
+        What arrives while the caller waits goes to `sink` instead, without a wake-up, except for
+        pieces that end a choice or have the prompt's log-probabilities. What it raises, this does.
         """
         watcher = asyncio.create_task(self._watch(receive))
         silence = Silence(self._loop, silence_s, lambda: self._queue.put_nowait(_Sign.SILENCE))
         try:
             while self._running:
-                yield await self._next(silence)
+                yield await self._next(silence, sink)
         finally:
             silence.close()
             watcher.cancel()
             self.abort()
 
-    async def _next(self, silence: Silence) -> list[Piece]:
+    async def _next(self, silence: Silence, sink: Sink | None = None) -> list[Piece]:
+        self._sink, self._silence = sink, silence
         silence.begin()
-        items = [await self._queue.get()]
-        silence.end()
+        try:
+            items = [await self._queue.get()]
+        finally:
+            self._sink = None
+            silence.end()
         if self._overrun:
             raise ApiError(503, "The client reads too slowly; the text was not kept for it.")
         while not self._queue.empty():
             items.append(self._queue.get_nowait())
+        for item in items:
+            if isinstance(item, _SinkFailed):
+                raise item.error
         pieces = [item for item in items if isinstance(item, Piece)]
         if len(pieces) < len(items) and _Sign.GONE in items:
             raise ClientGone
         for piece in pieces:
             self._note(piece.delta)
         return pieces
+
+    def _pour(self, pieces: list[Piece]) -> bool:
+        """Give pieces of a burst to the sink; False where they belong into the queue.
+
+        So do those that come behind others, or while the one who waits has been woken.
+        """
+        sink = self._sink
+        if sink is None or self._silence is None or not self._queue.empty():
+            return False
+        for _, _, delta in pieces:
+            if delta.finish_reason is not None or delta.prompt_logprobs is not None:
+                return False
+        try:
+            is_taken = sink(pieces)
+        except Exception as error:
+            self._queue.put_nowait(_SinkFailed(error))
+            return True
+        if is_taken:
+            self._silence.begin()
+        return is_taken
 
     def _note(self, delta: OutputDelta) -> None:
         if delta.finish_reason is FinishReason.ERROR:
@@ -215,6 +259,18 @@ class Generation:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._queue.put_nowait(_Sign.GONE)
+
+
+class _Arrivals(Inbox[Piece | _SinkFailed | _Sign]):
+    """The queue of a generation, past which `pour` takes what it can."""
+
+    def __init__(self, pour: Sink):
+        super().__init__()
+        self._pour = pour
+
+    def take(self, items: list[Any]) -> None:
+        if not self._pour(items):
+            super().take(items)
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """JSON of large answers, piece by piece: one call for all would hold the interpreter lock."""
 
 import json
+from json.encoder import encode_basestring
 from typing import Any
 
 from fastapi.responses import Response
@@ -13,7 +14,12 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 def dumps(value: Any) -> bytes:
     """Return the value as JSON in UTF-8, as `fastapi.responses.JSONResponse` writes it."""
-    return b"".join(_pieces(value))
+    return text_json(value) if type(value) is str else b"".join(_pieces(value))
+
+
+def text_json(text: str) -> bytes:
+    """Return a text as `dumps` does."""
+    return encode_basestring(text).encode()
 
 
 def json_response(value: Any, headers: dict[str, str] | None = None) -> Response:

@@ -112,6 +112,9 @@ class MessageReader:
             self._calls = None if parser is None else CALL_PARSERS[parser]()
             self._thoughts = None if reasoning is None else ThoughtReader(thinks)
         self._has_thoughts = reasoning is not None
+        readers = self._demanded, self._harmony, self._calls, self._thoughts
+        # Whether a piece of the text is a piece of the content.
+        self.is_plain = all(reader is None for reader in readers)
         self._parallel = parallel
 
     @property

@@ -9,8 +9,10 @@ from starlette.types import Receive, Scope, Send
 
 from serving.http.answers.event_writer import EventWriter, event
 from serving.http.answers.generation import ClientGone, Generation, Piece
+from serving.http.answers.json_pieces import text_json
 from serving.http.errors import ApiError, from_exception, logger
 from serving.http.lanes import Lane, run_in
+from serving.http.wire.body_writer import BodyWriter, body_writer
 
 DONE = b"data: [DONE]\n\n"
 _SHORT = 1024  # prompt tokens whose log-probabilities are written on the event loop
@@ -24,6 +26,8 @@ class Chunks(Protocol):
 
     def of(self, piece: Piece) -> list[dict[str, Any]]: ...
 
+    def text_of_plain(self, piece: Piece) -> str | None: ...
+
     def last(self) -> list[dict[str, Any]]: ...
 
     def failed(self, error: ApiError) -> list[dict[str, Any]]: ...
@@ -34,6 +38,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
     end = DONE
+    _body: BodyWriter | None = None
 
     def __init__(
         self,
@@ -53,6 +58,8 @@ class EventStream(Response):
         return self._writer.event(chunk)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._body = body_writer(scope)
+
         async def send_bytes(data: bytes, more: bool = True) -> None:
             if data or not more:
                 self._generation.is_sending = True
@@ -72,15 +79,32 @@ class EventStream(Response):
     async def _events(self, batch: list[Piece]) -> bytes:
         """Return the events of some pieces; those with a long prompt are made in a thread."""
 
-        def make() -> bytes:
-            return b"".join(self.frame(c) for piece in batch for c in self._chunks.of(piece))
-
         if sum(len(piece.delta.prompt_logprobs or ()) for piece in batch) <= _SHORT:
-            return make()
-        return await run_in(Lane.LONG, make)
+            return self._encode(batch)
+        return await run_in(Lane.LONG, lambda: self._encode(batch))
+
+    def _encode(self, batch: list[Piece]) -> bytes:
+        """Return the events of some pieces."""
+        chunks, events = self._chunks, []
+        for piece in batch:
+            around = self._writer.around(piece.index)
+            text = None if around is None else chunks.text_of_plain(piece)
+            if text is None or around is None:
+                events += map(self.frame, chunks.of(piece))
+            elif text:
+                events.append(text_json(text).join(around))
+        return b"".join(events)
+
+    def _write_now(self, batch: list[Piece]) -> bool:
+        """Send the events of some pieces; False where that may have to wait."""
+        if self._body is None or not self._body.is_ready:
+            return False
+        if data := self._encode(batch):
+            self._body.write(data)
+        return True
 
     async def _send_pieces(self, receive: Receive, send_bytes: Any) -> None:
-        pieces = self._generation.pieces(receive, self._keep_alive_s)
+        pieces = self._generation.pieces(receive, self._keep_alive_s, self._write_now)
         try:
             async with contextlib.aclosing(pieces):
                 async for batch in pieces:

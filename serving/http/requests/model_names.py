@@ -5,11 +5,11 @@ import dataclasses
 import os
 from typing import Any
 
-from lora_jax.adapters.composition import parts_of
+from lora_jax.adapters.composition import parts_of, versions_in
 from lora_jax.adapters.reader import CONFIG_FILES
 from lora_jax.adapters.registry import AdapterEntry, AdapterNotFound, RegistryBusy
 from lora_jax.adapters.task_head import TaskHead
-from lora_jax.adapters.versions import FULL_NAME, NAME, split
+from lora_jax.adapters.versions import FULL_NAME, NAME
 from serving.http.access.keys import Caller
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.interface import AbstractEngine
@@ -30,8 +30,8 @@ class Target:
 
     @property
     def version(self) -> str | None:
-        """The version of the adapter, where it has one."""
-        return split(self.adapter or "")[1]
+        """The version of the adapter, or those of a sum's parts; None where none has one."""
+        return versions_in(self.adapter or "")
 
 
 class ModelNames:
@@ -109,6 +109,9 @@ class ModelNames:
             how = {"lends": lends, "is_gone": is_gone}
             entry = await entry_in_turn(self._engine, chosen, share, **how)
         except AdapterNotFound:
+            if chosen != adapter:
+                why = f"The version {chosen!r} has a share of {adapter!r} and is not loaded."
+                raise ApiError(503, why, param=param) from None
             raise unknown_model(shown, param) from None
         return Target(adapter, chosen, entry)
 

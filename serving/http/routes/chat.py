@@ -60,6 +60,7 @@ class ChatAnswer(AbstractChoices):
         self._role, self._echo = role, echo
         self._wants_logprobs = bool(body.logprobs)
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self.is_plain &= not self._wants_logprobs
         self._make_reader = reader_of(body, settings, generation)
         self._readers: dict[int, MessageReader] = {}
 
@@ -103,6 +104,9 @@ class ChatAnswer(AbstractChoices):
             for delta in deltas
             for i in range(self.generation.num_choices)
         ]
+
+    def text_of_plain(self, piece: Piece) -> str | None:
+        return super().text_of_plain(piece) if self._reader(piece.index).is_plain else None
 
     def chunk_choice(self, piece: Piece) -> dict[str, Any] | None:
         """Return the choice of one chunk; tokens that have no text yet wait for theirs."""

@@ -71,6 +71,7 @@ class CompletionAnswer(AbstractChoices):
         self._echo = bool(body.echo)
         self._wants_logprobs = body.logprobs is not None
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
+        self.is_plain &= not (self._wants_logprobs or self._wants_prompt_logprobs)
         self._skip_special = body.skip_special_tokens is not False
         self._tokenizer = tokenizer
         self._logprobs = {

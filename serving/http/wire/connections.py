@@ -14,6 +14,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from serving.http.wire.body_writer import offer
 from serving.http.wire.quick_connection import QuickConnection
 
 logger = logging.getLogger(__name__)
@@ -115,8 +116,11 @@ class BoundedH11(H11Protocol):
         app = self.app
         if self._is_extra:
             self.app = _probes_only(app)
+        before = self.cycle
         super().handle_events()
         self.app = app
+        if self.cycle is not None and self.cycle is not before:  # its task has not begun
+            offer(self.cycle)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -9,16 +9,25 @@ from typing import Any
 import h11
 
 
+def chunk(data: bytes) -> bytes:
+    """Return a piece of a chunked answer, which is not empty, as it goes over the wire."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
 class QuickConnection(h11.Connection):
     """A server's connection; it sends what h11's does."""
 
     _is_chunked = False  # whether the answer that is being sent is
 
+    @property
+    def is_in_chunks(self) -> bool:
+        """True if an answer is being sent whose pieces are what `chunk` returns."""
+        return self._is_chunked and self.our_state is h11.SEND_BODY
+
     def send(self, event: Any) -> bytes | None:
         """Return the bytes of an event; raises as h11's does."""
-        if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
-            data = event.data
-            return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+        if type(event) is h11.Data and self.is_in_chunks:
+            return chunk(event.data) if event.data else b""
         self._is_chunked = False
         sent = super().send(event)
         if type(event) is h11.Response and sent is not None:

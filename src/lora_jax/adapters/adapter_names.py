@@ -44,8 +44,8 @@ class AdapterNames:
         return [(name, self.entries.get(name) or self.evicted.get(name)) for name in changed]
 
     def not_found(self, name: str) -> AdapterNotFound:
-        """Return the error of a name that stands for nothing in memory."""
-        return AdapterNotFound(name, tuple(self.entries))
+        """Return the error of a name that stands for nothing."""
+        return AdapterNotFound(name, (*self.entries, *self.evicted))
 
     def use(self, name: str, ticket: Ticket | None = None) -> AdapterEntry | None:
         """Return what a name stands for in memory, and count a use.

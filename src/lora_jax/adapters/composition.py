@@ -14,6 +14,7 @@ import numpy as np
 
 from lora_jax.adapters.entries import AdapterEntry, PairWeights
 from lora_jax.adapters.kinds import AdapterKind
+from lora_jax.adapters.versions import split
 from lora_jax.adapters.weights import (
     AdapterReport,
     AdapterWeights,
@@ -82,6 +83,17 @@ def shown(parts: Iterable[tuple[str, float]]) -> str:
 def names_in(text: str) -> tuple[str, ...]:
     """Return the names of the parts of what `shown` gave; a plain adapter's name has none."""
     return tuple(part.rpartition("*")[0] for part in text.split("+")) if "*" in text else ()
+
+
+def versions_in(name: str) -> str | None:
+    """Return the version of an adapter's full name: "v2" of "sql@v2"; None where it has none.
+
+    Of a weighted sum, as `shown` names it, these are the full names of the parts that have
+    versions, in their order: "sql@v2, formal@v1".
+    """
+    parts = names_in(name)
+    versions = [part for part in parts if split(part)[1] is not None]
+    return ", ".join(versions) or None if parts else split(name)[1]
 
 
 def digest_of(parts: Iterable[tuple[str, float]]) -> str:

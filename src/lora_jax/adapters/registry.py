@@ -35,7 +35,7 @@ from lora_jax.adapters.registry_errors import (
 )
 from lora_jax.adapters.room_line import Ticket
 from lora_jax.adapters.use_ledger import UseLedger
-from lora_jax.adapters.versions import NAME, check_name, split
+from lora_jax.adapters.versions import NAME, check_name, is_of
 from lora_jax.adapters.weights import AnyWeights
 
 __all__ = [
@@ -159,7 +159,7 @@ class AdapterRegistry:
             self.refused[name] = why
 
     def get(self, name: str) -> AdapterEntry:
-        """Return the loaded entry of a name; raises AdapterNotFound listing the loaded names."""
+        """Return the entry of a name in memory; raises AdapterNotFound listing the known names."""
         with self._lock:
             if (entry := self._names.use(name)) is None:
                 raise self._names.not_found(name)
@@ -196,11 +196,11 @@ class AdapterRegistry:
         with self._lock:
             if (entry := self._names.use(name, ticket)) is not None:
                 return entry
+            if name in self.refused:
+                raise AdapterRejected(self.refused[name])
             on_use = self._folders.has_root and NAME.fullmatch(name)
             if name not in self._names.evicted and (not on_use or name in self._base_names):
                 raise self._names.not_found(name)
-            if name in self.refused:
-                raise AdapterRejected(self.refused[name])
             if name in self._names.evicted:  # others may not be there at all
                 self._tier.take_turn(name, ticket)
         with self._turns.turn(name, deadline):
@@ -259,8 +259,8 @@ class AdapterRegistry:
 
     def _check_name(self, name: str) -> None:
         check_name(name)
-        if split(name)[0] in self._base_names:
-            raise AdapterRejected(f"The name {split(name)[0]!r} is the base model's.")
+        if is_of(name, self._base_names):
+            raise AdapterRejected(f"The name {name!r} is the base model's, or a version of it.")
 
     def _check_free(self, name: str, replace: bool) -> None:
         with self._lock:
@@ -342,7 +342,7 @@ class AdapterRegistry:
         try:
             return self._folders.read(name, folder, confined, self._note_read)
         except FileNotFoundError as error:
-            names = tuple(entry.name for entry in self.entries())
+            names = tuple(entry.name for entry in self.known())
             raise AdapterNotFound(name, names, str(error)) from None
 
     def _note_read(self, weights: AnyWeights) -> None:

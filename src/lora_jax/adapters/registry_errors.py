@@ -1,10 +1,11 @@
 """Errors of the adapter registry. No jax."""
 
 RETRY_AFTER_S = 1.0
+_MOST_SHOWN = 20  # names in a message
 
 
 class AdapterNotFound(KeyError):
-    """No adapter of this name; `name`, and `known` lists the loaded ones."""
+    """No adapter of this name; `name`, and `known` lists the others, evicted ones included."""
 
     def __init__(self, name: str, known: tuple[str, ...], why: str = ""):
         super().__init__(name)
@@ -12,13 +13,15 @@ class AdapterNotFound(KeyError):
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The loaded names, sorted only here: a name that is read on use is not found first."""
+        """The known names, sorted only here: a name that is read on use is not found first."""
         return tuple(sorted(self._known))
 
     def __str__(self) -> str:
         if self.why:
             return f"The adapter {self.name[:80]!r} was not found: {self.why}"
-        names = ", ".join(self.known) or "none"
+        names = ", ".join(self.known[:_MOST_SHOWN]) or "none"
+        if len(self._known) > _MOST_SHOWN:
+            names += f" and {len(self._known) - _MOST_SHOWN} more"
         return (
             f"The adapter {self.name[:80]!r} does not exist. Known: {names}. "
             "load_adapter(name, folder) loads one."

@@ -173,6 +173,10 @@ def _order(old: Rollout) -> list[str]:
 def _buckets(shares: Mapping[str, Any], known: Iterable[str]) -> dict[str, int]:
     """Return checked shares as numbers of buckets."""
     known = set(known)
+    if not isinstance(shares, Mapping):
+        raise ValueError(
+            f'versions must be a mapping, as {{"v1": 95, "v2": 5}}, not {shares!r:.80}.'
+        )
     if not shares:
         raise ValueError("versions must name at least one version with its share in percent.")
     if len(shares) > MOST_VERSIONS:

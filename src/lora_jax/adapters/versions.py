@@ -1,6 +1,7 @@
 """Names of adapters and of versions: `sql` is an adapter, `sql@v2` a version of it. No jax."""
 
 import re
+from collections.abc import Collection
 
 from lora_jax.adapters.registry_errors import AdapterRejected
 
@@ -18,6 +19,11 @@ def split(name: str) -> tuple[str, str | None]:
 def joined(adapter: str, version: str) -> str:
     """Return the full name of a version."""
     return f"{adapter}@{version}"
+
+
+def is_of(name: str, adapters: Collection[str]) -> bool:
+    """Return whether a full name, or the adapter that it is a version of, is one of `adapters`."""
+    return name in adapters or split(name)[0] in adapters
 
 
 def check_name(name: str) -> None:

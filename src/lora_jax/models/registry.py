@@ -52,7 +52,8 @@ def abstract(config: ModelConfig, dtype: Any, split: Split | None = None) -> tup
 @functools.lru_cache(maxsize=4)
 def _abstract(config: ModelConfig, dtype: jnp.dtype, multiple: int) -> tuple[Any, Any]:
     kind = model_class(config.model_type)
-    model = nnx.eval_shape(lambda: kind(config, dtype=dtype, vocab_multiple=multiple))
+    sizes: dict[str, Any] = {"dtype": dtype, "vocab_multiple": multiple}
+    model = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(), **sizes))
     return nnx.split(model, graph=False)
 
 

@@ -29,7 +29,7 @@ class AbstractVisionModel(AbstractCausalLM):
         rngs: nnx.Rngs | None = None,
         vocab_multiple: int = 1,
     ):
-        rngs = rngs or nnx.Rngs(0)
+        rngs = nnx.Rngs(0) if rngs is None else rngs
         super().__init__(config, dtype=dtype, rngs=rngs, vocab_multiple=vocab_multiple)
         self.tower = self.tower_class(config.tower, dtype=jnp.dtype(dtype), rngs=rngs)
 

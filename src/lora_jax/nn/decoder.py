@@ -89,7 +89,7 @@ class AbstractCausalLM(nnx.Module):
         vocab_multiple: int = 1,
     ):
         """Embedding and head have rows of zeros up to a multiple of `vocab_multiple`."""
-        rngs, dtype = rngs or nnx.Rngs(0), jnp.dtype(dtype)
+        rngs, dtype = nnx.Rngs(0) if rngs is None else rngs, jnp.dtype(dtype)
         vocab = -(-config.vocab_size // vocab_multiple) * vocab_multiple
         hidden = config.hidden_size
         self.config = config

@@ -33,10 +33,15 @@ def parameter(
 ) -> nnx.Param:
     """Return a random normal weight with its logical axes, from which its sharding follows.
 
-    With `coded` only products read it: a checkpoint's quantised weight may take its place.
+    With `coded` only products read it: a checkpoint's quantised weight may take its place. `rngs`
+    without a stream give zeros, for a caller that needs shapes alone: a draw is slow to trace.
     """
-    value = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STD
-    return nnx.Param(value.astype(dtype), logical_axes=axes, coded=coded)
+    if len(rngs):
+        drawn = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STD
+        value = drawn.astype(dtype)
+    else:
+        value = jnp.zeros(shape, dtype)
+    return nnx.Param(value, logical_axes=axes, coded=coded)
 
 
 def constant_parameter(

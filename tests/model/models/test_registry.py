@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from lora_jax.config import from_hf, known_model_types
 from lora_jax.models import build, model_class
 from lora_jax.models.llama import Llama
+from lora_jax.models.registry import abstract
 
 
 @pytest.mark.parametrize("model_type", known_model_types())
@@ -25,6 +28,21 @@ def test_build():
     model = build(config, jnp.bfloat16)
     assert isinstance(model, Llama)
     assert model.embed.weight.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_a_model_without_memory_has_the_shapes_of_a_drawn_one(model_type, monkeypatch):
+    """It is made without draws, which take longer to trace than all else."""
+    hub = as_hub_config(model_type, LLAMA_LIKE | {"expert_inter": 8, "experts": 4, "top_k": 2})
+    config = from_hf(hub | {"num_local_experts": 4})
+    drawn = nnx.eval_shape(
+        lambda: model_class(model_type)(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    )
+    monkeypatch.setattr(jax.random, "normal", None)
+    graph, state = abstract(config, jnp.bfloat16)
+    wanted_graph, wanted = nnx.split(drawn, graph=False)
+    assert graph == wanted_graph
+    assert jax.tree.leaves_with_path(state) == jax.tree.leaves_with_path(wanted)
 
 
 LLAMA_LIKE = {"vocab": 32, "hidden": 16, "dense_inter": 24, "layers": 1, "heads": 2}

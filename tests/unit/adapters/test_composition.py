@@ -12,6 +12,7 @@ from lora_jax.adapters.composition import (
     shown,
     sum_of,
     union_of,
+    versions_in,
 )
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.kinds import AdapterKind
@@ -156,6 +157,13 @@ def test_parts_come_as_a_list_or_a_mapping():
     assert names_in(text) == ("law", "formal")
     assert names_in(shown([("law@v2", -1e-5), ("a", 100.0)])) == ("law@v2", "a")
     assert names_in("law@v2") == ()
+
+
+def test_versions_of_a_sum_are_told_by_full_name():
+    text = shown([("law@v2", -1e-5), ("formal", 0.5), ("sql@v1", 2.0)])
+    assert versions_in(text) == "law@v2, sql@v1"
+    assert versions_in(shown([("law", 0.5), ("formal", 0.5)])) is None
+    assert (versions_in("law@v2"), versions_in("law"), versions_in("")) == ("v2", None, None)
 
 
 def five():

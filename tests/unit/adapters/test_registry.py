@@ -63,6 +63,15 @@ def test_load_get_unload(root):
         names.unload("a")
 
 
+def test_not_found_lists_the_evicted_too(big_root):
+    names = two(big_root)
+    for name in ("law", "sql", "med"):
+        names.load(name, name)
+    assert len(loaded(names)) == 2
+    with pytest.raises(AdapterNotFound, match="Known: law, med, sql"):
+        names.get("nobody")
+
+
 def test_not_found_lists_the_known_and_is_a_key_error(root):
     names = registry(root)
     names.load("law", "law")
@@ -128,6 +137,9 @@ def test_the_base_name_is_taken(root):
         registry(root).load("base", "sql")
     with pytest.raises(AdapterNotFound):
         registry(root).resolve("base")
+    for base, name in (("base", "base@v1"), ("base@v1", "base@v1")):
+        with pytest.raises(AdapterRejected, match="'base@v1' is the base model's"):
+            AdapterRegistry(cases.llama(), base_names=(base,), lora_dir=root).load(name, "sql")
 
 
 def test_client_paths_stay_inside_the_root(root):
@@ -292,9 +304,10 @@ def test_a_repeated_load_takes_only_the_same_files_and_is_not_limited(root):
 
 def test_a_refused_name_comes_back_only_by_a_load(root):
     names = registry(root)
-    names.refuse("sql", "Its files have changed.")
-    with pytest.raises(AdapterRejected, match="Its files have changed"):
-        names.resolve("sql")
+    for name in ("sql", "sql@v1"):  # a version is never read on its first use
+        names.refuse(name, "Its files have changed.")
+        with pytest.raises(AdapterRejected, match="Its files have changed"):
+            names.resolve(name)
     names.load("sql", "sql")
     names.unload("sql")
     assert names.resolve("sql").name == "sql"
@@ -358,6 +371,18 @@ def test_what_is_in_use_or_pinned_is_not_evicted(big_root):
     assert not busy.value.of_key
     assert not re.search(r"\d", str(busy.value).replace("'med'", "")), "it tells others' sizes"
     used.clear()
+    names.resolve("art")
+    assert loaded(names) == ["art", "law"]
+
+
+def test_what_is_kept_is_evicted_when_nothing_else_is_left(big_root):
+    names = two(big_root)
+    names.set_kept(lambda: {"sql"})
+    names.resolve("sql")
+    for name in ("law", "med", "art", "law"):  # later, and more often
+        names.resolve(name)
+    assert loaded(names) == ["law", "sql"]
+    names.load("law", "law", replace=True, pinned=True)
     names.resolve("art")
     assert loaded(names) == ["art", "law"]
 

@@ -14,4 +14,6 @@ def test_busy_is_a_refusal_with_a_time():
 
 def test_not_found_names_what_is_known_or_why():
     assert "Known: a, b. load_adapter(" in str(AdapterNotFound("x", ("a", "b")))
+    many = tuple(f"a{number:03}" for number in range(1000))
+    assert "a018, a019 and 980 more. load_adapter(" in str(AdapterNotFound("x", many))
     assert str(AdapterNotFound("x", (), "gone")) == "The adapter 'x' was not found: gone"

@@ -130,6 +130,7 @@ def test_what_goes_out_as_json_comes_back():
 
 WRONG = [
     ({}, "at least one"),
+    (["v1"], r"must be a mapping.*not \['v1'\]"),
     ({"v1": 95, "v9": 5}, "'v9'"),
     ({"v1": 95}, "sum to 100, got 95"),
     ({"v1": 95, "v2": 6}, "sum to 100, got 101"),

@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -17,12 +18,15 @@ from serving.cli.serve import (
     StartError,
     has_template,
     journal_of,
+    keep_rollouts,
     only_server,
     serve,
+    tell_unused_state,
     url_of,
 )
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import HttpSettings
+from serving.runtime.journal import Journal
 
 
 def options(**more):
@@ -76,6 +80,21 @@ def test_a_state_folder_is_for_loads_at_run_time_and_for_one_server(tmp_path):
     (tmp_path / "state" / "adapters.json").write_text("{")
     with pytest.raises(StartError, match="is no journal of adapters"):
         journal_of(asked)
+
+
+def test_versions_with_a_share_that_are_not_loaded_are_told(tmp_path, caplog):
+    rollouts = SimpleNamespace(keep_in=lambda folder: None, lacking=lambda: {"sql@v2": 5.0})
+    keep_rollouts(SimpleNamespace(rollouts=rollouts), Journal(str(tmp_path / "state")))
+    assert "sql@v2 has 5% of its rollout and is not loaded" in caplog.text
+
+
+def test_a_state_that_is_not_used_is_told(tmp_path, caplog):
+    """Before: a restart without the flag forgot loads and rollouts, and said nothing."""
+    tell_unused_state(options(state_dir=str(tmp_path)))
+    assert not caplog.text
+    (tmp_path / "rollouts.json").write_text("{}")
+    tell_unused_state(options(state_dir=str(tmp_path)))
+    assert "rollouts.json of --state-dir: not used" in caplog.text
 
 
 @pytest.fixture

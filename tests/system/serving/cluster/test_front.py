@@ -85,6 +85,7 @@ def test_answers_are_those_of_one_coupled_engine(url, coupled):
 
 
 def test_models_and_metrics_are_there(url):
+    ask(url, next(place for place, model in enumerate(MODELS) if model))
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         names = {card["id"] for card in json.load(answer)["data"]}
     assert names == {"model", "a0", "a1", "a2", "a3"}
@@ -93,6 +94,9 @@ def test_models_and_metrics_are_there(url):
     assert 'engine="0"' in text
     assert 'engine="1"' in text
     assert 'lora_jax:role_up{role="rank",number="1"} 1.0' in text
+    assert 'lora_jax:lora_server_tier_hits_total{tier="disk",engine="front"}' in text
+    loads = text.partition('lora_jax:lora_server_load_seconds_count{engine="front"} ')[2]
+    assert float(loads.partition("\n")[0]) > 0
 
 
 def children_of(pid):
@@ -244,6 +248,7 @@ def test_the_front_counts_wrong_keys_and_writes_refusals_once(tmp_path):
             body_bytes=1 << 20,
             roles=lambda: {"instances": [True]},
             changes=AdapterChanges(None, lambda: ()),
+            metrics_text=str,
         )
         app = front.front_app(roles, options, KeyRing(http), AuditLog(http.audit_log))
         url = stack.enter_context(serve_app(app))

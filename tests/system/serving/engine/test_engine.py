@@ -267,6 +267,7 @@ def test_bad_input_is_refused_and_the_next_request_succeeds(engine, folder):
         (lambda: engine.generate([[-1]]), ValueError, r"must be in \[0, 259\], got -1"),
         (lambda: engine.generate("x", "nobody"), AdapterNotFound, "Known: a0"),
         (lambda: engine.generate("x", "../model"), AdapterNotFound, "does not exist"),
+        (lambda: engine.rollout("sql", ["v1"]), ValueError, "versions must be a mapping"),
         (
             lambda: engine.generate("x", None, Sampling(logit_bias={300: 1.0})),
             ValueError,

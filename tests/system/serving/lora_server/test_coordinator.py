@@ -6,6 +6,7 @@ import pytest
 from support.waiting import wait_until
 
 from serving.lora_server.coordinator import Coordinator, NoRoom
+from serving.lora_server.lease_metrics import PartLoad
 
 
 class Rank:
@@ -13,6 +14,7 @@ class Rank:
 
     def __init__(self, room: int = 100):
         self.room, self.held, self.versions, self.fault = room, {}, [], None
+        self.took = PartLoad(0.25, 0.5)
 
     def load(self, number, folder, digest, version):
         self.versions.append(version)
@@ -23,6 +25,7 @@ class Rank:
             raise ValueError("There is no room for the adapter now.")
         assert number not in self.held
         self.held[number] = (digest, folder)
+        return self.took
 
     def unload(self, number, version):
         self.versions.append(version)
@@ -51,6 +54,24 @@ def test_an_adapter_is_loaded_once_for_all_instances(coordinator, ranks):
     assert ranks[0].held == {one.number: ("d", "folder")}
     assert len(ranks[0].versions) == 1
     assert coordinator.held() == {"d": {"one", "two"}}
+
+
+def test_leases_count_by_tier_and_the_slowest_rank_says_how_long(coordinator, ranks):
+    ranks[0].took, ranks[1].took = PartLoad(0.0, 0.125), PartLoad(0.25, 0.5)
+    coordinator.lease("one", "d", "folder")
+    coordinator.lease("two", "d", "folder")
+    wait_until(lambda: coordinator.request("three", "d", "folder") is not None)
+    ranks[1].took = PartLoad(0.0, 0.25)
+    wait_until(lambda: coordinator.request("one", "e", "folder") is not None)
+    sample = coordinator.metrics.registry.get_sample_value
+    name = "lora_jax:lora_server"
+    hits = [sample(f"{name}_tier_hits_total", {"tier": t}) for t in ("device", "host", "disk")]
+    assert hits == [2, 1, 1]
+    assert [sample(f"{name}_read_seconds_{part}") for part in ("count", "sum")] == [1, 0.25]
+    assert [sample(f"{name}_load_seconds_{part}") for part in ("count", "sum")] == [2, 0.75]
+    with pytest.raises(NoRoom):
+        coordinator.lease("one", "f", "folder")
+    assert sample(f"{name}_load_seconds_count") == 2
 
 
 def test_what_is_leased_stays_and_the_longest_idle_goes(coordinator, ranks):
@@ -136,10 +157,10 @@ class SlowRank(Rank):
         super().__init__()
         self.begun, self.go = threading.Event(), threading.Event()
 
-    def load(self, *arguments):
+    def load(self, number, folder, digest, version):
         self.begun.set()
         assert self.go.wait(60)
-        super().load(*arguments)
+        return super().load(number, folder, digest, version)
 
 
 @pytest.fixture

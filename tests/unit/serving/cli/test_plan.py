@@ -8,7 +8,7 @@ from support.processes.server_process import ROOT
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from serving import launch
 from serving.api.config import EngineConfig
-from serving.cli.plan import ModelSizes, PlanRequest, adapter_bytes, plan_text, read_request
+from serving.cli.plan import ModelSizes, PlanRequest, plan_text, read_request
 
 LAYERS = tuple(range(80))
 SHAPES = {"q_proj": 8192, "k_proj": 1024, "v_proj": 1024, "o_proj": 8192}
@@ -18,14 +18,6 @@ SHAPES = {"q_proj": 8192, "k_proj": 1024, "v_proj": 1024, "o_proj": 8192}
 def llama_70b():
     modules = {name: LoraModule(name, 8192, wide, LAYERS) for name, wide in SHAPES.items()}
     return LoraCatalogue("llama", 80, modules, ())
-
-
-def test_an_adapter_of_a_70b_model_takes_131_mb(llama_70b):
-    """The guide says 168 MB, which assumes as many KV heads as heads."""
-    assert adapter_bytes(llama_70b, 16, 2) == 131_072_000
-    assert adapter_bytes(llama_70b, 32, 2, ("q_proj",)) == 80 * 32 * 2 * 8192 * 2
-    with pytest.raises(ValueError, match="'x_proj'"):
-        adapter_bytes(llama_70b, 16, 2, ("x_proj",))
 
 
 def test_the_plan_counts_devices_tiers_and_money(llama_70b):
@@ -41,6 +33,16 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     assert "rank 256" in text
     small = PlanRequest(adapters=10, zipf=0.0, device_bytes=141e9)
     assert "device 100.0%, host 0.0%, disk 0.0%" in plan_text(small, engine, llama_70b, sizes)
+
+
+def test_a_trace_says_what_requests_find(llama_70b, tmp_path):
+    (tmp_path / "trace").write_text("a\nb\n" * 50 + "c\na\n" * 50)
+    request = read_request(json.dumps({"trace": str(tmp_path / "trace"), "device_bytes": 141e9}))
+    assert request.adapters == 3
+    engine = EngineConfig(model="m", max_loras=2, max_lora_rank=16)
+    text = plan_text(request, engine, llama_70b, ModelSizes(141_000_000_000, 327_680, 2))
+    assert "200 of the trace for 3 adapters: device 98.0%, host 0.5%, disk 1.5%" in text
+    assert "the 2 most popular get 75.0%" in text
 
 
 def test_what_cannot_be_served_is_an_error(llama_70b):
@@ -60,6 +62,11 @@ WRONG = [
     ('{"zipf": true}', "zipf"),
     ('{"price_per_gpu_hour": "2"}', "price_per_gpu_hour"),
     ('{"modules": "q_proj"}', "modules"),
+    ('{"guide": 1}', "guide"),
+    ('{"trace": 5}', "trace must be the path"),
+    ('{"trace": "/nowhere"}', "trace '/nowhere': No such file"),
+    ('{"trace": "x", "adapters": 5}', "leave adapters out"),
+    ('{"trace": "x", "zipf": 1.0}', "leave zipf out"),
     ("{", "Expecting"),
 ]
 
@@ -72,10 +79,11 @@ def test_wrong_requests_name_the_field(text, named):
 
 
 def test_the_command_prints_the_plan_of_the_shipped_model(capsys):
-    asked = json.dumps({"adapters": 200, "rank": 8, "device_bytes": 1e9})
+    asked = json.dumps({"adapters": 200, "rank": 8, "device_bytes": 1e9, "guide": True})
     model = str(ROOT / "assets" / "tiny-moe")
     assert launch.main([model, "--plan", asked, "--max-loras", "20"]) == 0
     text = capsys.readouterr().out
     assert "20 adapters" in text
     assert "disk           200 adapters" in text
+    assert "do not add up" in text
     assert launch.main([model, "--plan", '{"modules": ["nope"]}']) == 1

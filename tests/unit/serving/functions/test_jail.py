@@ -2,11 +2,13 @@
 
 import ctypes
 import errno
+import importlib.machinery
 import json
 import os
 import struct
 import subprocess
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -18,11 +20,16 @@ from serving.functions import jail
 CODE = """
 import ctypes, json, os, socket, sys
 from serving.functions import jail
-own, other, kept, named = sys.argv[1:]
+own, other, kept, named, shared = sys.argv[1:]
+files = (f"/etc/{name}" for name in sorted(os.listdir("/etc")) if name not in jail._OF_ETC)
+of_machine = next(path for path in files if os.path.isfile(path) and os.access(path, os.R_OK))
 failed = jail.enter([*jail.code_folders([other]), own], [kept], [named], memory_bytes=2 << 30)
 tries = {
     "read own": lambda: open(own + "/file").read(),
     "read other": lambda: open(other + "/file").read(),
+    "read machine": lambda: open(of_machine, "rb").read(),
+    "read shared": lambda: open(shared).read(),
+    "random": lambda: open("/dev/urandom", "rb").read(1),
     "write own": lambda: open(own + "/file", "w"),
     "write kept": lambda: open(kept + "/new", "w").write("x"),
     "list named": lambda: os.listdir(named),
@@ -57,15 +64,16 @@ def said(tmp_path_factory):
     folders = [tmp_path_factory.mktemp(name) for name in ("own", "other", "kept", "named")]
     for folder in folders:
         (folder / "file").write_text("x")
-    command = [sys.executable, "-c", CODE, *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as shared:  # as another process' memory
+        command = [sys.executable, "-c", CODE, *map(str, folders), shared.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_what_is_its_own_works(said):
     _, outcome = said
-    for name in ("read own", "write kept", "list named", "pair", "import"):
+    for name in ("read own", "write kept", "list named", "pair", "import", "random"):
         assert outcome[name] == "done", name
     assert outcome["memory"] == "MemoryError"
 
@@ -73,6 +81,7 @@ def test_what_is_its_own_works(said):
 def test_what_is_others_is_refused(said):
     failed, outcome = said
     files = ("read other", "write own", "read named", "environment", "program")
+    files += ("read machine", "read shared")
     if any("Landlock" in what for what in failed):
         files = ()
     calls = ("tcp", "udp", "trace")
@@ -80,6 +89,33 @@ def test_what_is_others_is_refused(said):
         calls = ()
     for name in (*files, *calls):
         assert outcome[name] == "PermissionError", name
+
+
+GRAMMAR = """
+import os, subprocess, sys
+from serving.api.structured_outputs import StructuredOutputs
+from serving.functions import jail
+from serving.text.structured.checker import Checker
+from serving.text.structured.vocabulary import Vocabulary
+vocabulary = Vocabulary([bytes([n]) for n in range(256)] + [b"<end>"], [256], [256])
+jail.enter(jail.code_folders([sys.argv[1]]), [], programs=jail.interpreter())
+print(Checker(vocabulary, 60.0).check(StructuredOutputs(regex="[ab]+")).text != "")
+for command in (["/bin/true"], [sys.executable, "-c", "open('/etc/fstab').read()"]):
+    try:
+        print(subprocess.run(command, stderr=subprocess.DEVNULL).returncode)
+    except PermissionError:
+        print("refused")
+"""
+
+
+def test_a_process_that_may_start_its_interpreter_checks_grammars_and_starts_nothing_else(said):
+    """The new process is in the jail too. No folder above the packages may be looked into."""
+    root = Path(jail.__file__).parents[2]
+    command = [sys.executable, "-c", GRAMMAR, str(root / "private" / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    if not any("Landlock" in what for what in said[0]):
+        assert done.stdout.split() == ["True", "refused", "1"]
 
 
 GPUS = """
@@ -107,6 +143,25 @@ def test_a_process_with_gpus_gets_the_files_that_cuda_computes_with(monkeypatch,
     rules = jail._rules([], [], [], gpus=True)
     ours = [Path(path).name for path, _ in rules if str(path).startswith(str(tmp_path))]
     assert sorted(ours) == sorted(names)
+    assert ("/dev/nvidia-caps", jail._READ | jail._LIST) in rules
+
+
+def test_the_current_folder_is_no_folder_of_code_but_for_packages_in_it(monkeypatch, tmp_path):
+    """`python -m` looks for modules there, and tenants' adapters may lie there."""
+    package = types.ModuleType("some_package")
+    package.__spec__ = importlib.machinery.ModuleSpec("some_package", None, is_package=True)
+    package.__spec__.submodule_search_locations = [str(tmp_path / "some_package")]
+    monkeypatch.setitem(sys.modules, "some_package", package)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    jail._folders_of.cache_clear()
+    try:
+        folders = {str(folder) for folder in jail.code_folders([])}
+    finally:
+        jail._folders_of.cache_clear()
+    here = os.path.realpath(tmp_path)
+    assert here not in folders
+    assert f"{here}/some_package" in folders
 
 
 def test_folders_of_code_hold_no_private_path(monkeypatch):

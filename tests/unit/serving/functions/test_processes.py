@@ -30,6 +30,18 @@ def test_a_process_that_is_not_ready_says_why_or_has_ended():
             expect(ours, "ready")
 
 
+def test_processes_inherit_settings_and_no_secrets():
+    """The command takes its keys from variables; a function never learns one."""
+    secrets = ["SERVING_API_KEY", "SERVING_ADMIN_API_KEY", "SERVING_METRICS_KEY", "VLLM_API_KEY"]
+    secrets += ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "TOKEN", "DB_PASSWORD"]
+    settings = ["PATH", "TOKENIZERS_PARALLELISM", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "MONKEY"]
+    settings += ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"]
+    kept = processes.environment(dict.fromkeys([*secrets, *settings], "x"))
+    assert kept == {**processes._ENVIRONMENT, **dict.fromkeys(settings, "x")}
+    own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+    assert processes.environment(own).items() >= own.items()
+
+
 def test_a_child_of_a_zygote_that_ended_has_no_connection_to_its_successors_child(monkeypatch):
     """The first zygote forks and ends before it says so: its child reads the end of its own."""
     children = []

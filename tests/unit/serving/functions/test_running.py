@@ -4,6 +4,8 @@ import socket
 import threading
 import time
 
+import pytest
+
 from lora_jax.memory.wire import receive_fds, receive_header, send_header
 from serving.functions.running import LACKED, Running
 
@@ -24,6 +26,19 @@ def test_calls_of_an_ended_process_are_answered():
     assert running.connect() is None
     assert not running.end_if_idle()
     running.close()
+
+
+@pytest.mark.parametrize("message", [{}, {"id": []}, {"id": 0, "tenant": "a"}], ids=str)
+def test_a_process_that_sends_nonsense_is_given_up_and_its_calls_end(message):
+    running, theirs = pair()
+    waiting = running.send({"call": "x"})
+    with theirs:
+        send_header(theirs, message)
+        running.read()
+        assert waiting.get(timeout=60) == {"error": "FunctionDied"}
+        assert theirs.recv(4096)
+        assert theirs.recv(1) == b""  # so that it leaves
+    assert running.ended
 
 
 def test_a_process_that_ran_out_of_its_memory_says_why_its_calls_end():

@@ -46,6 +46,29 @@ def test_what_is_prepared_before_a_fork_touches_no_device():
     subprocess.run(command, check=True, timeout=120)
 
 
+HANGS = """
+import os, socket, time
+from serving.functions import zygote
+def main(connection, on_end):
+    on_end()
+    time.sleep(600)  # as the end of an engine whose step never comes back
+zygote._END_S, zygote.function_process.main = 1, main
+control, end = socket.socketpair()
+pid = os.fork()
+if pid == 0:
+    zygote._be_function(control, end.detach())
+print(os.WTERMSIG(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.long
+def test_a_function_that_hangs_when_its_agent_has_gone_is_ended_by_the_kernel():
+    """It would keep its memory, which on a GPU no other process could take."""
+    command = [sys.executable, "-W", "ignore", "-c", HANGS]
+    done = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert int(done.stdout) == signal.SIGALRM
+
+
 @pytest.mark.parametrize(
     ("asked_after", "left"), [(0, ["a", "b", "c"]), (2, ["c"]), (None, [])], ids=str
 )
@@ -69,9 +92,12 @@ def test_an_order_waits_for_no_import_that_was_not_begun(asked_after, left, monk
     assert imported + left == ["a", "b", "c"]
 
 
-def test_a_module_that_is_not_there_is_left_out():
+def test_a_module_that_is_not_there_is_left_out(monkeypatch):
+    frozen = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
     zygote._import("no_such_module_anywhere")
     assert gc.isenabled()
+    assert frozen == [False]
 
 
 def test_a_compiler_that_fails_is_seen_to_fail(monkeypatch):

@@ -5,13 +5,13 @@ import threading
 
 import pytest
 
-from serving.runtime.mailbox import LONGEST_PAUSE_S, MOST_KEPT, Mailbox
+from serving.runtime.mailbox import LONGEST_PAUSE_S, MOST_KEPT, Inbox, Mailbox
 
 
 def test_everything_arrives_in_order_from_several_threads():
     async def run() -> list[list[tuple[int, int]]]:
         loop, mailbox = asyncio.get_running_loop(), Mailbox()
-        queues = [asyncio.Queue() for _ in range(3)]
+        queues = [Inbox() for _ in range(3)]
 
         def send(sender: int) -> None:
             for i in range(500):
@@ -46,7 +46,7 @@ def test_a_burst_is_one_wake_up():
             return plain(*args)
 
         loop.call_soon_threadsafe = counted
-        queue = asyncio.Queue()
+        queue = Inbox()
         for i in range(100):
             mailbox.put(loop, queue, i)
         assert [await queue.get() for _ in range(100)] == list(range(100))
@@ -55,9 +55,26 @@ def test_a_burst_is_one_wake_up():
     assert asyncio.run(run()) == 1
 
 
+def test_an_inbox_takes_all_that_a_burst_has_for_it_at_once():
+    taken = []
+
+    class Told(Inbox):
+        def take(self, items):
+            taken.append(items)
+
+    async def run() -> None:
+        loop, mailbox, inboxes = asyncio.get_running_loop(), Mailbox(), [Told(), Told()]
+        for i in range(6):
+            mailbox.put(loop, inboxes[i % 2], i)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert taken == [[0, 2, 4], [1, 3, 5]]
+
+
 def test_what_wakes_nobody_comes_with_what_does():
     async def run() -> list[object]:
-        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), asyncio.Queue()
+        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), Inbox()
         mailbox.put(loop, queue, "quiet", wakes=False)
         await asyncio.sleep(0.01)
         before = queue.qsize()
@@ -69,7 +86,7 @@ def test_what_wakes_nobody_comes_with_what_does():
 
 def test_many_that_wake_nobody_come_together():
     async def run() -> list[int]:
-        loop, mailbox, queue, sizes = asyncio.get_running_loop(), Mailbox(), asyncio.Queue(), []
+        loop, mailbox, queue, sizes = asyncio.get_running_loop(), Mailbox(), Inbox(), []
         for count in (MOST_KEPT - 1, 1, 1):
             for _ in range(count):
                 mailbox.put(loop, queue, "quiet", wakes=False)
@@ -88,7 +105,7 @@ def test_a_loop_that_is_long_busy_with_a_burst_gets_the_next_one_later(monkeypat
         now, waits, got = loop.time(), [], []
         monkeypatch.setattr(loop, "time", lambda: now)
         monkeypatch.setattr(loop, "call_later", lambda wait, *call: waits.append((wait, call)))
-        queue = asyncio.Queue()
+        queue = Inbox()
 
         async def reads() -> None:
             nonlocal now
@@ -116,7 +133,7 @@ def test_a_loop_that_is_long_busy_with_a_burst_gets_the_next_one_later(monkeypat
 
 def test_after_a_pause_an_item_arrives_at_once():
     async def run() -> None:
-        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), asyncio.Queue()
+        loop, mailbox, queue = asyncio.get_running_loop(), Mailbox(), Inbox()
         mailbox.put(loop, queue, 1)
         await queue.get()
         await asyncio.sleep(0.01)
@@ -133,4 +150,4 @@ def test_a_closed_loop_drops_what_comes():
     loop.close()
     mailbox = Mailbox()
     for i in range(3):
-        mailbox.put(loop, asyncio.Queue(), i)
+        mailbox.put(loop, Inbox(), i)

@@ -101,8 +101,9 @@ def test_a_repeated_call_rolls_back_once(made):
 
 def test_a_bad_version_rolls_itself_back(made, registry, tmp_path, caplog):
     made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.1, "min_requests": 10})
-    for _ in range(30):  # of the old version, which no guard looks at
+    for _ in range(30):  # of the old version, which no guard looks at, and of weighted sums
         made.finished("sql@v1", Outcome(failed=True))
+        made.finished("sql@v2*0.5+law*1", Outcome(failed=True))
     made.finished("sql@v2", Outcome(failed=True))
     assert shares(made) == {"v1": 95, "v2": 5}
     made.finished("sql@v2", Outcome(failed=True))
@@ -120,6 +121,16 @@ def test_a_version_that_cannot_be_read_counts_as_failed(made, registry, tmp_path
     registry.unload("sql@v2")
     registry.refuse("sql@v2", "its files have changed")
     with pytest.raises(AdapterRejected):
+        made.resolve("sql@v2")
+    wait_until(lambda: shares(made) == {"v1": 100})
+
+
+def test_a_version_that_is_not_loaded_is_told_and_counts_as_failed(made, registry):
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.0, "min_requests": 1})
+    assert made.lacking() == {}
+    registry.unload("sql@v2")
+    assert made.lacking() == {"sql@v2": 5}
+    with pytest.raises(AdapterNotFound):
         made.resolve("sql@v2")
     wait_until(lambda: shares(made) == {"v1": 100})
 
@@ -242,7 +253,8 @@ def test_the_end_of_a_request_does_not_wait_for_a_change(made, monkeypatch):
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 2}', '{"format": 1, "rollouts": 3}'])
 def test_a_file_that_is_none_is_refused_at_the_start(registry, tmp_path, text):
     (tmp_path / FILE).write_text(text or "\0")
-    with pytest.raises(ValueError, match=r"rollouts\.json holds no rollouts"):
+    why = "there is no field 'format'" if text == "{}" else ""
+    with pytest.raises(ValueError, match=rf"rollouts\.json holds no rollouts \({why}"):
         Rollouts(registry).keep_in(tmp_path)
 
 

@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 
 import pytest
 import sentencepiece
@@ -13,6 +14,7 @@ from support.cases.tiny_tokenizers import (
     write_json,
 )
 
+from serving.text.token_text import TextStream
 from serving.text.tokenizer import Tokenizer
 
 
@@ -36,6 +38,20 @@ def test_a_short_text_that_comes_again_is_encoded_once(tokenizer, monkeypatch):
     assert len(calls) == len(set(TEXTS))
     assert len(tokenizer.encode_again("ab " * 200)) == len(tokenizer.encode_again("ab " * 200))
     assert len(calls) == len(set(TEXTS)) + 2
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_texts_that_a_stream_knows_are_those_of_the_rule(tokenizer, at_start):
+    """Tokens in any order, so that characters begin and end in their midst."""
+    backend, rng, prompt = tokenizer._backend, random.Random(0), tokenizer.encode("x")
+    for _ in range(20):
+        stream = tokenizer.stream(() if at_start else prompt, skip_special_tokens=False)
+        plain = TextStream(backend.rule, at_start=at_start)
+        for token_id in rng.choices(range(tokenizer.vocab_size + 2), k=40):
+            token = backend.token(token_id)
+            assert stream.feed(token_id) == ("" if token is None else plain.feed(token))
+        assert stream.close() == plain.close()
+    assert tokenizer._known[False]
 
 
 def test_half_a_surrogate_pair_is_refused(tokenizer):

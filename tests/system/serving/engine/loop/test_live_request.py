@@ -5,6 +5,7 @@ from support.cases import tiny_checkpoint
 
 from serving.api.request import (
     FinishReason,
+    OutputDelta,
     Request,
     ScheduledChunk,
     Sequence,
@@ -74,6 +75,8 @@ def test_tokens_become_text_one_delta_each(tokenizer):
     assert [len(delta.token_ids) for delta in case.deltas] == [1, 1, 1]
     assert [delta.finish_reason for delta in case.deltas] == [None, None, FinishReason.LENGTH]
     assert {delta.num_cached_tokens for delta in case.deltas} == {2}
+    ids = tuple(tokenizer.encode("a"))
+    assert case.deltas[0] == OutputDelta("r", 0, "a", ids, num_cached_tokens=2, adapter="sql")
     assert case.live.done
     assert not case.say("d")[0]
     assert len(case.deltas) == 3  # what comes after the end is ignored
@@ -147,6 +150,8 @@ def test_times_and_counts_reach_the_metrics(tokenizer):
     case.deliver(9, index=1, now=106.0, reason=FinishReason.STOP)
     assert case.value("vllm:time_to_first_token_seconds_sum") == 3.0
     assert case.value("vllm:time_to_first_token_seconds_count") == 1
+    assert case.value("vllm:inter_token_latency_seconds_count") == 0  # with the step's end
+    case.metrics.tokens_generated(5)
     assert case.value("vllm:inter_token_latency_seconds_count") == 3
     assert case.value("vllm:inter_token_latency_seconds_sum") == 0.5 + 0.0 + 2.0
     assert case.value("vllm:prompt_tokens_total") == 3

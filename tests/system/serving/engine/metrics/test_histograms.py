@@ -2,9 +2,27 @@
 
 import dataclasses
 
+import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from support.cases.metrics_cases import DONE, make, scrape, value
 
-from serving.engine.metrics.histograms import length_buckets
+from serving.engine.metrics.histograms import ITL, BulkHistogram, length_buckets
+
+
+@pytest.mark.parametrize("value", [0.0, 0.01, 0.010001, 0.5, 1000.0])
+def test_equal_values_count_together_as_one_by_one(value):
+    texts = []
+    for kind in (Histogram, BulkHistogram):
+        registry = CollectorRegistry()
+        series = kind("x", "x", ["a"], buckets=ITL, registry=registry).labels(a="1")
+        if isinstance(series, BulkHistogram):
+            series.observe_equal(value, 4)
+        else:
+            for _ in range(4):
+                series.observe(value)
+        lines = generate_latest(registry).decode().splitlines()
+        texts.append([line for line in lines if "_created" not in line])
+    assert texts[0] == texts[1]
 
 
 def test_a_request_that_never_ran_leaves_unknown_times_out():

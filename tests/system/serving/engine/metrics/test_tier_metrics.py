@@ -68,3 +68,12 @@ def test_more_adapters_than_the_host_holds_are_served(tmp_path):
         assert sample("lora_jax:adapter_read_seconds_count") >= 12 + hits["disk"]
         firsts = sample("lora_jax:adapter_tier_ttft_seconds_count", {"tier": "disk"})
         assert firsts == hits["disk"]
+        # A version with a share stays, and so does the one that was last taken to 0.
+        for version in ("v1", "v2"):
+            tiny_checkpoint.write_adapter(tmp_path / version, shape, 2, seed=50 + (version == "v2"))
+            engine.load_adapter(f"sql@{version}", tmp_path / version)
+        engine.rollout("sql", v1=100)
+        engine.rollout("sql", v2=100)
+        for name in names[:6]:
+            engine.generate(prompts[:1], name, SCORED)
+        assert {"sql@v1", "sql@v2"} < {entry.name for entry in engine.registry.entries()}

@@ -131,6 +131,81 @@ def test_pieces_of_a_whole_answer_wake_the_loop_with_the_last_one_of_a_choice(en
     assert asyncio.run(listen()) == [[], [], ["a", "b", "c"], ["d"]]
 
 
+def plain(text, **fields):
+    return OutputDelta("x", 0, text, (1,), **fields)
+
+
+def test_a_sink_gets_what_comes_while_its_owner_waits(engine):
+    """Not what ends a choice or brings scores, nor what comes behind that, so the order stays."""
+
+    async def run() -> tuple[list[str], list[str]]:
+        generation, poured, read = Generation(engine, Mailbox(), PROMPTS[:1]), [], []
+        generation._running["x"] = 2
+        idle = asyncio.Event()
+
+        def joined(pieces: list[Piece]) -> str:
+            return "".join(piece.delta.text for piece in pieces)
+
+        def sink(pieces: list[Piece]) -> bool:
+            if pieces[0].delta.text == "refused":
+                return False
+            poured.append(joined(pieces))
+            return True
+
+        async def reads() -> None:
+            async for batch in generation.pieces(nobody_leaves, 10.0, sink):
+                read.append(joined(batch))
+                await idle.wait()  # busy with it
+
+        def arrive(*deltas: OutputDelta) -> None:
+            generation._queue.take([Piece(0, PROMPTS[0], delta) for delta in deltas])
+
+        async def turns() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        arrive(plain("early"))
+        reader = asyncio.create_task(reads())
+        await turns()
+        arrive(plain("busy"))
+        idle.set()
+        await turns()
+        arrive(plain("a"), plain("b"))
+        arrive(plain("c"), plain("d", finish_reason=FinishReason.STOP))
+        arrive(plain("behind"))
+        await turns()
+        arrive(plain("scores", prompt_logprobs=(None,)))
+        await turns()
+        arrive(plain("refused"), plain("e"))
+        await turns()
+        arrive(plain("f"))
+        arrive(plain("g", finish_reason=FinishReason.STOP))
+        await reader
+        arrive(plain("late"))
+        return poured, read
+
+    poured, read = asyncio.run(run())
+    assert poured == ["ab", "f"]
+    assert read == ["early", "busy", "cdbehind", "scores", "refusede", "g"]
+
+
+def test_what_a_sink_raises_ends_the_pieces(engine):
+    async def run() -> None:
+        generation = Generation(engine, Mailbox(), PROMPTS[:1])
+        generation._running["x"] = 1
+
+        def sink(pieces: list[Piece]) -> bool:
+            raise ZeroDivisionError
+
+        on_output = generation._receiver(PROMPTS[0], 0)
+        asyncio.get_running_loop().call_later(0.01, on_output, plain("a"))
+        with pytest.raises(ZeroDivisionError):
+            await anext(generation.pieces(nobody_leaves, 10.0, sink))
+        assert engine.aborted == ["x"]
+
+    asyncio.run(run())
+
+
 def test_usage_counts_a_prompt_once_whatever_its_choices(engine):
     async def make():
         return Generation(engine, Mailbox(), PROMPTS)

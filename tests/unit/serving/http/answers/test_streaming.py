@@ -1,15 +1,19 @@
 """Streams: framing, keep-alive comments, errors after the 200, disconnects."""
 
 import json
+import re
 import socket
+import threading
 
 import pytest
 from support.processes.http_server import client_of
 from support.waiting import wait_until
 
-from serving.http.answers.streaming import event
+from serving.http.answers.answers import AbstractChoices
+from serving.http.answers.streaming import EventStream, event
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
+from serving.http.wire.body_writer import CycleWriter
 
 BODY = {"prompt": "hi", "max_tokens": 3, "stream": True}
 
@@ -96,3 +100,97 @@ def test_a_finished_stream_aborts_nothing(client, engine):
     before = len(engine.aborted)
     assert client.post("/v1/completions", json=BODY).status_code == 200
     assert len(engine.aborted) == before
+
+
+def events_of(client, path, body):
+    """The events of a stream without what differs from one request to the next."""
+    with client.stream("POST", path, json=BODY | body) as answer:
+        assert answer.status_code == 200
+        text = "".join(answer.iter_text())
+    text = re.sub(r'"id":"[a-z]+-[0-9a-f]{32}","created":\d+', "", text)
+    return text.split("\n\n")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": 6},
+        {"n": 2, "echo": True},
+        {"prompt": ["a", "b"], "stream_options": {"include_usage": True}},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"logprobs": 1, "return_token_ids": True},
+        {"prompt_logprobs": 1},
+        {"messages": [{"role": "user", "content": "yo"}]},
+        {"messages": [{"role": "user", "content": "yo"}], "n": 2, "logprobs": True},
+    ],
+    ids=lambda body: " ".join(body),
+)
+def test_pieces_that_skip_the_layers_have_the_same_bytes(client, monkeypatch, body):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    quick = events_of(client, path, body)
+    monkeypatch.setattr(CycleWriter, "is_ready", False)
+    monkeypatch.setattr(AbstractChoices, "text_of_plain", lambda self, piece: None)
+    slow = events_of(client, path, body)
+    if body.get("n", 1) > 1 or isinstance(body.get("prompt"), list):  # in no order among them
+        quick, slow = sorted(quick), sorted(slow)
+    assert quick == slow
+
+
+@pytest.fixture
+def seen(client, engine, monkeypatch):
+    """An answer ends only when this is set."""
+    seen, deltas = threading.Event(), engine._deltas
+
+    def slowly(given, index):
+        for delta in deltas(given, index):
+            if delta.finish_reason is not None:
+                assert seen.wait(60)
+            yield delta
+
+    monkeypatch.setattr(engine, "_deltas", slowly)
+    engine.open.clear()
+    return seen
+
+
+def data_of(line):
+    return json.loads(line.removeprefix("data: "))
+
+
+def test_a_stream_that_waits_is_written_without_its_task(client, engine, seen, monkeypatch):
+    written, write = [], CycleWriter.write
+
+    def noted(writer, data):
+        written.append(data.decode())
+        write(writer, data)
+
+    monkeypatch.setattr(CycleWriter, "write", noted)
+    texts = []
+    with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 9}) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": keep-alive"  # the stream waits
+        engine.open.set()
+        for line in lines:
+            if line.startswith("data: {"):
+                texts.append(data_of(line)["choices"][0]["text"])
+            if len(texts) == 8:
+                seen.set()
+    whole = client.post("/v1/completions", json=BODY | {"max_tokens": 9, "stream": False})
+    assert "".join(texts) == whole.json()["choices"][0]["text"]
+    assert "".join(written).count("data: {") == 8  # all but the end
+
+
+def test_an_event_that_cannot_be_made_ends_the_stream_with_an_error(
+    client, engine, seen, monkeypatch
+):
+    def broken(self, batch):
+        raise RuntimeError("at /srv/x")
+
+    with client.stream("POST", "/v1/completions", json=BODY) as answer:
+        lines = answer.iter_lines()
+        assert next(lines) == ": keep-alive"
+        monkeypatch.setattr(EventStream, "_encode", broken)
+        engine.open.set()
+        rest = [line for line in lines if line.startswith("data: ")]
+    seen.set()
+    assert data_of(rest[0])["error"]["message"] == "Internal server error."
+    assert rest[1:] == ["data: [DONE]"]

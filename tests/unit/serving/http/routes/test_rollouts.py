@@ -95,6 +95,14 @@ def test_the_answer_names_version_and_files_and_the_model_as_asked(client):
     assert version(client.post("/v1/chat/completions", json=chat)) == "v2"
 
 
+def test_a_weighted_sum_names_the_versions_of_its_parts(client):
+    client.put(PATH, json={"versions": {"v2": 100}})
+    answer = ask(client, None, adapters=[{"name": "sql", "weight": 0.5}, {"name": "sql@v1"}])
+    assert version(answer) == "sql@v2, sql@v1"
+    assert len(answer.json()["system_fingerprint"]) == 12
+    assert version(ask(client, None, adapters=[{"name": "sql"}])) == "v2"
+
+
 @pytest.mark.parametrize("field", ["user", "prompt_cache_key", "safety_identifier"])
 def test_the_body_may_name_the_user(client, field):
     client.put(PATH, json={"versions": {"v1": 50, "v2": 50}})
@@ -205,6 +213,22 @@ def test_the_admin_changes_and_a_tenant_sees_its_own(tmp_path):
         ("other", "sql"): 404,
         ("other", "sql@v2"): 404,
     }
+
+
+def test_a_version_that_is_not_loaded_is_no_model_that_does_not_exist(tmp_path):
+    """As after a restart whose journal found other files."""
+    engine = FakeEngine(write_fake_adapters(tmp_path / "root", "sql"))
+    engine.registry.load("sql@v1", "sql")
+    with client_of(create_app(engine, HttpSettings(enable_runtime_lora=True))) as client:
+        assert client.put(PATH, json={"versions": {"v1": 100}}).status_code == 200
+        engine.registry.unload("sql@v1")
+        answer = ask(client)
+        assert answer.status_code == 503
+        assert "'sql@v1' has a share of 'sql' and is not loaded" in answer.text
+        assert ask(client, "sql@v1").status_code == 404
+        engine.registry.refuse("sql@v1", "Its files have changed.")
+        answer = ask(client)
+        assert (answer.status_code, "files have changed" in answer.text) == (400, True)
 
 
 @pytest.mark.parametrize(
