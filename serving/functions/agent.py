@@ -315,7 +315,10 @@ class Agent:
                 with self.turns.open(order["name"]) as end:
                     send_fds(ours, [end.fileno()])
             ours.settimeout(_START_S)
-            ready = expect(ours, "ready")
+            try:
+                ready = expect(ours, "ready")
+            except ConnectionError as error:
+                raise ConnectionError(f"{error}{jail.bound_of(order['jail'])}") from error
             ours.settimeout(None)
             if makes:
                 self._steps = step_keys(ready.get("steps")) or self._steps

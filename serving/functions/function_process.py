@@ -153,9 +153,16 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
         memory_bytes=order["jail"]["memory_bytes"],
         network=bool(order["fields"].get("otlp_traces_endpoint")),
         gpus=order["jail"]["gpus"],
+        programs=jail.interpreter() if _tries_grammars(order) else [],
     )
     for what in failed:
         logger.warning("Function %r runs without %s", order["name"], what)
+
+
+def _tries_grammars(order: dict[str, Any]) -> bool:
+    """Return whether the engine starts a process that compiles grammars before it does."""
+    fields = order["fields"]
+    return "manifest" in order and fields.get("structured_outputs", EngineConfig.structured_outputs)
 
 
 def _http_side(engine: Engine, http: dict[str, Any]) -> "HttpSide":

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import resource
 import struct
 import sys
@@ -23,7 +24,9 @@ _BENEATH, _VERSION_ASKED = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _ALL = (1 << 16) - 1  # of version 5
 _OF_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-_OF_FILES = _WRITE | _READ | _TRUNCATE  # what a rule of a file that is no folder may name
+_OF_FILES = (
+    _EXECUTE | _WRITE | _READ | _TRUNCATE
+)  # what a rule of a file that is no folder may name
 _TCP = 0b11  # bind, connect: from version 4
 _SCOPES = 0b11  # abstract sockets, signals: from version 6
 _NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
@@ -54,16 +57,29 @@ def limits(
     """Return the limits of the process of an agent's order; None: it is in no jail.
 
     In the jail of a GPU nothing compiles, as XLA's assembler is a program. So neither the process
-    that makes programs is in it nor the guard; both have no adapter and no call of a tenant.
+    that makes programs is in it nor the guard; both have no adapter and no call of a tenant. On a
+    CPU the former may hold more than a function, as compilers need it.
     """
     if isolation == "none":
         return None
+    makes = (order.get("programs") or {}).get("writes")
     if device == "cpu":
-        return {"memory_bytes": memory_bytes, "gpus": False}
-    compiles = order.get("guard") or (order.get("programs") or {}).get("writes")
-    if compiles or not stops_compiling(device):
+        bound = None if makes and isolation == "process" else memory_bytes
+        return {"memory_bytes": bound, "gpus": False}
+    if makes or order.get("guard") or not stops_compiling(device):
         return None
     return {"memory_bytes": None, "gpus": True}
+
+
+def bound_of(limits: dict[str, Any] | None) -> str:
+    """Return what to add to the error of a process that ended: its bound of memory, if any."""
+    num_bytes = None if limits is None else limits["memory_bytes"]
+    if num_bytes is None:
+        return ""
+    return (
+        f" It may hold {num_bytes >> 20} MiB (--functions-memory-bytes, memory_bytes): if that is "
+        "too little for one function, raise it."
+    )
 
 
 def stops_compiling(device: str) -> bool:
@@ -79,19 +95,21 @@ def enter(
     memory_bytes: int | None = None,
     network: bool = False,
     gpus: bool = False,
+    programs: Iterable[str | Path] = (),
 ) -> list[str]:
     """Bind this process, which has one thread, for good; return what the kernel could not do.
 
     `reads` and `writes` are files and folders with all below them, beside the system's own; of
-    `lists` names may be read. Nothing else can be opened, and nothing executed. `memory_bytes`
-    bounds the process' own memory. With `network` internet sockets are left, with `gpus` all NVIDIA
-    devices for computing.
+    `lists` names may be read. Nothing else can be opened, and nothing executed but `programs`,
+    which stay in the jail. `memory_bytes` bounds the process' own memory. With `network` internet
+    sockets are left, with `gpus` all NVIDIA devices for computing.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     failed = _limit(memory_bytes)
     rules = _rules(reads, writes, lists, gpus, network)
+    rules += [(path, _READ | _EXECUTE) for path in programs]
     steps = {
         "Landlock (files, signals)": lambda: _landlock(libc, rules, network),
         "seccomp (sockets, other processes)": lambda: _seccomp(libc, network),
@@ -102,6 +120,13 @@ def enter(
         except OSError as error:
             failed.append(f"{name}: {error.strerror}")
     return failed
+
+
+def interpreter() -> list[str]:
+    """Return the files that the kernel executes to start this process' interpreter again."""
+    maps = Path("/proc/self/maps").read_text()
+    loaders = re.findall(r"/\S*/ld-\S+$", maps, re.MULTILINE)
+    return sorted({os.path.realpath(sys.executable), *loaders})
 
 
 def code_folders(without: Iterable[str | Path]) -> list[Path]:

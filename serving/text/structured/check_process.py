@@ -70,16 +70,32 @@ def _shown(why: str) -> str:
     return text if len(text) <= 500 else text[:500] + "..."
 
 
+def _memory() -> list[int] | None:
+    """Return bytes of address space and of resident memory; None in the jail of a function."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()[:2]
+    except PermissionError:
+        return None
+    return [int(count) * resource.getpagesize() for count in pages]
+
+
+def _most_resident_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """Return resident bytes; the most so far where no others are known."""
+    memory = _memory()
+    return _most_resident_bytes() if memory is None else memory[1]
 
 
 def _bound_memory() -> None:
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    limit = size + MEMORY_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    memory = _memory()
+    kind = resource.RLIMIT_DATA if memory is None else resource.RLIMIT_AS
+    limit = MEMORY_BYTES + (_most_resident_bytes() if memory is None else memory[0])
+    _, hard = resource.getrlimit(kind)
     if hard == resource.RLIM_INFINITY or limit < hard:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

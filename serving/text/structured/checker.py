@@ -16,11 +16,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import lora_jax
 from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured.vocabulary import Vocabulary
 
 START_S = 120.0  # for the tokenizer of a large vocabulary on a busy machine
-_ROOT = Path(__file__).parents[3]
+# Packages are named by their folders: an isolated function may not look into those above.
+_PACKAGES = [str(Path(__file__).parents[2]), str(Path(lora_jax.__file__).parent)]
+_START = """
+import importlib.util, os, runpy, sys
+for folder in sys.argv[1:]:
+    name = os.path.basename(folder)
+    spec = importlib.util.spec_from_file_location(name, os.path.join(folder, "__init__.py"))
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+runpy.run_module("serving.text.structured.check_process", run_name="__main__")
+"""
 
 
 class GrammarRefused(ValueError):
@@ -67,10 +78,10 @@ class Checker:
     def _start(self) -> None:
         if self._closed:
             raise EOFError("The engine has stopped.")
-        path = os.pathsep.join([str(_ROOT), *filter(None, sys.path)])
+        path = os.pathsep.join(filter(None, sys.path))
         # One arena, so that the address space taken is what was asked for.
         env = os.environ | {"PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
-        command = [sys.executable, "-P", "-m", "serving.text.structured.check_process"]
+        command = [sys.executable, "-P", "-c", _START, *_PACKAGES]
         self._pending = b""
         self._process = subprocess.Popen(
             command,

@@ -219,6 +219,34 @@ def test_functions_answer_as_one_engine_does_to_zero_and_back(tmp_path, isolatio
     assert process.returncode == 0, log.read_text()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("isolation", ["process", "server"])
+def test_functions_answer_in_a_schema_and_inherit_no_key(tmp_path, isolation, monkeypatch):
+    """The process that tries grammars is started in the jail, where no other program is."""
+    monkeypatch.setenv("SERVING_API_KEY", "a-secret-key")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    args = str(MODEL), "--functions", str(MODEL / "adapters"), "--functions-isolation", isolation
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    body = {"model": "law", "max_tokens": 40, "temperature": 0}
+    body["messages"] = [{"role": "user", "content": "a"}]
+    body["response_format"] = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": schema},
+    }
+    log = tmp_path / "log"
+    with serve_process(*args, *flags, log=log) as (process, port):
+        headers = EVENT | {"Authorization": "Bearer a-secret-key"}
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        response = httpx.post(url, json=body, headers=headers, timeout=300)
+        assert response.status_code == 200, response.text
+        assert list(json.loads(response.json()["choices"][0]["message"]["content"])) == ["a"]
+        pids = children(process.pid)
+        assert len(pids) >= 3  # zygote, function, process that tries grammars
+        for pid in pids:
+            assert b"a-secret-key" not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def _check(url: str, outputs) -> None:
     for name, output in outputs.items():
         text, logprobs = tokens(url, name)

@@ -1,5 +1,7 @@
 """Composed adapters are made once, bounded in number and bytes, and gone with their parts."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,16 @@ def test_what_does_not_fit_the_device_is_refused():
     with pytest.raises(ValueError, match="not here"):
         make(refused="not here").entry([(lora("a"), 0.5)])
     assert made.entries() == ()
+
+
+def test_what_an_adapter_brings_is_refused_by_name():
+    entry = lora("a")
+    brought = dataclasses.replace(entry.weights.report, brings=("DoRA",))
+    weights = AdapterWeights(entry.weights.sites, brought)
+    dora = dataclasses.replace(entry, weights=weights)
+    with pytest.raises(ValueError, match=r"an adapter with DoRA .* is not composed with others"):
+        make().entry([(dora, 1.0), (lora("b"), 1.0)])
+    assert make().entry([(dora, 1.0)]) is dora
 
 
 def test_bytes_are_bounded():

@@ -186,13 +186,33 @@ def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_o
         end.close()
 
 
-GPU_LIMITS = {"memory_bytes": None, "gpus": True}
+def test_a_process_that_ends_before_it_is_ready_is_told_with_its_bound():
+    def fork(facts):
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours, os.getpid()
+
+    parts = {"_published": SimpleNamespace(device="cpu", send=lambda *_: None)}
+    parts |= {"_zygote": SimpleNamespace(fork=fork), "turns": None, "_tenant_sizes": None}
+    parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
+    for limit, words in ((64 << 20, r"It may hold 64 MiB .*: if that is too little"), (None, "$")):
+        agent = bare(**parts, _steps=[], _room=Room(limit))
+        with pytest.raises(ConnectionError, match=rf"ended before it was ready: .*\. ?{words}"):
+            agent._launch({"name": "f", "adapter": None}, programs={"writes": False})
 
 
 @pytest.mark.parametrize(
     ("device", "asked", "isolation", "order", "limits"),
     [
-        ("cpu", "", "process", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "process", {"programs": {"writes": False}}, {"memory_bytes": 7, "gpus": False}),
+        (  # compilers need more than a function
+            "cpu",
+            "",
+            "process",
+            {"programs": {"writes": True}},
+            {"memory_bytes": None, "gpus": False},
+        ),
+        ("cpu", "", "server", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
         ("cpu", "", "none", {"programs": None}, None),
         ("gpu", "0", "process", {"programs": {"writes": False}}, None),
         (

@@ -91,6 +91,33 @@ def test_what_is_others_is_refused(said):
         assert outcome[name] == "PermissionError", name
 
 
+GRAMMAR = """
+import os, subprocess, sys
+from serving.api.structured_outputs import StructuredOutputs
+from serving.functions import jail
+from serving.text.structured.checker import Checker
+from serving.text.structured.vocabulary import Vocabulary
+vocabulary = Vocabulary([bytes([n]) for n in range(256)] + [b"<end>"], [256], [256])
+jail.enter(jail.code_folders([sys.argv[1]]), [], programs=jail.interpreter())
+print(Checker(vocabulary, 60.0).check(StructuredOutputs(regex="[ab]+")).text != "")
+for command in (["/bin/true"], [sys.executable, "-c", "open('/etc/fstab').read()"]):
+    try:
+        print(subprocess.run(command, stderr=subprocess.DEVNULL).returncode)
+    except PermissionError:
+        print("refused")
+"""
+
+
+def test_a_process_that_may_start_its_interpreter_checks_grammars_and_starts_nothing_else(said):
+    """The new process is in the jail too. No folder above the packages may be looked into."""
+    root = Path(jail.__file__).parents[2]
+    command = [sys.executable, "-c", GRAMMAR, str(root / "private" / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    if not any("Landlock" in what for what in said[0]):
+        assert done.stdout.split() == ["True", "refused", "1"]
+
+
 GPUS = """
 import os
 from serving.functions import jail
