@@ -107,7 +107,7 @@ class ModelRunner:
         processes, `pooled` KV pages of a pool, whose rows `slots` then has. With `board` steps wait
         for masks. `in_place` is CompiledStep's; None: not on CPUs. `row_writer` is for no pool.
         """
-        self.sizes, self.buckets = sizes, token_buckets(max_tokens)
+        self.sizes, self.buckets = sizes, token_buckets(max_tokens, sizes.max_seqs)
         self._vocab_size, self._tell = vocab_size, tell
         self._inputs = StepInputs(sizes, vocab_size, end_ids)
         self._held: Forwarded | None = None  # of a step that is followed

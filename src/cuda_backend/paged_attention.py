@@ -1,10 +1,10 @@
 """Attention over block tables by the Hopper kernels of csrc/paged_attention.
 
-bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh), also where
-pages are in 8 bits (coded.cuh), with the bits that pages of the same values have; float32 and other
-heads through multiply-adds (plain.cuh). A sequence is cut into chunks of positions whose size
-depends on the block tables' width alone, so a token's result depends on nothing but its own
-sequence.
+bfloat16 heads of 64 or 128 columns and latents go through tensor cores (stages.cuh): prompts by
+whole warpgroups (prompts.cuh), pages in 8 bits with the bits that pages of the same values have
+(coded.cuh). float32 and other heads go through multiply-adds (plain.cuh). A sequence is cut into
+chunks of positions whose size depends on the block tables' width alone, so a token's result depends
+on nothing but its own sequence.
 """
 
 import dataclasses
@@ -25,10 +25,13 @@ BOX = 16  # positions that one copy brings; a page holds a whole number of them
 CONSUMERS = 8  # warps; one owns a kv head and 16 rows (tokens x q heads of the kv head)
 COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs room
 PROMPT_TOKENS = 256  # from here on a step holds prompts
-PARTS = 8192  # chunks of tokens that memory is set aside for, to be worked on side by side
-MOST_CHUNKS = 64
+# Chunks of a sequence, and of tokens that memory is set aside for, to be worked on side by side.
+# With fewer and longer ones a row of a model with room for 40960 positions had one CTA.
+MOST_CHUNKS, PARTS = 256, 32768
+MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
+MOST_CUT, PROMPT_PARTS = 512, 8192  # of a step with prompts: tokens that are cut, and their chunks
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
-SHORT_CONTEXT = 4096
+SHORT_CONTEXT = 65536
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 LATENT_GROUPS = 2  # of 16 rows that share latents in a prompt
 PLAIN_ROWS = (4, 8, 16)  # of a unit without tensor cores: as few as suffice
@@ -45,6 +48,7 @@ class Cut:
     cta_heads: int  # kv heads that one CTA works on
     token_groups: int  # of 16 rows
     unit_tokens: int  # that share pages
+    many_tokens: int = 0  # that share them among many neighbours; 0: these are no case of their own
 
 
 def cut_work(
@@ -52,37 +56,37 @@ def cut_work(
 ) -> Cut:
     """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
-    In a prompt many tokens share the pages of few heads, in a decode step one token takes whole
-    pages. Warps that turn `coded` latents leave no registers for a second group of rows.
+    In a decode step one token takes whole pages. In a step with prompts many neighbours share the
+    pages of one head, and others are a case of their own; where pages are `coded` all share those
+    of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
-    prompts = _has_prompts(tokens, chunks[1])
-    most = 1 if latent else min(2 if prompts else CONSUMERS, COLUMNS // k_dim)
+    prompts = tokens >= PROMPT_TOKENS
+    most = 1 if latent else min(2 if prompts and coded else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
-    unit_tokens = groups * (16 // (q_heads // kv_heads))
-    return Cut(*chunks, heads, groups, unit_tokens)
+    of_group = 16 // (q_heads // kv_heads)
+    many = CONSUMERS * of_group if prompts and not (latent or coded) else 0
+    return Cut(*chunks, heads, groups, groups * of_group, many)
 
 
 def cut_plain_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
     """Return the same for the kernel without them, a CTA of which works on one kv head."""
     chunks, heads = _chunks(tokens, k_dim, context), q_heads // kv_heads
-    wanted = PLAIN_ROWS[-1] if _has_prompts(tokens, chunks[1]) else heads
+    wanted = PLAIN_ROWS[-1] if tokens >= PROMPT_TOKENS else heads
     return Cut(*chunks, 1, 1, max(1, _rows_for(wanted) // heads))
-
-
-def _has_prompts(tokens: int, max_chunks: int) -> bool:
-    """Return whether a step of so many tokens has prompts among them, or parts for too many."""
-    return tokens >= PROMPT_TOKENS or tokens * max_chunks > PARTS
 
 
 def _chunks(tokens: int, k_dim: int, context: int) -> tuple[int, int, int]:
     """Return the positions of a chunk, how many chunks there are, and the tokens that are cut."""
-    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and k_dim != LATENT_COLUMNS else CHUNK
-    chunk = -(-context // (MOST_CHUNKS * smallest)) * smallest
+    latent = k_dim == LATENT_COLUMNS
+    smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
+    most, parts = (MOST_LATENT_CHUNKS, LATENT_PARTS) if latent else (MOST_CHUNKS, PARTS)
+    chunk = -(-context // (most * smallest)) * smallest
     max_chunks = -(-context // chunk)
-    cut = max(1, min(tokens - 1, PARTS // max_chunks))
-    return chunk, max_chunks, cut if _has_prompts(tokens, max_chunks) else tokens
+    if tokens < PROMPT_TOKENS and tokens * max_chunks <= parts:
+        return chunk, max_chunks, tokens
+    return chunk, max_chunks, max(1, min(tokens - 1, MOST_CUT, PROMPT_PARTS // max_chunks))
 
 
 def plain_rows(cut: Cut, q_heads: int, kv_heads: int) -> int:
@@ -166,7 +170,9 @@ def _kernel(
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
         cut = cut_work(*work, coded=coded)
         extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
-        return f"lora_jax_cuda_{'coded' if coded else 'paged'}_attention", cut, extra
+        if coded:
+            return "lora_jax_cuda_coded_attention", cut, extra
+        return "lora_jax_cuda_paged_attention", cut, extra | {"many": int(cut.many_tokens > 0)}
     if coded:
         sizes = f"{q.dtype} heads of {k_dim} and {v_dim} columns, pages of {page_size}"
         raise Declined(f"cuda paged_attention does not take {sizes} where pages are in 8 bits")
@@ -197,9 +203,10 @@ def _units(
     All layers of a step ask for the same list, and XLA makes it once.
     """
     most = token_to_seq.shape[0] + cut.part_rows * cut.max_chunks
-    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (1,))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((most, 8), (cut.part_rows, 2), (2,))]
     call = jax.ffi.ffi_call("lora_jax_cuda_attention_units", shapes)
-    attributes = {"unit_tokens": cut.unit_tokens, "chunk": cut.chunk, "window": window}
+    sizes = {"unit_tokens": cut.unit_tokens, "many_tokens": cut.many_tokens}
+    attributes = {**sizes, "chunk": cut.chunk, "window": window}
     return call(
         token_to_seq, positions, num_tokens, **{k: np.int64(v) for k, v in attributes.items()}
     )

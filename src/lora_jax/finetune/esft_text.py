@@ -29,6 +29,7 @@ class Task:
     decision: re.Pattern[str] | None = None  # where an answer begins with one, its end
 
 
+_ANY = Task("", "", "")  # of records that are no evaluation set's
 INTENT = re.compile(r'^\{"intent": "[^"]*"')
 TASKS = {
     "intent": Task("请分析下面这句话的意图，并转化为json格式：", "\n答案：", "。", INTENT),
@@ -115,9 +116,9 @@ def split(records: list[Record], heldout_share: float, domain: str) -> Split:
 
     Which ones is decided by a hash of the input, so that it does not depend on the order or on
     other records. A record stays in training only if it contains at most MAX_SHARED of the
-    shingles of every held-out input.
+    shingles of every held-out input. A domain of no evaluation set has no words around its inputs.
     """
-    task = TASKS[domain]
+    task = TASKS.get(domain, _ANY)
     bound = int(heldout_share * 2**32)
     heldout = [r for r in records if digest(r) < bound]
     chosen = {record.prompt for record in heldout}

@@ -1,9 +1,10 @@
 """Smallest LoRA rank that meets a quality bar, found by halving or doubling.
 
-    python -m lora_jax.finetune.rank_sweep --model assets/tiny-moe --data DIR --text intent
+    python -m lora_jax.finetune.rank_sweep --model assets/tiny-moe --data DATA
 
-DIR holds the ESFT evaluation sets (see make_assets). An adapter of rank 16 is trained on the
-training part of the text and measured on the held-out part. If it meets the bar, the rank is
+DATA is a .jsonl or .jsonl.gz file with `prompt` and `answer` on every line, or a folder of the
+ESFT evaluation sets (see make_assets), of which --text names one. An adapter of rank 16 is trained
+on a part of the text and measured on the rest, which is held out. If it meets the bar, the rank is
 halved until one does not; otherwise it is doubled until one does. The bar is a perplexity: given
 by --perplexity, or the share --bar of what rank 16 gains over the base, in nats a token. Prints the
 table of all ranks tried; --out writes it as JSON.
@@ -20,11 +21,12 @@ from typing import Any
 
 from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.finetune.documents import Document, read_format
-from lora_jax.finetune.esft_text import TASKS, read_domain, split
+from lora_jax.finetune.esft_text import TASKS, Split, read_domain, split
 from lora_jax.finetune.lora import default_modules, train_lora
 from lora_jax.finetune.lora_params import LoraSpec, trained_delta
 from lora_jax.finetune.make_assets import HELDOUT_SHARE, LENGTH
 from lora_jax.finetune.perplexity import Evaluator
+from lora_jax.finetune.records import read_jsonl
 from lora_jax.finetune.training import Schedule
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -55,8 +57,7 @@ def sweep(
 
     `measure` returns a rank's perplexity, `bar_of` the bar, given that of `start`.
     """
-    if not 1 <= lowest <= start <= highest:
-        raise ValueError(f"Ranks from {lowest} to {highest} must hold the first one, {start}.")
+    check_ranks(start, lowest, highest)
     tried = {start: measure(start)}
     bar = bar_of(tried[start])
     rank, shrinks = start, tried[start] <= bar
@@ -103,6 +104,29 @@ def table(found: Sweep, base: float, num_bytes: Callable[[int], int]) -> str:
     return "\n".join(lines)
 
 
+def check_ranks(start: int, lowest: int, highest: int) -> None:
+    """Raise ValueError unless a sweep may begin with `start`."""
+    if not 1 <= lowest <= start <= highest:
+        raise ValueError(f"Ranks from {lowest} to {highest} must hold the first one, {start}.")
+
+
+def parts_of(data: pathlib.Path, text: str) -> Split:
+    """Return the records of a file, or of one of ESFT's evaluation sets, in two parts.
+
+    Raises OSError, and ValueError for other files and where a part would be empty.
+    """
+    if data.is_dir():
+        parts = split(read_domain(data, text), HELDOUT_SHARE, text)
+    else:
+        parts = split(read_jsonl(data), HELDOUT_SHARE, "")
+    if not (parts.train and parts.heldout):
+        raise ValueError(
+            f"{data.name} has too few records: {len(parts.train)} to train on and "
+            f"{len(parts.heldout)} held out."
+        )
+    return parts
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     flags = argparse.ArgumentParser(
@@ -114,8 +138,10 @@ def parser() -> argparse.ArgumentParser:
     )
     needed = {"type": pathlib.Path, "required": True, "default": argparse.SUPPRESS}
     flags.add_argument("--model", help="folder of a base model in 16 bits", **needed)
-    flags.add_argument("--data", help="folder of ESFT's evaluation sets", **needed)
-    flags.add_argument("--text", choices=TASKS, default="intent", help="set to train and judge on")
+    data = "text to train and judge on: a .jsonl or .jsonl.gz file, or ESFT's evaluation sets"
+    flags.add_argument("--data", help=data, **needed)
+    text = "set of a folder --data to train and judge on"
+    flags.add_argument("--text", choices=TASKS, default="intent", help=text)
     flags.add_argument("--steps", type=int, default=100, help="training steps of each rank")
     flags.add_argument("--start", type=int, default=START, help="first rank")
     flags.add_argument("--lowest", type=int, default=1, help="smallest rank to try")
@@ -133,11 +159,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    args = parser().parse_args(argv)
+    flags = parser()
+    args = flags.parse_args(argv)
+    try:  # before the model is loaded
+        check_ranks(args.start, args.lowest, args.highest)
+        parts = parts_of(args.data, args.text)
+    except (OSError, ValueError) as error:
+        flags.error(str(error))
     warmup = args.steps // 10
     schedule = Schedule(args.steps, 4, 6e-3, warmup_steps=warmup, weight_decay=0.3)
     model, config = load(args.model, dtype="float32")
-    parts = split(read_domain(args.data, args.text), HELDOUT_SHARE, args.text)
     form = read_format(args.model)
     train, heldout = (form.documents(part, "chat") for part in (parts.train, parts.heldout))
     base, measure = trained_perplexity(model, train, heldout, schedule)

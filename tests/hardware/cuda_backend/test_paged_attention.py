@@ -21,6 +21,9 @@ from lora_jax.ops.paged_attention import reference
 SERVED = ("llama-8b", "qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite", "dbrx", "llama-100m")
 DECODE = ((0, 0, 1), (1, 15, 1), (2, 16, 1), (3, 255, 1), (4, 256, 1), (5, 700, 1), (6, 1030, 1))
 PREFILL = ((0, 0, 37), (1, 250, 21), (2, 600, 1), (3, 16, 100))
+# Enough for whole warpgroups: runs of many neighbours, and others beside them.
+PROMPTS = ((0, 0, 200), (1, 250, 90), (2, 600, 1), (3, 16, 70), (4, 5, 33))
+BATCHES = {"decode": DECODE, "prefill": PREFILL, "prompts": PROMPTS}
 
 
 # dtype, positions of a page, sizes
@@ -74,7 +77,7 @@ def tokens_of(case: AttentionCase, some: np.ndarray) -> AttentionCase:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("model", SERVED)
 def test_matches_the_reference(model, chunks):
     case = some_case(model, chunks)
@@ -82,7 +85,7 @@ def test_matches_the_reference(model, chunks):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunks", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("chunks", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("model", SERVED)
 def test_pages_in_8_bits_have_the_bits_of_pages_of_their_values(model, chunks):
     case = some_case(model, chunks)
@@ -116,7 +119,7 @@ def test_a_token_has_the_same_bits_whatever_its_neighbours(model):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "llama-100m", "deepseek-v2-lite"])
+@pytest.mark.parametrize("model", SERVED)
 def test_a_long_prompt_has_the_bits_of_its_tokens_alone(model):
     # Neighbours in a prompt go through all chunks; few tokens are cut into chunks.
     case = some_case(model, ((0, 700, 260), (1, 900, 1), (2, 0, 30)), padding=0)
@@ -146,8 +149,9 @@ def test_without_tensor_cores_a_token_has_the_same_bits_whatever_its_neighbours(
 
 @pytest.mark.gpu
 def test_padding_gives_zero():
-    case = some_case("llama-8b", DECODE, padding=5)
-    assert not run(case)[len(DECODE) :].any()
+    for chunks in (DECODE, PROMPTS):
+        case = some_case("llama-8b", chunks, padding=5)
+        assert not run(case)[sum(count for _, _, count in chunks) :].any()
 
 
 @pytest.mark.parametrize("model", SERVED)
@@ -187,6 +191,15 @@ def test_the_chunk_depends_on_the_context_alone(model):
         for tokens in (1, 64, 300, 8192)
     }
     assert len(chunks) == 1
+
+
+@pytest.mark.parametrize("context", [2048, 40960, 131072])
+def test_rows_that_decode_are_cut_into_small_chunks_at_any_context(context):
+    m = MODELS["llama-8b"]
+    for tokens in (1, 128):
+        cut = cuda.cut_work(tokens, m.q_heads, m.kv_heads, m.k_dim, context)
+        assert cut.chunk <= 512
+        assert (cut.part_rows, cut.many_tokens) == (tokens, 0)
 
 
 HEADS = {"q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "latent": False}

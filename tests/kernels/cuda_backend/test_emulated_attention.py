@@ -73,7 +73,7 @@ def emulated_attention(library, case: AttentionCase, seed: int, **changes) -> np
     cut = dataclasses.replace(cut, max_chunks=-(-context // cut.chunk))
     sizes = [tokens, int(case.num_tokens), q_heads, kv_heads, k_dim, case.v_dim, pages, page_size]
     sizes += [max_pages, cut.chunk, cut.max_chunks, window, cut.cta_heads, cut.token_groups]
-    sizes = np.array([*sizes, cut.unit_tokens, cut.part_rows], np.int32)
+    sizes = np.array([*sizes, cut.unit_tokens, cut.many_tokens, cut.part_rows], np.int32)
     out = np.full((tokens, q_heads, case.v_dim), np.nan, dtype)
     arrays = [case.q, case.k_pages, case.v_pages, case.block_tables]
     arrays += [case.token_to_seq, case.positions, case.sinks]
@@ -125,9 +125,9 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library, dtype):
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
 
 
-@pytest.mark.parametrize("shape", ["6 q heads, window, sinks", "latent of few columns and heads"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
-    chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut
+    chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut, its pages are shared
     case = attention_case(SHAPES[shape], chunks, page_size=16, dtype="bfloat16")
     whole = emulated_attention(library, case, seed=1, chunk=64, part_rows=1)
     np.testing.assert_array_equal(emulated_attention(library, case, seed=2, chunk=64), whole)
@@ -135,8 +135,12 @@ def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
     cut = emulated_attention(library, few, seed=3, chunk=64)
     np.testing.assert_array_equal(cut[:20], whole[:20])
     assert not cut[20:].any()
-    if shape.startswith("latent"):  # the number of rows of a unit changes no bit either
-        q_heads = SHAPES[shape].q_heads
+    q_heads, kv_heads = SHAPES[shape].q_heads, SHAPES[shape].kv_heads
+    if not shape.startswith("latent"):  # whole warpgroups multiply what has many neighbours
+        many = {"many_tokens": 8 * (16 // (q_heads // kv_heads)), "part_rows": 3}
+        apart = emulated_attention(library, case, seed=6, chunk=64, **many)
+        np.testing.assert_array_equal(apart, whole)
+    if shape == "latent of few columns and heads":  # nor does the number of rows of a unit
         wide = {"token_groups": 2, "unit_tokens": 32 // q_heads}
         two = emulated_attention(library, case, seed=5, chunk=64, part_rows=1, **wide)
         np.testing.assert_array_equal(two, whole)

@@ -170,6 +170,8 @@ def check_each_weight(w, values: np.ndarray) -> None:
     for rows in (3, 64):
         got, want = (run(x[:rows], part, jnp.array([rows], jnp.int32)) for part in (w, plain))
         np.testing.assert_array_equal(bits(got), bits(want), err_msg=f"{rows} rows")
+    alone = [run(row[None], w, jnp.array([1], jnp.int32)) for row in x]  # each by a kernel for one
+    np.testing.assert_array_equal(bits(jnp.concatenate(alone)), bits(want), err_msg="one row")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -116,6 +116,35 @@ def test_the_command_trains_on_one_part_and_measures_on_the_other(
     assert any(", smallest" in line for line in lines) == (chosen is not None)
 
 
+def test_text_of_ones_own_is_a_file_of_records(tmp_path):
+    rows = [{"prompt": f"was kostet {n} mal {n * n}", "answer": f"{n:b}"} for n in range(100)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parts = rank_sweep.parts_of(tmp_path / "mine.jsonl", "intent")
+    assert 1 <= len(parts.heldout) < 30
+    assert {record.prompt for record in parts.train} < {row["prompt"] for row in rows}
+    assert not {*parts.train} & {*parts.heldout}
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "said"),
+    [
+        (None, [], "No such file"),
+        ("{}", [], "mine.jsonl line 1 needs the strings 'prompt' and 'answer'"),
+        ('{"prompt": "a", "answer": "b"}', [], "too few records"),
+        ('{"prompt": "a", "answer": "b"}', ["--start", "0"], "must hold the first one, 0"),
+    ],
+)
+def test_what_cannot_be_swept_is_told_before_a_model_is_loaded(
+    tmp_path, capsys, content, flags, said
+):
+    if content is not None:
+        (tmp_path / "mine.jsonl").write_text(content)
+    command = ["--model", "nowhere", "--data", str(tmp_path / "mine.jsonl"), *flags]
+    with pytest.raises(SystemExit):
+        rank_sweep.main(command)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_an_adapter_of_each_rank_is_trained_and_measured(tmp_path):
     folder = make_folder(tmp_path / "tiny", scale=5.0, config=WIDE_CONFIG)

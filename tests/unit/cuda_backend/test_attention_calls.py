@@ -53,14 +53,21 @@ def test_a_decode_step_is_cut_into_chunks_of_256_positions(on_hopper):
     units, call = calls_of(args_of(model, 4))
     cut = cut_work(4, model.q_heads, model.kv_heads, 128, 128 * 16)
     assert (cut.chunk, cut.max_chunks, cut.part_rows) == (256, 8, 4)
-    assert units.attributes == {"unit_tokens": cut.unit_tokens, "chunk": 256, "window": 0}
-    assert units.results == ("36x8xi32", "4x2xi32", "1xi32")
+    sizes = {"unit_tokens": cut.unit_tokens, "many_tokens": 0}
+    assert units.attributes == sizes | {"chunk": 256, "window": 0}
+    assert units.results == ("36x8xi32", "4x2xi32", "2xi32")
     assert call.target == "lora_jax_cuda_paged_attention"
     heads = f"4x{model.q_heads}"
     assert call.results == (f"{heads}x128xbf16", "4x8x32x128xf32", "4x8x32x2xf32")
     said = {"scale": 0.5, "chunk": 256, "window": 0}
-    assert call.attributes == said | {"cta_heads": 4, "token_groups": 2}
+    assert call.attributes == said | {"cta_heads": 4, "token_groups": 2, "many": 0}
     assert call.operands[5] == "0xf32"  # no sinks
+
+
+def test_many_neighbours_of_a_prompt_are_a_case_of_their_own(on_hopper):
+    units, call = calls_of(args_of(MODELS["qwen3-30b-a3b"], 512))
+    assert (units.attributes["unit_tokens"], units.attributes["many_tokens"]) == (4, 16)
+    assert (call.attributes["cta_heads"], call.attributes["many"]) == (4, 1)
 
 
 def test_latents_are_read_once_for_k_and_v(on_hopper):

@@ -64,12 +64,12 @@ __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
   return v;
 }
-__device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page,
-                                          uint64_t* bar) {
+__device__ __forceinline__ void page_copy(uint32_t dst, const CUtensorMap* map, int place, int block, int head,
+                                          int page, uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %2, %4, %5}], "
-      "[%6];" ::"r"(dst),
-      "l"(map), "r"(0), "r"(place), "r"(head), "r"(page), "r"(smem_u32(bar))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(dst),
+      "l"(map), "r"(0), "r"(place), "r"(block), "r"(head), "r"(page), "r"(smem_u32(bar))
       : "memory");
 }
 // A box of a tensor of four dimensions, and back; stores go out in groups.

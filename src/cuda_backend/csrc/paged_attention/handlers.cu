@@ -9,12 +9,13 @@ namespace lora_jax {
 
 static ffi::Error Units(cudaStream_t stream, S32 token_to_seq, S32 positions, S32 num_tokens,
                         ffi::Result<S32> units, ffi::Result<S32> part_tokens, ffi::Result<S32> num_units,
-                        int64_t unit_tokens, int64_t chunk, int64_t window) {
+                        int64_t unit_tokens, int64_t many_tokens, int64_t chunk, int64_t window) {
   const AttentionUnitsArgs args{token_to_seq.typed_data(),
                                 positions.typed_data(),
                                 num_tokens.typed_data(),
                                 static_cast<int>(positions.element_count()),
                                 static_cast<int>(unit_tokens),
+                                static_cast<int>(many_tokens),
                                 static_cast<int>(chunk),
                                 static_cast<int>(window),
                                 static_cast<int>(part_tokens->dimensions()[0]),
@@ -47,20 +48,17 @@ static AttentionArgs common_args(const Q& q, const Pages& k_pages, S32 block_tab
   return args;
 }
 
-// `v_pages` and `sinks` of no elements mean that there are none.
+// `v_pages` and `sinks` of no elements mean that there are none. With `many` there are units of many
+// neighbours, too.
 static ffi::Error Attention(cudaStream_t stream, BF16 q, BF16 k_pages, BF16 v_pages, S32 block_tables, S32 num_tokens,
                             F32 sinks, S32 units, S32 part_tokens, S32 num_units, ffi::Result<BF16> out,
                             ffi::Result<F32> part_o, ffi::Result<F32> part_ml, float scale, int64_t chunk,
-                            int64_t window, int64_t cta_heads, int64_t token_groups) {
-  const auto kd = k_pages.dimensions();
-  const bool latent = v_pages.element_count() == 0;
+                            int64_t window, int64_t cta_heads, int64_t token_groups, int64_t many) {
   AttentionArgs args = common_args(q, k_pages, block_tables, num_tokens, sinks, units, part_tokens, num_units, out,
                                    part_o, part_ml, scale, chunk, window);
   args.cta_heads = static_cast<int>(cta_heads), args.token_groups = static_cast<int>(token_groups);
-  cudaError_t e = page_map(&args.k_map, k_pages.untyped_data(), kd[0], kd[1], kd[2], kd[3], cta_heads);
-  if (e == cudaSuccess && !latent)
-    e = page_map(&args.v_map, v_pages.untyped_data(), kd[0], kd[1], kd[2], args.v_dim, cta_heads);
-  return status(e == cudaSuccess ? launch_attention(args, latent, stream) : e);
+  const void* values = v_pages.element_count() ? v_pages.untyped_data() : nullptr;
+  return status(launch_paged(args, k_pages.untyped_data(), values, k_pages.dimensions()[0], many != 0, stream));
 }
 
 // The same of pages in 8 bits.
@@ -73,7 +71,8 @@ static ffi::Error CodedAttention(cudaStream_t stream, BF16 q, U8 k_pages, U8 v_p
                                    part_o, part_ml, scale, chunk, window);
   args.cta_heads = static_cast<int>(cta_heads), args.token_groups = static_cast<int>(token_groups);
   args.k_rows = k_pages.typed_data(), args.v_rows = latent ? nullptr : v_pages.typed_data();
-  return status(launch_attention(args, latent, stream));
+  const cudaError_t e = launch_attention(args, latent, stream);
+  return status(e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e);
 }
 
 // The same of float32 or bfloat16, by the plain kernel; `rows` of a unit.
@@ -100,6 +99,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_attention_units, lora_jax::Units,
                                   .Ret<S32>()
                                   .Ret<S32>()
                                   .Attr<int64_t>("unit_tokens")
+                                  .Attr<int64_t>("many_tokens")
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window"),
                               {ffi::Traits::kCmdBufferCompatible});
@@ -120,7 +120,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_paged_attention, lora_jax::Attention
                                   .Attr<int64_t>("chunk")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("cta_heads")
-                                  .Attr<int64_t>("token_groups"),
+                                  .Attr<int64_t>("token_groups")
+                                  .Attr<int64_t>("many"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(lora_jax_cuda_coded_attention, lora_jax::CodedAttention,
                               LORA_JAX_ON_STREAM.Arg<BF16>()

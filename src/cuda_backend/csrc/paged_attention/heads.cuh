@@ -11,6 +11,7 @@ template <int KT, int NT, bool WHOLE>
 struct HeadConsumer {
   static constexpr int kStep = 2;  // boxes of a slot
   static constexpr int kSlotBoxes = 2, kWords = KT * 4, kCoders = 8, kCodedRegisters = KT == 8 ? 200 : 152;  // see coded.cuh
+  static constexpr bool kApart = false;
   static constexpr int kScratch = WHOLE ? kMostConsumers * 32 * NT * 16 : 0;  // bytes
   const AttentionArgs& p;
   SlotRing ring;
@@ -98,16 +99,18 @@ struct HeadConsumer {
     __syncwarp();
   }
 
-  // Turns logits into exponentials against the running maximum; the chunk's sums follow it.
-  __device__ __forceinline__ void soften(float (&s)[4][4]) {
-    float shrink[2];
+  // Turns logits into exponentials against the running base; the sum of them follows it, and o is worth
+  // `shrink` of what it was then. A base is at least the maximum and at most 8 more, in steps of 8: it
+  // grows rarely, and then by a power of two.
+  __device__ __forceinline__ void weigh(float (&s)[4][4], float (&shrink)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float most = kNone;
 #pragma unroll
       for (int n = 0; n < 4; ++n) most = fmaxf(most, fmaxf(s[n][r * 2], s[n][r * 2 + 1]));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * p.scale_log2, chunk.top[r]);
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * p.scale_log2;
+      most = fmaxf(kBaseStep / 2 + ((most + kToBaseSteps) - kToBaseSteps), chunk.top[r]);
       const float base = base_of(most);
       shrink[r] = exp2_approx(chunk.top[r] - base);
       float sum = 0;
@@ -117,7 +120,9 @@ struct HeadConsumer {
         for (int e = r * 2; e < r * 2 + 2; ++e) sum += s[n][e] = exp2_approx(__fmaf_rn(s[n][e], p.scale_log2, -base));
       chunk.top[r] = most, chunk.sum[r] = __fmaf_rn(chunk.sum[r], shrink[r], sum);
     }
-    // The maximum rarely grows; scaling by one would change nothing.
+  }
+  // Scaling by one would change nothing.
+  __device__ __forceinline__ void follow(const float (&shrink)[2]) {
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) chunk.scale(shrink[0], shrink[1]);
   }
 
@@ -147,7 +152,9 @@ struct HeadConsumer {
       logits(slot, s);
       if (!sight.by_all(first, kStep * kBox)) hide(s, first);
       if (!sight.by_some(first, kStep * kBox)) erase(slot, sight, first);
-      soften(s);
+      float shrink[2];
+      weigh(s, shrink);
+      follow(shrink);
       add_values(slot, s);
       __syncwarp();
     }

@@ -26,6 +26,7 @@ struct LatentShared {
 template <int M>
 struct LatentConsumer {
   static constexpr int kStep = kLatentPositions / kBox;
+  static constexpr bool kApart = false;
   static constexpr int kSlotBoxes = 1, kWords = kLatentTiles * 16;  // see paged_attention/coded.cuh
   static constexpr int kCoders = M == 1 ? 8 : 0, kCodedRegisters = 192;
   static constexpr int kLanes = 16 / M;  // that share a row in the softmax, 4 positions each, M times

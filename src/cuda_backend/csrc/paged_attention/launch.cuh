@@ -5,6 +5,7 @@
 #include "paged_attention/coded.cuh"
 #include "paged_attention/heads.cuh"
 #include "paged_attention/latents.cuh"
+#include "paged_attention/prompts.cuh"
 #include "device/launch_early.cuh"
 #include "device/swizzled_map.cuh"
 
@@ -13,14 +14,15 @@ namespace lora_jax {
 constexpr int kSharedBytes = 232448;  // that a CTA of Hopper can have
 
 // Views pages [pages, page_size, heads, dim] as [page, head, dim / 64, place, 64]: a box is 16 places
-// of `box_heads` heads, each 128-byte piece swizzled by its place.
+// of `box_heads` heads and `box_blocks` of the blocks of 64 columns, each 128-byte piece swizzled by its
+// place.
 inline cudaError_t page_map(CUtensorMap* map, const void* pages, int64_t num_pages, int64_t page_size, int64_t heads,
-                            int64_t dim, int64_t box_heads) {
+                            int64_t dim, int64_t box_heads, int64_t box_blocks) {
   const cuuint64_t dims[] = {64, static_cast<cuuint64_t>(page_size), static_cast<cuuint64_t>(dim / 64),
                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(num_pages)};
   const cuuint64_t row = static_cast<cuuint64_t>(dim) * 2;
   const cuuint64_t strides[] = {heads * row, 128, row, page_size * heads * row};
-  const cuuint32_t box[] = {64, kBox, static_cast<cuuint32_t>(dim / 64), static_cast<cuuint32_t>(box_heads), 1};
+  const cuuint32_t box[] = {64, kBox, static_cast<cuuint32_t>(box_blocks), static_cast<cuuint32_t>(box_heads), 1};
   return swizzled_map<5>(map, pages, dims, strides, box);
 }
 
@@ -54,16 +56,16 @@ cudaError_t launch_consumers(AttentionArgs& args, int consumers, int scratch, cu
   return cudaGetLastError();
 }
 
-template <int KT, int NT, bool WHOLE>
-cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
-  using Consumer = HeadConsumer<KT, NT, WHOLE>;
-  const int consumers = args.cta_heads * args.token_groups;
-  return launch_consumers<Consumer>(args, consumers, Consumer::kScratch, stream);
-}
 template <int KT, int NT>
 cudaError_t launch_heads(AttentionArgs& args, cudaStream_t stream) {
+  using Prompts = PromptConsumer<KT, NT>;
+  using Whole = HeadConsumer<KT, NT, true>;
+  using Cut = HeadConsumer<KT, NT, false>;
+  const int consumers = args.cta_heads * args.token_groups;
+  if (args.many) return launch_consumers<Prompts>(args, consumers, Prompts::kScratch, stream);
   const bool whole = args.part_rows < args.tokens;  // units of several chunks, see may_cut
-  return whole ? launch_heads<KT, NT, true>(args, stream) : launch_heads<KT, NT, false>(args, stream);
+  return whole ? launch_consumers<Whole>(args, consumers, Whole::kScratch, stream)
+               : launch_consumers<Cut>(args, consumers, Cut::kScratch, stream);
 }
 template <int M>
 cudaError_t launch_latent(AttentionArgs& args, cudaStream_t stream) {
@@ -83,7 +85,7 @@ cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
 }
 
 // Fills in what follows from the sizes, and launches; cudaErrorInvalidValue for sizes that the caller
-// should not have let through. Needs cta_heads and token_groups.
+// should not have let through. Needs cta_heads and token_groups. The parts are not put together yet.
 inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream_t stream) {
   args.head_groups = args.kv_heads / args.cta_heads;
   args.k_bytes = args.cta_heads * args.k_dim * kBox * 2;
@@ -93,6 +95,26 @@ inline cudaError_t launch_attention(AttentionArgs& args, bool latent, cudaStream
   if (!latent && args.k_dim == 64 && args.v_dim == 64) e = launch_heads<4, 8>(args, stream);
   if (latent && args.k_dim == kLatentTiles * 64 && args.kv_heads == 1 && args.v_dim % 64 == 0 && args.v_dim <= 512) {
     e = args.token_groups == 1 ? launch_latent<1>(args, stream) : launch_latent<2>(args, stream);
+  }
+  return e;
+}
+
+// The attention of bfloat16 pages: of units of few neighbours or of all, and `with_prompts` of units of many
+// after them. `v_pages` null: latents.
+inline cudaError_t launch_paged(AttentionArgs args, const void* k_pages, const void* v_pages, int64_t num_pages,
+                                bool with_prompts, cudaStream_t stream) {
+  const auto launch = [&](AttentionArgs& a) {
+    const int64_t key_blocks = a.many ? 1 : a.k_dim / 64;  // of a box
+    cudaError_t e = page_map(&a.k_map, k_pages, num_pages, a.page_size, a.kv_heads, a.k_dim, a.cta_heads, key_blocks);
+    if (e == cudaSuccess && v_pages)
+      e = page_map(&a.v_map, v_pages, num_pages, a.page_size, a.kv_heads, a.v_dim, a.cta_heads, a.v_dim / 64);
+    return e == cudaSuccess ? launch_attention(a, v_pages == nullptr, stream) : e;
+  };
+  cudaError_t e = launch(args);
+  if (e == cudaSuccess && with_prompts) {
+    AttentionArgs prompts = args;
+    prompts.many = true, prompts.cta_heads = 1, prompts.token_groups = kMostConsumers;
+    e = launch(prompts);
   }
   return e == cudaSuccess ? launch_combine<__nv_bfloat16>(args, stream) : e;
 }

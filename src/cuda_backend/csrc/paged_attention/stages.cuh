@@ -1,6 +1,6 @@
 // How pages reach the warps of paged attention, and what a chunk of positions leaves behind.
 //
-// One persistent CTA per SM. A producer warp fills a ring of slots with boxes of 16 positions by
+// One persistent CTA per SM. Producer warps fill a ring of slots with boxes of 16 positions by
 // tensor copies; consumer warps work through units in step. A chunk's exponentials refer to its own
 // largest logit, and chunks are put together in their order by `fold`, in registers or, through
 // memory, by combine_kernel: a token's result depends on nothing but its own sequence.
@@ -18,7 +18,8 @@ struct AttentionArgs {
   const float* sinks;        // [q_heads] or none
   const AttentionUnit* units;
   const int2* part_tokens;   // [part_rows]
-  const int* num_units;      // [1]
+  const int* num_units;      // [2]: units of few neighbours, and behind them those of many
+  bool many;                 // whether these are the latter
   __nv_bfloat16* out;        // [tokens, q_heads, v_dim]
   float* part_o;             // [part_rows, max_chunks, q_heads, v_dim]: sums not yet divided
   float2* part_ml;           // [part_rows, max_chunks, q_heads]: largest logit, sum of exponentials
@@ -63,14 +64,16 @@ struct SlotRing {
   }
 };
 
-// The shares of the work that a CTA takes: units x groups of kv heads. Every other round goes
-// backwards, since units of a prompt get longer and longer.
+// The shares of the work that a CTA takes: units x groups of kv heads. The list begins with the longest
+// units; every other round goes backwards.
 struct Shares {
   const AttentionArgs& p;
+  const AttentionUnit* units;
   int count, round = 0;
   AttentionUnit ahead;
 
-  __device__ __forceinline__ explicit Shares(const AttentionArgs& p) : p(p), count(__ldg(p.num_units) * p.head_groups) {
+  __device__ __forceinline__ explicit Shares(const AttentionArgs& p)
+      : p(p), units(p.units + (p.many ? __ldg(p.num_units) : 0)), count(__ldg(p.num_units + p.many) * p.head_groups) {
     ahead = load(0);
   }
   __device__ __forceinline__ int share(int r) const {
@@ -78,7 +81,7 @@ struct Shares {
   }
   __device__ __forceinline__ AttentionUnit load(int r) const {
     if (share(r) >= count) return AttentionUnit{};
-    const int4* from = reinterpret_cast<const int4*>(p.units + share(r) / p.head_groups);
+    const int4* from = reinterpret_cast<const int4*>(units + share(r) / p.head_groups);
     const int4 a = __ldg(from), b = __ldg(from + 1);
     return AttentionUnit{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   }
@@ -104,9 +107,12 @@ struct Boxes {
   }
 };
 
-// ---------------------------------------------------------------- producer warp
-// `step`: boxes that consumers take together, a multiple of a slot's.
-__device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing ring, int step) {
+// ---------------------------------------------------------------- producer warps
+// Each brings one box of every slot, for asking takes long: one warp for all four boxes of a slot kept
+// prompts waiting. `step`: boxes that consumers take together, a multiple of a slot's. Where keys are
+// APART, those of a slot lie in front of its values, 64 columns of all positions after 64 others.
+template <bool APART>
+__device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing ring, int step, int producer) {
   const int lane = threadIdx.x & 31;
   Shares shares(p);
   AttentionUnit unit;
@@ -115,18 +121,28 @@ __device__ __forceinline__ void produce_pages(const AttentionArgs& p, SlotRing r
     const int* table = p.block_tables + static_cast<int64_t>(unit.sequence) * p.max_pages;
     const Boxes boxes(p, unit, unit.chunk, unit.num_chunks, step);
     for (int base = boxes.begin; base < boxes.end; base += 32) {
-      const int page = __ldg(table + min(base + lane, boxes.end - 1) * kBox / p.page_size);
+      const int position = min(base + lane, boxes.end - 1) * kBox;
+      const int page = __ldg(table + position / p.page_size), place = position % p.page_size;
       for (int box = base; box < min(base + 32, boxes.end); box += p.slot_boxes) {
-        const int n = min(p.slot_boxes, boxes.end - box);
+        const int from = __shfl_sync(~0u, page, box + producer - base);
+        const int row = __shfl_sync(~0u, place, box + producer - base);
         mbar_wait(&ring.sm.empty[ring.at], ring.phase ^ 1);
-        uint64_t* full = &ring.sm.full[ring.at];
-        if (lane == 0) mbar_expect(full, n * (p.k_bytes + p.v_bytes));
-        for (int i = 0; i < n; ++i) {
-          const int from = __shfl_sync(~0u, page, box + i - base), place = (box + i) * kBox % p.page_size;
-          const uint32_t to = ring.address() + i * (p.k_bytes + p.v_bytes);
-          if (lane == 0) {
-            page_copy(to, &p.k_map, place, head, from, full);
-            if (p.v_bytes) page_copy(to + p.k_bytes, &p.v_map, place, head, from, full);
+        if (lane == 0) {
+          uint64_t* full = &ring.sm.full[ring.at];
+          if (box + producer < boxes.end) {
+            mbar_expect(full, p.k_bytes + p.v_bytes);
+            if (APART) {
+              const uint32_t keys = ring.address() + producer * 2048, values = ring.address() + p.slot_boxes * p.k_bytes;
+              for (int block = 0; block < p.k_dim / 64; ++block)
+                page_copy(keys + block * p.slot_boxes * 2048, &p.k_map, row, block, head, from, full);
+              page_copy(values + producer * p.v_bytes, &p.v_map, row, 0, head, from, full);
+            } else {
+              const uint32_t to = ring.address() + producer * (p.k_bytes + p.v_bytes);
+              page_copy(to, &p.k_map, row, 0, head, from, full);
+              if (p.v_bytes) page_copy(to + p.k_bytes, &p.v_map, row, 0, head, from, full);
+            }
+          } else {
+            mbar_arrive(full);
           }
         }
         __syncwarp();
@@ -153,6 +169,9 @@ struct Sight {
   }
   __device__ __forceinline__ bool has(int position) const { return position >= low && position <= last; }
 };
+
+// The next multiple of 8 to a number of moderate size: adding this and subtracting it again.
+constexpr float kBaseStep = 8, kToBaseSteps = 1.5f * (1 << 23) * kBaseStep;
 
 // Exponentials are of `v - base_of(top)`, so that nothing seen yet means zero and not NaN.
 __device__ __forceinline__ float base_of(float top) { return top == kNone ? 0.f : top; }
@@ -224,6 +243,7 @@ struct RowSums {
 
 // Tokens of no sequence have a result of zero.
 __device__ __forceinline__ void clear_padding(const AttentionArgs& p, int threads) {
+  if (p.many) return;  // the launch before did
   const int64_t width = static_cast<int64_t>(p.q_heads) * p.v_dim / 8, end = p.tokens * width;
   uint4* out = reinterpret_cast<uint4*>(p.out);
   for (int64_t i = __ldg(p.num_tokens) * width + blockIdx.x * threads + threadIdx.x; i < end; i += gridDim.x * threads)
@@ -262,7 +282,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const int warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) {
     for (int i = 0; i < p.slots; ++i) {
-      mbar_init(&ring.sm.full[i], 1);
+      mbar_init(&ring.sm.full[i], p.slot_boxes);
       mbar_init(&ring.sm.empty[i], consumers);
     }
     fence_barriers();
@@ -274,7 +294,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     if (warp < consumers) consume_pages<Consumer>(p, ring, scratch, consumers * 32);
   } else {
     fewer_registers<24>();
-    if (warp == kMostConsumers) produce_pages(p, ring, Consumer::kStep);
+    const int producer = warp - kMostConsumers;
+    if (producer < p.slot_boxes) produce_pages<Consumer::kApart>(p, ring, Consumer::kStep, producer);
   }
 }
 

@@ -6,6 +6,8 @@
 // of a prompt fill the GPU by themselves, and one unit goes through all chunks without parts in
 // memory. The arithmetic is the same, so which of the two happens changes no bit. If there are rows of
 // parts for all tokens, all are cut.
+//
+// A list begins with the longest units, so that CTAs which take turns have about as much to do each.
 #pragma once
 #include "device/cta_sort.cuh"
 #include "device/ptx.cuh"
@@ -25,15 +27,16 @@ struct AttentionUnitsArgs {
   const int* positions;     // [tokens]
   const int* num_tokens;    // [1]
   int tokens, unit_tokens;  // at most so many tokens in a unit
+  int many_tokens;          // in a unit of many neighbours; 0: the same, and one list
   int chunk, window;        // positions; window 0: all
   int part_rows;            // tokens that may be cut
   AttentionUnit* units;     // [tokens + part_rows * max_chunks] out
   int2* part_tokens;        // [part_rows] out: the token and the position of a row of parts, or -1
-  int* num_units;           // [1] out
+  int* num_units;           // [2] out: those of few neighbours, and behind them those of many
 };
 
 constexpr int kAttentionTokens = 8192;  // at most
-constexpr int kManyTokens = 64;         // neighbours that are not cut
+constexpr int kManyTokens = 64;         // neighbours: not cut, and a list of their own
 
 // The chunks that a token at `position` sees.
 struct ChunkRange {
@@ -42,8 +45,17 @@ struct ChunkRange {
       : first(window > 0 ? max(0, position - window + 1) / chunk : 0), last(position / chunk) {}
 };
 
+// Where a unit stands among the lengths in the list, 16 steps a power of two, the longest first.
+constexpr int kLengthSteps = 16, kLengths = 20 * kLengthSteps;
+__device__ __forceinline__ int place_of_length(const AttentionUnitsArgs& p, const AttentionUnit& u) {
+  const int end = min(u.position + u.num_tokens, (u.chunk + u.num_chunks) * p.chunk);
+  const int begin = max(u.chunk * p.chunk, p.window > 0 ? u.position - p.window + 1 : 0);
+  const int exponent_and_steps = __float_as_int(static_cast<float>(max(end - begin, 1))) >> 19;
+  return max(kLengths - 1 - (exponent_and_steps - (127 << 4)), 0);
+}
+
 // What is known of a token, in a byte.
-constexpr int kUnitStart = 1, kRunStart = 2, kDeepInRun = 4;
+constexpr int kUnitStart = 1, kRunStart = 2, kManyNeighbours = 4;
 
 // A unit that starts at token t, uncut.
 __device__ __forceinline__ AttentionUnit whole_unit(const AttentionUnitsArgs& p, const unsigned char* marks, int t,
@@ -56,31 +68,36 @@ __device__ __forceinline__ AttentionUnit whole_unit(const AttentionUnitsArgs& p,
   return AttentionUnit{t, n, first, last - first + 1, position, p.token_to_seq[t], -1, 0};
 }
 
-// Whether kManyTokens neighbours of token t follow it, or came before it.
-__device__ __forceinline__ bool in_company(const unsigned char* marks, int t, int live) {
-  if (marks[t] & kDeepInRun) return true;
+// Whether the run that starts at token t has many.
+__device__ __forceinline__ bool starts_many(const unsigned char* marks, int t, int live) {
+  if (t + kManyTokens > live) return false;
   for (int n = 1; n < kManyTokens; ++n)
-    if (t + n >= live || (marks[t + n] & kRunStart)) return false;
+    if (marks[t + n] & kRunStart) return false;
   return true;
 }
 
 __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const AttentionUnitsArgs p) {
   __shared__ int warp_sums[kScanThreads / 32];
   __shared__ unsigned char marks[kAttentionTokens];
+  __shared__ int lengths[2 * kLengths];  // of both lists
   const int live = min(*p.num_tokens, p.tokens), per = (live + kScanThreads - 1) / kScanThreads;
   const int begin = min(static_cast<int>(threadIdx.x) * per, live), end = min(begin + per, live);
   auto breaks = [&](int t) {
     return t == 0 || p.token_to_seq[t] != p.token_to_seq[t - 1] || p.positions[t] != p.positions[t - 1] + 1;
   };
   int run = -1;
-  for (int t = begin; t < end; ++t)
-    if (breaks(t)) run = t;
-  run = cta_scan(run, warp_sums, -1, later);  // where the run began that reaches into this range
   for (int t = begin; t < end; ++t) {
-    if (breaks(t)) run = t;
-    const int place = t - run;
-    marks[t] = (place % p.unit_tokens == 0) * kUnitStart | (place == 0) * kRunStart |
-               (place >= kManyTokens) * kDeepInRun;
+    marks[t] = breaks(t) ? kRunStart : 0;
+    if (marks[t]) run = t;
+  }
+  run = cta_scan(run, warp_sums, -1, later);  // where the run began that reaches into this range
+  bool many = run >= 0 && starts_many(marks, run, live);
+  __syncthreads();
+  for (int t = begin; t < end; ++t) {
+    if (marks[t] & kRunStart) run = t, many = starts_many(marks, t, live);
+    const int most = many && p.many_tokens ? p.many_tokens : p.unit_tokens;
+    // Others look at the bit of runs meanwhile: it stays.
+    marks[t] |= ((t - run) % most == 0) * kUnitStart | many * kManyNeighbours;
   }
   __syncthreads();
   auto each_unit = [&](auto f) {
@@ -88,7 +105,7 @@ __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const Att
       if (marks[t] & kUnitStart) f(whole_unit(p, marks, t, live));
   };
   auto may_cut = [&](const AttentionUnit& u) {
-    return u.num_chunks > 1 && (p.part_rows >= p.tokens || !in_company(marks, u.token, live));
+    return u.num_chunks > 1 && (p.part_rows >= p.tokens || !(marks[u.token] & kManyNeighbours));
   };
   int rows = 0;
   each_unit([&](const AttentionUnit& u) { rows += may_cut(u) ? u.num_tokens : 0; });
@@ -101,24 +118,34 @@ __global__ void __launch_bounds__(kScanThreads) attention_units_kernel(const Att
       row += wish ? u.num_tokens : 0;
     });
   };
-  int count = 0, total;
-  each_cut([&](const AttentionUnit& u, int row) { count += row < 0 ? 1 : u.num_chunks; });
-  int at = cta_scan(count, warp_sums, 0, plus, &total);
+  // Calls f(unit) for each of the list.
+  auto each_listed = [&](auto f) {
+    each_cut([&](AttentionUnit u, int row) {
+      if (row < 0) return f(u);
+      u.part = row;
+      int left = u.num_chunks;
+      for (u.num_chunks = 1; left > 0; --left, ++u.chunk) f(u);
+    });
+  };
+  auto place = [&](const AttentionUnit& u) {
+    const bool many = p.many_tokens && (marks[u.token] & kManyNeighbours);
+    return lengths + place_of_length(p, u) + (many ? kLengths : 0);
+  };
+  for (int i = threadIdx.x; i < 2 * kLengths; i += kScanThreads) lengths[i] = 0;
   for (int row = threadIdx.x; row < p.part_rows; row += kScanThreads) p.part_tokens[row] = make_int2(-1, -1);
   __syncthreads();
-  each_cut([&](AttentionUnit u, int row) {
-    if (row < 0) {
-      p.units[at++] = u;
-      return;
-    }
-    for (int i = 0; i < u.num_tokens; ++i) p.part_tokens[row + i] = make_int2(u.token + i, u.position + i);
-    u.part = row;
-    for (int left = u.num_chunks; left > 0; --left, ++u.chunk) {
-      u.num_chunks = 1;
-      p.units[at++] = u;
-    }
+  each_listed([&](const AttentionUnit& u) { atomicAdd(place(u), 1); });
+  each_cut([&](const AttentionUnit& u, int row) {
+    for (int i = 0; row >= 0 && i < u.num_tokens; ++i) p.part_tokens[row + i] = make_int2(u.token + i, u.position + i);
   });
-  if (threadIdx.x == 0) *p.num_units = total;
+  __syncthreads();
+  int total;
+  const bool has_length = threadIdx.x < 2 * kLengths;
+  const int before = cta_scan(has_length ? lengths[threadIdx.x] : 0, warp_sums, 0, plus, &total);
+  if (has_length) lengths[threadIdx.x] = before;
+  if (threadIdx.x == kLengths) p.num_units[0] = before, p.num_units[1] = total - before;
+  __syncthreads();
+  each_listed([&](const AttentionUnit& u) { p.units[atomicAdd(place(u), 1)] = u; });
 }
 
 }  // namespace lora_jax

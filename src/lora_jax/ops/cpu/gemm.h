@@ -139,19 +139,34 @@ inline void dot_columns(const PackedGemm<D>& g, const GemmItem& item, int64_t co
     dot_rows<D, 1, false, true>(g.xs + item.row0, panel.w, 0, g.d_in, acc);
 }
 
-// An item of one row times plain weights or such that are decoded in registers: eight columns are
-// summed and written at a time.
-template <class D>
-inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
+// An item of one row: dot(col, n, acc) makes the lane products of n <= 8 columns, which are summed and
+// written at a time.
+template <class D, class Dot>
+inline void run_by_eight(const PackedGemm<D>& g, const GemmItem& item, const Dot& dot) {
   alignas(64) f32s acc[8] = {};
   for (int64_t col = item.col0; col < item.col1; col += 8) {
     int64_t n = std::min<int64_t>(8, item.col1 - col);
-    for (int64_t c = 0; c < n; c += kCols)
-      dot_columns(g, item, col + c, std::min<int64_t>(kCols, n - c), acc + c);
+    dot(col, n, acc);
     float sums[8];
     sum_lanes_8(acc, sums);
     write_eight(g, item.group, item.row0, col, n, sums);
   }
+}
+
+// An item of one row times plain weights or such that are decoded in registers.
+template <class D>
+inline void run_one_row(const PackedGemm<D>& g, const GemmItem& item) {
+  if constexpr (kPairsFor<D>)
+    if (g.decoded && g.decoded->in_pairs()) {
+      const TwiceRow x(g.xs[item.row0], g.d_in);
+      return run_by_eight(g, item, [&](int64_t col, int64_t n, f32s* acc) {
+        g.decoded->dot_in_pairs(x.get(), item.group * g.d_out + col, n, acc);
+      });
+    }
+  run_by_eight(g, item, [&](int64_t col, int64_t n, f32s* acc) {
+    for (int64_t c = 0; c < n; c += kCols)
+      dot_columns(g, item, col + c, std::min<int64_t>(kCols, n - c), acc + c);
+  });
 }
 
 // All of an item's rows, at most kFewRows, times weights that are decoded in registers.

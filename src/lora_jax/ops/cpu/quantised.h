@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "eight_bits.h"
+#include "pairs.h"
 #include "words.h"
 
 namespace lora_jax {
@@ -29,6 +30,9 @@ struct DecodedRows {
   // acc[r * kCols + c] = lane products of x[r] and w[row + c], all of K, for m <= kFewRows rows and
   // n <= kCols columns; others are left.
   virtual void dot(int64_t m, const X* const* x, int64_t row, int64_t n, f32s* acc) const {}
+  // Whether dot_in_pairs does what `dot` does for one row, and faster. Its x is that of a TwiceRow.
+  virtual bool in_pairs() const { return false; }
+  virtual void dot_in_pairs(const X* twice, int64_t row, int64_t n, f32s* acc) const {}
 };
 
 // Rows of words. R has `from(row, k)`, where the weights from k on stand, kPerByte of them in a
@@ -133,6 +137,16 @@ struct CodedRows : WordRows<D, CodedRows<D>> {
   explicit CodedRows(const float* of) : WordRows<D, CodedRows<D>>(1.5), values(of) {}
   bool in_registers(int64_t, int64_t) const override { return kWordsFor<D>; }
   const uint8_t* from(int64_t row, int64_t k) const { return codes + (row * this->d_in + k) / 2; }
+  bool in_pairs() const override { return kPairsFor<D>; }
+  void dot_in_pairs(const typename D::X* twice, int64_t row, int64_t n, f32s* acc) const override {
+    if constexpr (kPairsFor<D>) dot_columns_in_pairs(*this, twice, row, n, acc);
+  }
+  // Of groups i and j, in the low and in the high half of vectors.
+  auto table_of_two(int64_t i, int64_t j) const {
+    if (!zeros) return Table::of_two(values, scales[i], scales[j]);
+    const float two_zeros[2] = {float(zeros[i]), float(zeros[j])}, two[2] = {scales[i], scales[j]};
+    return Table::of_two(values, two_zeros, two);
+  }
   struct Tables {
     const CodedRows& rows;
     const int64_t groups;

@@ -60,7 +60,8 @@ inline __m256i narrow(__m512 v) { return (__m256i)round_bf16((f32s)v); }
 struct TableConstants {
   alignas(32) uint32_t one[8] = {1, 1, 1, 1, 1, 1, 1, 1};
   alignas(32) uint32_t half[8] = {0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff, 0x7fff};
-  // Low bytes of words i, of words i + 8, high bytes of i, of i + 8; in either half.
+  alignas(32) uint16_t ones[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+  // Low bytes of the low words of lanes, of the high words, high bytes of both; in either half.
   alignas(32) uint8_t fours[32] = {0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15,
                                    0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15};
 };
@@ -83,6 +84,16 @@ inline __m256i narrow(__m256 first, __m256 second) {
   __m256i a = _mm256_srli_epi32(rounded(first), 16), b = _mm256_srli_epi32(rounded(second), 16);
   return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
 }
+// The rounded words of two vectors: lane i has that of `first` in its low half, of `second` in its
+// high half. The halves that are dropped round up from 0x8000 on, less one where a word is even.
+inline __m256i narrow_lanes(__m256 first, __m256 second) {
+  __m256i a = _mm256_castps_si256(first), b = _mm256_castps_si256(second);
+  __m256i dropped = _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+  __m256i words = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+  const __m256i* ones = (const __m256i*)table_constants()->ones;
+  __m256i even = _mm256_andnot_si256(words, _mm256_load_si256(ones));
+  return _mm256_add_epi16(words, _mm256_srli_epi16(_mm256_subs_epu16(dropped, even), 15));
+}
 #endif
 
 // The 16 values of codes, and their signs and magnitudes where these are at most eight beside zero:
@@ -104,10 +115,10 @@ struct Values {
         if (found == 8) return;
         magnitudes[found++] = size;
       }
-      // The bytes of four words and then of the other four: low ones, high ones.
-      uint8_t place = size == 0 ? 0x80 : i / 4 * 8 + i % 4;
+      // Lane i of a half has word i in its low half and word i + 4 in its high half.
+      uint8_t place = size == 0 ? 0x80 : i % 4 * 4 + i / 4 * 2;
       low[code] = low[code + 16] = place;
-      high[code] = high[code + 16] = size == 0 ? place : place + 4;
+      high[code] = high[code + 16] = size == 0 ? place : place + 1;
       sign[code] = sign[code + 16] = __builtin_signbit(from[code]) ? 0x80 : 0;
     }
     halved = true;
@@ -140,15 +151,13 @@ struct WordTable {
   }
 };
 #elif defined(__AVX2__)
+// `of_two` has the words of one scale for the low half of indices, of another for the high half.
 struct WordTable {
   __m256i low, high;  // bytes of the 16 words by significance, two times
   Words look_up(const uint8_t* codes) const { return quick(codes); }
   WordTable() {}
   WordTable(const Values& values, float scale) {
-    uint32_t bits;
-    std::memcpy(&bits, &scale, 4);
-    // Of a positive finite scale zero times it is zero.
-    if (values.halved && bits - 1 < 0x7f7fffffu)
+    if (values.halved && keeps_signs(scale))
       *this = of_magnitudes(values, scale);
     else
       *this = WordTable(_mm256_loadu_ps(values.of), _mm256_loadu_ps(values.of + 8), scale);
@@ -158,28 +167,71 @@ struct WordTable {
                   _mm256_sub_ps(_mm256_loadu_ps(values.of + 8), _mm256_set1_ps(zero)), scale) {}
   WordTable(__m256 first, __m256 second, float scale) {
     __m256 s = _mm256_set1_ps(scale);
-    __m256i a = rounded(_mm256_mul_ps(first, s)), b = rounded(_mm256_mul_ps(second, s));
-    // Lane i has word i in its low half, word i + 8 in its high half. Their bytes by fours, of
-    // lanes 0 to 3 and then 4 to 7: low bytes of i, of i + 8, high bytes of i, of i + 8.
-    __m256i both = _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
-    __m256i fours =
-        _mm256_shuffle_epi8(both, _mm256_load_si256((const __m256i*)table_constants()->fours));
+    __m256i words = narrow_lanes(_mm256_mul_ps(first, s), _mm256_mul_ps(second, s));
+    __m256i fours = by_significance(words);
     low = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
     high = _mm256_permutevar8x32_epi32(fours, _mm256_setr_epi32(2, 6, 3, 7, 2, 6, 3, 7));
   }
+  static WordTable of_two(const Values& values, float first, float second) {
+    __m256 scale = halves(first, second);
+    if (values.halved && keeps_signs(scale)) {
+      __m256 fours = _mm256_mul_ps(twice(values.magnitudes), scale);
+      __m256 others = _mm256_mul_ps(twice(values.magnitudes + 4), scale);
+      return of_magnitudes(values, narrow_lanes(fours, others));
+    }
+    __m256 quarters[4];
+    for (int i = 0; i < 4; ++i) quarters[i] = _mm256_mul_ps(twice(values.of + 4 * i), scale);
+    return of_quarters(quarters);
+  }
+  static WordTable of_two(const Values& values, const float* zeros, const float* scales) {
+    __m256 zero = halves(zeros[0], zeros[1]), scale = halves(scales[0], scales[1]), quarters[4];
+    for (int i = 0; i < 4; ++i)
+      quarters[i] = _mm256_mul_ps(_mm256_sub_ps(twice(values.of + 4 * i), zero), scale);
+    return of_quarters(quarters);
+  }
+  // Whether a scale is finite and has no sign: zero times it is zero.
+  static bool keeps_signs(float scale) {
+    uint32_t bits;
+    std::memcpy(&bits, &scale, 4);
+    return bits < 0x7f800000u;
+  }
+  static bool keeps_signs(__m256 scales) {
+    const __m256i largest = _mm256_set1_epi32(0x7f7fffff);
+    __m256i bits = _mm256_castps_si256(scales), under = _mm256_sub_epi32(largest, bits);
+    return !_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_or_si256(bits, under)));
+  }
+  static __m256 halves(float first, float second) {
+    return _mm256_blend_ps(_mm256_set1_ps(first), _mm256_set1_ps(second), 0xf0);
+  }
+  static __m256 twice(const float* four) { return _mm256_broadcast_ps((const __m128*)four); }
+  // Bytes of words by fours, as table_constants says.
+  static __m256i by_significance(__m256i words) {
+    return _mm256_shuffle_epi8(words, _mm256_load_si256((const __m256i*)table_constants()->fours));
+  }
   static WordTable of_magnitudes(const Values& values, float scale) {
     __m256i words = rounded(_mm256_mul_ps(_mm256_load_ps(values.magnitudes), _mm256_set1_ps(scale)));
-    // Low and high bytes of words 0 to 3 in the low half, of the others in the high half; then all
-    // of them in both.
-    const __m256i fours = _mm256_setr_epi8(2, 6, 10, 14, 3, 7, 11, 15, -1, -1, -1, -1, -1, -1, -1, -1,
-                                           -1, -1, -1, -1, -1, -1, -1, -1, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m256i part = _mm256_shuffle_epi8(words, fours);
-    __m256i all = _mm256_or_si256(part, _mm256_permute2x128_si256(part, part, 1));
+    // Words 0 to 3 go to low halves of lanes, words 4 to 7 to high ones; then all of them to both
+    // halves.
+    const __m256i places = _mm256_setr_epi8(2, 3, -1, -1, 6, 7, -1, -1, 10, 11, -1, -1, 14, 15, -1, -1,
+                                            -1, -1, 2, 3, -1, -1, 6, 7, -1, -1, 10, 11, -1, -1, 14, 15);
+    __m256i part = _mm256_shuffle_epi8(words, places);
+    return of_magnitudes(values, _mm256_or_si256(part, _mm256_permute2x128_si256(part, part, 1)));
+  }
+  static WordTable of_magnitudes(const Values& values, __m256i words) {
     WordTable table;
-    table.low = _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i*)values.low));
+    table.low = _mm256_shuffle_epi8(words, _mm256_load_si256((const __m256i*)values.low));
     table.high = _mm256_xor_si256(
-        _mm256_shuffle_epi8(all, _mm256_load_si256((const __m256i*)values.high)),
+        _mm256_shuffle_epi8(words, _mm256_load_si256((const __m256i*)values.high)),
         _mm256_load_si256((const __m256i*)values.sign));
+    return table;
+  }
+  // Of words 4 i to 4 i + 3 in both halves of vector i.
+  static WordTable of_quarters(const __m256* quarters) {
+    __m256i first = by_significance(narrow_lanes(quarters[0], quarters[1]));
+    __m256i second = by_significance(narrow_lanes(quarters[2], quarters[3]));
+    WordTable table;
+    table.low = _mm256_unpacklo_epi64(first, second);
+    table.high = _mm256_unpackhi_epi64(first, second);
     return table;
   }
   // Words of 32 indices: the first eight of both halves, then the others.

@@ -15,6 +15,8 @@ from lora_jax.ops.tuning_programs import Shape, Tunable
 # Of a step, in order of what serving meets most; a shape serves those of half and twice its rows.
 TOKENS = (128, 8, 512, 32, 4096, 64, 256)
 EXPERT_TOKENS = (*TOKENS, 2048)
+DENSE_TOKENS = (*TOKENS, 2048, 8192)
+FULL_ROWS = 256  # from here on prompts, or rows that decode, fill the steps of a program
 EXPERTS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite")
 DENSE = "llama-8b"
 MOST_REGISTERS = 192  # of a thread that hold sums
@@ -46,7 +48,7 @@ def shapes(op: str) -> tuple[Shape, ...]:
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-    for tokens in TOKENS if op == "grouped_matmul" else ():
+    for tokens in DENSE_TOKENS if op == "grouped_matmul" else ():
         dense = {"rows": tokens, "groups": 1}
         listed += [{**dense, "d_out": d_out, "d_in": d_in} for d_out, d_in in _dense_maps()]
     return tuple(listed)
@@ -55,14 +57,15 @@ def shapes(op: str) -> tuple[Shape, ...]:
 def _dense_maps() -> list[tuple[int, int]]:
     """Return (d_out, d_in) of q and o, of gate and up, of down, and of o where it is narrow.
 
-    Also of q, k and v in one launch, and of gate and up.
+    Also of q, k and v in one launch, of gate and up, and of q, k and v where they are narrow.
     """
     m, narrow = MODELS[DENSE], MODELS[EXPERTS[0]]
     heads = m.q_heads * m.k_dim
     maps = [(heads, m.hidden), (m.intermediate, m.hidden), (m.hidden, m.intermediate)]
     joined = heads + 2 * m.kv_heads * m.k_dim
     maps += [(joined, m.hidden), (2 * m.intermediate, m.hidden)]
-    return [*maps, (narrow.hidden, narrow.q_heads * narrow.k_dim)]
+    heads, kv_heads = narrow.q_heads * narrow.k_dim, narrow.kv_heads * narrow.k_dim
+    return [*maps, (narrow.hidden, heads), (heads + 2 * kv_heads, narrow.hidden)]
 
 
 def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
@@ -141,15 +144,16 @@ def launches(shape: Shape, matrices: int) -> int:
 def arguments(shape: Shape, matrices: int) -> tuple:
     """Return rows of each launch, the weights' sets and the rows of uniformly chosen groups.
 
-    The launches of a dense map take turns with all rows and with half of them: steps of a program
-    have from a quarter of its tokens to all.
+    The launches of a dense map of few rows take turns with all rows and with half of them: steps of
+    a program have from a quarter of its tokens to all.
     """
     ids = popular("uniform", shape["rows"], shape["groups"], np.random.default_rng(0))
     sizes = np.bincount(ids, minlength=shape["groups"]).astype(np.int32)
     w = jax.ShapeDtypeStruct((shape["groups"], shape["d_out"], shape["d_in"]), jnp.bfloat16)
     x = jax.ShapeDtypeStruct((shape["rows"], shape["d_in"]), jnp.bfloat16)
     sets = weight_sets(shape, matrices)
-    turns = [sizes, sizes // 2] if shape["groups"] == 1 else [sizes]
+    varies = shape["groups"] == 1 and shape["rows"] < FULL_ROWS
+    turns = [sizes, sizes // 2] if varies else [sizes]
     return [x] * launches(shape, matrices), [[w] * matrices] * sets, turns
 
 

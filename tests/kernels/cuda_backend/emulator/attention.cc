@@ -8,7 +8,7 @@ extern "C" {
 
 struct Sizes {
   int tokens, num_tokens, q_heads, kv_heads, k_dim, v_dim, pages, page_size, max_pages;
-  int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens, part_rows;
+  int chunk, max_chunks, window, cta_heads, token_groups, unit_tokens, many_tokens, part_rows;
 };
 
 // `dtype`: 0 the tensor cores' kernels, 3 those of pages in 8 bits, 1 the plain one of bfloat16, 2 of float32; `token_groups` are its rows.
@@ -16,10 +16,10 @@ int attention(const void* q, const void* k, const void* v, const int* tables, co
               const int* positions, const float* sinks, void* out, const Sizes* s, float scale, int dtype) {
   std::vector<AttentionUnit> units(s->tokens + s->part_rows * s->max_chunks);
   std::vector<int2> part_tokens(s->part_rows, int2{-7, -7});
-  int num_units = -1;
+  int num_units[2] = {-1, -1};
   launch_attention_units(
-      AttentionUnitsArgs{token_to_seq, positions, &s->num_tokens, s->tokens, s->unit_tokens, s->chunk, s->window,
-                         s->part_rows, units.data(), part_tokens.data(), &num_units},
+      AttentionUnitsArgs{token_to_seq, positions, &s->num_tokens, s->tokens, s->unit_tokens, s->many_tokens, s->chunk,
+                         s->window, s->part_rows, units.data(), part_tokens.data(), num_units},
       nullptr);
   const size_t parts = static_cast<size_t>(s->part_rows) * s->max_chunks * s->q_heads;
   std::vector<float> part_o(parts * s->v_dim, NAN);
@@ -27,7 +27,7 @@ int attention(const void* q, const void* k, const void* v, const int* tables, co
   PlainArgs a{};
   AttentionArgs& p = a.p;
   p.q = static_cast<const Bf16*>(q), p.block_tables = tables, p.num_tokens = &s->num_tokens, p.sinks = sinks;
-  p.units = units.data(), p.part_tokens = part_tokens.data(), p.num_units = &num_units;
+  p.units = units.data(), p.part_tokens = part_tokens.data(), p.num_units = num_units;
   p.out = static_cast<Bf16*>(out);
   p.part_o = part_o.data(), p.part_ml = part_ml.data(), p.tokens = s->tokens, p.q_heads = s->q_heads;
   p.kv_heads = s->kv_heads, p.k_dim = s->k_dim, p.v_dim = s->v_dim, p.page_size = s->page_size;
@@ -39,11 +39,10 @@ int attention(const void* q, const void* k, const void* v, const int* tables, co
   if (dtype == 2) return launch_plain_attention<float>(a, s->token_groups, nullptr);
   if (dtype == 3) {
     p.k_rows = static_cast<const uint8_t*>(k), p.v_rows = static_cast<const uint8_t*>(v);
-    return launch_attention(p, v == nullptr, nullptr);
+    const cudaError_t e = launch_attention(p, v == nullptr, nullptr);
+    return e == cudaSuccess ? launch_combine<Bf16>(p, nullptr) : e;
   }
-  cudaError_t e = page_map(&p.k_map, k, s->pages, s->page_size, s->kv_heads, s->k_dim, s->cta_heads);
-  if (e == cudaSuccess && v) e = page_map(&p.v_map, v, s->pages, s->page_size, s->kv_heads, s->v_dim, s->cta_heads);
-  return e == cudaSuccess ? launch_attention(p, v == nullptr, nullptr) : e;
+  return launch_paged(p, k, v, s->pages, s->many_tokens > 0, nullptr);
 }
 
 }  // extern "C"

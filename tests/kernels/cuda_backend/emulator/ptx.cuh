@@ -33,8 +33,8 @@ inline void bulk_copy(uint32_t dst, const void* src, uint32_t bytes, uint64_t* b
 inline void box_copy(uint32_t dst, const CUtensorMap* map, int row, int block, uint64_t* bar) {
   emu::tensor_copy(dst, map, {0, row, block}, bar);
 }
-inline void page_copy(uint32_t dst, const CUtensorMap* map, int place, int head, int page, uint64_t* bar) {
-  emu::tensor_copy(dst, map, {0, place, 0, head, page}, bar);
+inline void page_copy(uint32_t dst, const CUtensorMap* map, int place, int block, int head, int page, uint64_t* bar) {
+  emu::tensor_copy(dst, map, {0, place, block, head, page}, bar);
 }
 inline void tile_copy(uint32_t dst, const CUtensorMap* map, int column, int row, int block, int matrix, uint64_t* bar) {
   emu::tensor_copy(dst, map, {column, row, block, matrix}, bar);
