@@ -42,24 +42,29 @@ def run(model: Path, data: Path, turns: int = 40) -> dict[str, Any]:
         with Engine(str(model), adapters, **sizes) as engine:
             for recipe, known in itertools.product(recipes, (False, True)):
                 examples = tasks.draw(recipe.task, sources, 2 * (turns + _WARM_UP), 5 + known)
-                row = _row(recipe, ways_of(engine, recipe), examples, known=known)
+                row = _row(recipe, ways_of(engine, recipe, examples), examples, known=known)
                 rows.append({"prefix_reuse": reuse} | row)
                 print(rows[-1], flush=True)
     return {"turns": turns, "rows": rows}
 
 
-def ways_of(engine: Engine, recipe: Recipe) -> dict[str, Ask]:
-    """Return how an example is asked, by the head and in words."""
+def ways_of(engine: Engine, recipe: Recipe, examples: Sequence[tasks.Example]) -> dict[str, Ask]:
+    """Return how each of the examples is asked, by the head and in words."""
 
     def by_head(example: tasks.Example) -> int:
         prompts, images = asked([example])
         engine.classify(prompts, recipe.name, images=images)
         return 0
 
-    def in_words(example: tasks.Example) -> int:
-        length = len(engine.tokenizer.encode(example.answer, add_special_tokens=False)) + 1
+    def sampling_of(text: str) -> Sampling:
+        length = len(engine.tokenizer.encode(text, add_special_tokens=False)) + 1
         most = _MOST_TOKENS if recipe.words else length
-        sampling = Sampling(max_tokens=most, temperature=0.0, ignore_eos=not recipe.words)
+        return Sampling(max_tokens=most, temperature=0.0, ignore_eos=not recipe.words)
+
+    samplings = {text: sampling_of(text) for text in {one.answer for one in examples}}
+
+    def in_words(example: tasks.Example) -> int:
+        sampling = samplings[example.answer]
         prompts, images = asked([example])
         (answer,) = engine.generate(prompts, recipe.name, sampling, images=images)
         return len(answer.outputs[0].token_ids)

@@ -99,7 +99,7 @@ def journal_of(options: Options) -> Journal | None:
 
 
 def tell_unused_state(options: Options) -> None:
-    """Log which files of the state folder a server leaves alone that changes no adapters."""
+    """Log which files of the state folder are not used, where adapters cannot change."""
     if options.state_dir is None or options.http.enable_runtime_lora:
         return
     files = [file for file in (FILE, rollouts.FILE) if Path(options.state_dir, file).exists()]

@@ -268,6 +268,7 @@ class Agent:
             order = {"name": name, "adapter": folder}
             running = Running(*self._maker.start(order, self._fields, compiles=compiles))
             running.on_lack = functools.partial(self._maker.lacked, folder)
+            running.on_grown = functools.partial(self._room.grown, name)
         self._room.ready(name, running.about["private_bytes"], running.about["start_s"])
         return running
 

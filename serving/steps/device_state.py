@@ -77,6 +77,14 @@ _INTS = _placed(
 )
 _FLOATS = _placed(dict.fromkeys(_FLOAT_SCALARS, ()) | {"bias_values": (MAX_LOGIT_BIAS,)})
 _NUM_INTS, _NUM_FLOATS = (sum(p.size for p in places.values()) for places in (_INTS, _FLOATS))
+_KEY = 2  # numbers of a row's key
+_INTS_START = _KEY + _NUM_FLOATS  # in PackedRow.values
+# Of Threefry-2x32: the words of key(0) and their parity, and how far its rounds rotate.
+_WORD, _THREEFRY_KEY, _ROTATIONS = (
+    2**32 - 1,
+    (0, 0, 0x1BD11BDA),
+    ((13, 15, 26, 6), (17, 29, 16, 24)),
+)
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +102,8 @@ class RowState:
     """
 
     history: Int[Array, "seqs max_len"]  # prompt and sampled tokens by position
-    key: UInt32[Array, "seqs 2"]  # counter-based noise: folded with the position of the token
+    # Counter-based noise: folded with the position of the token. 0 where nothing is drawn.
+    key: UInt32[Array, "seqs 2"]
     ints: Int[Array, "seqs ints"]
     floats: Float[Array, "seqs floats"]
 
@@ -197,13 +206,13 @@ def rows_of(state: RowState, seqs: Int[Array, "rows"]) -> Rows:
 class PackedRow:
     """One row on its way to the devices, as one array: each array goes to each of them."""
 
-    # int32 [numbers_of_row(max_len)]: bits of floats, ints, history.
+    # int32 [numbers_of_row(max_len)]: bits of the key, bits of floats, ints, history.
     values: np.ndarray
 
 
 def numbers_of_row(max_len: int) -> int:
     """Return how many numbers of 4 bytes a row has, of sequences of up to `max_len` tokens."""
-    return _NUM_FLOATS + _NUM_INTS + max_len
+    return _INTS_START + _NUM_INTS + max_len
 
 
 def pack_row(
@@ -225,16 +234,34 @@ def pack_row(
     held_back = _held_back(sampling, end_ids)
     _check_sizes(token_ids, held_back, max_len)
     values = _neutral(max_len, vocab).copy()
-    floats, ints = values[:_NUM_FLOATS].view(np.float32), values[_NUM_FLOATS:]
-    scalars = _scalars(sampling, num_prompt, seed, vocab)
-    scalars["has_bad_words"] = int(bool(bad_words))
-    ints[: len(_INT_SCALARS)] = [scalars[n] for n in _INT_SCALARS]
-    floats[: len(_FLOAT_SCALARS)] = [scalars[n] for n in _FLOAT_SCALARS]
-    ints[_NUM_INTS : _NUM_INTS + len(token_ids)] = token_ids
+    floats, ints = values[_KEY:_INTS_START].view(np.float32), values[_INTS_START:]
+    if sampling.temperature > 0:
+        values[:_KEY].view(np.uint32)[:] = row_key(seed)
     bias = sampling.logit_bias
+    ints[: len(_INT_SCALARS)] = (
+        seed,
+        num_prompt,
+        sampling.min_tokens,
+        sampling.top_k if sampling.top_k < vocab else 0,
+        bool(bias) or _holds_back(sampling),
+        sampling.uses_history,
+        sampling.logprobs is not None,
+        sampling.allowed_token_ids is not None,
+        bool(bad_words),
+    )
+    floats[: len(_FLOAT_SCALARS)] = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    ints[_NUM_INTS : _NUM_INTS + len(token_ids)] = token_ids
     _fill(ints, _INTS["suppressed_ids"], held_back)
-    _fill(ints, _INTS["bias_ids"], tuple(bias))
-    _fill(floats, _FLOATS["bias_values"], tuple(bias.values()))
+    if bias:
+        _fill(ints, _INTS["bias_ids"], tuple(bias))
+        _fill(floats, _FLOATS["bias_values"], tuple(bias.values()))
     _fill(ints, _INTS["allowed_ids"], sampling.allowed_token_ids or ())
     for index, word in enumerate(bad_words):
         end = _INTS["bad_words"].start + (index + 1) * MAX_BAD_WORD_TOKENS
@@ -249,7 +276,7 @@ def _neutral(max_len: int, vocab: int) -> np.ndarray:
     for name in ("suppressed_ids", "bias_ids", "allowed_ids"):
         _fill(ints, _INTS[name], [vocab] * _INTS[name].size)
     _fill(ints, _INTS["bad_words"], [-1] * _INTS["bad_words"].size)
-    return np.concatenate([np.zeros(_NUM_FLOATS, np.int32), ints])
+    return np.concatenate([np.zeros(_INTS_START, np.int32), ints])
 
 
 def _fill(numbers: np.ndarray, place: _Place, values: SequenceOf[float]) -> None:
@@ -266,12 +293,12 @@ def admit(state: RowState, row: int, packed: PackedRow) -> RowState:
 @functools.partial(jax.jit, donate_argnums=0)
 def _admit(state: RowState, packed: Int[Array, "numbers"]) -> RowState:
     """Return `state` with the row that comes first in `packed`, followed by PackedRow.values."""
-    row, floats, numbers = packed[0], packed[1 : 1 + _NUM_FLOATS], packed[1 + _NUM_FLOATS :]
+    row, values = packed[0], packed[1:]
     new = (
-        numbers[_NUM_INTS:],
-        _row_key(numbers[_INTS["seed"].start]),
-        numbers[:_NUM_INTS],
-        jax.lax.bitcast_convert_type(floats, jnp.float32),
+        values[_INTS_START + _NUM_INTS :],
+        jax.lax.bitcast_convert_type(values[:_KEY], jnp.uint32),
+        values[_INTS_START : _INTS_START + _NUM_INTS],
+        jax.lax.bitcast_convert_type(values[_KEY:_INTS_START], jnp.float32),
     )
     old = state.history, state.key, state.ints, state.floats
     pairs = zip(old, new, strict=True)
@@ -279,29 +306,19 @@ def _admit(state: RowState, packed: Int[Array, "numbers"]) -> RowState:
     return RowState(*(jax.lax.dynamic_update_index_in_dim(o, n, row, 0) for o, n in pairs))
 
 
-def _row_key(seed: Int[Array, ""]) -> UInt32[Array, "2"]:
-    """Return fold_in(key(0), seed) as raw key data."""
-    return jax.random.key_data(jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), seed))
+def row_key(seed: int) -> tuple[int, int]:
+    """Return fold_in(key(0), seed) as raw key data: Threefry-2x32 of (0, seed), by the key 0.
 
-
-def _scalars(sampling: Sampling, num_prompt: int, seed: int, vocab: int) -> dict[str, int | float]:
-    """Return the values of _INT_SCALARS and _FLOAT_SCALARS by name."""
-    return {
-        "seed": seed,
-        "num_prompt": num_prompt,
-        "min_tokens": sampling.min_tokens,
-        "top_k": sampling.top_k if sampling.top_k < vocab else 0,
-        "edits": int(bool(sampling.logit_bias) or _holds_back(sampling)),
-        "penalties": int(sampling.uses_history),
-        "logprobs": int(sampling.logprobs is not None),
-        "is_limited": int(sampling.allowed_token_ids is not None),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-    }
+    On the host: a program for it has a loop, which takes a CPU longer than the row's update.
+    """
+    left, right = _THREEFRY_KEY[0], (seed + _THREEFRY_KEY[1]) & _WORD
+    for block in range(5):
+        for turn in _ROTATIONS[block % 2]:
+            left = (left + right) & _WORD
+            right = ((right << turn | right >> (32 - turn)) & _WORD) ^ left
+        left = (left + _THREEFRY_KEY[(block + 1) % 3]) & _WORD
+        right = (right + _THREEFRY_KEY[(block + 2) % 3] + block + 1) & _WORD
+    return left, right
 
 
 def _holds_back(sampling: Sampling) -> bool:

@@ -21,6 +21,7 @@ from serving.steps.token_masks import num_words
 
 _HOLE_BYTES = (1 << 9, 1 << 12, 1 << 15, 1 << 18)  # each 8 times the one before
 _HOLES = 32  # of each size
+_SMALL_TABLES = 1 << 15  # bytes of block tables that every step on a CPU takes from the host
 _FEW_PAGES = 64  # new ones that every table has room for; twice its sequences if they are more
 
 
@@ -36,10 +37,14 @@ class HostInputs:
         self.table: Int[Array, "table_rows seqs"] = place(
             np.zeros((sizes.table_rows, sizes.max_seqs), np.int32)
         )
-        self.pages: Int[Array, "seqs max_pages"] = place(self._tables.copy())
-        # A program's copy takes 13 us on a CPU, jax.device_put 90.
-        self._copied = place
-        if self.pages.is_fully_addressable:
+        self.pages: Any = place(self._tables.copy())  # int32 [seqs, max_pages]
+        # Small ones come to a CPU with a call's other arguments: that takes no time to speak of, a
+        # program's copy 13 to 40 us, jax.device_put 90.
+        self._copied: Callable[[np.ndarray], Any] = place
+        if not in_place and self._tables.nbytes <= _SMALL_TABLES:
+            self._copied = np.asarray
+            self.pages = self._tables.copy()
+        elif self.pages.is_fully_addressable:
             self._copied = jax.jit(jnp.copy, out_shardings=self.pages.sharding)
         self.number: np.ndarray | jax.Array = place(
             np.zeros(1, np.int32)

@@ -23,7 +23,8 @@ def token_buckets(max_tokens: int, max_seqs: int = 0) -> tuple[int, ...]:
     while bucket < max_tokens:
         buckets.add(bucket)
         bucket *= _BUCKET_FACTOR
-    if max_seqs > _MANY_SEQS and 2 * max_seqs <= min(b for b in buckets if b >= max_seqs):
+    larger = min((bucket for bucket in buckets if bucket >= max_seqs), default=0)
+    if max_seqs > _MANY_SEQS and 2 * max_seqs <= larger:
         buckets.add(max_seqs)
     return tuple(sorted(buckets))
 

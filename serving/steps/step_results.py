@@ -128,11 +128,12 @@ class HostArrays:
     """A finished step's results on the host."""
 
     def __init__(self, step: InFlightStep):
-        self.token_ids = np.asarray(step.sampled.token_ids).tolist()
+        chunks = step.plan.chunks
+        by_head = [chunk.by_head for chunk in chunks]
         self._scored = step.scored
-        self._heads: np.ndarray | None = None
-        if any(chunk.by_head for chunk in step.plan.chunks):
-            self._heads = np.asarray(step.sampled.heads)
+        self._heads = np.asarray(step.sampled.heads) if any(by_head) else None
+        # A look at an array takes the host some 10 us; heads' rows have no tokens.
+        self.token_ids = [] if all(by_head) else np.asarray(step.sampled.token_ids).tolist()
         if step.scored:
             self.logprobs = np.asarray(step.sampled.logprobs).tolist()
             self.ranks = np.asarray(step.sampled.ranks).tolist()

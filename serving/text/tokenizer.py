@@ -1,5 +1,6 @@
 """Text to token ids and back, from the tokenizer files of a model folder. No jax."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from serving.text.tokenizer_backends import (
 )
 from serving.text.tokenizer_files import TokenizerFiles
 
+_SHORT, _MOST_KEPT = 512, 64  # characters of a text that is kept, and texts
 _KEPT = 1 << 16  # tokens whose text is kept
 
 
@@ -83,6 +85,7 @@ class Tokenizer:
         self.longest_token: int = self._backend.longest_token  # characters
         self.eos_token_ids: tuple[int, ...] = self._find_eos(files)
         self._template = _template(files, chat_template)
+        self._short = functools.lru_cache(_MOST_KEPT)(self.encode)
         self._known: tuple[dict[int, str], dict[int, str]] = {}, {}  # see TokenStream; skipping
 
     def with_tokens(self, more: tuple[AddedToken, ...]) -> "Tokenizer":
@@ -100,6 +103,13 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"The text is not Unicode at character {error.start}.") from error
         return self._backend.encode(text, add_special_tokens)
+
+    def encode_again(self, text: str) -> list[int]:
+        """Return what `encode` returns; a short text that came lately is not encoded once more.
+
+        For callers that may know of each other: the time says whether a text came before.
+        """
+        return list(self._short(text)) if len(text) <= _SHORT else self.encode(text)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that do not exist give nothing."""

@@ -29,7 +29,7 @@ PROMPT_TOKENS = 256  # from here on a step holds prompts
 # With fewer and longer ones a row of a model with room for 40960 positions had one CTA.
 MOST_CHUNKS, PARTS = 256, 32768
 MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
-MOST_CUT = 512  # tokens of a step with prompts that are cut
+MOST_CUT, PROMPT_PARTS = 512, 8192  # of a step with prompts: tokens that are cut, and their chunks
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
 SHORT_CONTEXT = 65536
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
@@ -86,7 +86,7 @@ def _chunks(tokens: int, k_dim: int, context: int) -> tuple[int, int, int]:
     max_chunks = -(-context // chunk)
     if tokens < PROMPT_TOKENS and tokens * max_chunks <= parts:
         return chunk, max_chunks, tokens
-    return chunk, max_chunks, max(1, min(tokens - 1, MOST_CUT, parts // max_chunks))
+    return chunk, max_chunks, max(1, min(tokens - 1, MOST_CUT, PROMPT_PARTS // max_chunks))
 
 
 def plain_rows(cut: Cut, q_heads: int, kv_heads: int) -> int:

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import hashlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -81,26 +82,41 @@ class ImageFront:
         A file that was prepared before is neither decoded nor resized again. Callers of different
         salts never find each other's files. Raises what `decode` and `prepare` raise.
         """
-        key = hashlib.sha256(b"file" + self._settings.digest)
-        for part in (salt.encode(), data):
-            key.update(len(part).to_bytes(8, "little"))
-            key.update(part)
 
         def made() -> PreparedImage:
             return self.prepare(decode(data), most_held=most_held)
 
-        return self._known_or(key.digest(), made, most_held)
+        return self._known_or(self._file_key(data, salt), made, most_held)
+
+    def known_file(
+        self, data: bytes, salt: str = "", *, most_held: int | None = None
+    ) -> PreparedImage | None:
+        """Return what `of_file` returns if the file was prepared before; None where it was not."""
+        return self._known(self._file_key(data, salt), most_held)
+
+    def _file_key(self, data: bytes, salt: str) -> bytes:
+        key = hashlib.sha256(b"file" + self._settings.digest)
+        for part in (salt.encode(), data):
+            key.update(len(part).to_bytes(8, "little"))
+            key.update(part)
+        return key.digest()
 
     def _known_or(
         self, key: bytes, make: Callable[[], PreparedImage], most_held: int | None = None
     ) -> PreparedImage:
         """Return a copy of the image that is kept by a key, or a new one, which is kept then."""
-        if (known := self.prepared.find(key)) is not None:
-            size = known.patches.pixels.nbytes
-            return self._held(size, most_held, lambda: dataclasses.replace(known))
+        if (known := self._known(key, most_held)) is not None:
+            return known
         image = make()
         self.prepared.keep(key, dataclasses.replace(image))  # no request's: it is not held
         return image
+
+    def _known(self, key: bytes, most_held: int | None) -> PreparedImage | None:
+        known = self.prepared.find(key)
+        if known is None:
+            return None
+        size = known.patches.pixels.nbytes
+        return self._held(size, most_held, lambda: dataclasses.replace(known))
 
     def prepare(
         self, pixels: np.ndarray, *, digest: bytes | None = None, most_held: int | None = None
@@ -165,7 +181,7 @@ class ImageFront:
         ValueError when placeholders and images are not equally many.
         """
         self.check_count(len(images))
-        places = [position for position, token in enumerate(ids) if token == self.token_id]
+        places = positions_of(ids, self.token_id)
         if len(places) != len(images):
             raise ValueError(
                 f"The prompt has {len(places)} image placeholder(s) {self.placeholder!r} for "
@@ -194,12 +210,12 @@ class ImageFront:
 
         ValueError when a token of an image stands where none is, or the other way round.
         """
-        covered = [False] * len(ids)
-        for image, start in zip(images, starts, strict=True):
-            covered[start : start + image.num_tokens] = [True] * image.num_tokens
+        pairs = zip(images, starts, strict=True)
+        spans = sorted((start, start + image.num_tokens) for image, start in pairs)
+        are_apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        are_full = all(ids[start:end].count(self.token_id) == end - start for start, end in spans)
         total = sum(image.num_tokens for image in images)
-        wanted = [token == self.token_id for token in ids]
-        if covered != wanted or total != sum(wanted):
+        if not (are_apart and are_full and total == ids.count(self.token_id)):
             raise ValueError(
                 f"The prompt holds the image placeholder {self.placeholder!r} where no image is."
             )
@@ -210,3 +226,12 @@ class ImageFront:
         keys = [hashlib.sha256(image.digest + owner).digest() for image in images]
         at = zip(images, starts, keys, strict=True)
         return tuple(PromptImage(image, start, key) for image, start, key in at)
+
+
+def positions_of(ids: Sequence[int], token: int) -> list[int]:
+    """Return where a token stands among others; it looks at none of these one by one."""
+    places, start = [], 0
+    for _ in range(ids.count(token)):
+        places.append(ids.index(token, start))
+        start = places[-1] + 1
+    return places

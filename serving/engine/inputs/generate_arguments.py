@@ -81,7 +81,7 @@ def with_images(prompts: Sequence[GivenPrompt], images: Any) -> list[GivenPrompt
     if any(prompt.images for prompt in prompts):
         raise TypeError(f"images are given twice: in {_IMAGES} and beside the prompts.")
     pairs = zip(prompts, lists, strict=True)
-    return [dataclasses.replace(prompt, images=tuple(image_list)) for prompt, image_list in pairs]
+    return [GivenPrompt(p.text, p.ids, tuple(image_list)) for p, image_list in pairs]
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -21,7 +21,8 @@ def read_prompts(
     """
     ids, placed = [], []
     for tokenizer, prompt in zip(tokenizers, prompts, strict=True):
-        prompt_ids = tokenizer.encode(prompt.text or "") if prompt.ids is None else list(prompt.ids)
+        text = prompt.text or ""
+        prompt_ids = tokenizer.encode_again(text) if prompt.ids is None else list(prompt.ids)
         prepared: list[PreparedImage] = []
         starts: list[int] = []
         if prompt.images:

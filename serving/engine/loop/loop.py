@@ -169,6 +169,7 @@ class EngineLoop:
                 self.end.set_result(why)
             self._live.close(_DEAD)
             self._parts.drain()
+            self._flying, self._alone = None, (None, 0.0)  # whose results lie on the device
 
     def _iterate(self) -> None:
         """Plan and dispatch one step, take in the step before, and advance loads."""
@@ -193,12 +194,19 @@ class EngineLoop:
             self._hand_out(progress)
         # Behind what callers and masks wait for, beside the step that has been sent.
         loaded = self._advance_loads()
-        if is_idle and not loaded:
+        if (is_idle or self._has_ended(step)) and not loaded:
             self._sleep()
         self._flying = step
         if step is not None and step.plan.is_short:  # its caller waits for it alone
             self._flying = None
             self._process_results(step)
+
+    def _has_ended(self, step: InFlightStep | HeldStep | None) -> bool:
+        """Return whether nothing is left to plan: a plan more would keep callers from their answer.
+
+        Whoever asks meanwhile rings, and then the loop does not sleep.
+        """
+        return step is None and self._planned is None and not self._parts.scheduler.has_work
 
     def _wait_to_plan(self) -> None:
         """Return when the next step is due to be planned."""

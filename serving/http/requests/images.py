@@ -16,6 +16,7 @@ from serving.http.requests.protocol import ChatMessage, ContentPart, ImageUrl
 MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other
 _TOGETHER = 1 << 18  # characters of URLs whose images one call of a thread prepares
+_INLINE = 1 << 15  # characters of URLs whose images the event loop itself looks up
 _REMOTE = ("http:", "https:")
 
 
@@ -59,7 +60,7 @@ async def read_images(
 
     They are fetched and decoded one after the other in threads for that, so that a request takes
     no more than one of them and the memory of one image at a time. Small ones that follow each
-    other, such as frames, go to a thread together.
+    other, such as frames, go to a thread together, and none goes where all were prepared before.
     """
     front: ImageFront | None = engine.images
     if front is None:
@@ -72,7 +73,7 @@ async def read_images(
         if _is_remote(group[0]):
             data = await run_in(Lane.FETCH, taken.fetched, group[0], policy)
             await run_in(Lane.IMAGES, taken.take, lambda data=data: data)
-        else:
+        elif not taken.take_known(group, policy):
             sources = [functools.partial(read_source, url, policy) for url in group]
             await run_in(Lane.IMAGES, taken.take, *sources)
     return taken.images
@@ -127,16 +128,36 @@ class _Taken:
                 image = self._front.of_file(source(), self._salt, most_held=MAX_HELD_BYTES)
             except ImageError as error:
                 raise _wrong(f"{self._which}{error}") from None
-            self._pixels += image.num_pixels
-            self._tokens += image.num_tokens
-            if self._pixels > MAX_ALL_PIXELS:
-                raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")
-            if self._tokens > self._most_tokens:
-                raise _wrong(
-                    f"The images take more than {self._most_tokens} tokens, the model's maximum "
-                    "context length."
-                )
-            self.images.append(image)
+            self._add(image)
+
+    def take_known(self, urls: list[str], policy: MediaPolicy) -> bool:
+        """Take the next images if they are small and were prepared before; False takes none."""
+        if sum(map(len, urls)) > _INLINE or not all(url[:5].lower() == "data:" for url in urls):
+            return False
+        known = []
+        for url in urls:
+            try:
+                data = read_source(url, policy)
+            except ImageError:  # `take` says which image it is, after those before it
+                return False
+            known.append(self._front.known_file(data, self._salt, most_held=MAX_HELD_BYTES))
+            if known[-1] is None:
+                return False
+        for image in filter(None, known):
+            self._add(image)
+        return True
+
+    def _add(self, image: PreparedImage) -> None:
+        self._pixels += image.num_pixels
+        self._tokens += image.num_tokens
+        if self._pixels > MAX_ALL_PIXELS:
+            raise _wrong(f"The images have more than {MAX_ALL_PIXELS} pixels in all.")
+        if self._tokens > self._most_tokens:
+            raise _wrong(
+                f"The images take more than {self._most_tokens} tokens, the model's maximum "
+                "context length."
+            )
+        self.images.append(image)
 
 
 def _wrong(message: str) -> ApiError:

@@ -6,9 +6,10 @@ stay in memory.
 """
 
 import collections
-import dataclasses
+import copy
 import threading
 import weakref
+from collections.abc import Callable
 
 from lora_jax.adapters.entries import AdapterEntry
 
@@ -19,30 +20,27 @@ class LentEntries:
     def __init__(self):
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._ends: dict[int, weakref.finalize] = {}  # by id of the copy
+        self._loans: dict[int, _Loan] = {}  # by id of the copy
         self._returned: collections.deque[str] = collections.deque()  # by any thread, at any time
 
     def lend(self, entry: AdapterEntry) -> AdapterEntry:
         """Return a copy of the entry, which counts until the last reference to it goes."""
-        copy = dataclasses.replace(entry)
+        lent = copy.copy(entry)
         with self._lock:
             self._counts[entry.digest] += 1
-        end = weakref.finalize(copy, self._ended, id(copy), entry.digest)
-        end.atexit = False
-        self._ends[id(copy)] = end
-        return copy
+        self._loans[id(lent)] = _Loan(lent, self._ended)
+        return lent
 
     def give_back(self, entry: AdapterEntry) -> None:
         """Count a copy no more; others, and a second call, do nothing."""
-        end = self._ends.get(id(entry))
-        held = None if end is None else end.peek()
-        if end is not None and held is not None and held[0] is entry:
-            end()
+        loan = self._loans.get(id(entry))
+        if loan is not None and loan() is entry:
+            self._ended(loan)
 
-    def _ended(self, number: int, digest: str) -> None:
+    def _ended(self, loan: "_Loan") -> None:
         # No lock: the collector may call it in a thread that holds ours.
-        self._ends.pop(number, None)
-        self._returned.append(digest)
+        if self._loans.pop(loan.number, None) is not None:
+            self._returned.append(loan.digest)
 
     def digests(self) -> frozenset[str]:
         """Return the adapters that are held now."""
@@ -53,3 +51,17 @@ class LentEntries:
                 if not self._counts[digest]:
                     del self._counts[digest]
             return frozenset(self._counts)
+
+
+class _Loan(weakref.ref[AdapterEntry]):
+    """A weak reference to a copy, which knows what to count when the copy is gone."""
+
+    __slots__ = ("digest", "number")
+
+    def __new__(cls, lent: AdapterEntry, ended: Callable[["_Loan"], None]) -> "_Loan":
+        loan = super().__new__(cls, lent, ended)  # type: ignore[arg-type]
+        loan.number, loan.digest = id(lent), lent.digest
+        return loan
+
+    def __init__(self, lent: AdapterEntry, ended: Callable[["_Loan"], None]):
+        super().__init__(lent, ended)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ class AdapterSlots:
     @property
     def plain(self) -> "AdapterSlots":
         """The slots as steps take them in which no row's adapter brings more than LoRA."""
-        return dataclasses.replace(self, token_ids=None)
+        return self if self.token_ids is None else dataclasses.replace(self, token_ids=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,9 @@ class FakeTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def encode_again(self, text: str) -> list[int]:
+        return self.encode(text)
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         shown = "" if skip_special_tokens else "<s>"
         return "".join(bytes([i]).decode("latin-1") if i < 256 else shown * (i == BOS) for i in ids)

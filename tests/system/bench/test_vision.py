@@ -207,7 +207,7 @@ def test_words_end_where_they_were_learned_and_are_forced_elsewhere(name):
         tokenizer=types.SimpleNamespace(encode=lambda text, add_special_tokens: text.split()),
     )
     example = tasks.Example(np.zeros((1, 4, 4, 3), np.uint8), "Q?", "face top left", ("face",))
-    ways = task_heads.ways_of(engine, recipe)
+    ways = task_heads.ways_of(engine, recipe, [example])
     assert ways["task_head"](example) == 0
     assert ways["lm_head"](example) == 3
     (prompts, _), (same, adapter, sampling, images) = calls

@@ -19,4 +19,4 @@ def test_an_entry_counts_until_it_goes_or_is_given_back():
     del two
     gc.collect()
     assert lent.digests() == frozenset()
-    assert not lent._ends
+    assert not lent._loans

@@ -38,7 +38,9 @@ def decoded(loaded):
 
 
 def pointers(tree):
-    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)]
+    """Return the addresses of a tree's arrays that lie on the device."""
+    placed = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return [leaf.unsafe_buffer_pointer() for leaf in placed]
 
 
 def new_memory(model, config, sharding):

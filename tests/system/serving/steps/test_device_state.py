@@ -69,6 +69,14 @@ def test_keys_differ_by_seed_only():
     assert keys(seed=0) != keys(seed=2**31 - 1)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 12345, 2**31 - 1])
+def test_a_key_of_the_host_is_the_one_that_jax_makes_of_the_seed(seed):
+    key = jax.random.key(0, impl="threefry2x32")
+    wanted = jax.random.key_data(jax.random.fold_in(key, seed)).tolist()
+    assert admit_one(Sampling(), seed=seed).key[1].tolist() == wanted
+    assert not admit_one(Sampling(temperature=0.0), seed=seed).key[1].any()  # it draws nothing
+
+
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="25 tokens does not fit into 24"):
         pack(Sampling(), tokens=range(25))

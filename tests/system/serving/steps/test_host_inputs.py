@@ -30,8 +30,18 @@ def test_new_pages_are_in_their_rows_before_the_step(in_place):
         table = rng.integers(0, 99, table.shape, np.int32)
         np.testing.assert_array_equal(inputs.set_table(table), table)
         np.testing.assert_array_equal(inputs.pages, want)
-        addresses.add((inputs.table.unsafe_buffer_pointer(), inputs.pages.unsafe_buffer_pointer()))
-    assert not in_place or len(addresses) == 1
+        arrays = [inputs.table, inputs.pages] if in_place else []
+        addresses.add(tuple(array.unsafe_buffer_pointer() for array in arrays))
+    assert len(addresses) == 1
+
+
+def test_large_block_tables_go_to_the_device_of_a_cpu_by_a_copy():
+    sizes = dataclasses.replace(SIZES, max_seqs=64)
+    inputs = HostInputs(sizes, jax.device_put, in_place=False)
+    inputs.add_pages(63, 5, np.array([7, 8], np.int32))
+    inputs.set_table(np.zeros((sizes.table_rows, sizes.max_seqs), np.int32))
+    assert isinstance(inputs.pages, jax.Array)
+    assert inputs.pages[63, 4:8].tolist() == [0, 7, 8, 0]
 
 
 def test_masks_are_written_over_those_of_before():
@@ -54,8 +64,8 @@ def test_places_are_left_for_arrays_as_large_as_come(largest, kept_bytes):
 
 
 def test_the_largest_array_of_a_step_is_a_row_its_pages_its_results_or_its_masks():
-    """A row of the sampling state has 3,091 numbers beside its tokens."""
-    assert largest_bytes(SIZES, 0) == 4 * (1 + 3091 + 640)
+    """A row of the sampling state has 3,093 numbers beside its tokens."""
+    assert largest_bytes(SIZES, 0) == 4 * (1 + 3093 + 640)
     assert largest_bytes(SIZES, 32_000) == 4 * (SIZES.num_masks * 1000 + 8)
     many = dataclasses.replace(SIZES, max_seqs=64, max_logit_rows=64)
     assert largest_bytes(many, 0) == 4 * 64 * 160

@@ -289,6 +289,7 @@ def test_buckets_grow_by_four_up_to_the_limit():
     assert token_buckets(5) == (5,)
     assert token_buckets(600, 256) == (8, 32, 128, 256, 512, 600)
     assert token_buckets(600, 257) == token_buckets(600, 128) == token_buckets(600)
+    assert token_buckets(8, 256) == (8,)  # fewer tokens than sequences
 
 
 def test_a_runner_that_follows_does_the_same_on_its_device(runner, monkeypatch):

@@ -45,6 +45,17 @@ def test_the_page_unused_longest_goes_first_and_pinned_ones_stay():
     host.check_integrity()
 
 
+def test_a_page_that_comes_back_is_used():
+    host = HostPages(2)
+    host.take_out(0, KEYS[0])
+    host.take_out(1, KEYS[1])
+    host.bring_in(host.pin(KEYS[:1]), [5])
+    host.unpin()
+    host.take_out(2, KEYS[2])
+    assert (host.pin(KEYS[:1]), host.pin(KEYS[1:2])) == (KEYS[:1], [])
+    host.unpin()
+
+
 def test_without_room_nothing_is_kept_or_counted():
     host = HostPages()
     host.take_out(0, KEYS[0])

@@ -28,6 +28,18 @@ def test_text_comes_back(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_short_text_that_comes_again_is_encoded_once(tokenizer, monkeypatch):
+    wanted, calls = [tokenizer.encode(text) for text in TEXTS], []
+    encode = tokenizer._backend.encode
+    monkeypatch.setattr(tokenizer._backend, "encode", lambda *a: calls.append(a) or encode(*a))
+    for text, ids in zip(TEXTS, wanted, strict=True):
+        tokenizer.encode_again(text).clear()  # a caller may change its list
+        assert tokenizer.encode_again(text) == ids
+    assert len(calls) == len(set(TEXTS))
+    assert len(tokenizer.encode_again("ab " * 200)) == len(tokenizer.encode_again("ab " * 200))
+    assert len(calls) == len(set(TEXTS)) + 2
+
+
 @pytest.mark.parametrize("at_start", [True, False])
 def test_texts_that_a_stream_knows_are_those_of_the_rule(tokenizer, at_start):
     """Tokens in any order, so that characters begin and end in their midst."""

@@ -30,7 +30,7 @@ CONFIG = VisionConfig(
 )
 SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
 FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=64)
-TOKENIZER: Any = SimpleNamespace(encode=lambda text: [9 if c == "*" else 1 for c in text])
+TOKENIZER: Any = SimpleNamespace(encode_again=lambda text: [9 if c == "*" else 1 for c in text])
 
 
 def request(ids: list[int]) -> Request:

@@ -8,7 +8,7 @@ import pytest
 from serving.api.sampling import Sampling
 from serving.engine.inputs.single_prompt import single_prompt
 
-TOKENIZER: Any = SimpleNamespace(encode=lambda text: list(text.encode()))
+TOKENIZER: Any = SimpleNamespace(encode_again=lambda text: list(text.encode()))
 DEFAULT, GIVEN = Sampling(max_tokens=1), Sampling(max_tokens=2)
 
 

@@ -198,6 +198,40 @@ def test_small_images_go_to_a_thread_together(monkeypatch: pytest.MonkeyPatch):
     assert calls == [3, 1, 1, 1]
 
 
+def test_small_images_that_are_known_go_to_no_thread(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+
+    async def counted(lane: Lane, function, *args):
+        calls.append(len(args))
+        return function(*args)
+
+    monkeypatch.setattr(module, "run_in", counted)
+    options: dict[str, Any] = {"placeholder": "<image>", "max_images": 3, "max_image_tokens": 64}
+    keeping: Any = SimpleNamespace(
+        images=ImageFront(CONFIG, SETTINGS, **options, cache_bytes=1 << 20),
+        model_info=SimpleNamespace(max_model_len=100),
+    )
+
+    def asked(*urls: str, salt: str = ""):
+        message = user(*map(image, urls))
+        return asyncio.run(read_images(keeping, [message], MediaPolicy(), salt))
+
+    two = [url(16, 16), url(8, 8)]
+    first, again = asked(*two), asked(*two)
+    assert [one.digest for one in first] == [one.digest for one in again]
+    assert calls == [2]
+    del first, again
+    assert keeping.images.held_bytes == 0
+    asked(*two, salt="another caller")
+    asked(two[0], url(16, 8))
+    with pytest.raises(ApiError, match="Image 2 of 2: The image's base64 is damaged"):
+        asked(two[0], "data:image/png;base64,!")
+    assert calls == [2, 2, 2, 2]
+    monkeypatch.setattr(module, "_INLINE", len(two[0]) - 1)
+    asked(two[0])
+    assert calls == [2, 2, 2, 2, 1]
+
+
 def test_images_of_all_requests_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 100)  # less than one
     with pytest.raises(QueueFull, match="images of waiting requests"):
