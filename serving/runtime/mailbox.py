@@ -3,8 +3,6 @@
 import asyncio
 import collections
 import contextlib
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 GAP_S = 0.002  # under load the loop is woken this seldom; each wake-up costs both threads time
@@ -13,34 +11,6 @@ GAP_S = 0.002  # under load the loop is woken this seldom; each wake-up costs bo
 # burst took, and the next one has more tokens of each answer.
 PAUSE, LONGEST_PAUSE_S = 2.0, 0.025
 MOST_KEPT = 256  # items that wake nobody; more at once would hold up the loop
-
-
-class _Held(threading.local):
-    """Wake-ups that a thread does not give yet; None: it gives each at once."""
-
-    wakes: "list[tuple[Mailbox, asyncio.AbstractEventLoop]] | None" = None
-
-
-_held = _Held()
-
-
-@contextlib.contextmanager
-def one_burst() -> Iterator[None]:
-    """Have what this thread puts within it, into any mailbox, be one burst, which ends with it.
-
-    Otherwise the loop wakes for the first item, and runs beside the rest of the thread's work: both
-    want Python's lock, and most items come with a later burst.
-    """
-    if _held.wakes is not None:  # within another one
-        yield
-        return
-    _held.wakes = []
-    try:
-        yield
-    finally:
-        wakes, _held.wakes = _held.wakes, None
-        for mailbox, loop in wakes:
-            mailbox.wake(loop)
 
 
 class Inbox[T](asyncio.Queue[T]):
@@ -79,13 +49,6 @@ class Mailbox:
         if self._woken or not (wakes or len(self._items) >= MOST_KEPT):
             return
         self._woken = True
-        if _held.wakes is None:
-            self.wake(loop)
-        else:
-            _held.wakes.append((self, loop))
-
-    def wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the loop take what has been put; a closed one drops it."""
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
             loop.call_soon_threadsafe(self._wake, loop)
 

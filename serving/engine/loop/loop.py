@@ -22,7 +22,6 @@ from serving.engine.loop.live_requests import LiveRequests
 from serving.engine.loop.loop_parts import AbstractTurns, LoopParts
 from serving.engine.loop.pacing import Pacer
 from serving.engine.loop.registry_follower import RegistryFollower
-from serving.runtime.mailbox import one_burst
 from serving.scheduling.scheduler import Progress, SchedulerStats
 from serving.steps.model_runner import HeldStep, InFlightStep
 
@@ -386,10 +385,9 @@ class EngineLoop:
         for one in untold:
             self._live.end(one.sequence, FinishReason.ERROR, one.why, retryable=one.retryable)
         num_generated, now = 0, time.monotonic()
-        with one_burst():
-            for one in progress:
-                num_generated += one.result.token_id is not None
-                self._live.deliver(one, now)
+        for one in progress:
+            num_generated += one.result.token_id is not None
+            self._live.deliver(one, now)
         self._parts.metrics.tokens_generated(num_generated)
 
     def _handle_server_loss(self, lost: frozenset[str]) -> list[Sequence]:

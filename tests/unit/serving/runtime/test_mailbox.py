@@ -1,12 +1,11 @@
 """Items arrive complete, in order, with few wake-ups, and never raise in the sender's thread."""
 
 import asyncio
-import contextlib
 import threading
 
 import pytest
 
-from serving.runtime.mailbox import LONGEST_PAUSE_S, MOST_KEPT, Inbox, Mailbox, one_burst
+from serving.runtime.mailbox import LONGEST_PAUSE_S, MOST_KEPT, Inbox, Mailbox
 
 
 def test_everything_arrives_in_order_from_several_threads():
@@ -71,38 +70,6 @@ def test_an_inbox_takes_all_that_a_burst_has_for_it_at_once():
 
     asyncio.run(run())
     assert taken == [[0, 2, 4], [1, 3, 5]]
-
-
-def test_a_thread_can_have_all_that_it_puts_be_one_burst():
-    async def run() -> list[int]:
-        loop, mailbox, inbox = asyncio.get_running_loop(), Mailbox(), Inbox()
-        sizes = []
-        with one_burst():
-            for i in range(2):
-                with one_burst():  # which ends with the outer one
-                    mailbox.put(loop, inbox, i)
-                await asyncio.sleep(0.01)
-                sizes.append(inbox.qsize())
-            # What another thread puts meanwhile comes with it.
-            await asyncio.to_thread(mailbox.put, loop, inbox, 2)
-        await asyncio.sleep(0.01)
-        sizes.append(inbox.qsize())
-        mailbox.put(loop, inbox, 3)
-        await asyncio.sleep(0.01)
-        return [*sizes, inbox.qsize()]
-
-    assert asyncio.run(run()) == [0, 0, 3, 4]
-
-
-def test_a_burst_that_fails_half_way_arrives():
-    async def run() -> int:
-        loop, mailbox, inbox = asyncio.get_running_loop(), Mailbox(), Inbox()
-        with contextlib.suppress(ZeroDivisionError), one_burst():
-            mailbox.put(loop, inbox, 1)
-            raise ZeroDivisionError
-        return await inbox.get()
-
-    assert asyncio.run(run()) == 1
 
 
 def test_what_wakes_nobody_comes_with_what_does():
