@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_GROWN_S = 5.0  # until the other programs are read and the first calls answered
 _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
 _OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
@@ -128,7 +129,11 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
         adapter = name if adapters else None
         calls = _Calls(connection, engine, arena, adapter, side, tenants and tenants.side)
         threading.Thread(target=calls.end_with_engine, name="end", daemon=True).start()
+        again = threading.Timer(_GROWN_S, calls.say_memory)
+        again.daemon = True
+        again.start()
         calls.answer()
+        again.cancel()
         on_end()
 
 
@@ -264,6 +269,11 @@ class _Calls:
             if xla_memory.is_bounded() and _is_of_memory(str(error)):
                 self._send({"lacks_memory": True})
             self._connection.shutdown(socket.SHUT_RDWR)
+
+    def say_memory(self) -> None:
+        """Tell the agent what this process holds now, which is more than when it was ready."""
+        with contextlib.suppress(OSError):  # the agent has gone
+            self._send({"private_bytes": private_bytes()})
 
     def _is_asked_within(self, seconds: float) -> bool:
         return bool(select.select([self._connection], [], [], seconds)[0])

@@ -1,7 +1,7 @@
 """Memory of functions' processes under one limit (ServerlessLoRA, Eq. 1, 2, 7 and 8). No jax.
 
-A process is asked for its own memory when it is ready. A function that has had none yet is taken
-for the largest that was seen.
+A process says what memory it alone holds when it is ready, and some seconds later, when it has
+read all of its programs. A function that has had none yet is taken for the largest that was seen.
 """
 
 import threading
@@ -22,7 +22,7 @@ class Room:
     def __init__(self, limit_bytes: int | None):
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._bytes: dict[str, int] = {}  # of the last process of each function
+        self._bytes: dict[str, int] = {}  # the most that a process of each function held
         self._start_s: dict[str, float] = {}
         self._admitted: set[str] = set()  # functions that have room for a process, or had
 
@@ -33,8 +33,14 @@ class Room:
 
     def ready(self, name: str, num_bytes: int, start_s: float) -> None:
         """A process of the function is ready: it holds so many bytes, and took so long."""
+        self.grown(name, num_bytes)
         with self._lock:
-            self._bytes[name], self._start_s[name] = num_bytes, start_s
+            self._start_s[name] = start_s
+
+    def grown(self, name: str, num_bytes: int) -> None:
+        """A process of the function holds so many bytes; the most that one held counts."""
+        with self._lock:
+            self._bytes[name] = max(num_bytes, self._bytes.get(name, 0))
 
     def worth_starting(self, functions: Mapping[str, Function], now: float) -> list[str]:
         """Return functions without a process that one is worth its room for ahead of its call.

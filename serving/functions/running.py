@@ -34,6 +34,8 @@ class Running:
         self.on_lost: Callable[[str, int], None] = lambda name, epoch: None
         # Called where the process ends because it has run out of its device memory.
         self.on_lack: Callable[[], None] = lambda: None
+        # Called with the bytes that the process alone holds, some time after it was ready.
+        self.on_grown: Callable[[int], None] = lambda num_bytes: None
 
     def send(
         self, call: dict[str, Any], *, owner: str = "", fds: Sequence[int] = ()
@@ -136,6 +138,9 @@ class Running:
                     died["why"] = LACKED
                     self.on_lack()
                     continue
+                if "private_bytes" in answer:
+                    self.on_grown(int(answer["private_bytes"]))
+                    continue
                 if "tenant" in answer:
                     self.on_lost(answer["tenant"], answer["epoch"])
                 with self._lock:
@@ -149,7 +154,7 @@ class Running:
                     answers.put(answer)
         except OSError:
             pass
-        except (KeyError, TypeError) as error:  # of a message that no function sends
+        except (KeyError, TypeError, ValueError) as error:  # of a message that no function sends
             logger.error("Process %d has sent nonsense and is given up: %r", self.pid, error)
             self._shut_down()
         with self._lock:

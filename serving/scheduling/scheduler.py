@@ -133,14 +133,15 @@ class Scheduler(LiveSequences):
             self._fair.charge(tenant, tokens)
 
     def _make_room(self, sequence: Sequence, order: SequenceOf[Sequence]) -> bool:
-        """Preempt the last of `order` until the sequence can grow; False if it goes itself."""
-        while not self._pages.grow(sequence):
+        """Preempt the last of `order` until a sequence without room can grow; False if it goes."""
+        while True:
             last = next(s for s in reversed(order) if s.state is SequenceState.RUNNING)
             assert len(self._running) > 1, "one sequence alone always has pages enough"
             self._preempt(last)
             if last is sequence:
                 return False
-        return True
+            if self._pages.grow(sequence):
+                return True
 
     def _fill_short(self, step: StepBudget, short: ShortStep, now: float, admitting: bool) -> bool:
         """Give a short step to those it is for; False when none of their prompts can run."""

@@ -5,6 +5,7 @@ it and run the same step. Of pages it has the new ones only.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -79,7 +80,9 @@ class StepInputs:
         table = self.empty_table()
         if not plan.chunks:
             return table
-        columns = np.array([_column(chunk) for chunk in plan.chunks], np.int32)
+        numbers = itertools.chain.from_iterable(map(_column, plan.chunks))
+        shape = len(plan.chunks), 1 + len(_FIELDS)
+        columns = np.fromiter(numbers, np.int32, shape[0] * shape[1]).reshape(shape)
         assert columns[:, 0].min() >= 0, "a step of a sequence that has ended or waits"
         table[_FIELDS, columns[:, 0]] = columns[:, 1:].T
         for chunk in plan.chunks:
@@ -116,10 +119,12 @@ _FIELDS = np.array([START, NUM_TOKENS, SLOT, NUM_TARGETS, SAMPLES])[:, None]  # 
 
 def _column(chunk: ScheduledChunk) -> tuple[int, ...]:
     """Return a chunk's sequence row and its numbers in the table, in the order of _FIELDS."""
-    sequence, drafts = chunk.sequence, len(chunk.drafts)
-    samples = BY_HEAD if chunk.by_head else chunk.samples + drafts
-    targets = num_targets(chunk) if chunk.prompt_logprobs else 0
-    return sequence.row, chunk.start, chunk.num_tokens, sequence.slot, targets, samples
+    sequence, start, num_tokens, samples, prompt_logprobs, by_head, drafts = chunk
+    if not (prompt_logprobs or by_head or drafts):  # as nearly all of them are
+        return sequence.row, start, num_tokens, sequence.slot, 0, samples
+    samples = BY_HEAD if by_head else samples + len(drafts)
+    targets = num_targets(chunk) if prompt_logprobs else 0
+    return sequence.row, start, num_tokens, sequence.slot, targets, samples
 
 
 def is_scored(plan: StepPlan) -> bool:

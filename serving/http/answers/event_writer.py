@@ -11,6 +11,7 @@ from serving.http.answers.json_pieces import dumps
 
 # What the choice of such a chunk has beside its text.
 _PLAIN = {"index", "logprobs", "finish_reason", "stop_reason"}
+_MARK = secrets.token_hex(16)  # stands for the text
 _COMPLETION, _CHAT = _PLAIN | {"text"}, _PLAIN | {"delta"}
 
 
@@ -66,8 +67,8 @@ def _text_of(choice: dict[str, Any]) -> tuple[dict[str, Any] | None, str]:
 
 def _split(chunk: dict[str, Any], holder: dict[str, Any], field: str) -> tuple[bytes, bytes] | None:
     """Return what comes before and after the text; None where that cannot be told."""
-    text, mark = holder[field], secrets.token_hex(16)
-    holder[field] = mark
-    parts = event(chunk).split(dumps(mark))
+    text = holder[field]
+    holder[field] = _MARK
+    parts = event(chunk).split(dumps(_MARK))
     holder[field] = text
     return (parts[0], parts[1]) if len(parts) == 2 else None

@@ -78,7 +78,6 @@ class EventStream(Response):
 
     async def _events(self, batch: list[Piece]) -> bytes:
         """Return the events of some pieces; those with a long prompt are made in a thread."""
-
         if sum(len(piece.delta.prompt_logprobs or ()) for piece in batch) <= _SHORT:
             return self._encode(batch)
         return await run_in(Lane.LONG, lambda: self._encode(batch))

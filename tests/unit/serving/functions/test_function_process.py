@@ -312,6 +312,16 @@ def answering(engine, arena=None, http=None, tenants=None):
     assert not thread.is_alive()
 
 
+def test_a_function_says_what_memory_it_has_come_to_hold():
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            calls = _Calls(theirs, NoEngine(), None, "law", None, None)
+            calls.say_memory()
+            assert receive_header(ours)["private_bytes"] > 1 << 20
+        calls.say_memory()  # its agent has gone
+
+
 def test_a_function_without_a_call_rehearses_once_and_then_answers(monkeypatch):
     rehearsed, began = [], threading.Event()
     monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)

@@ -48,6 +48,15 @@ def test_nobody_leaves_while_there_is_room():
     assert one.state == "running"
 
 
+def test_what_a_process_has_grown_to_counts_for_the_next_one_too():
+    one = Held("one")
+    room, functions = room_of(25, one)
+    room.grown("one", 16)
+    room.ready("one", 11, 1.0)
+    room.make("new", functions)
+    assert one.state == "off"  # 16 and 16 are too much
+
+
 def test_a_full_device_is_named():
     room, functions = room_of(15, Held("busy", busy=True))
     with pytest.raises(DeviceFull, match=r"no room for function 'new' within .* 15: 5 bytes are"):

@@ -28,7 +28,9 @@ def test_calls_of_an_ended_process_are_answered():
     running.close()
 
 
-@pytest.mark.parametrize("message", [{}, {"id": []}, {"id": 0, "tenant": "a"}], ids=str)
+@pytest.mark.parametrize(
+    "message", [{}, {"id": []}, {"id": 0, "tenant": "a"}, {"private_bytes": "much"}], ids=str
+)
 def test_a_process_that_sends_nonsense_is_given_up_and_its_calls_end(message):
     running, theirs = pair()
     waiting = running.send({"call": "x"})
@@ -51,6 +53,19 @@ def test_a_process_that_ran_out_of_its_memory_says_why_its_calls_end():
     running.read()
     assert waiting.get(timeout=60) == {"error": "FunctionDied", "why": LACKED}
     assert told == ["lacks"]
+
+
+def test_a_process_that_has_grown_says_so_and_its_calls_go_on():
+    running, theirs = pair()
+    told = []
+    running.on_grown = told.append
+    waiting = running.send({"call": "x"})
+    with theirs:
+        send_header(theirs, {"private_bytes": 7})
+        send_header(theirs, {"id": 0, "value": 1})
+    running.read()
+    assert waiting.get(timeout=60) == {"id": 0, "value": 1}
+    assert told == [7]
 
 
 def test_a_connection_is_under_way_until_the_process_says_that_it_is_closed():

@@ -1,0 +1,1 @@
+"""What a token costs the host of a server."""
