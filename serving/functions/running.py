@@ -154,7 +154,8 @@ class Running:
                     answers.put(answer)
         except OSError:
             pass
-        except (KeyError, TypeError, ValueError) as error:  # of a message that no function sends
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # Of a message that no function sends.
             logger.error("Process %d has sent nonsense and is given up: %r", self.pid, error)
             self._shut_down()
         with self._lock:

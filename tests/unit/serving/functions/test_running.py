@@ -28,9 +28,11 @@ def test_calls_of_an_ended_process_are_answered():
     running.close()
 
 
-@pytest.mark.parametrize(
-    "message", [{}, {"id": []}, {"id": 0, "tenant": "a"}, {"private_bytes": "much"}], ids=str
-)
+NONSENSE = [{}, {"id": []}, {"id": 0, "tenant": "a"}]
+NONSENSE += [{"private_bytes": "much"}, {"private_bytes": float("inf")}]
+
+
+@pytest.mark.parametrize("message", NONSENSE, ids=str)
 def test_a_process_that_sends_nonsense_is_given_up_and_its_calls_end(message):
     running, theirs = pair()
     waiting = running.send({"call": "x"})
