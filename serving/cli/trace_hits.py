@@ -33,18 +33,20 @@ def read_trace(path: str) -> tuple[str, ...]:
     """
     names: list[str] = []
     shared: dict[str, str] = {}  # one text for each name
+    number = 0  # of the line, from 1 on
     try:
         with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as lines:
             while line := lines.readline(4 * _MOST_NAME):
+                number += 1
                 name = line.decode().strip()
                 if len(name) > _MOST_NAME or (not line.endswith(b"\n") and lines.read(1)):
-                    raise ValueError(f"line {len(names) + 1} has over {_MOST_NAME} characters.")
+                    raise ValueError(f"line {number} has over {_MOST_NAME} characters.")
                 if name:
                     names.append(shared.setdefault(name, name))
                 if len(names) > _MOST_REQUESTS:
                     raise ValueError(f"it has more than {_MOST_REQUESTS} requests.")
     except UnicodeDecodeError:
-        raise ValueError(f"line {len(names) + 1} is no UTF-8 text.") from None
+        raise ValueError(f"line {number} is no UTF-8 text.") from None
     except (EOFError, zlib.error):
         raise ValueError("it is no whole gzip file.") from None
     if not names:

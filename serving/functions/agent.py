@@ -6,6 +6,8 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 
 import atexit
 import contextlib
+import dataclasses
+import difflib
 import functools
 import json
 import logging
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lora_jax.memory.wire import send_fds, send_header
+from serving.api.config import EngineConfig
 from serving.api.functions_config import ISOLATIONS
 from serving.functions import jail
 from serving.functions.guard import Guard
@@ -86,11 +89,17 @@ class Agent:
         call is expected by the rate of the last ones (`policies.predict`); when that call is
         expected, the process is started ahead of it. None: functions stay.
 
-        Raises ValueError for a model that cannot be shared, ConnectionError where a process ends.
+        Raises ValueError for a model that cannot be shared and for a field that does not exist,
+        ConnectionError where a process ends.
         """
         self.model = str(Path(model).resolve())
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
+        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(EngineConfig)})
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ", whose fields are the sizes."
+            raise ValueError(f"{unknown[0]!r} is no field of EngineConfig{hint}")
         self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
         if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
             raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")

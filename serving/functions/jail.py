@@ -24,9 +24,7 @@ _BENEATH, _VERSION_ASKED = 1, 1
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _ALL = (1 << 16) - 1  # of version 5
 _OF_VERSION = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
-_OF_FILES = (
-    _EXECUTE | _WRITE | _READ | _TRUNCATE
-)  # what a rule of a file that is no folder may name
+_OF_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE  # what may be named of what is no folder
 _TCP = 0b11  # bind, connect: from version 4
 _SCOPES = 0b11  # abstract sockets, signals: from version 6
 _NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2

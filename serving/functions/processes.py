@@ -27,7 +27,9 @@ _ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
 }
 # Names of variables that hold secrets, such as SERVING_API_KEY, but for settings of libraries.
-_SECRET = re.compile(r"(?:.*_)?(?:KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(?:_.*)?")
+_SECRET = re.compile(
+    r"(?:.*_)?(?:KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(?:_.*)?", re.IGNORECASE
+)
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_", "CUDA_", "NVIDIA_"
 
 

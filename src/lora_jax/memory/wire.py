@@ -33,7 +33,7 @@ def receive_header(connection: socket.socket) -> dict[str, Any]:
         raise ShareError(f"a header of {length} bytes is not one of ours")
     try:
         fields = json.loads(receive(connection, length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ShareError(f"the header cannot be read: {error!r}") from error
     if not isinstance(fields, dict):
         raise ShareError(f"the header cannot be read: it is a {type(fields).__name__}")

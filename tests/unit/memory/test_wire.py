@@ -55,6 +55,7 @@ def test_descriptors_that_do_not_all_come_are_closed(ends):
         (b"GET / HTTP/1.1\r\n", "not one of ours"),
         ((2).to_bytes(8, "little") + b"{]", "cannot be read"),
         ((2).to_bytes(8, "little") + b"[]", "it is a list"),
+        ((99999).to_bytes(8, "little") + b"[" * 99999, "cannot be read: RecursionError"),
         ((9).to_bytes(8, "little") + b"{", "ended after 1 of 9"),
     ],
 )

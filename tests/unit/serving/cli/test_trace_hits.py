@@ -61,8 +61,8 @@ def test_files_with_a_name_in_each_line(tmp_path):
 
 WRONG = [
     ("empty", b"\n\n", "names no adapter"),
-    ("long", b"a\n" + b"x" * 5000, "line 2 has over 256"),
-    ("bytes", b"a\nb\n\xff\xfe\n", "line 3 is no UTF-8"),
+    ("long", b"a\n\n" + b"x" * 5000, "line 3 has over 256"),
+    ("bytes", b"a\n\nb\n\xff\xfe\n", "line 4 is no UTF-8"),
     ("cut.gz", gzip.compress(b"a\n" * 99)[:-9], "no whole gzip file"),
     ("plain.gz", b"a\n", "gzip"),
 ]

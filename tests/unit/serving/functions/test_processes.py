@@ -34,6 +34,7 @@ def test_processes_inherit_settings_and_no_secrets():
     """The command takes its keys from variables; a function never learns one."""
     secrets = ["SERVING_API_KEY", "SERVING_ADMIN_API_KEY", "SERVING_METRICS_KEY", "VLLM_API_KEY"]
     secrets += ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "TOKEN", "DB_PASSWORD"]
+    secrets += ["openai_api_key"]
     settings = ["PATH", "TOKENIZERS_PARALLELISM", "JAX_PLATFORMS", "LD_LIBRARY_PATH", "MONKEY"]
     settings += ["JAX_COMPILATION_CACHE_INCLUDE_METADATA_IN_KEY"]
     kept = processes.environment(dict.fromkeys([*secrets, *settings], "x"))
