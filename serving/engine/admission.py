@@ -120,7 +120,7 @@ class Admission:
     def _check_numbers(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         vocab = self._vocab_size
         sampling.check_vocab(vocab)
-        if prompt_ids and (min(prompt_ids) < 0 or max(prompt_ids) >= vocab):
+        if len(prompt_ids) and (min(prompt_ids) < 0 or max(prompt_ids) >= vocab):
             bad = next(token for token in prompt_ids if not 0 <= token < vocab)
             raise ValueError(f"prompt token id must be in [0, {vocab - 1}], got {bad}.")
         limit = self._max_logprobs

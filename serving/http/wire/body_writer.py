@@ -4,6 +4,7 @@ Those look at the beginning and the end of an answer, which take the long way. F
 costs the event loop more than all else: a dozen coroutines, and the wake-up of a task.
 """
 
+import weakref
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -29,14 +30,17 @@ class CycleWriter:
     """Writer of one answer of uvicorn's, whose connection is a QuickConnection."""
 
     def __init__(self, cycle: Any):
-        self._cycle, self._flow, self._connection = cycle, cycle.flow, cycle.conn
+        # Weakly, as its scope holds this: a request is to leave nothing for the collector.
+        self._cycle, self._flow, self._connection = weakref.ref(cycle), cycle.flow, cycle.conn
         self._write = cycle.transport.write
 
     @property
     def is_ready(self) -> bool:
         """True if the answer has begun and goes on, in chunks, and the client reads."""
-        cycle = self._cycle
-        if self._flow.write_paused or cycle.disconnected or cycle.response_complete:
+        cycle = self._cycle()
+        if cycle is None or self._flow.write_paused:
+            return False
+        if cycle.disconnected or cycle.response_complete:
             return False
         return cycle.response_started and self._connection.is_in_chunks
 

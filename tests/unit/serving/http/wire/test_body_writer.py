@@ -1,5 +1,6 @@
 """Pieces go out at once where that needs no waiting, and as h11 writes them."""
 
+import weakref
 from types import SimpleNamespace
 
 import h11
@@ -55,7 +56,17 @@ def test_nothing_is_written_that_would_have_to_wait_or_is_late(change):
 
 
 def test_an_answer_with_a_length_takes_the_long_way():
-    assert not writer_of(Cycle([(b"content-length", b"3")])).is_ready
+    cycle = Cycle([(b"content-length", b"3")])
+    assert not writer_of(cycle).is_ready
+
+
+def test_a_cycle_that_has_gone_is_not_kept():
+    cycle = Cycle()
+    writer, gone = writer_of(cycle), weakref.ref(cycle)
+    assert writer.is_ready
+    del cycle
+    assert gone() is None
+    assert not writer.is_ready
 
 
 def test_others_have_no_writer():
