@@ -148,6 +148,24 @@ def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
     np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
 
 
+@pytest.mark.parametrize("factor", [64, 4096])
+def test_large_logits_are_weighed_against_bases_of_their_own(library, factor):
+    """Bases go in steps of 8 and grow in the midst of a chunk; logits may be below -1000."""
+    shape = SHAPES["6 q heads, window, sinks"]
+    case = attention_case(shape, ((0, 90, 80), (1, 130, 1)), page_size=16, dtype="bfloat16")
+    case = dataclasses.replace(case, q=case.q * factor)
+    many = {"many_tokens": 16, "part_rows": 3}
+    got = emulated_attention(library, case, seed=1, chunk=64, **many)
+    whole = emulated_attention(library, case, seed=2, chunk=64, part_rows=1)
+    np.testing.assert_array_equal(got, whole)
+    o = case.options
+    plain = jax.jit(
+        attention_kernel(attention_reference.paged_attention), static_argnums=(8, 9, 10)
+    )
+    want = plain(*case.arrays, o["sinks"], o["scale"], o["v_dim"], o["sliding_window"])
+    np.testing.assert_allclose(got, np.asarray(want, np.float32), **TOLERANCE["bfloat16"])
+
+
 @pytest.mark.parametrize("shape", ["odd", "odd latent", "heads of 96"])
 def test_plain_attention_has_the_same_bits_cut_or_whole_in_units_of_any_size(library, shape):
     dtype, page_size, sizes = PLAIN_SHAPES[shape]
