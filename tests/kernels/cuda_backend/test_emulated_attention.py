@@ -148,15 +148,20 @@ def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
     np.testing.assert_allclose(near, whole, **TOLERANCE["bfloat16"])
 
 
-@pytest.mark.parametrize("factor", [64, 4096])
-def test_large_logits_are_weighed_against_bases_of_their_own(library, factor):
-    """Bases go in steps of 8 and grow in the midst of a chunk; logits may be below -1000."""
-    shape = SHAPES["6 q heads, window, sinks"]
-    case = attention_case(shape, ((0, 90, 80), (1, 130, 1)), page_size=16, dtype="bfloat16")
+@pytest.mark.parametrize("factor", [1, 64, 4096])
+@pytest.mark.parametrize("shape", ["8 q heads a kv head", "6 q heads, window, sinks"])
+def test_bases_that_grow_in_the_midst_of_a_chunk_leave_the_right_sums(library, shape, factor):
+    """A chunk has several steps of whole warpgroups here; large logits make bases grow.
+
+    64 neighbours are the fewest that are many.
+    """
+    sizes = SHAPES[shape]
+    chunks = ((0, 90, 80), (1, 130, 1), (2, 5, 64), (3, 60, 63))
+    case = attention_case(sizes, chunks, page_size=16, dtype="bfloat16", padding=3)
     case = dataclasses.replace(case, q=case.q * factor)
-    many = {"many_tokens": 16, "part_rows": 3}
-    got = emulated_attention(library, case, seed=1, chunk=64, **many)
-    whole = emulated_attention(library, case, seed=2, chunk=64, part_rows=1)
+    of_group = 16 // (sizes.q_heads // sizes.kv_heads)
+    got = emulated_attention(library, case, seed=1, many_tokens=8 * of_group, part_rows=3)
+    whole = emulated_attention(library, case, seed=2, part_rows=1)
     np.testing.assert_array_equal(got, whole)
     o = case.options
     plain = jax.jit(
