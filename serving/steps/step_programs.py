@@ -122,7 +122,7 @@ class StepPrograms:
 
         Those of decode steps have one, with and without a few tokens of prompts.
         """
-        return self.base_only and bucket <= max(self._decode_bucket, 2 * self.max_seqs)
+        return self.base_only and bucket <= self._decode_bucket
 
     @property
     def _masked(self) -> tuple[Program, ...]:
@@ -136,8 +136,13 @@ class StepPrograms:
 
     @property
     def _decode_bucket(self) -> int:
-        """The smallest bucket for a token of every sequence."""
-        return next((b for b in self.buckets if b >= self.max_seqs), self.buckets[-1])
+        """The smallest bucket for a token of every sequence, and for tokens of prompts beside them.
+
+        Not the one that many sequences have of their own, see token_buckets.
+        """
+        is_own = self.max_seqs > _MANY_SEQS and self.max_seqs not in token_buckets(self.buckets[-1])
+        least = self.max_seqs + is_own
+        return next((b for b in self.buckets if b >= least), self.buckets[-1])
 
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:

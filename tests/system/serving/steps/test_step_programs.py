@@ -13,6 +13,7 @@ from serving.steps.step_programs import (
     bucket_for,
     lora_slot,
     lora_slots,
+    token_buckets,
 )
 
 
@@ -55,6 +56,15 @@ def test_an_engine_has_the_programs_that_its_parts_ask_for():
         (128, True, False, True),
     ]
     assert all(program.bound for program in masked.in_two_parts)
+
+
+@pytest.mark.parametrize("max_seqs", [200, 256, 300])
+def test_decode_steps_with_a_few_prompt_tokens_have_programs_too(max_seqs):
+    """Also where all sequences have a bucket of their own: else they took the largest one."""
+    buckets = token_buckets(8192, max_seqs)
+    programs = StepPrograms(buckets, max_seqs, base_only=True, bound=True, waits=True)
+    assert programs.bound_buckets == (8, 512, 8192)
+    assert [b for b in buckets if programs.can_specialize(b)] == [b for b in buckets if b <= 512]
 
 
 def test_steps_on_merged_weights_have_lora_where_rows_are_mixed_or_wait_for_masks():
