@@ -1,9 +1,10 @@
-"""The process that tries grammars: `python -m serving.text.structured.check_process`.
+"""The process that tries grammars; `checker` starts it.
 
 It reads one line of JSON per structure and answers with one. The first line is the vocabulary. It
 ends with its standard input, or by a structure that takes all its memory or stack.
 """
 
+import ctypes
 import json
 import resource
 import sys
@@ -26,7 +27,7 @@ _PANIC, _BACKTRACE = "panic: ", "<backtrace>"  # its words around a check of its
 
 def try_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> dict[str, Any]:
     """Return the line that answers: the grammar's text and bytes, or why it is refused."""
-    before = _resident_bytes()
+    before = _held_bytes()
     try:
         text = grammar_text(outputs)
     except ValueError as error:
@@ -38,7 +39,7 @@ def try_grammar(outputs: StructuredOutputs, tokenizer: LLTokenizer) -> dict[str,
     refused = _first_tokens(matcher.deep_copy())
     if refused is not None:
         return {"refused": _named(outputs.kind, refused)}
-    return {"text": text, "bytes": max(_resident_bytes() - before, 0) + len(text)}
+    return {"text": text, "bytes": max(_held_bytes() - before, 0) + len(text)}
 
 
 def _first_tokens(matcher: LLMatcher) -> str | None:
@@ -83,10 +84,33 @@ def _most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _resident_bytes() -> int:
-    """Return resident bytes; the most so far where no others are known."""
-    memory = _memory()
-    return _most_resident_bytes() if memory is None else memory[1]
+class _MallocInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd")
+    _names += ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = list(zip(_names, [ctypes.c_size_t] * 10, strict=True))
+
+
+def _allocated_bytes() -> int | None:
+    """Return bytes that malloc has given out and not got back; None where glibc does not say."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return None
+    ask.restype = _MallocInfo
+    info = ask()
+    return info.uordblks + info.hblkhd
+
+
+def _held_bytes() -> int:
+    """Return resident bytes, in the jail allocated ones; the most so far where neither is known.
+
+    The most does not tell what a second grammar of the same size takes.
+    """
+    if (memory := _memory()) is not None:
+        return memory[1]
+    allocated = _allocated_bytes()
+    return _most_resident_bytes() if allocated is None else allocated
 
 
 def _bound_memory() -> None:

@@ -99,7 +99,10 @@ from serving.text.structured.checker import Checker
 from serving.text.structured.vocabulary import Vocabulary
 vocabulary = Vocabulary([bytes([n]) for n in range(256)] + [b"<end>"], [256], [256])
 jail.enter(jail.code_folders([sys.argv[1]]), [], programs=jail.interpreter())
-print(Checker(vocabulary, 60.0).check(StructuredOutputs(regex="[ab]+")).text != "")
+checker = Checker(vocabulary, 60.0)
+print(checker.check(StructuredOutputs(regex="[ab]+")).text != "")
+lists = ([f"{n:08}" for n in range(count * 10**4, count * 10001)] for count in (9000, 5000, 4000))
+print(all(checker.check(StructuredOutputs(choice=words)).bytes > 1 << 19 for words in lists))
 for command in (["/bin/true"], [sys.executable, "-c", "open('/etc/fstab').read()"]):
     try:
         print(subprocess.run(command, stderr=subprocess.DEVNULL).returncode)
@@ -109,13 +112,16 @@ for command in (["/bin/true"], [sys.executable, "-c", "open('/etc/fstab').read()
 
 
 def test_a_process_that_may_start_its_interpreter_checks_grammars_and_starts_nothing_else(said):
-    """The new process is in the jail too. No folder above the packages may be looked into."""
+    """The new process is in the jail too. No folder above the packages may be looked into.
+
+    A grammar's memory counts after a larger one too.
+    """
     root = Path(jail.__file__).parents[2]
     command = [sys.executable, "-c", GRAMMAR, str(root / "private" / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     if not any("Landlock" in what for what in said[0]):
-        assert done.stdout.split() == ["True", "refused", "1"]
+        assert done.stdout.split() == ["True", "True", "refused", "1"]
 
 
 GPUS = """
