@@ -21,6 +21,7 @@ from serving.text.structured.vocabulary import Vocabulary, parser_limits
 STACK_BYTES = 1 << 20  # of the thread that tries; those of the engine have twice that at least
 MEMORY_BYTES = 512 << 20  # address space beside what the tokenizer takes
 _TOKENS_TRIED = 32
+_GET_DUMPABLE, _SET_DUMPABLE = 3, 4  # of prctl
 _NO_EXTENSION = "NoExtension"  # llguidance's word for the end of a grammar
 _PANIC, _BACKTRACE = "panic: ", "<backtrace>"  # its words around a check of its own that failed
 
@@ -78,6 +79,17 @@ def _memory() -> list[int] | None:
     except PermissionError:
         return None
     return [int(count) * resource.getpagesize() for count in pages]
+
+
+def shut_others_out() -> bool:
+    """In the jail let no process of the same user read this one's memory; return whether one may.
+
+    The function that started this process is not readable either, but a new program is.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    if _memory() is None:
+        prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    return bool(prctl(_GET_DUMPABLE, 0, 0, 0, 0))
 
 
 def _most_resident_bytes() -> int:
@@ -145,6 +157,7 @@ def _serve(lines: TextIO, answers: TextIO) -> None:
 
 def main() -> None:
     """Serve standard input in a thread with a small stack."""
+    shut_others_out()
     threading.stack_size(STACK_BYTES)
     worker = threading.Thread(target=_serve, args=(sys.stdin, sys.stdout))
     worker.start()
