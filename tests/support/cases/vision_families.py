@@ -98,7 +98,7 @@ def _config(name: str, wide: bool) -> Any:
         return transformers.LlavaConfig(
             text_config=transformers.LlamaConfig(**text),
             vision_config=transformers.CLIPVisionConfig(**tower, **clip, **sizes),
-            image_token_id=IMAGE_ID,
+            image_token_index=IMAGE_ID,
         )
     half = head // 2
     rope = {"rope_type": "default", "rope_theta": 1e4}
