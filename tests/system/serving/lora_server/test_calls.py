@@ -15,6 +15,7 @@ from serving.lora_server.calls import (
     serve_leases,
 )
 from serving.lora_server.coordinator import Lease, NoRoom
+from serving.lora_server.lease_metrics import PartLoad
 
 
 @pytest.fixture
@@ -128,9 +129,14 @@ def test_bytes_that_are_no_answer_are_the_end(pipe):
 
 def test_a_rank_far_away(pipe):
     told = []
-    answering(pipe[1], load=lambda *a: told.append(a), unload=lambda *a: told.append(a))
+
+    def load(*of_load):
+        told.append(of_load)
+        return PartLoad(0.25, 0.5)
+
+    answering(pipe[1], load=load, unload=lambda *a: told.append(a))
     rank = RemoteRank(Caller(pipe[0]))
-    rank.load(3, "folder", "digest", 1)
+    assert rank.load(3, "folder", "digest", 1) == PartLoad(0.25, 0.5)
     rank.unload(3, 2)
     assert told == [(3, "folder", "digest", 1), (3, 2)]
 
