@@ -30,6 +30,7 @@ PROMPT_TOKENS = 256  # from here on a step holds prompts
 MOST_CHUNKS, PARTS = 256, 32768
 MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
 MOST_CUT, PROMPT_PARTS = 512, 8192  # of a step with prompts: tokens that are cut, and their chunks
+TOKENS_OF_SEQUENCE = 2  # that decode in a step, as a rule
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
 SHORT_CONTEXT = 65536
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
@@ -52,17 +53,26 @@ class Cut:
 
 
 def cut_work(
-    tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int, *, coded: bool = False
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    k_dim: int,
+    context: int,
+    *,
+    seqs: int | None = None,
+    coded: bool = False,
 ) -> Cut:
     """Return how to cut attention of `tokens` over up to `context` positions, for tensor cores.
 
+    `seqs` is the most sequences that they are of; None: each may have its own.
     In a decode step one token takes whole pages. In a step with prompts many neighbours share the
-    pages of one head, and others are a case of their own; where pages are `coded` all share those
-    of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
+    pages of one head, and others are a case of their own; where pages are `coded` and some tokens
+    are not cut, all share those of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
     """
-    chunks, latent = _chunks(tokens, k_dim, context), k_dim == LATENT_COLUMNS
+    chunks, latent = _chunks(tokens, k_dim, context, seqs), k_dim == LATENT_COLUMNS
     prompts = tokens >= PROMPT_TOKENS
-    most = 1 if latent else min(2 if prompts and coded else CONSUMERS, COLUMNS // k_dim)
+    whole = chunks[2] < tokens  # sums of earlier chunks take room from pages on their way
+    most = 1 if latent else min(2 if whole and coded else CONSUMERS, COLUMNS // k_dim)
     heads = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     groups = (LATENT_GROUPS if prompts and not coded else 1) if latent else CONSUMERS // heads
     of_group = 16 // (q_heads // kv_heads)
@@ -70,23 +80,36 @@ def cut_work(
     return Cut(*chunks, heads, groups, groups * of_group, many)
 
 
-def cut_plain_work(tokens: int, q_heads: int, kv_heads: int, k_dim: int, context: int) -> Cut:
+def cut_plain_work(
+    tokens: int,
+    q_heads: int,
+    kv_heads: int,
+    k_dim: int,
+    context: int,
+    *,
+    seqs: int | None = None,
+) -> Cut:
     """Return the same for the kernel without them, a CTA of which works on one kv head."""
-    chunks, heads = _chunks(tokens, k_dim, context), q_heads // kv_heads
+    chunks, heads = _chunks(tokens, k_dim, context, seqs), q_heads // kv_heads
     wanted = PLAIN_ROWS[-1] if tokens >= PROMPT_TOKENS else heads
     return Cut(*chunks, 1, 1, max(1, _rows_for(wanted) // heads))
 
 
-def _chunks(tokens: int, k_dim: int, context: int) -> tuple[int, int, int]:
-    """Return the positions of a chunk, how many chunks there are, and the tokens that are cut."""
+def _chunks(tokens: int, k_dim: int, context: int, seqs: int | None) -> tuple[int, int, int]:
+    """Return the positions of a chunk, how many chunks there are, and the tokens that are cut.
+
+    Few sequences have few tokens that decode, and memory is set aside for no more.
+    """
     latent = k_dim == LATENT_COLUMNS
     smallest = SHORT_CHUNK if context <= SHORT_CONTEXT and not latent else CHUNK
     most, parts = (MOST_LATENT_CHUNKS, LATENT_PARTS) if latent else (MOST_CHUNKS, PARTS)
     chunk = -(-context // (most * smallest)) * smallest
     max_chunks = -(-context // chunk)
-    if tokens < PROMPT_TOKENS and tokens * max_chunks <= parts:
+    decoding = tokens if seqs is None else min(tokens, TOKENS_OF_SEQUENCE * seqs)
+    if decoding == tokens < PROMPT_TOKENS and tokens * max_chunks <= parts:
         return chunk, max_chunks, tokens
-    return chunk, max_chunks, max(1, min(tokens - 1, MOST_CUT, PROMPT_PARTS // max_chunks))
+    most_cut = min(tokens - 1, decoding, MOST_CUT, PROMPT_PARTS // max_chunks)
+    return chunk, max_chunks, max(1, most_cut)
 
 
 def plain_rows(cut: Cut, q_heads: int, kv_heads: int) -> int:
@@ -138,8 +161,8 @@ def paged_attention(
     q, v_pages, sinks = args.q, args.v_pages, args.sinks
     check_support(q.dtype, q.shape[0], q.shape[2], args.v_dim)
     ffi.require()
-    latent, max_pages = v_pages is None, args.block_tables.shape[1]
-    name, cut, extra = _kernel(q, args.k_pages, max_pages, args.v_dim, latent)
+    latent = v_pages is None
+    name, cut, extra = _kernel(q, args.k_pages, args.block_tables.shape, args.v_dim, latent)
     arrays = (
         q,
         args.k_pages,
@@ -159,16 +182,19 @@ def paged_attention(
 def _kernel(
     q: Float[Array, "tokens q_heads k_dim"],
     k_pages: Num[Array, "pages page_size kv_heads k_items"],
-    max_pages: int,
+    tables: tuple[int, ...],
     v_dim: int,
     latent: bool,
 ) -> tuple[str, Cut, dict[str, int]]:
-    """Return the call that serves these sizes, its cut, and the attributes that it alone has."""
+    """Return the call that serves these sizes, its cut, and the attributes that it alone has.
+
+    `tables` are the sequences and pages of the block tables.
+    """
     (tokens, q_heads, k_dim), (page_size, kv_heads) = q.shape, k_pages.shape[1:3]
-    coded = k_pages.dtype == CODED
+    coded, (seqs, max_pages) = k_pages.dtype == CODED, tables
     work = (tokens, q_heads, kv_heads, k_dim, max_pages * page_size)
     if fits_tiles(q.dtype, q_heads, kv_heads, k_dim, v_dim, page_size, latent):
-        cut = cut_work(*work, coded=coded)
+        cut = cut_work(*work, seqs=seqs, coded=coded)
         extra = {"cta_heads": cut.cta_heads, "token_groups": cut.token_groups}
         if coded:
             return "lora_jax_cuda_coded_attention", cut, extra
@@ -176,7 +202,7 @@ def _kernel(
     if coded:
         sizes = f"{q.dtype} heads of {k_dim} and {v_dim} columns, pages of {page_size}"
         raise Declined(f"cuda paged_attention does not take {sizes} where pages are in 8 bits")
-    cut = cut_plain_work(*work)
+    cut = cut_plain_work(*work, seqs=seqs)
     return "lora_jax_cuda_plain_attention", cut, {"rows": plain_rows(cut, q_heads, kv_heads)}
 
 

@@ -202,6 +202,21 @@ def test_rows_that_decode_are_cut_into_small_chunks_at_any_context(context):
         assert (cut.part_rows, cut.many_tokens) == (tokens, 0)
 
 
+def test_few_sequences_set_little_memory_aside():
+    work = (32, 8, 128, 131072)  # heads, columns and context of Llama-3.1-8B
+    rows = {
+        seqs: [cuda.cut_work(t, *work, seqs=seqs).part_rows for t in (8, 32, 128, 512)]
+        for seqs in (8, 256)
+    }
+    assert rows == {8: [8, 16, 16, 16], 256: [8, 32, 128, 32]}
+
+
+@pytest.mark.parametrize(("tokens", "seqs", "heads"), [(8, 8, 4), (128, 8, 2), (200, 200, 2)])
+def test_pages_in_8_bits_have_room_where_some_tokens_are_not_cut(tokens, seqs, heads):
+    cut = cuda.cut_work(tokens, 32, 8, 128, 131072, seqs=seqs, coded=True)
+    assert cut.cta_heads == heads
+
+
 HEADS = {"q_heads": 32, "kv_heads": 8, "k_dim": 128, "v_dim": 128, "latent": False}
 LATENT = {"q_heads": 16, "kv_heads": 1, "k_dim": 576, "v_dim": 512, "latent": True}
 
