@@ -67,7 +67,8 @@ def cut_work(
     `seqs` is the most sequences that they are of; None: each may have its own.
     In a decode step one token takes whole pages. In a step with prompts many neighbours share the
     pages of one head, and others are a case of their own; where pages are `coded` and some tokens
-    are not cut, all share those of two heads. Warps that turn `coded` latents leave no registers for a second group of rows.
+    are not cut, all share those of two heads. Warps that turn `coded` latents leave no registers
+    for a second group of rows.
     """
     chunks, latent = _chunks(tokens, k_dim, context, seqs), k_dim == LATENT_COLUMNS
     prompts = tokens >= PROMPT_TOKENS
