@@ -81,7 +81,7 @@ def tokens_of(case: AttentionCase, tokens: np.ndarray) -> AttentionCase:
 
 INTERPRETED = [
     ("gqa", CUT),
-    ("gqa", WHOLE),
+    pytest.param("gqa", WHOLE, marks=pytest.mark.long),
     pytest.param("window-and-sinks", WHOLE, marks=pytest.mark.long),
     pytest.param("window-and-sinks", CUT, marks=pytest.mark.long),
     pytest.param("latent", CUT, marks=pytest.mark.long),

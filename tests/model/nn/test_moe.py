@@ -141,6 +141,7 @@ def test_experts_give_the_same_bits_whether_rows_come_by_adapter_or_not(monkeypa
     np.testing.assert_array_equal(changed, np.asarray(rows.row_to_slot)[:7] >= 0)
 
 
+@pytest.mark.long  # tests/unit/cuda_backend/test_lora_calls.py asks the kernels' calls
 def test_many_rows_ask_for_an_adapter_before_they_read_deltas(monkeypatch):
     """Deltas of rows none of which has an adapter are NaN here, where zeros are not asked for."""
     monkeypatch.setenv(dispatch.ENV, "reference")
