@@ -1,1 +1,1 @@
-"""What a token costs the host of a server."""
+"""Processor time of a server's host for a token, beside a device that needs none."""

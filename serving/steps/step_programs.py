@@ -140,9 +140,8 @@ class StepPrograms:
 
         Not the one that many sequences have of their own, see token_buckets.
         """
-        is_own = self.max_seqs > _MANY_SEQS and self.max_seqs not in token_buckets(self.buckets[-1])
-        least = self.max_seqs + is_own
-        return next((b for b in self.buckets if b >= least), self.buckets[-1])
+        buckets = token_buckets(self.buckets[-1])
+        return next((b for b in buckets if b >= self.max_seqs), self.buckets[-1])
 
 
 def lora_slots(plan: StepPlan, num_lora: int, num_esft: int) -> Iterator[int]:

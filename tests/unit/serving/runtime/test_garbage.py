@@ -1,4 +1,4 @@
-"""What a start has made is not looked through again while a server runs."""
+"""Objects of a start are not looked through again while a server runs."""
 
 import gc
 import weakref
