@@ -34,6 +34,10 @@ QUANTIZED = [
         QuantizationConfig("gptq", "int4", symmetric=False),
     ),
     (
+        {"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "desc_act": True},
+        QuantizationConfig("gptq", "int4", desc_act=True),
+    ),
+    (
         {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
         QuantizationConfig("awq", "int4", 64, symmetric=False),
     ),
@@ -64,6 +68,14 @@ NOT_QUANTIZED = [
     (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf3"},
         "bnb_4bit_quant_type 'nf3' is not supported, only 'nf4' or 'fp4'",
+    ),
+    ({"quant_method": "bitsandbytes"}, "read where load_in_4bit is true"),
+    ({"quant_method": ["gptq"]}, "quantization_config .'gptq'. is not supported"),
+    ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True is"),
+    (compressed(**FP8, strategy="block"), "config lacks block_structure"),
+    (
+        compressed(type="float", group_size=16) | {"format": "mxfp4-pack-quantized"},
+        "group_size 16 is not supported, only 32",
     ),
     ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., not two"),
     ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "not two positive integers"),

@@ -23,7 +23,7 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
     if not section.raw:
         return None
     method = section.get("quant_method", default=None)
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         allowed = ", ".join(sorted(_METHODS))
         raise ValueError(
             f"{keys.where}: quantization_config {method!r} is not supported; quant_method must be "
@@ -34,7 +34,10 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
 
 def _bitsandbytes(keys: Keys) -> QuantizationConfig:
     if keys.flag("load_in_8bit") or not keys.flag("load_in_4bit"):
-        raise ValueError(f"{keys.where}: load_in_8bit is not supported, only load_in_4bit.")
+        raise ValueError(
+            f"{keys.where}: load_in_8bit is not supported; bitsandbytes files are read where "
+            "load_in_4bit is true."
+        )
     kind = keys.get("bnb_4bit_quant_type", default="fp4")
     _only(keys, "bnb_4bit_quant_type", kind, "nf4", "fp4")
     return QuantizationConfig("bitsandbytes", str(kind))
@@ -62,14 +65,17 @@ def _is_size(value: Any) -> bool:
 
 def _gptq(keys: Keys) -> QuantizationConfig:
     _only(keys, "bits", keys.size("bits"), 4)
+    keys.only("is_marlin_format", False)
     keys.only("checkpoint_format", "gptq", "gptq_v2")
-    second = keys.get("checkpoint_format", default="gptq") == "gptq_v2"
+    keys.only("format", "gptq", "gptq_v2")  # the same, as some releases of GPTQModel name it
+    second = keys.get("checkpoint_format", "format", default="gptq") == "gptq_v2"
     return QuantizationConfig(
         "gptq",
         "int4",
         group_size=_group_size(keys),
         symmetric=keys.flag("sym", True),
         zero_offset=0 if second else 1,
+        desc_act=keys.flag("desc_act"),
     )
 
 
@@ -127,7 +133,10 @@ def _weights_of(group: Keys, keys: Keys) -> QuantizationConfig:
     strategy = weights.get("strategy", default="tensor")
     if form == _FLOAT and (bits, kind) == (8, "float"):
         _only(weights, "strategy", strategy, "block", "channel", "tensor")
-        block = _block(weights, "block_structure") if strategy == "block" else None
+        block = None
+        if strategy == "block":
+            weights.get("block_structure")  # required
+            block = _block(weights, "block_structure")
         return QuantizationConfig("compressed-tensors", "fp8", block=block)
     if form == _PACKED and (bits, kind) == (4, "int"):
         _only(weights, "strategy", strategy, "group", "channel")
@@ -135,6 +144,7 @@ def _weights_of(group: Keys, keys: Keys) -> QuantizationConfig:
         symmetric = weights.flag("symmetric", True)
         return QuantizationConfig("compressed-tensors", "int4", size, None, symmetric)
     if form == _MXFP4_PACKED and (bits, kind) == (4, "float"):
+        weights.only("group_size", _MXFP4_GROUP)
         return QuantizationConfig("compressed-tensors", "mxfp4", _MXFP4_GROUP)
     raise ValueError(
         f"{group.where}: format {form!r} of {bits!r} bits, type {kind!r} is not supported, only "

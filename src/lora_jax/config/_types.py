@@ -71,6 +71,9 @@ class QuantizationConfig:
     block: tuple[int, int] | None = None  # rows and columns that share a scale (FP8)
     symmetric: bool = True  # no zero points (int4)
     zero_offset: int = 0  # added to stored zero points (GPTQ's first format)
+    desc_act: bool = (
+        False  # columns may be grouped in another order, which each map must tell (GPTQ)
+    )
 
 
 @dataclasses.dataclass(frozen=True)

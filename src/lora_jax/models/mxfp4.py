@@ -24,11 +24,14 @@ def _pair_table() -> np.ndarray:
     return np.stack([value[byte & 15], value[byte >> 4]], axis=1).view(np.uint64)[:, 0]
 
 
-def dequantize(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def dequantize(
+    blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype, name: str = "MXFP4"
+) -> np.ndarray:
     """Return [..., groups * 32] in `dtype`: value * 2**(scale - 127), exact in bf16 and f32.
 
     `blocks` is uint8 [..., groups, 16] and `scales` uint8 [..., groups]. Raises ValueError when the
-    shapes do not belong together or a scale has no finite result (253 and above).
+    shapes do not belong together or a scale has no finite result (253 and above); `name` is that of
+    the scales.
     """
     if blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise ValueError(f"MXFP4 blocks and scales are uint8, not {blocks.dtype}, {scales.dtype}.")
@@ -37,7 +40,7 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.nd
             f"MXFP4 blocks {blocks.shape} do not fit scales {scales.shape}: "
             f"want {(*scales.shape, BLOCK // 2)}."
         )
-    powers = powers_of_two(scales).reshape(-1)
+    powers = powers_of_two(scales, name).reshape(-1)
     flat_blocks = blocks.reshape(-1, BLOCK // 2)
     out = np.empty((powers.size, BLOCK), dtype)
     pairs = _pair_table()
@@ -50,14 +53,14 @@ def dequantize(blocks: np.ndarray, scales: np.ndarray, dtype: np.dtype) -> np.nd
     return out.reshape(*scales.shape[:-1], scales.shape[-1] * BLOCK)
 
 
-def powers_of_two(scales: np.ndarray) -> np.ndarray:
+def powers_of_two(scales: np.ndarray, name: str) -> np.ndarray:
     """Return float32 2**(scale - 127) of uint8 scales, each exact in bfloat16 too.
 
-    Raises ValueError for a scale that has no finite result (253 and above).
+    Raises ValueError with the scales' name for one that has no finite result (253 and above).
     """
     if scales.size and scales.max() > _LARGEST_SCALE:
         raise ValueError(
-            f"MXFP4 scale {scales.max()} is above {_LARGEST_SCALE}: 255 means NaN and "
+            f"{name}: scale {scales.max()} is above {_LARGEST_SCALE}: 255 means NaN and "
             "253, 254 overflow float32."
         )
     powers = np.ldexp(np.float32(1), np.arange(_LARGEST_SCALE + 1) - 127, dtype=np.float32)

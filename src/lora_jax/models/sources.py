@@ -308,13 +308,14 @@ class Mxfp4:
         blocks, scales = self.names()
         stored = _stored_bytes(files[blocks if part == "codes" else scales], lead)
         flat = stored.reshape(*stored.shape[: len(lead)], -1)
-        values = flat if part == "codes" else mxfp4.powers_of_two(flat)
+        values = flat if part == "codes" else mxfp4.powers_of_two(flat, scales)
         out[...] = values[..., columns.start : columns.stop : columns.step].astype(out.dtype)
 
     def _read_matrix(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         *lead, columns = index
+        *_, scales_name = self.names()
         blocks, scales = (_stored_bytes(files[name], lead) for name in self.names())
-        values = mxfp4.dequantize(blocks, scales, out.dtype)
+        values = mxfp4.dequantize(blocks, scales, out.dtype, scales_name)
         values = values[..., columns.start : columns.stop : columns.step]
         out[...] = values.reshape(out.shape)
 

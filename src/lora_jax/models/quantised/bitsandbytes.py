@@ -22,6 +22,8 @@ from lora_jax.models.quantised.forms import (
     UINT8,
     AbstractQuantisedTensor,
     CodedForm,
+    expect,
+    finite,
 )
 
 TABLES = {"nf4": NF4, "fp4": FP4}
@@ -29,6 +31,7 @@ STATE = ".quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map")
 _NESTED = ("nested_absmax", "nested_quant_map")
 _LARGEST_STATE = 4096  # bytes
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ class BitsandbytesTensor(AbstractQuantisedTensor):
             return packed >> 4 | packed << 4
         scales = self.absmax.rows(rows)
         if self.nested is None:
-            return scales
+            return finite(scales, self.absmax.name)
         groups = self.absmax.shape[1]
         flat = np.array(rows)[:, None] * groups + np.arange(groups)[None]
         return self.nested.values(scales, flat)
@@ -78,11 +81,13 @@ def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, .
     return tuple(part for part in names if part in tensors)
 
 
-def read(name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype) -> BitsandbytesTensor:
-    """Return the matrix X.weight.
+def read(
+    name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype, format_name: str
+) -> BitsandbytesTensor:
+    """Return the matrix X.weight; `format_name` is the config's, nf4 or fp4.
 
     Raises:
-        ValueError: a part is missing, or does not fit the others.
+        ValueError: a part is missing, or does not fit the others or the config.
     """
     kinds = [kind for kind in TABLES if f"{name}{STATE}{kind}" in tensors]
     missing = [part for part in _PARTS if f"{name}.{part}" not in tensors]
@@ -90,6 +95,11 @@ def read(name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype) ->
         lacks = ", ".join(missing) or f"one of quant_state.bitsandbytes__{'|'.join(TABLES)}"
         raise ValueError(f"{name} is quantised by bitsandbytes and lacks {lacks}.")
     state = _state(tensors[f"{name}{STATE}{kinds[0]}"])
+    if not kinds[0] == state.get("quant_type") == format_name:
+        raise ValueError(
+            f"{name} is {kinds[0]}, its quant_state's quant_type is {state.get('quant_type')!r} "
+            f"and the config's bnb_4bit_quant_type is {format_name!r}: all must be the same."
+        )
     d_out, d_in = _shape(name, state)
     blocksize = _size(name, state, "blocksize")
     if d_in % blocksize:
@@ -125,21 +135,24 @@ def _state(stored: CheckpointTensor) -> dict[str, Any]:
 
 def _shape(name: str, state: dict[str, Any]) -> tuple[int, int]:
     shape = state.get("shape")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(isinstance(n, int) for n in shape):
+    if not isinstance(shape, list) or len(shape) != 2 or not all(map(_is_size, shape)):
         raise ValueError(f"{name}: the quant_state's shape is {shape!r}, not [d_out, d_in].")
     return shape[0], shape[1]
 
 
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _size(name: str, state: dict[str, Any], key: str) -> int:
     value = state.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 2 or value % 2:
+    if not isinstance(value, int) or not _is_size(value) or value % 2:
         raise ValueError(f"{name}: the quant_state's {key} is {value!r}, not an even number.")
     return value
 
 
 def _check_table(name: str, stored: CheckpointTensor, kind: str) -> None:
-    if stored.dtype != FLOAT32 or stored.shape != (16,):
-        raise ValueError(f"{stored.name} is {stored.dtype} {stored.shape}, not float32 (16,).")
+    expect(stored, FLOAT32, (16,))
     if not np.array_equal(stored.whole(), np.array(TABLES[kind], np.float32)):
         raise ValueError(f"{name}: its quant_map is not that of {kind}; others are not supported.")
 
@@ -159,13 +172,12 @@ def _nested(
         raise ValueError(f"{name}: absmax must be float32, or uint8 with {want} beside it.")
     blocksize = _size(name, state, "nested_blocksize")
     offset = state.get("nested_offset")
-    if not isinstance(offset, int | float) or offset != offset:
+    # Not even NaN is at most the largest float32.
+    if not isinstance(offset, int | float) or not abs(offset) <= _LARGEST:
         raise ValueError(f"{name}: the quant_state's nested_offset is {offset!r}, not a number.")
     blocks = -(-groups[0] * groups[1] // blocksize)
     absmax, table = (tensors[f"{name}.{part}"] for part in _NESTED)
-    return _Nested(
-        table.seen_as(FLOAT32, (256,)).whole(),
-        absmax.seen_as(FLOAT32, (blocks,)).whole(),
-        float(offset),
-        blocksize,
-    )
+    expect(table, FLOAT32, (256,))
+    expect(absmax, FLOAT32, (blocks,))
+    values, scales = (finite(part.whole(), part.name) for part in (table, absmax))
+    return _Nested(values, scales, float(offset), blocksize)

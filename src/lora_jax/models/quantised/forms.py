@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from lora_jax.models.checkpoint import Index
+from lora_jax.models.checkpoint import CheckpointTensor, Index
 from lora_jax.ops.grouped_matmul import CodedWeight, ScaledWeight
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
+_SCALES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # what files may store scales in
 _CHUNK_WEIGHTS = 1 << 22  # made plain at a time
 
 
@@ -162,3 +163,23 @@ def pack(codes: np.ndarray) -> np.ndarray:
 def scale_dtype(stored: np.dtype) -> np.dtype:
     """Return the dtype of scales on the device: bfloat16 stays so, others are exact in float32."""
     return BFLOAT16 if stored == BFLOAT16 else FLOAT32
+
+
+def expect(stored: CheckpointTensor, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has this dtype and shape."""
+    if stored.dtype != dtype or stored.shape != shape:
+        raise ValueError(
+            f"{stored.name} is {stored.dtype} {stored.shape}, expected {dtype} {shape}."
+        )
+
+
+def expect_scales(stored: CheckpointTensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless a tensor has floats of at most 32 bits and this shape."""
+    expect(stored, stored.dtype if stored.dtype in _SCALES else FLOAT32, shape)
+
+
+def finite(values: np.ndarray, name: str) -> np.ndarray:
+    """Return scales as they are; ValueError with the tensor's name if one is NaN or infinite."""
+    if not np.isfinite(values).all():
+        raise ValueError(f"{name} holds values that are not finite.")
+    return values

@@ -15,6 +15,8 @@ from lora_jax.models.quantised.forms import (
     FLOAT8,
     AbstractQuantisedTensor,
     ScaledForm,
+    expect_scales,
+    finite,
 )
 
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -72,9 +74,8 @@ def read(
     d_out, d_in = stored.shape
     rows, columns = _block_of(stored_scales[0], stored, block)
     shape = (-(-d_out // rows), -(-d_in // columns))
-    scales = stored_scales[0].whole().astype(np.float32).reshape(shape)
-    if not np.isfinite(scales).all():
-        raise ValueError(f"{stored_scales[0].name} holds values that are not finite.")
+    scales = finite(stored_scales[0].whole(), stored_scales[0].name)
+    scales = scales.astype(np.float32).reshape(shape)
     return Fp8Tensor(name, (d_out, d_in), dtype, stored, scales, (rows, columns))
 
 
@@ -91,11 +92,12 @@ def _block_of(
     }
     if block is not None:
         known = {(-(-d_out // block[0]), -(-d_in // block[1])): block}
-    if scales.shape not in known or scales.dtype.itemsize < 2 or scales.dtype.kind == "i":
+    if scales.shape not in known:
         want = " or ".join(str(shape) for shape in known)
         described = "no blocks" if block is None else f"blocks of {block[0]} x {block[1]}"
         raise ValueError(
             f"{scales.name} is {scales.dtype} {scales.shape}; {stored.name} {stored.shape} with "
             f"{described} needs floats {want}."
         )
+    expect_scales(scales, scales.shape)
     return known[scales.shape]

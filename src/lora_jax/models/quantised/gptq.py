@@ -18,13 +18,15 @@ from lora_jax.models.quantised.forms import (
     UNSIGNED,
     AbstractQuantisedTensor,
     CodedForm,
+    expect,
+    expect_scales,
+    finite,
     pack,
 )
-from lora_jax.models.quantised.packed import INT32, expect, nibbles, parts_of
+from lora_jax.models.quantised.packed import INT32, check_symmetric, nibbles, parts_of
 
 PARTS = ("qweight", "scales", "qzeros", "g_idx")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each code of a number
-_MIDDLE = 8  # zero point of symmetric codes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +49,8 @@ class GptqTensor(AbstractQuantisedTensor):
         if part == "zeros" and self.zeros is not None:
             return self.zeros[index]
         if part == "scales":
-            return self.scales.whole().T[index].astype(np.float32)
+            scales = finite(self.scales.whole(), self.scales.name)
+            return scales.T[index].astype(np.float32)
         if self.awq:
             return pack(in_order(nibbles(self.qweight.whole())).T[index])
         return pack(nibbles(self.qweight.whole().T[index]))
@@ -73,6 +76,7 @@ def read(
     zero_offset: int,
     *,
     awq: bool,
+    desc_act: bool = False,
 ) -> GptqTensor:
     """Return the matrix X.weight of the map `site` ("X.").
 
@@ -91,17 +95,24 @@ def read(
         )
     groups = d_in // size
     expect(qweight, INT32, (rows, columns))
-    expect(scales, scales.dtype, (groups, d_out))
+    expect_scales(scales, (groups, d_out))
     expect(qzeros, INT32, (groups, d_out // 8))
-    _check_order(site, tensors, d_in, size)
+    _check_order(site, tensors, d_in, size, desc_act)
     zero_points = _zeros(qzeros, symmetric, zero_offset, awq)
     zeros = None if symmetric else zero_points
     return GptqTensor(f"{site}weight", (d_out, d_in), dtype, qweight, scales, zeros, awq)
 
 
-def _check_order(site: str, tensors: Mapping[str, CheckpointTensor], d_in: int, size: int) -> None:
+def _check_order(
+    site: str, tensors: Mapping[str, CheckpointTensor], d_in: int, size: int, desc_act: bool
+) -> None:
     """Refuse groups that are not runs of neighbours."""
     stored = tensors.get(f"{site}g_idx")
+    if stored is None and desc_act and size < d_in:
+        raise ValueError(
+            f"{site}qweight: quantization_config says desc_act, and without {site}g_idx the group "
+            "of a column is not known."
+        )
     if stored is None:
         return
     if stored.shape != (d_in,) or not np.array_equal(stored.whole(), np.arange(d_in) // size):
@@ -114,8 +125,8 @@ def _zeros(qzeros: CheckpointTensor, symmetric: bool, offset: int, awq: bool) ->
     """Return the zero points, uint8 [d_out, groups]."""
     stored = nibbles(qzeros.whole())
     zeros = (in_order(stored) if awq else stored).T + np.uint8(offset)
-    if symmetric and np.any(zeros != _MIDDLE):
-        raise ValueError(f"{qzeros.name}: a symmetric matrix has zero points other than {_MIDDLE}.")
+    if symmetric:
+        check_symmetric(qzeros.name, zeros)
     if np.any(zeros > 15):
         raise ValueError(
             f"{qzeros.name} holds {16 - offset}: libraries disagree whether that zero point is 16 "

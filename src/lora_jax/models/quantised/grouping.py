@@ -12,6 +12,12 @@ from lora_jax.models.quantised.forms import FLOAT8, AbstractQuantisedTensor
 
 Tensors = Mapping[str, CheckpointTensor]
 _WEIGHT = "weight"
+# Ends of names that only one library's files have, and the quant_method that reads them.
+_SIGNS: Mapping[str, str] = {
+    ".qweight": "gptq or awq",
+    ".weight_packed": "compressed-tensors",
+    ".weight.absmax": "bitsandbytes",
+}
 
 
 def with_quantised(
@@ -37,19 +43,22 @@ def with_quantised(
         if both:
             raise ValueError(f"Stored in 16 bits and quantised: {', '.join(both[:5])}.")
         grouped.tensors = kept | matrices
-    _refuse_unscaled(grouped)
+    _refuse_others(grouped, config)
     return grouped
 
 
-def _refuse_unscaled(files: Checkpoint) -> None:
-    """Raise ValueError for FP8 values that no config says how to scale."""
-    bare = [
-        n for n, t in files.tensors.items() if isinstance(t, CheckpointTensor) and t.dtype == FLOAT8
-    ]
-    if bare:
-        raise ValueError(
-            f"{bare[0]} is F8_E4M3, which needs a quantization_config of fp8 or compressed-tensors."
-        )
+def _refuse_others(files: Checkpoint, config: QuantizationConfig | None) -> None:
+    """Raise ValueError for a tensor of a format that is not the config's."""
+    said = "none" if config is None else f"{config.method} ({config.format})"
+    for name, stored in files.tensors.items():
+        needs = next((method for end, method in _SIGNS.items() if name.endswith(end)), None)
+        if isinstance(stored, CheckpointTensor) and stored.dtype == FLOAT8:
+            needs = "fp8 or compressed-tensors (float-quantized)"
+        if needs is not None:
+            raise ValueError(
+                f"{name} is {stored.dtype} {stored.shape}, which needs a quantization_config of "
+                f"{needs}; config.json has {said}. A checkpoint holds one format."
+            )
 
 
 _Found = tuple[dict[str, AbstractQuantisedTensor], set[str]]
@@ -68,7 +77,7 @@ def _named(tensors: Tensors, config: QuantizationConfig, dtype: np.dtype) -> _Fo
         if config.format == "fp8":
             matrices[name] = fp8.read(name, tensors, dtype, config.block)
         else:
-            matrices[name] = bitsandbytes.read(name, tensors, dtype)
+            matrices[name] = bitsandbytes.read(name, tensors, dtype, config.format)
         used |= {name, *beside}
     return matrices, used
 
@@ -92,7 +101,7 @@ def _transposed(tensors: Tensors, config: QuantizationConfig, dtype: np.dtype) -
     form = (dtype, config.group_size, config.symmetric, config.zero_offset)
 
     def read(site: str) -> AbstractQuantisedTensor:
-        return gptq.read(site, tensors, *form, awq=awq)
+        return gptq.read(site, tensors, *form, awq=awq, desc_act=config.desc_act)
 
     return _of_sites(tensors, "qweight", gptq.names_of, read)
 

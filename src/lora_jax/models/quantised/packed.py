@@ -21,12 +21,17 @@ from lora_jax.models.quantised.forms import (
     UNSIGNED,
     AbstractQuantisedTensor,
     CodedForm,
+    expect,
+    expect_scales,
+    finite,
     scale_dtype,
 )
 
 INT32 = np.dtype(np.int32)
-PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+ZEROS = "weight_zero_point"
+PARTS = ("weight_packed", "weight_scale", "weight_shape", ZEROS, "weight_g_idx")
 UNUSED = ("input_scale",)
+_MIDDLE = 8  # zero point of symmetric codes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +52,8 @@ class PackedInt4(AbstractQuantisedTensor):
         if part == "zeros" and self.zeros is not None:
             return self.zeros[np.array(rows)]
         if part == "scales":
-            return self.scales.rows(rows).astype(scale_dtype(self.scales.dtype))
+            scales = finite(self.scales.rows(rows), self.scales.name)
+            return scales.astype(scale_dtype(self.scales.dtype))
         return self.codes.rows(rows)
 
 
@@ -65,7 +71,8 @@ class PackedMxfp4(AbstractQuantisedTensor):
     def rows_of(self, part: str, rows: range) -> np.ndarray:
         if part == "codes":
             return self.codes.rows(rows)
-        return mxfp4.powers_of_two(self.exponents.rows(rows)).astype(BFLOAT16)
+        exponents = self.exponents
+        return mxfp4.powers_of_two(exponents.rows(rows), exponents.name).astype(BFLOAT16)
 
 
 def names_of(site: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
@@ -83,7 +90,8 @@ def read_int4(
     """Return the matrix X.weight of the map `site` ("X.").
 
     Raises:
-        ValueError: a part is missing, of another shape, or ordered by activations.
+        ValueError: a part is missing, of another shape or dtype, or ordered by activations; a
+            symmetric matrix has zero points.
     """
     name = f"{site}weight"
     if f"{site}weight_g_idx" in tensors:
@@ -94,13 +102,16 @@ def read_int4(
     d_out, d_in = _shape(shape)
     groups = _groups(name, d_in, group_size)
     expect(packed, INT32, (d_out, d_in // 8))
-    expect(scales, scales.dtype, (d_out, groups))
+    expect_scales(scales, (d_out, groups))
     zeros = None
-    if not symmetric:
-        (stored,) = parts_of(site, PARTS[3:4], tensors)
+    if not symmetric or f"{site}{ZEROS}" in tensors:
+        (stored,) = parts_of(site, (ZEROS,), tensors)
         expect(stored, INT32, (-(-d_out // 8), groups))
         # Eight rows of one group in a number: codes of the transposed matrix [groups, d_out].
         zeros = nibbles(stored.whole().T)[:, :d_out].T
+    if symmetric and zeros is not None:
+        check_symmetric(f"{site}{ZEROS}", zeros)
+        zeros = None
     codes = packed.seen_as(UINT8, (d_out, d_in // 2))
     return PackedInt4(name, (d_out, d_in), dtype, codes, scales, zeros)
 
@@ -132,10 +143,21 @@ def parts_of(
     return [tensors[f"{site}{part}"] for part in parts]
 
 
+def check_symmetric(name: str, zeros: np.ndarray) -> None:
+    """Raise ValueError if zero points, uint8, are others than those of a symmetric matrix."""
+    if np.any(zeros != _MIDDLE):
+        raise ValueError(
+            f"{name}: a symmetric matrix has zero points other than {_MIDDLE}. Its config must say "
+            "that the format is not symmetric."
+        )
+
+
 def _shape(stored: CheckpointTensor) -> tuple[int, int]:
     if stored.shape != (2,) or stored.dtype.kind != "i":
         raise ValueError(f"{stored.name} is {stored.dtype} {stored.shape}, not two integers.")
     d_out, d_in = stored.whole().tolist()
+    if min(d_out, d_in) < 1:
+        raise ValueError(f"{stored.name} is {[d_out, d_in]}, not two positive sizes.")
     return d_out, d_in
 
 
@@ -144,11 +166,3 @@ def _groups(name: str, d_in: int, group_size: int | None) -> int:
     if not d_in or d_in % size or d_in % 8:
         raise ValueError(f"{name}: {d_in} columns do not divide into groups of {size}.")
     return d_in // size
-
-
-def expect(stored: CheckpointTensor, dtype: np.dtype, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless a tensor has this dtype and shape."""
-    if stored.dtype != dtype or stored.shape != shape:
-        raise ValueError(
-            f"{stored.name} is {stored.dtype} {stored.shape}, expected {dtype} {shape}."
-        )

@@ -1,5 +1,6 @@
 """bitsandbytes' tensors: other storages, other tables, and what is refused by name."""
 
+import dataclasses
 import json
 import re
 
@@ -19,8 +20,9 @@ def stored(nested: bool = True):
     return random_nf4((8, 128), np.random.default_rng(0), nested=nested)
 
 
-def read(folder, tensors) -> np.ndarray:
+def read(folder, tensors, kind: str = "nf4") -> np.ndarray:
     files, config = one_map(folder, "nf4", tensors)
+    config = dataclasses.replace(config, format=kind)
     out = np.empty((8, 128), np.float32)
     with_quantised(files, config, FLOAT32)["a.b.weight"].read((range(8), range(128)), out)
     return out
@@ -31,6 +33,13 @@ def test_codes_in_another_storage(tmp_path):
     case = stored()
     tensors = case.tensors | {"weight": case.tensors["weight"].reshape(-1, 2).view(np.float16)}
     np.testing.assert_array_equal(read(tmp_path, tensors), case.values)
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
+    case = stored(nested=False)
+    case.tensors["weight.absmax"][5] = np.nan
+    with pytest.raises(ValueError, match=r"a\.b\.weight\.absmax holds values that are not finite"):
+        read(tmp_path, case.tensors)
 
 
 def test_fp4(tmp_path):
@@ -45,7 +54,9 @@ def test_fp4(tmp_path):
     magnitudes = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
     values = np.concatenate([magnitudes, -magnitudes])[high_first]
     want = values * case.tensors["weight.absmax"].reshape(8, 2)[..., None]
-    np.testing.assert_array_equal(read(tmp_path, tensors), want.reshape(8, 128))
+    np.testing.assert_array_equal(read(tmp_path, tensors, "fp4"), want.reshape(8, 128))
+    with pytest.raises(ValueError, match=r"is fp4, .* bnb_4bit_quant_type is 'nf4': all must be"):
+        read(tmp_path, tensors)
 
 
 def state_with(**changes):
@@ -72,15 +83,29 @@ REFUSED = {
     "rows of 128 weights are not whole blocks of 96": state_with(blocksize=96),
     "blocksize is 0, not an even number": state_with(blocksize=0),
     "blocksize is None": state_with(blocksize=None),
+    "blocksize is True": state_with(blocksize=True),
     "shape is [8], not [d_out, d_in]": state_with(shape=[8]),
+    "shape is [-8, -128], not [d_out, d_in]": state_with(shape=[-8, -128]),
     "nested_offset is None, not a number": state_with(nested_offset=None),
+    "nested_offset is inf, not a number": state_with(nested_offset=float("inf")),
+    "nested_offset is nan, not a number": state_with(nested_offset=float("nan")),
+    f"nested_offset is {10**400}, not a number": state_with(nested_offset=10**400),
+    "its quant_state's quant_type is 'fp4'": state_with(quant_type="fp4"),
     "a.b.weight has 512 bytes, which are no uint8 (16, 64)": state_with(shape=[16, 128]),
     "its quant_map is not that of nf4": with_one(
         weight__quant_map=np.linspace(-1, 1, 16, dtype=np.float32)
     ),
-    "is float32 (15,), not float32 (16,)": with_one(weight__quant_map=np.ones(15, np.float32)),
+    "is float32 (15,), expected float32 (16,)": with_one(weight__quant_map=np.ones(15, np.float32)),
     "absmax has 15 bytes": with_one(weight__absmax=np.ones(15, np.uint8)),
-    "nested_quant_map has 8 bytes": with_one(weight__nested_quant_map=np.ones(2, np.float32)),
+    "nested_quant_map is float32 (2,), expected float32 (256,)": with_one(
+        weight__nested_quant_map=np.ones(2, np.float32)
+    ),
+    "nested_absmax is int32 (1,), expected float32 (1,)": with_one(
+        weight__nested_absmax=np.ones(1, np.int32)
+    ),
+    "nested_absmax holds values that are not finite": with_one(
+        weight__nested_absmax=np.full(1, np.nan, np.float32)
+    ),
     "nf4 is not JSON": lambda tensors: tensors | {STATE: np.ones(4, np.uint8)},
     "not JSON bytes": lambda tensors: tensors | {STATE: np.ones(5000, np.uint8)},
 }

@@ -52,7 +52,12 @@ REFUSED = {
         lambda t: t | {"weight_scale_inv": t["weight_scale_inv"][:1].copy()}
     ),
     "is uint8 (2, 2)": lambda t: t | {"weight_scale_inv": np.ones((2, 2), np.uint8)},
-    "values that are not finite": lambda t: t | {"weight_scale_inv": np.full((2, 2), np.inf)},
+    "is float64 (2, 2), expected float32 (2, 2)": (
+        lambda t: t | {"weight_scale_inv": np.ones((2, 2), np.float64)}
+    ),
+    "values that are not finite": (
+        lambda t: t | {"weight_scale_inv": np.full((2, 2), np.inf, np.float32)}
+    ),
     "a.b.weight holds NaN": lambda t: (
         t | {"weight": np.full((130, 200), 255, np.uint8).view(ml_dtypes.float8_e4m3fn)}
     ),

@@ -1,5 +1,6 @@
 """GPTQ's and AWQ's tensors: what is refused by name."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -43,6 +44,10 @@ REFUSED = {
         "gptq",
         lambda t: t | {"qzeros": t["qzeros"].astype(np.int64)},
     ),
+    "a.b.scales is int32 (4, 16), expected float32 (4, 16)": (
+        "gptq",
+        lambda t: t | {"scales": np.ones((4, 16), np.int32)},
+    ),
     "a symmetric matrix has zero points other than 8": ("gptq", zeros_of(6)),
     "a.b.qzeros holds 15: libraries disagree": ("gptq zeros", zeros_of(15)),
     "lacks qzeros": ("awq", without("qzeros")),
@@ -59,6 +64,24 @@ def test_refused_by_name(tmp_path, message):
     tensors = change(store(form, (16, 128), np.random.default_rng(0)).tensors)
     files, config = one_map(tmp_path, form, tensors)
     with pytest.raises(ValueError, match=re.escape(message)):
+        with_quantised(files, config, np.dtype(np.float32))
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
+    tensors = store("awq", (16, 128), np.random.default_rng(0)).tensors
+    tensors["scales"][1, 3] = np.inf
+    files, config = one_map(tmp_path, "awq", tensors)
+    matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    with pytest.raises(ValueError, match=r"a\.b\.scales holds values that are not finite"):
+        matrix.rows_of("scales", range(2))
+
+
+def test_an_unknown_order_of_columns_is_refused_by_name(tmp_path):
+    """desc_act without g_idx, which one scale for a whole row would not need."""
+    tensors = without("g_idx")(store("gptq", (16, 128), np.random.default_rng(0)).tensors)
+    files, config = one_map(tmp_path, "gptq", tensors)
+    config = dataclasses.replace(config, desc_act=True)
+    with pytest.raises(ValueError, match=r"desc_act, and without a\.b\.g_idx"):
         with_quantised(files, config, np.dtype(np.float32))
 
 

@@ -165,7 +165,7 @@ def test_bad_checkpoints_are_refused_by_name(tmp_path):
     quantised, copy = write_pair(tmp_path, "fp8 block", LLAMA)
     with pytest.raises(ValueError, match="names fp8, but no tensor is stored so"):
         load(rewritten(copy, quantization_config={"quant_method": "fp8"}))
-    with pytest.raises(ValueError, match=r"F8_E4M3, which needs a quantization_config of fp8"):
+    with pytest.raises(ValueError, match=r"which needs a quantization_config of fp8 .*has none"):
         load(rewritten(quantised, quantization_config=None))
     quantised, _ = write_pair(tmp_path / "int4", "int4", LLAMA)
     extra = load_file(quantised / SINGLE) | {
@@ -173,6 +173,19 @@ def test_bad_checkpoints_are_refused_by_name(tmp_path):
     }
     with pytest.raises(ValueError, match=r"no place in the model: .*k_scale"):
         load(rewritten(quantised, extra))
+
+
+@pytest.mark.parametrize("other", ["nf4", "fp8 block", "int4", "gptq"])
+def test_a_map_of_another_format_is_refused_by_name(tmp_path, other):
+    base = "nf4" if other != "nf4" else "int4"
+    rng = np.random.default_rng(0)
+    tensors = {f"a.b.{part}": t for part, t in store(base, (16, 128), rng).tensors.items()}
+    tensors |= {f"c.d.{part}": t for part, t in store(other, (16, 128), rng).tensors.items()}
+    save_file(tensors, tmp_path / SINGLE)
+    config = from_hf(LLAMA | {"quantization_config": FORMATS[base].section}).quantization
+    match = rf"c\.d\..* which needs a quantization_config of .*; config\.json has .* \({base}\)"
+    with pytest.raises(ValueError, match=match):
+        with_quantised(Checkpoint(tmp_path), config, np.dtype(np.float32))
 
 
 def test_mixed_formats_are_refused_by_name(tmp_path):

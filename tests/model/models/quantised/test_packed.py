@@ -23,6 +23,18 @@ REFUSED = {
         "int4",
         lambda t: t | {"weight_g_idx": np.zeros(128, np.int32)},
     ),
+    "weight_shape is [-16, -128], not two positive sizes": (
+        "int4",
+        lambda t: t | {"weight_shape": np.array([-16, -128])},
+    ),
+    "weight_scale is uint8 (16, 4), expected float32 (16, 4)": (
+        "int4",
+        lambda t: t | {"weight_scale": np.ones((16, 4), np.uint8)},
+    ),
+    "a.b.weight_zero_point: a symmetric matrix has zero points other than 8": (
+        "int4",
+        lambda t: t | {"weight_zero_point": np.zeros((2, 4), np.int32)},
+    ),
     "weight_shape is int64 (3,), not two integers": (
         "int4",
         lambda t: t | {"weight_shape": np.ones(3, np.int64)},
@@ -61,6 +73,27 @@ def test_refused_by_name(tmp_path, message):
     files, config = one_map(tmp_path, form, tensors)
     with pytest.raises(ValueError, match=re.escape(message)):
         with_quantised(files, config, np.dtype(np.float32))
+
+
+def test_zero_points_that_change_nothing_are_taken(tmp_path):
+    tensors = store("int4", (16, 128), np.random.default_rng(0)).tensors
+    middle = np.full((2, 4), 0x88888888 - (1 << 32), np.int32)
+    files, config = one_map(tmp_path, "int4", tensors | {"weight_zero_point": middle})
+    found = with_quantised(files, config, np.dtype(np.float32))
+    assert list(found.tensors) == ["a.b.weight"]
+    assert not found["a.b.weight"].form.zeros
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
+    for form, wrong in (("int4", np.nan), ("mxfp4", 255)):
+        tensors = store(form, (16, 128), np.random.default_rng(0)).tensors
+        tensors["weight_scale"][3, 1] = wrong
+        (tmp_path / form).mkdir()
+        files, config = one_map(tmp_path / form, form, tensors)
+        matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+        matrix.rows_of("scales", range(3))
+        with pytest.raises(ValueError, match=r"a\.b\.weight_scale"):
+            matrix.rows_of("scales", range(2, 4))
 
 
 def test_nibbles_run_from_the_low_bits_up():
