@@ -27,6 +27,7 @@ class ClusterConfig:
     master_addr: str = "127.0.0.1"  # of rank 0, for the other nodes
     master_port: int = 29501
     nodes_secret_file: str | None = None  # the same secret on all nodes
+    headless: bool = False  # no front here, as on every node but rank 0
     # For measuring what each of them brings (InfiniLoRA, section 6.4):
     lora_overlap: bool = True  # exchanges behind the base's computation
     lora_separate_stream: bool = False  # rows do not leave in the step's stream
@@ -100,16 +101,21 @@ class ClusterConfig:
         """Raise ValueError for nodes that contradict each other."""
         if not 1 <= self.nnodes <= 64:
             raise ValueError(f"nnodes must be in [1, 64], got {self.nnodes}.")
-        if not 0 <= self.node_rank < self.nnodes:
-            raise ValueError(
-                f"node_rank must be in [0, {self.nnodes - 1}] with --nnodes {self.nnodes}, got "
-                f"{self.node_rank}."
-            )
         if not 1 <= self.master_port <= 65535:
             raise ValueError(f"master_port must be in [1, 65535], got {self.master_port}.")
         if self.uses_ray:
             self._check_ray()
             return
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ValueError(
+                f"node_rank must be in [0, {self.nnodes - 1}] with --nnodes {self.nnodes}, got "
+                f"{self.node_rank}: --nnodes is the number of hosts, the same on all of them."
+            )
+        if self.headless and not self.node_rank:
+            raise ValueError(
+                "--headless is for hosts without a front, those of --nnodes whose --node-rank is "
+                "above 0: leave it out where requests are answered."
+            )
         if self.nnodes == 1:
             return
         if self.spreads_roles and self.instances + self.lora_server < self.nnodes:
@@ -136,6 +142,7 @@ class ClusterConfig:
             "--master-addr": self.master_addr != ClusterConfig.master_addr,
             "--master-port": self.master_port != ClusterConfig.master_port,
             "--nodes-secret-file": self.nodes_secret_file is not None,
+            "--headless": self.headless,
         }
         if given := [flag for flag, is_given in placed.items() if is_given]:
             raise ValueError(

@@ -142,6 +142,8 @@ CLUSTER_HELP = {
     "node_rank": "Number of this host. Host 0 answers requests.",
     "master_addr": "Address of host 0 that the other hosts connect to.",
     "master_port": "Port of host 0 that the other hosts connect to.",
+    "headless": "Serve no front on this host: vLLM's flag for hosts whose --node-rank is above 0, "
+    "which have none in any case.",
     "nodes_secret_file": "File with a secret of at least 16 bytes, the same on all hosts.",
     "lora_overlap": "Overlap exchanges with the base model's computation. Turn off only to "
     "measure.",

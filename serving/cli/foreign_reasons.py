@@ -53,7 +53,7 @@ ALWAYS_SO = {
 # vLLM's own default: neither asks for anything.
 REFUSED = {
     "one process serves on the devices of --tensor-parallel-size; --instances starts several": (
-        "--headless --pipeline-parallel-size "
+        "--pipeline-parallel-size "
         "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local "
         "--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
         "--data-parallel-hybrid-lb --data-parallel-external-lb --dp-sync-interval "

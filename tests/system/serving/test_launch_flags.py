@@ -76,6 +76,7 @@ OF_NODES = ["--tensor-parallel-size", "2", "--nodes-secret-file", "s"]
 NEEDS = {
     "nnodes": OF_NODES,
     "node_rank": [*OF_NODES, "--nnodes", "2"],
+    "headless": [*OF_NODES, "--nnodes", "2", "--node-rank", "1"],
     "allowed_methods": ["--allowed-origins", '["http://a"]'],
     "allowed_headers": ["--allowed-origins", '["http://a"]'],
     "allow_credentials": ["--allowed-origins", '["http://a"]'],

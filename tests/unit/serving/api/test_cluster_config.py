@@ -70,7 +70,9 @@ def test_by_default_one_process_does_it_all():
         ({"local_expert_slots": 2}, "add --lora-server"),
         ({"placement": "ep2-pp1"}, "add --lora-server"),
         ({"nnodes": 0}, r"nnodes must be in \[1, 64\], got 0"),
-        ({"node_rank": 1}, r"node_rank must be in \[0, 0\] with --nnodes 1, got 1"),
+        ({"node_rank": 1}, r"node_rank must be in \[0, 0\] with --nnodes 1, got 1: --nnodes is"),
+        ({"headless": True}, "--headless is for hosts without a front"),
+        ({"nnodes": 2, "nodes_secret_file": "s", "headless": True}, "--node-rank is above 0"),
         ({"master_port": 0}, r"master_port must be in \[1, 65535\], got 0"),
         ({"nnodes": 2}, "--nnodes 2 needs --nodes-secret-file"),
         ({"nnodes": 2, "instances": 2}, "--nnodes 2 needs --nodes-secret-file"),
@@ -80,6 +82,7 @@ def test_by_default_one_process_does_it_all():
         ),
         ({"distributed_executor_backend": "slurm"}, "must be one of mp, ray, uni, got 'slurm'"),
         (RAY | {"nnodes": 2, "node_rank": 1}, "leave --node-rank out"),
+        (RAY | {"node_rank": 1, "headless": True}, "leave --node-rank, --headless out"),
         (
             {"nnodes": 2, "master_addr": "0.0.0.0", "nodes_secret_file": "s"},
             r"--master-addr 0\.0\.0\.0 is no address that other nodes can connect to",
