@@ -3,7 +3,9 @@
 nf4 is bitsandbytes' with nested scales, fp8 has a scale per block of 128 x 128, and int4 is
 compressed-tensors' pack-quantized. Linear maps of attention, MLPs and experts are quantised, each
 rounded to the nearest; embeddings, head, norms, routers and vision towers stay as they are, and so
-do maps whose columns do not divide into blocks. transformers, vLLM and this server read the copy.
+do maps whose columns do not divide into blocks. transformers and this server read the copy, but
+transformers 5 reads no experts in NF4: it makes one tensor of them, which bitsandbytes does not
+decode.
 --quant-lm-head quantises the head too, which answers pay for with errors in every logit.
 """
 
@@ -22,13 +24,14 @@ from safetensors.numpy import save_file
 from lora_jax.config import ModelConfig
 from lora_jax.models.checkpoint import INDEX, SINGLE, Checkpoint, checkpoint_files, read_header
 from lora_jax.models.loader import plan_load, read_config
-from lora_jax.models.quantised.encode import UNITS, encoder
+from lora_jax.models.quantised.encode import FORMATS, encoder, fits, needs
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Stack, Tensor
 
 logger = logging.getLogger(__name__)
 WEIGHT = ".weight"
 HEAD = "lm_head"
+_NAMED = 3  # maps in a line of the log
 
 
 def quantize(
@@ -48,8 +51,9 @@ def quantize(
         raise ValueError(
             f"{model.name} is quantised already ({config.quantization.method}); give the original."
         )
-    if out.exists() and any(out.iterdir()):
-        raise ValueError(f"{out} holds files; give a folder that does not exist.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        kind = "holds files" if out.is_dir() else "is a file"
+        raise ValueError(f"{out} {kind}; give a folder that does not exist.")
     files = Checkpoint(model)
     if quant_lm_head and config.tie_embeddings:
         raise ValueError(
@@ -57,17 +61,17 @@ def quantize(
             "in 16 bits. Leave out --quant-lm-head."
         )
     maps = {name: files[name].shape for name in linear_maps(config, files, head=quant_lm_head)}
-    chosen = {name for name, shape in maps.items() if shape[1] % UNITS[format_name] == 0}
+    chosen = {name for name, shape in maps.items() if fits(format_name, shape)}
     if not chosen:
         raise ValueError(
-            f"No map of {model.name} has columns in multiples of {UNITS[format_name]}, which "
-            f"{format_name} needs."
+            f"No map of {model.name} can be written in {format_name}, which needs "
+            f"{needs(format_name)}."
         )
     heads = {name for name in maps if _is_head(name)}
     if quant_lm_head and not heads & chosen:
         raise ValueError(
-            f"The head of {model.name} has {config.hidden_size} columns, and {format_name} needs a "
-            f"multiple of {UNITS[format_name]}. Leave out --quant-lm-head."
+            f"The head of {model.name} is {maps[next(iter(heads))]}, and {format_name} needs "
+            f"{needs(format_name)}. Leave out --quant-lm-head."
         )
     encode, section = encoder(format_name, {maps[name][1] for name in chosen})
     out.mkdir(parents=True, exist_ok=True)
@@ -86,9 +90,19 @@ def quantize(
     raw = json.loads((model / "config.json").read_text())
     added = {"quantization_config": section(kept)}
     (out / "config.json").write_text(json.dumps(raw | added, indent=2) + "\n")
-    left = sorted(maps.keys() - chosen)
-    logger.info("%d maps in %s; %d in 16 bits: %s", len(chosen), format_name, len(left), left[:3])
+    _log(format_name, chosen, sorted(maps.keys() - chosen))
     return added["quantization_config"]
+
+
+def _log(format_name: str, chosen: set[str], left: list[str]) -> None:
+    """Log what is quantised, what is not, and which library does not read that."""
+    logger.info("%d maps are in %s.", len(chosen), format_name)
+    if left:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        named = ", ".join(left[:_NAMED])
+        logger.info("%d maps stay as they are, for their sizes: %s%s.", len(left), named, more)
+    if format_name == "nf4" and any(".experts." in name for name in chosen):
+        logger.info("transformers 5 reads no experts in NF4; int4 and fp8 it reads.")
 
 
 def linear_maps(config: ModelConfig, files: Checkpoint, *, head: bool = False) -> Iterator[str]:
@@ -158,14 +172,14 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lora_jax.quantize", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", type=Path, help="checkpoint folder in 16 or 32 bits")
-    parser.add_argument("--format", choices=sorted(UNITS), required=True)
+    parser.add_argument("--format", choices=FORMATS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--quant-lm-head", action="store_true", help="quantise the head too")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         quantize(args.model, args.format, args.out, quant_lm_head=args.quant_lm_head)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(1, f"{error}\n")
 
 

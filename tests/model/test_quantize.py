@@ -1,16 +1,20 @@
 """python -m lora_jax.quantize: folders that load, what stays in 16 bits, and what is refused."""
 
 import json
+import re
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support.cases.quantised_checkpoints import MOE, maps_of, plain_tensors
+from support.cases.quantised_checkpoints import LLAMA, MOE, maps_of, plain_tensors
 
 from lora_jax.models import load
-from lora_jax.models.checkpoint import INDEX, SINGLE
+from lora_jax.models.checkpoint import INDEX, SINGLE, Checkpoint
+from lora_jax.models.loader import read_config
+from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised.forms import BFLOAT16
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.ops.grouped_matmul import QUANTISED, matmul
 from lora_jax.quantize import main, quantize
@@ -83,11 +87,57 @@ def test_a_quantised_head_gives_the_logits_of_the_values_it_stands_for(original,
     assert 0 < np.sqrt(np.mean(error**2) / np.mean(whole**2)) < 0.1
 
 
+def test_the_log_says_what_is_quantised_and_who_does_not_read_it(original, tmp_path, caplog):
+    caplog.set_level("INFO")
+    quantize(original, "nf4", tmp_path / "nf4")
+    first, second, third = (record.message for record in caplog.records)
+    assert first == "40 maps are in nf4."
+    assert re.fullmatch(
+        r"16 maps stay .* (\S+down_proj.weight, ){3}.*", second.replace(" and", ",")
+    )
+    assert second.endswith(" and 13 more.")
+    assert third == "transformers 5 reads no experts in NF4; int4 and fp8 it reads."
+
+
 def test_a_head_that_cannot_be_quantised_is_refused(original, tmp_path):
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     with pytest.raises(ValueError, match=r"no head of its own .* Leave out --quant-lm-head"):
         quantize(original, "int4", tmp_path / "out", quant_lm_head=True)
+
+
+@pytest.mark.long
+def test_transformers_reads_the_values_of_fp8(tmp_path):
+    """Also of maps that are no whole blocks, which stay in 16 bits: it would divide them evenly."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = LLAMA | {"hidden_size": 256, "num_hidden_layers": 1, "head_dim": 32}
+    config["num_attention_heads"] = 8
+    rng = np.random.default_rng(0)
+    tensors = plain_tensors(config, rng)
+    for name, shape in maps_of(config).items():
+        values = rng.standard_normal(shape) / shape[1] ** 0.5
+        tensors[f"{name}.weight"] = values.astype(tensors["lm_head.weight"].dtype)
+    folder, out = tmp_path / "original", tmp_path / "fp8"
+    folder.mkdir()
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    quantize(folder, "fp8", out)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        out,
+        dtype=torch.bfloat16,
+        device_map="cpu",
+        quantization_config=transformers.FineGrainedFP8Config(dequantize=True),
+    )
+    files = with_quantised(Checkpoint(out), read_config(out).quantization, BFLOAT16)
+    kept = 0
+    for name, tensor in read.state_dict().items():
+        want = np.empty(files[name].shape, np.float32)
+        files[name].read(tuple(range(n) for n in want.shape), want)
+        np.testing.assert_array_equal(tensor.float().numpy(), want, err_msg=name)
+        kept += np.array_equal(want, tensors[name].astype(np.float32)) and name.removesuffix(
+            ".weight"
+        ) in maps_of(config)
+    assert kept == 3  # gate, up and down, of 192 rows or columns
 
 
 def test_refused_by_name(original, tmp_path, capsys):
@@ -96,6 +146,12 @@ def test_refused_by_name(original, tmp_path, capsys):
         quantize(tmp_path / "int4", "nf4", tmp_path / "again")
     with pytest.raises(ValueError, match="original holds files; give a folder that does not exist"):
         quantize(original, "int4", original)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file is a file; give a folder that does not exist"):
+        quantize(original, "int4", tmp_path / "file")
+    with pytest.raises(SystemExit):
+        main([str(original), "--format", "nf4", "--out", str(tmp_path / "file" / "x")])
+    assert "Not a directory" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(tmp_path / "absent"), "--format", "nf4", "--out", str(tmp_path / "x")])
     assert "There is no folder" in capsys.readouterr().err
@@ -118,7 +174,7 @@ def test_a_model_of_narrow_maps_is_refused(tmp_path):
         tensors[f"{name}.weight"] = np.zeros(shape, np.float32)
     save_file(tensors, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"has columns in multiples of \d+, which nf4 needs"):
+    with pytest.raises(ValueError, match="in nf4, which needs columns in multiples of 64"):
         quantize(tmp_path, "nf4", tmp_path / "out")
 
 

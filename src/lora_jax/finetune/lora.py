@@ -30,7 +30,7 @@ from lora_jax.finetune.lora_params import LoraParams, LoraSpec, init_lora, train
 from lora_jax.finetune.packing import Rows, pack
 from lora_jax.finetune.peft_export import save_adapter
 from lora_jax.finetune.training import Schedule, fit, mean_loss
-from lora_jax.models.quantised.encode import UNITS
+from lora_jax.models.quantised.encode import FORMATS
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.typing import Array, Float
 
@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add("--modules", nargs="+", help="modules with LoRA (default: all but router and lm_head)")
     add("--per-expert", action="store_true", help="one A and B per expert's matrix, not fused")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="data type of the adapter's file")
-    add("--quantization", choices=sorted(UNITS), help="freeze a 16-bit base in this format")
+    add("--quantization", choices=FORMATS, help="freeze a 16-bit base in this format")
     return flags
 
 

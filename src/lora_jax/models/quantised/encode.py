@@ -147,8 +147,24 @@ def int4_section(kept: list[str], group: int) -> dict[str, Any]:
     }
 
 
-# Columns of which a map must have a multiple; others stay in 16 bits.
-UNITS: Mapping[str, int] = {"nf4": NF4_BLOCK, "fp8": 16, "int4": INT4_GROUPS[-1]}
+_COLUMNS: Mapping[str, int] = {"nf4": NF4_BLOCK, "fp8": 16, "int4": INT4_GROUPS[-1]}
+FORMATS = tuple(sorted(_COLUMNS))
+
+
+def fits(format_name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a map [d_out, d_in] can be encoded; others stay in 16 bits."""
+    # transformers divides a matrix evenly among its scales, and vLLM wants whole blocks in fused
+    # maps: neither reads a part of an FP8 block beside whole ones.
+    is_whole = all(size <= FP8_BLOCK or size % FP8_BLOCK == 0 for size in shape)
+    return shape[1] % _COLUMNS[format_name] == 0 and (format_name != "fp8" or is_whole)
+
+
+def needs(format_name: str) -> str:
+    """Return what `fits` asks of a map, as the end of a sentence."""
+    columns = f"columns in multiples of {_COLUMNS[format_name]}"
+    if format_name != "fp8":
+        return columns
+    return f"{columns}, and rows and columns of at most {FP8_BLOCK} or in multiples of it"
 
 
 def encoder(

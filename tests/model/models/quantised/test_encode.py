@@ -62,6 +62,21 @@ def test_the_dynamic_map_is_signed_and_ascending():
     np.testing.assert_array_equal(table[:127], -table[254:127:-1])
 
 
+def test_which_maps_fit():
+    """FP8 takes whole blocks, or one block of a smaller side."""
+    for shape, names in (
+        ((100, 96), ["fp8", "int4"]),
+        ((100, 64), ["fp8", "int4", "nf4"]),
+        ((256, 384), ["fp8", "int4", "nf4"]),
+        ((192, 384), ["int4", "nf4"]),
+        ((384, 192), ["int4", "nf4"]),
+        ((128, 16), ["fp8"]),
+        ((128, 120), []),
+    ):
+        assert [name for name in encode.FORMATS if encode.fits(name, shape)] == names
+        assert all("columns in multiples" in encode.needs(name) for name in encode.FORMATS)
+
+
 def test_int4_takes_the_largest_group_that_divides_every_map():
     for widths, group in (({256, 128}, 128), ({128, 192}, 64), ({128, 96}, 32)):
         _, section = encode.encoder("int4", widths)
