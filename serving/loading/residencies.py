@@ -36,10 +36,14 @@ from serving.lora_server.tenant_side import TenantSide
 
 _COPIED_AT_ONCE = 8  # loads: one waits for two steps, however little it copies
 
+_NO_ESFT = (
+    "this server has no room for any: max_esft_adapters is 0, or the log of its start says why "
+    'after "ESFT adapters: none"'
+)
 _NO_ROOM = {
     AdapterKind.LORA: "a LoRA adapter; this server has no slots for any (max_loras).",
-    AdapterKind.ESFT: "an ESFT adapter; this server has no room for any (max_esft_adapters).",
-    AdapterKind.PAIR: "a pair with an ESFT adapter; this server has no room for any.",
+    AdapterKind.ESFT: f"an ESFT adapter; {_NO_ESFT}.",
+    AdapterKind.PAIR: f"a pair with an ESFT adapter; {_NO_ESFT}.",
 }
 
 

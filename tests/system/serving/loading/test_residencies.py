@@ -112,7 +112,9 @@ def test_the_registry_finds_the_residency_by_the_weights():
     assert case.all.keep(weights) is weights
     only_lora = Residencies([LoraResidency(AdapterLoader(Slots(2), OneStep))])
     assert only_lora.of(AdapterKind.ESFT) is None
-    with pytest.raises(ValueError, match="max_esft_adapters"):
+    with pytest.raises(
+        ValueError, match="max_esft_adapters is 0, or the log of its start says why"
+    ):
         only_lora.check_fits(ESFT.weights)
 
 
