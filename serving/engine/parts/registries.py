@@ -68,7 +68,7 @@ def make_registry(
 
     @functools.lru_cache(_WARNINGS_KEPT)  # once for each, however often it is read
     def warn(folder: str, text: str) -> None:
-        logger.warning("Adapter %s: %s", folder, text)
+        logger.warning("Adapter in folder %s: %s", folder, text)
 
     registry = AdapterRegistry(
         base.catalogue,

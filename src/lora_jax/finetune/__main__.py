@@ -1,8 +1,7 @@
 """Trains an adapter: as lora_jax.finetune.lora does, with --head as lora_jax.finetune.head does."""
 
-import sys
-
 from lora_jax.finetune import head, lora
+from lora_jax.finetune.command import run
 
 
 def main(argv: list[str]) -> None:
@@ -12,4 +11,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

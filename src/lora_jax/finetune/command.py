@@ -2,6 +2,8 @@
 
 import argparse
 import pathlib
+import sys
+from collections.abc import Callable
 
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.records import read_jsonl
@@ -80,3 +82,11 @@ def documents_of(args: argparse.Namespace) -> list[Document]:
 def state_of(args: argparse.Namespace) -> pathlib.Path:
     """Return the folder of the checkpoints."""
     return args.state or args.out.with_name(args.out.name + ".training")
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a command; an input that it refuses ends it with status 1 and one line."""
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"error: {error}")

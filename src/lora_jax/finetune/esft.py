@@ -11,13 +11,12 @@ import argparse
 import json
 import logging
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from flax import nnx
 
-from lora_jax.finetune.command import documents_of, schedule_of, state_of, training_parser
+from lora_jax.finetune.command import documents_of, run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.esft_export import save_esft
 from lora_jax.finetune.esft_params import EsftParams, chosen_experts, with_experts
@@ -151,4 +150,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -14,7 +14,6 @@ import dataclasses
 import json
 import logging
 import pathlib
-import sys
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from flax import nnx
 
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.task_head import HeadKind, TaskHead
-from lora_jax.finetune.command import schedule_of, state_of, training_parser
+from lora_jax.finetune.command import run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.forward import states
 from lora_jax.finetune.frozen_base import load_base
@@ -215,4 +214,4 @@ def tell_score(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -13,7 +13,6 @@ notes the format, and a server of the base in another one warns.
 import argparse
 import logging
 import pathlib
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.finetune.command import documents_of, schedule_of, state_of, training_parser
+from lora_jax.finetune.command import documents_of, run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import Document
 from lora_jax.finetune.forward import forward
 from lora_jax.finetune.frozen_base import load_base
@@ -128,4 +127,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

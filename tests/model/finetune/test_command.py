@@ -1,11 +1,12 @@
 """The flags that training commands share say what they are said to."""
 
 import pathlib
+import sys
 
 import pytest
 from support.cases.finetune_cases import RECORDS, make_folder
 
-from lora_jax.finetune.command import documents_of, schedule_of, state_of, training_parser
+from lora_jax.finetune.command import documents_of, run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.records import write_jsonl
 
@@ -66,3 +67,16 @@ def test_a_missing_flag_is_refused(capsys):
     with pytest.raises(SystemExit):
         training_parser("lora", "text", 0.5).parse_args(NEEDED[:4])
     assert "--out" in capsys.readouterr().err
+
+
+def test_a_refused_input_ends_a_command_with_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["finetune", "--rank", "3"])
+    given = []
+
+    def refuse(argv: list[str]) -> None:
+        given.extend(argv)
+        raise ValueError("base is quantised already")
+
+    with pytest.raises(SystemExit, match=r"^error: base is quantised already$"):
+        run(refuse)
+    assert given == ["--rank", "3"]

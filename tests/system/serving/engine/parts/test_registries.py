@@ -87,4 +87,6 @@ def test_an_adapter_of_another_precision_warns_once_in_the_log(made, caplog):
     registry.load("again", paths["a"], confined=False)
     told = [r.getMessage() for r in caplog.records if "trained over" in r.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith("Adapter a: trained over a base in nf4, served over one in 16 or 32")
+    assert told[0].startswith(
+        "Adapter in folder a: trained over a base in nf4, served over one in 16 or 32"
+    )
