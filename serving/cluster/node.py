@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from serving.cli.options import Options
 from serving.cli.serve import StartError
 from serving.engine.metrics import logs
-from serving.runtime.about import about_of
+from serving.runtime.about import about_of, environment_of
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang import EXIT_LOST, Gang
 from serving.runtime.gang_stream import GangPlace
@@ -31,7 +31,7 @@ def gang_of(options: Options, place: GangPlace | None) -> Gang | None:
     if place is None:
         return None
     try:
-        return Gang(place, about_of(options.engine))
+        return Gang(place, about_of(options.engine) | environment_of())
     except (ValueError, OSError) as error:
         raise StartError(f"Cannot serve on {place.size} nodes: {error}") from error
 

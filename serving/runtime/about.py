@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +12,8 @@ from serving.api.config import EngineConfig
 
 # Fields that may differ: places of a host's own files, and what rank 0 alone reads.
 _OWN = ("model", "lora_dir", "chat_template", "generation_config", "otlp_traces_endpoint")
+# Variables that change what programs compute, or which kernels they have.
+_OF_PROGRAMS = ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64", "LORA_JAX_OPS")
 
 
 def about_of(config: EngineConfig) -> dict[str, Any]:
@@ -28,9 +31,19 @@ def about_of(config: EngineConfig) -> dict[str, Any]:
     return about | {flag: repr(value) for flag, value in flags.items()}
 
 
-def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str) -> str | None:
+def environment_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that must be equal in all processes, "" for one that is not set.
+
+    With others each process would compile other programs, whose results have other bits.
+    """
+    return {f"the variable {name}": environ.get(name, "") for name in _OF_PROGRAMS}
+
+
+def difference(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], here: str, there: str = "there"
+) -> str | None:
     """Return what differs between this process and another, None for nothing."""
     for name in sorted(set(ours) | set(theirs)):
         if ours.get(name) != theirs.get(name):
-            return f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} {here}"
+            return f"{name} is {theirs.get(name)!r} {there} and {ours.get(name)!r} {here}"
     return None

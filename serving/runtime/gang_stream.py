@@ -242,7 +242,7 @@ def welcome(
         raise ConnectionError("a wrong secret")
     hello = json.loads(text)
     rank = hello["rank"]
-    why = difference(about, hello["about"], "on rank 0")
+    why = difference(about, hello["about"], "on rank 0", f"on node {rank}")
     if rank in taken or not 0 < rank < place.size:
         why = f"--node-rank {rank} is taken, or not in [1, {place.size - 1}]"
     answer = connection.send_text({"why": why} if why else {"coordinator": coordinator})

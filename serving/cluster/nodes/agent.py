@@ -16,7 +16,7 @@ from serving.cli.serve import StartError
 from serving.cluster.far.actor import RoleActor
 from serving.cluster.nodes.link import SILENT_S, AbstractNode
 from serving.engine.metrics import logs
-from serving.runtime.about import about_of
+from serving.runtime.about import about_of, environment_of
 from serving.runtime.gang_stream import (
     BEAT_S,
     Connection,
@@ -161,10 +161,11 @@ def place_of(cluster: ClusterConfig) -> GangPlace:
 def about_roles(options: Options) -> Mapping[str, Any]:
     """Return what must be equal on all nodes; see serving.runtime.about."""
     cluster = options.cluster
-    roles = f"{cluster.nnodes} {cluster.instances} {cluster.lora_server}"
     # Rank 0 tells the processes of all nodes where the model is.
     more = {"the model's path": options.engine.model}
-    return about_of(options.engine) | more | {"--nnodes, --instances and --lora-server": roles}
+    for name in ("nnodes", "instances", "lora_server"):
+        more[f"--{name.replace('_', '-')}"] = str(getattr(cluster, name))
+    return about_of(options.engine) | environment_of() | more
 
 
 def serve_agent(options: Options) -> None:

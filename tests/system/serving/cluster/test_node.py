@@ -204,4 +204,4 @@ def test_a_node_that_does_not_fit_is_refused_with_what_differs(model):
         assert other.wait(280) == 1
         assert nodes.nodes[0].wait(280) == 1
         for rank in (0, 1):
-            assert "--max-loras is '3' there and '2' on rank 0" in nodes.log(rank).read_text()
+            assert "--max-loras is '3' on node 1 and '2' on rank 0" in nodes.log(rank).read_text()

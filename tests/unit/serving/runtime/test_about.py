@@ -6,7 +6,7 @@ from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
 from serving.api.config import EngineConfig
-from serving.runtime.about import about_of, difference
+from serving.runtime.about import about_of, difference, environment_of
 
 
 def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
@@ -28,4 +28,14 @@ def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
 def test_what_differs_is_said_with_both_values():
     assert difference({"a": 1, "b": 2}, {"a": 1, "b": 2}, "here") is None
     assert difference({"a": 1}, {"a": 2}, "on rank 0") == "a is 2 there and 1 on rank 0"
+    found = difference({"a": 1}, {"a": 2}, "on rank 0", "on node 3")
+    assert found == "a is 2 on node 3 and 1 on rank 0"
     assert difference({"a": 1}, {}, "here") == "a is None there and 1 here"
+
+
+def test_variables_that_change_programs_are_compared():
+    ours = environment_of({"XLA_FLAGS": "--xla_cpu_enable_fast_math=true", "HOME": "/a"})
+    assert difference(ours, environment_of({"HOME": "/b"}), "on rank 0", "on node 1") == (
+        "the variable XLA_FLAGS is '' on node 1 and '--xla_cpu_enable_fast_math=true' on rank 0"
+    )
+    assert environment_of({"LORA_JAX_OPS": "reference"}) != environment_of({})

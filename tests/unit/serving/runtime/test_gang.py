@@ -1,5 +1,6 @@
 """Commands arrive in order, and every end or silence of a member is noticed."""
 
+import queue
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -102,13 +103,31 @@ def test_a_member_that_hangs_before_its_next_beat_is_noticed_as_soon(rare_beats,
     assert not lost[1].why  # it has longer
 
 
+def fake_jax():
+    """Return what `start_jax` calls, which notes its settings."""
+    jax = SimpleNamespace(settings={}, distributed=SimpleNamespace())
+    jax.config = SimpleNamespace(update=jax.settings.__setitem__)
+    return jax
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_jax_s_coordinator_listens_at_its_own_address_and_a_lost_member_aborts_nobody(
+    monkeypatch, rank
+):
+    jax = fake_jax()
+    jax.distributed.initialize = lambda *given, **more: jax.settings.update(more)
+    monkeypatch.setattr(module, "jax", jax)
+    made = member(rank, Lost())
+    made._coordinator, made._is_far = "127.0.0.1:7", False
+    made.start_jax()
+    assert jax.settings["coordinator_bind_address"] == (None if rank else "127.0.0.1:7")
+    assert jax.settings["jax_enable_recoverability"]
+
+
 def test_a_host_whose_name_is_its_own_loopback_is_warned(monkeypatch, caplog):
     """CPU devices of other hosts would be told that address."""
-    said = []
-    jax = SimpleNamespace(
-        config=SimpleNamespace(update=lambda *given: None),
-        distributed=SimpleNamespace(initialize=lambda *given, **more: said.append(given)),
-    )
+    said, jax = [], fake_jax()
+    jax.distributed.initialize = lambda *given, **more: said.append(given)
     monkeypatch.setattr(module, "jax", jax)
     monkeypatch.setattr(module.socket, "gethostname", lambda: "127.0.1.1")
     for address, warned in (("127.0.0.1", False), ("203.0.113.7", True)):
@@ -141,8 +160,44 @@ def member(rank, lost):
     made._sending, made._closing = threading.Lock(), threading.Event()
     made._serving = made._closed = False
     made._starting, made._all_serve = {1 - rank}, threading.Event()
-    made._listeners = []
+    made._listeners, made._commands, made._silent_s = [], queue.SimpleQueue(), 60.0
     return made
+
+
+def test_rank_0_waits_for_all_others_and_for_no_one_that_is_lost():
+    leader = member(0, Lost())
+    leader._starting = {1, 2}
+    leader._note_start(2)
+    assert not leader._all_serve.is_set()
+    leader._note_start(1)
+    assert leader._all_serve.is_set()
+    other = member(0, Lost())
+    other._gone("node 1: no word")
+    assert other._all_serve.is_set()
+    assert other._lost.why == ["node 1: no word"]
+
+
+def test_a_member_that_was_told_of_the_end_misses_nobody():
+    """Rank 0's connection ends right after its last command."""
+    said = [(True, True), (False, module._STOP)]
+
+    def receive(silent_s):
+        if not said:
+            raise ConnectionError("closed")
+        return said.pop(0)
+
+    follower = member(1, Lost())
+    follower._listen(0, SimpleNamespace(receive=receive))
+    assert not follower._lost.why
+    assert list(follower.commands()) == []
+
+
+def test_a_beat_waits_only_so_long_for_a_command_on_its_way(monkeypatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.001)
+    follower = member(1, Lost())
+    with follower._sending:  # as while a long command is sent
+        follower._beat_once()
+    assert not follower._lost.why
 
 
 def test_a_command_or_a_beat_that_cannot_be_sent_is_the_end_of_a_member(monkeypatch):

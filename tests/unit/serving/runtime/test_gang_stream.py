@@ -1,7 +1,9 @@
 """Members meet only if they know the secret and are alike; every refusal says what to change."""
 
+import json
 import os
 import socket
+import struct
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -101,9 +103,9 @@ def test_a_leader_without_the_secret_is_not_followed(port):
 @pytest.mark.parametrize(
     ("rank", "about", "message"),
     [
-        (1, ABOUT | {"--max-loras": "3"}, "--max-loras is '3' there and '2' on rank 0"),
-        (1, {"--max-loras": "2"}, "version of jax is None there and '1' on rank 0"),
-        (5, ABOUT, r"--node-rank 5 is taken, or not in \[1, 1\]"),
+        (1, ABOUT | {"--max-loras": "3"}, "--max-loras is '3' on node 1 and '2' on rank 0"),
+        (1, {"--max-loras": "2"}, "version of jax is None on node 1 and '1' on rank 0"),
+        *((rank, ABOUT, rf"--node-rank {rank} is taken, or not in \[1, 1\]") for rank in (0, 2)),
     ],
 )
 def test_members_that_differ_are_refused_on_both_sides(port, rank, about, message):
@@ -111,6 +113,51 @@ def test_members_that_differ_are_refused_on_both_sides(port, rank, about, messag
         assert isinstance(error, GangRefused)
         with pytest.raises(GangRefused, match=message):
             raise error
+
+
+def test_a_second_member_of_a_rank_is_refused():
+    ours, theirs = map(Connection, tcp_pair())
+    leader, follower = place(1, 0, size=3), place(1, 1, size=3)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(module._introduce, theirs, follower, ABOUT)
+        with pytest.raises(GangRefused, match=r"Node 1 does not fit: --node-rank 1 is taken"):
+            module.welcome(ours, leader, ABOUT, "here:1", {1})
+        with pytest.raises(GangRefused, match="--node-rank 1 is taken"):
+            joining.result()
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_proof_is_of_the_words_that_come_with_it():
+    """What is changed on the way is not of a member."""
+    ours, theirs = map(Connection, tcp_pair())
+
+    def introduce():
+        nonce = theirs.receive_proof(32)
+        text = json.dumps({"rank": 1, "nonce": "00", "about": ABOUT}).encode()
+        other = text.replace(b'"rank": 1', b'"rank": 2')
+        theirs.raw(struct.pack("<Q", len(other)) + other)
+        theirs.raw(module._proof(place(1, 1), nonce, text))
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(introduce)
+        with pytest.raises(ConnectionError, match="a wrong secret"):
+            module.welcome(ours, place(1, 0, size=3), ABOUT, "here:1", {})
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_stranger_cannot_announce_more_than_a_greeting():
+    ours, theirs = map(Connection, tcp_pair())
+    theirs.raw(struct.pack("<Q", 1 << 40))
+    with pytest.raises(ConnectionError, match="a greeting of 1099511627776 bytes"):
+        ours.receive_text()
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def test_a_hung_member_is_found_within_five_seconds():
+    assert 3 * module.BEAT_S < module.SILENT_S < 5
 
 
 def test_a_taken_port_and_missing_members_are_named(port):

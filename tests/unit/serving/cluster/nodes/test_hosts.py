@@ -136,10 +136,12 @@ def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_pat
 
 def test_a_node_that_does_not_fit_ends_the_start_with_what_differs(port):
     agent = Agent(port, {"--max-loras": "3"})
-    with pytest.raises(GangRefused, match=r"Node 1 does not fit: --max-loras is '3' there and '2'"):
+    with pytest.raises(
+        GangRefused, match=r"Node 1 does not fit: --max-loras is '3' on node 1 and '2'"
+    ):
         new_hosts(port)
     (said,) = agent.end()
-    assert "--max-loras is '3' there and '2' on rank 0" in said
+    assert "--max-loras is '3' on node 1 and '2' on rank 0" in said
 
 
 def test_a_node_that_is_back_before_it_is_missed_waits_until_it_is(port):
@@ -230,6 +232,15 @@ def test_an_instance_over_all_nodes_has_a_process_on_each(port, tmp_path):
         hosts.instance(0)
     hosts.close()
     agent.end()
+
+
+def test_instances_of_several_nodes_do_not_all_answer_here(port):
+    agent = Agent(port)
+    place = GangPlace(0, 2, ("127.0.0.1", port), SECRET, 60.0)
+    hosts = NodeHosts(seats_of(2, 1, 0, 2), place, ABOUT)
+    assert not hosts.answer_here
+    hosts.close()
+    assert agent.end() == [None]
 
 
 def test_a_start_that_is_stopped_ends_the_nodes_that_have_come(port, options):
