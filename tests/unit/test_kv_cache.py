@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 
-from lora_jax.kv_cache import KVShape, init_cache
+from lora_jax.kv_cache import KVShape, init_cache, pages_sharding
 from lora_jax.ops.kv_rows import CODED
+from lora_jax.sharding import Split, make_mesh
 
 
 def test_latent_cache_has_no_v_and_bytes_per_token_counts_it_so():
@@ -21,3 +22,11 @@ def test_pages_in_8_bits_have_a_scale_for_each_row():
     assert shape.bytes_per_token(CODED) < 0.57 * shape.bytes_per_token(jnp.dtype("bfloat16"))
     latent = KVShape(num_layers=1, num_kv_heads=1, k_dim=20, v_dim=0)
     assert latent.bytes_per_token(CODED) == 36
+
+
+def test_devices_share_the_heads_and_have_a_latent_whole():
+    split = Split(make_mesh(2))
+    heads = KVShape(num_layers=1, num_kv_heads=2, k_dim=4, v_dim=4)
+    assert pages_sharding(heads, split) == split.heads
+    assert pages_sharding(KVShape(1, 1, 20, 0), split) == split.whole
+    assert pages_sharding(heads, None) is None

@@ -1,5 +1,7 @@
 """Splits a model over several devices, or says why its sizes do not allow it."""
 
+from collections.abc import Sequence
+
 import jax
 
 from lora_jax.config import ModelConfig
@@ -17,7 +19,8 @@ def make_split(
     does the first where the number of experts divides.
 
     Raises:
-        ValueError: there are fewer devices, or a size of the model does not divide among them.
+        ValueError: there are fewer devices, or devices of several kinds, or a size of the model
+            does not divide among them.
     """
     if size < 1:
         raise ValueError(f"A model is over at least 1 device, not {size}.")
@@ -30,9 +33,21 @@ def make_split(
             f"tensor_parallel_size is {size}, but there are {len(devices)} devices "
             f"({devices[0].device_kind}). Lower it, or let this process see more of them."
         )
+    _check_kinds(devices[:size])
     check_divides(config, size, experts, UNIT if jax.default_backend() == "gpu" else 1)
     group = open_group(size)
     mesh, output = make_mesh(size), attention_output(config)
     if group is None:
         return Split(mesh, experts, attention_output=output)
     return Split(mesh, experts, group.number, group.check, output)
+
+
+def _check_kinds(devices: Sequence[jax.Device]) -> None:
+    """Raise ValueError for devices of several kinds, whose kernels may give other bits."""
+    kinds = sorted({device.device_kind for device in devices})
+    if len(kinds) > 1:
+        raise ValueError(
+            f"A model over {len(devices)} devices needs them of one kind, and these are "
+            f"{', '.join(kinds)}: their results would have other bits. Let this process see those "
+            "of one kind (CUDA_VISIBLE_DEVICES), and give an instance hosts of one kind."
+        )

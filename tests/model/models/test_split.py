@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -300,6 +301,20 @@ def test_experts_are_whole_where_their_number_divides():
 def test_more_devices_than_there_are():
     with pytest.raises(ValueError, match="tensor_parallel_size is 8, but there are 4 devices"):
         make_split(config_of("llama"), 8)
+
+
+def test_devices_of_several_kinds_are_refused(monkeypatch):
+    """Their kernels' tables differ, and so may their sums."""
+    kinds = [SimpleNamespace(device_kind=kind) for kind in ("H200", "H100", "H100")]
+    monkeypatch.setattr(jax, "devices", lambda: kinds)
+    with pytest.raises(ValueError, match=r"2 devices needs them of one kind, .* H100, H200: "):
+        make_split(config_of("llama"), 2)
+
+
+def test_a_gpu_s_part_of_a_map_is_as_wide_as_its_kernels_want(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=r"hidden_size 32 \(parts of 64\)"):
+        make_split(config_of("llama"), 2)
 
 
 def test_the_families_are_all_that_there_are():

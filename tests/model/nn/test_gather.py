@@ -14,7 +14,9 @@ from lora_jax.nn.gather import (
     gather,
     gather_rows,
     local_index,
+    num_own_rows,
     pick,
+    shares_rows,
     swap_rows,
     take_owned,
     worst_of_devices,
@@ -103,6 +105,21 @@ def test_a_router_over_devices_has_the_logits_of_one(num_rows, monkeypatch):
     got = over_devices(split, lambda x: logits(x, split), P(), x)[:num_rows]
     np.testing.assert_array_equal(got, want)
     assert seen == [(2, 8)]
+
+
+def test_many_rows_are_shared_where_they_divide_and_each_share_has_its_own(monkeypatch):
+    monkeypatch.setattr(gather_module, "SHARED_ROWS", 8)
+    split = Split(make_mesh(4))
+    found = [shares_rows(rows, split) for rows in (7, 8, 10, 12)]
+    assert found == [False, True, False, True]
+    assert not shares_rows(8, None)
+
+    def counts(num_rows):
+        return jax.lax.all_gather(num_own_rows(num_rows, 12, split), AXIS)
+
+    for num_rows, want in ((12, [3, 3, 3, 3]), (7, [3, 3, 1, 0]), (0, [0, 0, 0, 0])):
+        got = over_devices(split, counts, P(), np.int32(num_rows))
+        np.testing.assert_array_equal(got, want)
 
 
 def test_the_worst_status_of_all_devices():

@@ -27,6 +27,17 @@ def test_sizes_that_do_not_divide_are_named(config, size, experts, message):
         check_divides(config, size, experts)
 
 
+def test_shared_experts_and_dense_layers_divide_too():
+    """Beside whole experts, whose own width is not split."""
+    sizes = {"n_routed_experts": 4, "moe_intermediate_size": 25, "n_shared_experts": 1}
+    shared = config_of("deepseek_v2", first_k_dense_replace=0, intermediate_size=49, **sizes)
+    with pytest.raises(ValueError, match=r"devices: width of the shared experts 25 must divide"):
+        check_divides(shared, 2, "ep")
+    dense = config_of("qwen3_moe", num_experts=4, mlp_only_layers=[1], intermediate_size=49)
+    with pytest.raises(ValueError, match=r"devices: intermediate_size 49 must divide"):
+        check_divides(dense, 2, "ep")
+
+
 def test_a_latent_needs_no_heads_of_its_own():
     sizes = {"n_routed_experts": 4, "num_key_value_heads": 1}
     check_divides(config_of("deepseek_v2", **sizes), 4, "ep")

@@ -17,11 +17,14 @@ from support.cases.tiny_checkpoint import TinyShape
 from support.doubles.paying_drafts import num_drafts, send_all_drafts
 from support.processes.server_process import ROOT
 
+from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.models import split as models_split
 from lora_jax.nn import gather
+from lora_jax.sharding import Split, make_mesh
 from serving import Engine, RequestFailed, Sampling
 from serving.api.config import EngineConfig
-from serving.engine.parts.devices import log_devices, split_of
+from serving.engine.parts import devices as devices_module
+from serving.engine.parts.devices import local_widths, log_devices, split_of
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.spec import ServerSpec
 
@@ -237,6 +240,24 @@ def test_the_log_says_where_the_model_lies(tmp_path, caplog):
     assert "2 devices" in several
     assert "whole experts" in several
     assert one.startswith("Mesh: one device")
+
+
+def test_members_of_a_gang_make_their_part_of_the_devices_and_meet_before_they_look(
+    tmp_path, monkeypatch
+):
+    write(tmp_path, "mixtral")
+    done = []
+    monkeypatch.setattr(devices_module, "make_cpu_devices", done.append)
+    gang = SimpleNamespace(size=2, start_jax=lambda: done.append("met"))
+    split = split_of(EngineConfig(str(tmp_path / "model"), tensor_parallel_size=2), gang)
+    assert (split.size, done) == (2, [1, "met"])
+
+
+def test_adapters_lie_as_the_maps_do():
+    whole = Split(make_mesh(2), "tp", attention_output="whole")
+    assert local_widths(whole) == LocalWidths(2, False, 128, whole_attention_output=True)
+    assert local_widths(Split(make_mesh(4))) == LocalWidths(4, True, 256)
+    assert local_widths(None) is None
 
 
 def test_a_process_makes_its_own_cpu_devices(tmp_path):
