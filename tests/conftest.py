@@ -50,6 +50,10 @@ CHECKED = [
     "serving.steps.model_runner",
 ]
 array_checks.install(CHECKED)
+if os.environ.get("FAST_COMPILE"):
+    from support.processes import eager
+
+    eager.install()
 
 # Traces allocate much and leave few cycles: at Python's own thresholds, collecting garbage takes a
 # tenth to a quarter of a worker's time.
