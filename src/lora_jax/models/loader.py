@@ -131,7 +131,8 @@ def plan_load(
     """Return the source of every parameter.
 
     Raises:
-        ValueError: listing tensors that are missing or have another shape than the model.
+        ValueError: listing tensors that are missing, have another shape than the model or are
+            integers.
     """
     plan: dict[str, Source] = {}
     missing: list[str] = []
@@ -146,6 +147,7 @@ def plan_load(
         if not absent and source.shape(files) != shape:
             names = next(iter(source.names()))
             wrong.append(f"{names} gives {source.shape(files)}, {name} is {shape}")
+        wrong += [] if absent else _integers(source, files)
         plan[name] = source
     if missing:
         raise ValueError(f"The checkpoint lacks {_listed(sorted(set(missing)))}.")
@@ -276,6 +278,14 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _absent(source: Source, files: Checkpoint) -> list[str]:
     return [name for name in source.names() if name not in files]
+
+
+def _integers(source: Source, files: Checkpoint) -> list[str]:
+    """Return what is wrong with tensors of integers; only a quantised form gives them a meaning."""
+    if source.form(files) is not None:
+        return []
+    stored = (files[name] for name in source.names())
+    return [f"{t.name} holds {t.dtype}, not floats" for t in stored if t.dtype.kind in "iu"]
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -115,6 +115,15 @@ def test_shapes_must_be_the_configs(tmp_path):
         load(folder)
 
 
+def test_weights_must_be_floats(tmp_path):
+    tensors = mixtral_tensors(CONFIG)
+    for name, kind in (("lm_head.weight", np.int32), ("model.norm.weight", np.uint8)):
+        tensors[name] = tensors[name].astype(kind)
+    match = r"lm_head\.weight holds int32, not floats; model\.norm\.weight holds uint8, not floats"
+    with pytest.raises(ValueError, match=match):
+        load(write(tmp_path, tensors))
+
+
 def test_experts_that_are_more_than_the_config_says(tmp_path):
     folder = write(tmp_path, mixtral_tensors(CONFIG), num_local_experts=3)
     with pytest.raises(ValueError, match=r"gate\.weight gives \(4, 32\).*is \(3, 32\)"):
