@@ -1,5 +1,6 @@
 """FP8 tensors: where scales may stand, and what is refused by name."""
 
+import dataclasses
 import re
 
 import ml_dtypes
@@ -42,6 +43,17 @@ def test_the_scale_of_activations_is_not_used(tmp_path):
     one = case()
     tensors = one.tensors | {"input_scale": np.full((), 3, np.float32)}
     np.testing.assert_array_equal(read(tmp_path, "fp8 tensor", tensors), one.values)
+    files, config = one_map(tmp_path, "fp8 tensor", tensors)
+    assert list(with_quantised(files, config, FLOAT32).tensors) == ["a.b.weight"]
+
+
+def test_blocks_need_not_be_square(tmp_path):
+    one = case(block=(64, 128))
+    files, config = one_map(tmp_path, "fp8 block", one.tensors)
+    config = dataclasses.replace(config, block=(64, 128))
+    out = np.empty((130, 200), np.float32)
+    with_quantised(files, config, FLOAT32)["a.b.weight"].read((range(130), range(200)), out)
+    np.testing.assert_array_equal(out, one.values)
 
 
 BLOCK = {"block": (128, 128), "scales": "weight_scale_inv"}

@@ -36,6 +36,10 @@ REFUSED = {
         "gptq",
         lambda t: t | {"qweight": t["qweight"][:15].copy()},
     ),
+    "a.b.qweight (16, 12): 12 rows of 128 weights do not divide into eights": (
+        "gptq",
+        lambda t: t | {"qweight": t["qweight"][:, :12].copy()},
+    ),
     "a.b.scales is float16 (2, 16), expected float16 (4, 16)": (
         "gptq",
         lambda t: t | {"scales": t["scales"][:2].copy()},

@@ -16,7 +16,7 @@ from support.oracles.quantised_files import FORMATS, store
 from lora_jax.config import from_hf
 from lora_jax.models import load
 from lora_jax.models.checkpoint import SINGLE, Checkpoint, CheckpointTensor
-from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised import forms, with_quantised
 from lora_jax.ops.grouped_matmul import QUANTISED, CodedWeight, ScaledWeight
 from lora_jax.sharding import Split, make_mesh
 
@@ -83,6 +83,33 @@ def test_a_part_is_read_without_the_others(tmp_path, monkeypatch, name):
         matrix.read_part(part, tuple(range(n) for n in shape), np.empty(shape, dtype))
         used += sorted(set(seen))
     assert len(set(used)) == len(used) > 0
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp8 block", "int4 zeros", "awq", "mxfp4"])
+def test_a_box_of_a_part_and_many_chunks_are_those_of_the_whole(tmp_path, monkeypatch, name):
+    stored = store(name, (48, 256), np.random.default_rng(3))
+    files, config = one_map(tmp_path, name, stored.tensors)
+    matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    rows = range(5, 45, 3)
+    for part, (shape, dtype) in matrix.form.parts((48, 256)).items():
+        whole, columns = matrix.rows_of(part, range(48)), range(0, shape[1], 2)
+        assert whole.dtype == dtype, part
+        box = np.empty((len(rows), len(columns)), dtype)
+        matrix.read_part(part, (rows, columns), box)
+        np.testing.assert_array_equal(box, whole[5:45:3, ::2])
+    monkeypatch.setattr(forms, "_CHUNK_WEIGHTS", 7 * 256)
+    out = np.empty((48, 256), np.float32)
+    matrix.read((range(48), range(256)), out)
+    np.testing.assert_array_equal(out, stored.values)
+
+
+def test_scales_of_16_bits_keep_their_size(tmp_path):
+    for name, want in (("int4", ml_dtypes.bfloat16), ("mxfp4", ml_dtypes.bfloat16)):
+        (tmp_path / name).mkdir()
+        tensors = store(name, (16, 128), np.random.default_rng(3)).tensors
+        files, config = one_map(tmp_path / name, name, tensors)
+        matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+        assert matrix.form.scales == want
 
 
 SOME = ("nf4", "fp8 block", "int4", "gptq")  # of each kind of codes one; above are all formats

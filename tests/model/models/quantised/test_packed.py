@@ -1,5 +1,6 @@
 """compressed-tensors' packed tensors: what is refused by name."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -72,6 +73,23 @@ def test_refused_by_name(tmp_path, message):
     tensors = change(store(form, (16, 128), np.random.default_rng(0)).tensors)
     files, config = one_map(tmp_path, form, tensors)
     with pytest.raises(ValueError, match=re.escape(message)):
+        with_quantised(files, config, np.dtype(np.float32))
+
+
+def test_zero_points_of_rows_that_fill_no_number(tmp_path):
+    stored = store("int4 zeros", (12, 128), np.random.default_rng(0))
+    files, config = one_map(tmp_path, "int4 zeros", stored.tensors)
+    matrix = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    out = np.empty((12, 128), np.float32)
+    matrix.read((range(12), range(128)), out)
+    np.testing.assert_array_equal(out, stored.values)
+
+
+def test_columns_that_fill_no_number_are_refused_by_name(tmp_path):
+    tensors = store("int4", (16, 128), np.random.default_rng(0)).tensors
+    files, config = one_map(tmp_path, "int4", tensors | {"weight_shape": np.array([16, 100])})
+    config = dataclasses.replace(config, group_size=4)
+    with pytest.raises(ValueError, match="100 columns do not divide into groups of 4"):
         with_quantised(files, config, np.dtype(np.float32))
 
 
