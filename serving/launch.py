@@ -215,9 +215,12 @@ def _show_plan(options: Options, text: str) -> None:
     """Print what a deployment of many adapters over the model needs."""
     import jax.numpy as jnp
 
+    from lora_jax.adapters.local_widths import LocalWidths
     from lora_jax.config import from_hf
+    from lora_jax.config.split_sizes import attention_output, check_divides, expert_split
     from lora_jax.models import model_class
-    from serving.cli.plan import ModelSizes, plan_text, read_request
+    from lora_jax.sharding import UNIT
+    from serving.cli.plan import DeviceSizes, ModelSizes, plan_text, read_request
     from serving.engine.memory.storage import kv_dtype, lora_dtype
 
     folder = Path(options.engine.model)
@@ -228,10 +231,21 @@ def _show_plan(options: Options, text: str) -> None:
         weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         wanted = options.engine.dtype if options.engine.dtype != "auto" else config.dtype
         dtype = jnp.dtype(wanted or "bfloat16")
-        kv = model.kv_shape(config).bytes_per_token(kv_dtype(options.engine, dtype))
+        kv, in_cache = model.kv_shape(config), kv_dtype(options.engine, dtype)
         itemsize = lora_dtype(options.engine, dtype).itemsize
-        sizes = ModelSizes(weights, kv, itemsize)
-        print(plan_text(request, options.engine, model.catalogue(config), sizes))
+        sizes = ModelSizes(weights, kv.bytes_per_token(in_cache), itemsize)
+        catalogue = model.catalogue(config)
+
+        def on_each(size: int) -> DeviceSizes:
+            """Return what each of so many devices has. Raises ValueError if sizes do not divide."""
+            experts = expert_split(config, size, options.engine.enable_expert_parallel)
+            check_divides(config, size, experts)
+            whole = attention_output(config) == "whole"
+            widths = LocalWidths(size, experts == "ep", size * UNIT, whole)
+            per_token = kv.local(size).bytes_per_token(in_cache)
+            return DeviceSizes(widths.catalogue(catalogue), per_token)
+
+        print(plan_text(request, options.engine, catalogue, sizes, on_each))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error
 

@@ -9,13 +9,15 @@ The JSON may have, with these defaults:
 line. "guide" adds the tables of the guide "LoRA and QLoRA for Serving" for the model.
 
 Sizes that a server would have are those of its own flags: --max-loras, --max-lora-rank,
---max-cpu-loras, --max-total-adapter-bytes, --gpu-memory-utilization, --lora-memory-bytes. No jax.
+--max-cpu-loras, --max-total-adapter-bytes, --gpu-memory-utilization, --lora-memory-bytes,
+--tensor-parallel-size; without the last one, as few devices as hold the weights. No jax.
 """
 
 import collections
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 from lora_jax.adapters.catalogue import LoraCatalogue
@@ -50,6 +52,14 @@ class ModelSizes:
     weights: int
     kv_per_token: int
     itemsize: int  # of an adapter's values; 1 in 8 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceSizes:
+    """What each of several devices has of a model that is split over them."""
+
+    catalogue: LoraCatalogue  # its part of every module
+    kv_per_token: int  # bytes
 
 
 def read_request(text: str) -> PlanRequest:
@@ -104,27 +114,38 @@ def _check(name: str, value: Any) -> None:
 
 
 def plan_text(
-    request: PlanRequest, engine: EngineConfig, catalogue: LoraCatalogue, sizes: ModelSizes
+    request: PlanRequest,
+    engine: EngineConfig,
+    catalogue: LoraCatalogue,
+    sizes: ModelSizes,
+    on_each: Callable[[int], DeviceSizes],
 ) -> str:
-    """Return tiers, hit ratios and cost as lines of text; ValueError for what cannot be served."""
+    """Return tiers, hit ratios and cost as lines of text; ValueError for what cannot be served.
+
+    `on_each` tells what each of so many devices, at least 2, has of the model.
+    """
     one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
     usable = engine.gpu_memory_utilization * request.device_bytes
-    gpus = 1
-    while gpus * usable <= sizes.weights and gpus < 1024:
-        gpus *= 2
+    gpus = _devices(engine, sizes, usable)
     free = int(gpus * usable) - sizes.weights
-    largest = adapter_bytes(catalogue, engine.max_lora_rank, sizes.itemsize)
-    most = engine.lora_memory_bytes or int(ASKED_LORA_SHARE * free)
+    of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
+
+    def on_all(rank: int, modules: tuple[str, ...] = ()) -> int:
+        """Return the bytes of an adapter on all devices: some of its matrices lie on each."""
+        return gpus * adapter_bytes(of_device.catalogue, rank, sizes.itemsize, modules)
+
+    held, largest = on_all(request.rank, request.modules), on_all(engine.max_lora_rank)
+    most = gpus * (engine.lora_memory_bytes or 0) or int(ASKED_LORA_SHARE * free)
     slots = max(largest, min(engine.max_loras * largest, most))
     if slots >= free:
         raise ValueError(
             f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
             "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
         )
-    on_device = min(engine.max_loras, slots // one, request.adapters)
+    on_device = min(engine.max_loras, slots // held, request.adapters)
     by_bytes = engine.max_total_adapter_bytes // one
     on_host = min(engine.max_cpu_loras or by_bytes, by_bytes, request.adapters)
-    tokens = (free - slots) // sizes.kv_per_token
+    tokens = (free - slots) // (gpus * of_device.kv_per_token)
     lines = _model_lines(catalogue, sizes)
     lines += [
         f"one adapter    rank {request.rank} on {', '.join(request.modules) or 'all modules'}: "
@@ -140,6 +161,21 @@ def plan_text(
     if request.guide:
         lines += guide_lines(catalogue, sizes.weights, sizes.itemsize)
     return "\n".join(lines)
+
+
+def _devices(engine: EngineConfig, sizes: ModelSizes, usable: float) -> int:
+    """Return how many devices have the model; ValueError where those asked for do not hold it."""
+    gpus = engine.tensor_parallel_size
+    if gpus > 1:
+        if gpus * usable <= sizes.weights:
+            raise ValueError(
+                f"{gpus} devices have {spell_bytes(int(gpus * usable))} for the model's "
+                f"{spell_bytes(sizes.weights)} of weights; raise --tensor-parallel-size."
+            )
+        return gpus
+    while gpus * usable <= sizes.weights and gpus < 1024:
+        gpus *= 2
+    return gpus
 
 
 def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:
