@@ -132,7 +132,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name in FURTHER_NOTEBOOKS or _is_further_case(item, seen):
             item.add_marker("long")
-    if os.environ.get("FAST_COMPILE"):  # test_as_shipped.py has them
+    if os.environ.get("FAST_COMPILE"):
+        _draw_less(items)
+        # test_as_shipped.py has them
         items[:] = [item for item in items if item.get_closest_marker("as_shipped") is None]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
@@ -194,6 +196,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the tests of compilers where none is asked for: to list them lays out programs."""
     others = config.option.markexpr.startswith("not (gpu or multigpu or aot")
     return True if others and collection_path == ROOT / "tests/kernels/aot" else None
+
+
+def _draw_less(items: list[pytest.Item]) -> None:
+    """Let hypothesis draw a third of the examples: `make test` draws the same ones in each run."""
+    for item in items:
+        test = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+        drawn = getattr(test, "_hypothesis_internal_use_settings", None)
+        if drawn is not None and not getattr(test, "draws_less", False):
+            from hypothesis import settings
+
+            fewer = settings(drawn, max_examples=max(10, drawn.max_examples // 3))
+            test._hypothesis_internal_use_settings, test.draws_less = fewer, True
 
 
 def _is_further_case(item: pytest.Item, seen: set[tuple]) -> bool:

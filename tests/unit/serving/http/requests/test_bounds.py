@@ -20,6 +20,7 @@ from serving.http.requests.bounds import Bounds
 from serving.http.settings import HttpSettings
 from serving.runtime.rollouts import Rollouts
 from serving.text.chat_template import ChatTemplate
+from serving.text.template_sandbox import MAX_STEPS, Meter
 from serving.text.tokenizer import Tokenizer
 
 CONTEXT = 32_768
@@ -221,7 +222,8 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("source", TEMPLATES)
-def test_no_template_keeps_others_waiting(source):
+def test_no_template_keeps_others_waiting(source, monkeypatch):
+    monkeypatch.setattr(Meter.__init__, "__defaults__", (MAX_STEPS, 0.4))
     engine = FakeEngine(max_model_len=CONTEXT)
     template = ChatTemplate(source, {})
     engine.tokenizer.apply_chat_template = template.render  # type: ignore[method-assign]

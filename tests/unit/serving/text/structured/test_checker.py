@@ -15,7 +15,7 @@ from serving.api.structured_outputs import StructuredOutputs
 from serving.text.structured import checker as module
 from serving.text.structured.checker import Checker, GrammarRefused
 
-LIMIT_S = 2.0
+LIMIT_S = 1.0
 
 
 @pytest.fixture(scope="module")
