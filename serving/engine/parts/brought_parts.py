@@ -1,6 +1,7 @@
 """Room for what adapters bring beside LoRA, and the modules with it."""
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -80,9 +81,12 @@ def take_brought(
 ) -> tuple[LoraCatalogue, OutputNorms | None]:
     """Return the catalogue with what adapters may bring, which the model then knows.
 
-    Beside it what computes their gains; None where they have none.
+    Where they may bring nothing it says why. Beside it what computes their gains; None where they
+    have none.
     """
     norms = None
+    if why := why_only_lora(config, has_server=has_server):
+        catalogue = dataclasses.replace(catalogue, only_lora=why)
     if takes_gains(config, adapters, has_server):
         norms = OutputNorms(model, config.max_lora_rank)
         norms.warm_up()

@@ -62,6 +62,7 @@ class LoraCatalogue:
     quantization: str | None = None  # format of the base's weights; None: not said
     tied_head: bool = False  # lm_head is the embedding; told where adapters may bring rows of them
     most_saved: int = 0  # whole embeddings and heads of all adapters on the device
+    only_lora: str = ""  # option with which adapters bring nothing but LoRA; "": they may
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -71,6 +72,12 @@ class LoraCatalogue:
     @property
     def module_names(self) -> tuple[str, ...]:
         return tuple(sorted(self.modules))
+
+    def what_to_change(self, room: str) -> str:
+        """Return how a server is started that takes what there is no room for; `room` is a flag."""
+        if self.only_lora:
+            return f"that does not go with {self.only_lora}. Start one without it, with {room}"
+        return f"start it with {room}"
 
     def without_experts(self) -> "LoraCatalogue":
         """Return the catalogue of all modules but the experts'."""

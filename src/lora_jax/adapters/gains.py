@@ -118,7 +118,8 @@ def _target(path: str, tensors: dict[str, AdapterTensor], catalogue: LoraCatalog
     words = ", ".join(_WORDS[kind][0] for kind in tensors)
     if not any(map(is_gain, catalogue.modules)):
         raise ValueError(
-            f"{name}: the adapter has {words}; a server takes that with enable_dora_and_bias."
+            f"{name}: the adapter has {words}, and the server takes none: "
+            f"{catalogue.what_to_change('enable_dora_and_bias')}."
         )
     target = find_target(path, catalogue)
     if target is None:

@@ -178,7 +178,8 @@ def _rows(tensor: AdapterTensor, ids: tuple[int, ...], catalogue: LoraCatalogue)
     if len(ids) > room:
         raise ValueError(
             f"the adapter has {len(ids)} trained tokens (trainable_token_indices); the server "
-            f"takes {room}: start it with max_lora_trainable_tokens of {len(ids)} or more."
+            f"takes {room}: "
+            + catalogue.what_to_change(f"max_lora_trainable_tokens of {len(ids)} or more.")
         )
     head = catalogue.modules[HEAD]
     outside = [token for token in ids if token >= head.d_out]
@@ -202,7 +203,8 @@ def _saved(
         raise ValueError(
             f"the adapter has {len(config.saved)} whole matrices of the vocabulary "
             f"(modules_to_save: {', '.join(config.saved)}); the server takes "
-            f"{catalogue.most_saved}: start it with a larger max_lora_modules_to_save."
+            f"{catalogue.most_saved}: "
+            + catalogue.what_to_change("a larger max_lora_modules_to_save.")
         )
     follows = config.ties_weights and catalogue.tied_head and EMBEDDING in config.saved
     sites: dict[_Site, SiteWeights] = {}

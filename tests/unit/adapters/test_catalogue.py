@@ -1,5 +1,7 @@
 """Catalogues of the base models."""
 
+import dataclasses
+
 from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.catalogue import EXPERT_MODULES
@@ -14,6 +16,14 @@ def test_module_names_are_in_the_order_of_the_table():
     names = cases.moe().module_names
     assert list(names) == sorted(names)
     assert {"q_proj", "router", "experts.down_proj"} <= set(names)
+
+
+def test_what_to_change_names_the_option_that_has_no_room():
+    plain = cases.llama()
+    assert plain.what_to_change("flag 3") == "start it with flag 3"
+    bound = dataclasses.replace(plain, only_lora="tensor_parallel_size 2")
+    said = "that does not go with tensor_parallel_size 2. Start one without it, with flag 3"
+    assert bound.what_to_change("flag 3") == said
 
 
 def test_a_catalogue_can_do_without_experts():

@@ -89,7 +89,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, config, tensors, message
 
 def test_a_reader_without_room_says_what_a_server_needs(tmp_path):
     folder = write(tmp_path / "a", {"bias": "all"}, **{"AT.bias": VECTOR})
-    with pytest.raises(ValueError, match="a server takes that with enable_dora_and_bias"):
+    with pytest.raises(ValueError, match="takes none: start it with enable_dora_and_bias"):
         read(folder, PLAIN)
 
 

@@ -1,5 +1,7 @@
 """Trained tokens and saved embeddings and heads of PEFT folders: what is read, what is refused."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
@@ -70,12 +72,14 @@ def test_a_saved_embedding_changes_a_tied_head_only_where_peft_ties_it(tmp_path,
         assert alone.report.brings == ("embed_tokens (modules_to_save)",)
 
 
+BOUND = dataclasses.replace(PLAIN, only_lora="tensor_parallel_size 2")
 WRONG = [
     (TRAINED, {}, UNTIED, "no trained rows of embed_tokens, which trainable_token_indices"),
     ({}, OF_TOKENS, UNTIED, "trained embedding rows are not supported"),
     (TRAINED, OF_TOKENS | OF_SAVED, UNTIED, r"announces no embed_tokens \(modules_to_save\)"),
     (TRAINED | SAVED, OF_TOKENS | OF_SAVED, UNTIED, "embed_tokens has trained tokens, and is"),
     (TRAINED, {f"encoder.embed_tokens.{DELTA}": ROWS}, UNTIED, "has no module encoder.embed_tok"),
+    (TRAINED, OF_TOKENS, BOUND, r"takes 0: that does not go with tensor_parallel_size 2\. Start"),
     (TRAINED, OF_TOKENS, PLAIN, "takes 0: start it with max_lora_trainable_tokens of 2 or more"),
     ({"trainable_token_indices": [5, 2, 1]}, OF_TOKENS, UNTIED, r"\(2, 16\); the config and the"),
     ({"trainable_token_indices": [5, 10**6]}, OF_TOKENS, UNTIED, "indices has 1000000; the base"),
@@ -84,6 +88,7 @@ WRONG = [
     ({"trainable_token_indices": {"wte": [1]}}, {}, UNTIED, 'names "wte"; embed_tokens and lm_h'),
     ({"trainable_token_indices": {"lm_head": [1]}}, {}, TIED, "which is the base's embedding"),
     (SAVED, {}, UNTIED, "no weight of embed_tokens, which modules_to_save announces"),
+    (SAVED, OF_SAVED, BOUND, "takes 0: that does not go with tensor_parallel_size 2"),
     (SAVED, OF_SAVED, PLAIN, "the server takes 0: start it with a larger max_lora_modules_to_save"),
     (SAVED, {"model.embed_tokens.weight": WHOLE[:-1]}, UNTIED, "vocabulary of another size"),
     (

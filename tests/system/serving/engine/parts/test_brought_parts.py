@@ -1,6 +1,7 @@
 """Room for what adapters bring: as the config says, else as the adapters need."""
 
 import numpy as np
+from support.cases import adapter_cases
 from support.cases.brought_cases import FIXTURES
 from support.cases.head_cases import write_head
 
@@ -43,6 +44,12 @@ def test_without_room_the_catalogue_stays():
     kept = object()
     config = EngineConfig("m")
     assert take_brought(None, kept, config, PLAIN, has_server=False) == (kept, None)
+
+
+def test_an_engine_for_plain_lora_alone_says_so_in_the_catalogue():
+    split = EngineConfig("m", tensor_parallel_size=2)
+    kept, norms = take_brought(None, adapter_cases.llama(), split, PLAIN, has_server=False)
+    assert (kept.only_lora, norms) == ("tensor_parallel_size 2", None)
 
 
 def test_sizes_with_which_an_engine_without_the_adapters_has_the_same_programs(tmp_path):
