@@ -62,8 +62,11 @@ gc.set_threshold(50_000, 20, 20)
 
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
 # The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
+# In a new clone the first server compiles the C++ kernels too: the next two files need none.
 LONGEST = (
     "1_quick_start.ipynb",
+    "test_keeper.py",
+    "test_bounds.py",
     "test_as_shipped.py",
     "test_exactness.py",
     "test_devices.py",
@@ -73,7 +76,6 @@ LONGEST = (
     "test_compiled_step.py",
     "test_commands.py",
     "test_split_step.py",
-    "test_bounds.py",
     "test_lora.py",
     "test_esft_serving.py",
     "test_processes.py",
@@ -99,12 +101,14 @@ TOGETHER = (
     (
         "tests/model/models/",
         "tests/model/finetune/test_peft_export.py",
+        "tests/model/test_quantize.py",
         "tests/model/nn/test_rope.py",
         "tests/model/nn/test_vision.py",
         "tests/unit/vision/",
         "tests/unit/adapters/test_combine.py",
         "tests/unit/test_config.py",
         "tests/kernels/npu_backend/",
+        "tests/system/bench/test_kernels.py",
         "tests/system/serving/test_brought_adapters.py",
         "tests/system/serving/test_families.py",
         "tests/system/serving/test_esft_with_images.py",

@@ -319,6 +319,7 @@ def test_a_bomb_over_http_is_400_while_others_are_answered(engine, client, monke
             assert may_end.wait(120)
 
     monkeypatch.setattr(engine.grammars._checker, "check", late)
+    monkeypatch.setattr(engine.grammars._checker, "_limit_s", 1.0)
     bomb = {"structured_outputs": {"json": crossed_patterns(30)}}
     thread = threading.Thread(target=lambda: answers.append(ask(client, **bomb)))
     thread.start()
