@@ -171,6 +171,11 @@ class ClusterConfig:
         return self.has_nodes and self.instances + self.lora_server > 1
 
     @property
+    def splits_model(self) -> bool:
+        """True if --nnodes are hosts that one model is split over."""
+        return self.nnodes > 1 and not self.spreads_roles
+
+    @property
     def is_single(self) -> bool:
         """True if one process does it all."""
         one = self.instances == 1 and self.lora_server == 0 and self.nnodes == 1

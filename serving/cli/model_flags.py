@@ -19,9 +19,8 @@ def check_model_flags(options: Options) -> None:
     if model is None:
         return
     cluster = options.cluster
-    over_hosts = cluster.nnodes > 1 and not cluster.spreads_roles
     has_functions = options.functions.functions is not None
-    beside = Beside(bool(cluster.lora_server), over_hosts, has_functions)
+    beside = Beside(bool(cluster.lora_server), cluster.splits_model, has_functions)
     for engine in engines_of(options.engine):
         check_pairs(engine, model, beside)
     if has_functions and options.functions.functions_isolation == "server":

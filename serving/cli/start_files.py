@@ -4,7 +4,7 @@ An engine checks the same and more before it reads weights; the command says it 
 """
 
 from serving.cli.options import Options
-from serving.engine.parts.early_checks import check_adapters
+from serving.engine.parts.early_checks import check_adapters, check_hosts_adapters
 from serving.text.tokenizer import check_files
 
 
@@ -15,4 +15,7 @@ def check_start_files(options: Options) -> None:
     """
     engine = options.engine
     check_files(engine.model, engine.chat_template, needed=engine.load_format != "dummy")
-    check_adapters(engine, {module.name: module.path for module in options.adapters})
+    adapters = {module.name: module.path for module in options.adapters}
+    if options.cluster.splits_model:
+        check_hosts_adapters(adapters)
+    check_adapters(engine, adapters)

@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from lora_jax.adapters.adapter_folders import check_folders
 from lora_jax.adapters.entries import RegistryLimits
+from lora_jax.adapters.esft_format import CONFIG_FILE
 from serving.api.config import EngineConfig
 
 
@@ -26,3 +28,14 @@ def check_adapters(config: EngineConfig, adapters: Mapping[str, str | os.PathLik
     """
     if config.load_format != "dummy":
         check_folders(adapters, limits_of(config))
+
+
+def check_hosts_adapters(adapters: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Raise ValueError naming an adapter that a model over several hosts does not serve."""
+    for name, path in adapters.items():
+        if (Path(path) / CONFIG_FILE).is_file():
+            raise ValueError(
+                f"Adapter {name!r} is an ESFT adapter, and an instance over several hosts serves "
+                "LoRA alone: leave it out, or serve the model on the devices of one host, with "
+                "--nnodes 1."
+            )

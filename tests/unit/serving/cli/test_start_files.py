@@ -31,6 +31,17 @@ def test_what_fits_is_let_through(model):
     check(model, "--load-format", "dummy")
 
 
+def test_an_esft_adapter_is_refused_where_hosts_share_the_model(model):
+    (model.parent / "law").mkdir()
+    (model.parent / "law" / "expert_cfg.json").write_text("{}")
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--nodes-secret-file", "s"]
+    flags += ["--lora-modules", f"law={model.parent / 'law'}"]
+    with pytest.raises(ValueError, match="Adapter 'law' is an ESFT adapter, and an instance over"):
+        check(model, *flags)
+    with pytest.raises(ValueError, match="no .safetensors file"):  # each instance is on one host
+        check(model, *flags, "--instances", "2")
+
+
 def test_a_model_without_a_tokenizer_is_named(model):
     (model / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"m has no tokenizer: neither tokenizer\.json nor"):
