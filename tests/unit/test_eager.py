@@ -23,6 +23,7 @@ CASES = {
     "to an integer": lambda: (jnp.asarray(random(3)) * 9).astype(jnp.int32),
     "steps": lambda: jnp.asarray(random(7, 6))[2:5, ::2],
     "the last": lambda: jnp.asarray(random(7, 7))[-1],
+    "one of floats": lambda: jax.lax.dynamic_slice(jnp.asarray(random(6)), (5,), (3,)),
     "past the end": lambda: jax.lax.dynamic_slice(jnp.arange(6), (5,), (3,)),
     "turned": lambda: jnp.asarray(random(7, 8)).T.reshape(8, 7, 1),
     "joined": lambda: jnp.concatenate([jnp.arange(3), jnp.arange(2)]),

@@ -73,7 +73,7 @@ def _same_bits(operands: Sequence, result: Any) -> bool:
     """Return whether numpy converts as XLA does: never from a float to an integer, or in 8 bits."""
     known = {np.dtype(t) for t in ("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32")}
     floats = {np.dtype(t) for t in ("float32", "float16", jax.numpy.bfloat16)}
-    kinds = {aval.dtype for aval in (*operands, result)}
+    kinds = {aval.dtype for aval in (*operands[:1], result)}  # others are places, or of one type
     if len(kinds) == 1 or kinds <= known:
         return True
     given = operands[0].dtype
