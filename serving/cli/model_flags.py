@@ -20,12 +20,17 @@ def check_model_flags(options: Options) -> None:
         return
     cluster = options.cluster
     has_functions = options.functions.functions is not None
-    beside = Beside(bool(cluster.lora_server), cluster.splits_model, has_functions)
+    beside = Beside(
+        lora_server=bool(cluster.lora_server),
+        several_hosts=cluster.splits_model,
+        shared_backbone=has_functions,
+    )
     for engine in engines_of(options.engine):
         check_pairs(engine, model, beside)
     if has_functions and options.functions.functions_isolation == "server":
         try:
-            check_pairs(options.engine, model, dataclasses.replace(beside, lora_server=True))
+            alone = dataclasses.replace(beside, lora_server=True, tenants=True)
+            check_pairs(options.engine, model, alone)
         except ValueError as error:
             raise ValueError(
                 "With --functions-isolation server an engine has no adapters, as beside a LoRA "

@@ -68,6 +68,7 @@ def server_spec(engine: EngineConfig, cluster: ClusterConfig) -> ServerSpec | No
         transport=_transport(cluster),
         attention=cluster.lora_attention == "remote",
         load_format=engine.load_format,
+        lora_dtype=engine.lora_dtype,
         implementation=None if cluster.lora_kernel == "fast" else cluster.lora_kernel,
     )
     design(spec)

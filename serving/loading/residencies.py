@@ -238,7 +238,7 @@ def make_residencies(
     if server is None:
         lora = LoraResidency(loader, copier, host_form, table)
     elif not isinstance(server, TenantSide) and server.num_local:
-        lora = StandInResidency(loader, server, LocalExperts(loader), copier)
+        lora = StandInResidency(loader, server, LocalExperts(loader), copier, host_form)
     else:
         lora = ServerResidency(loader, server, copier, host_form)
     return _beside_experts(lora, allocator, esft, on_loaded)

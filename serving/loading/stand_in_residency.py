@@ -7,6 +7,7 @@ from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.row_copies import Copier
 from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.local_experts import LocalExperts
+from serving.loading.lora_residency import HostForm
 from serving.loading.residency import DeviceTables, Failures
 from serving.loading.server_residency import ServerResidency
 from serving.lora_server.instance import InstanceSide
@@ -21,9 +22,10 @@ class StandInResidency(ServerResidency):
         server: InstanceSide,
         local: LocalExperts,
         copier: Copier | None = None,
+        host_form: HostForm | None = None,
     ):
         """`local` brings whole adapters into slots of the same `loader`."""
-        super().__init__(loader, server, copier)
+        super().__init__(loader, server, copier, host_form)
         self._local, self._server = local, server
 
     def acquire(self, digest: str) -> int | None:

@@ -237,7 +237,8 @@ def connect(access: ServerAccess, config: EngineConfig, dtype: str) -> InstanceS
     Raises ValueError for sizes that do not fit the server, and TransportError (a ConnectionError)
     when it cannot be reached, or serves another base model or in another way.
     """
-    server_design = design(dataclasses.replace(access.spec, model=config.model, dtype=dtype))
+    here = {"model": config.model, "dtype": dtype, "lora_dtype": config.lora_dtype}
+    server_design = design(dataclasses.replace(access.spec, **here))
     server_design.require_rows(config.step_tokens)
     server_design.require_rank(config.max_lora_rank)
     client = _client(access, server_design.terms, config.tensor_parallel_size)

@@ -47,6 +47,7 @@ class RankSizes:
     max_rows: int  # of one request
     byte_budget: int | None = None  # of rank rows; None: num_adapters of max_rank
     layerwise: bool = True  # an adapter may be used from its first layer on
+    int8_rows: bool = False  # rank rows are in 8 bits
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -78,13 +79,14 @@ class ServerRank:
         self._implementation, self._copier = implementation, copier
         self.shard, self.sizes, self.dtype = shard, sizes, jnp.dtype(dtype)
         self._catalogue = local = shard_catalogue(catalogue, shard)
+        rows = jnp.dtype(jnp.int8) if sizes.int8_rows else self.dtype
         spec = size_slots(
-            local, sizes.num_adapters, sizes.max_rank, self.dtype.itemsize, sizes.byte_budget
+            local, sizes.num_adapters, sizes.max_rank, rows.itemsize, sizes.byte_budget
         )
-        self._allocator = SlotAllocator(local, spec.num_slots, spec.rows, self.dtype.itemsize)
+        self._allocator = SlotAllocator(local, spec.num_slots, spec.rows, rows.itemsize)
         # Committed from the start, or every program would compile twice (see ModelRunner).
         device = jax.local_devices()[0]
-        self.slots: AdapterSlots = jax.device_put(init_slots(local, spec, self.dtype), device)
+        self.slots: AdapterSlots = jax.device_put(init_slots(local, spec, rows), device)
         self._loads: dict[int, LayerwiseLoad] = {}  # by number, oldest first
         self._failures: list[tuple[int, str]] = []
         self._digests: dict[int, str] = {}  # by number
@@ -133,8 +135,11 @@ class ServerRank:
         return tuple(self._catalogue.modules[name].d_out for name in SITES[site])
 
     def pin(self, part: AdapterWeights) -> AdapterWeights:
-        """Return a part, whose matrices load at the rate of the host's bus; any thread may ask."""
-        return pin_matrices(part, self._copier)
+        """Return a part as the host keeps it; any thread may ask.
+
+        Its rows are those of the slots, and load at the rate of the host's bus.
+        """
+        return pin_matrices(part.in_8_bits() if self.sizes.int8_rows else part, self._copier)
 
     def start_load(self, number: int, part: AdapterWeights) -> None:
         """Give this rank's part of an adapter (`shard_part`) room under `number`.

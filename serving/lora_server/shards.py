@@ -158,6 +158,19 @@ class SplitWeights(AdapterWeights):
 
     whole: AdapterWeights
 
+    def in_8_bits(self) -> "SplitWeights":
+        """Return both in 8 bits; the part goes on sharing the matrices of the whole."""
+        return self._of(self.whole.in_8_bits())
+
+    def narrowed(self, dtype: np.dtype) -> "SplitWeights":
+        """Return both with rank rows of a narrower dtype; the part goes on sharing the matrices."""
+        return self._of(self.whole.narrowed(dtype))
+
+    def _of(self, whole: AdapterWeights) -> "SplitWeights":
+        sites = {key: whole.sites[key] for key in self.sites}
+        size = whole.report.weight_bytes
+        return SplitWeights(sites, dataclasses.replace(self.report, weight_bytes=size), whole)
+
 
 def split(weights: AdapterWeights, layout: ShardLayout) -> AdapterWeights:
     """Return the local part, and with it the whole if that is more.

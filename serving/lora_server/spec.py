@@ -40,11 +40,12 @@ class ServerSpec:
     transport: str = "auto"  # serving.lora_server.transport.selection
     attention: bool = False  # adapters' attention is on the server too
     load_format: str = "auto"  # as EngineConfig's
+    lora_dtype: str = "auto"  # as EngineConfig's
 
     @property
     def itemsize(self) -> int:
         """Bytes of a value of the adapters' pools."""
-        return jnp.dtype(self.dtype).itemsize
+        return jnp.dtype(self.dtype if self.lora_dtype == "auto" else self.lora_dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +67,18 @@ class ServerDesign:
         sizes = len(self.layout.moe_layers), spec.max_rows, *widths
         deltas = delta_dtype(jnp.dtype(spec.dtype), spec.implementation).name
         shapes = moe_shapes(*sizes, spec.dtype, deltas, attention=attention)
-        return Terms(base_digest(spec.model), self.layout.placement, shapes)
+        return Terms(base_digest(spec.model), self.layout.placement, shapes, spec.lora_dtype)
 
     @property
     def sizes(self) -> RankSizes:
         spec = self.spec
         return RankSizes(
-            spec.num_adapters, spec.max_rank, spec.max_rows, spec.byte_budget, spec.layerwise
+            spec.num_adapters,
+            spec.max_rank,
+            spec.max_rows,
+            spec.byte_budget,
+            spec.layerwise,
+            int8_rows=spec.lora_dtype == "int8",
         )
 
     def slot_bytes(self, rank: int) -> int:

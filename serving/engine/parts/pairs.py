@@ -16,7 +16,8 @@ VOCABULARY = ("max_lora_trainable_tokens", "max_lora_modules_to_save")
 class Beside:
     """Parts that an engine has beside those of its config."""
 
-    lora_server: bool = False
+    lora_server: bool = False  # or tenants
+    tenants: bool = False  # processes that hold an adapter each, and compute it
     several_hosts: bool = False  # over which the model is split
     shared_backbone: bool = False
 
@@ -25,7 +26,7 @@ def check_pairs(config: EngineConfig, model: ModelConfig, beside: Beside) -> Non
     """Raise ValueError naming options that do not go together, and what to change."""
     has_server = beside.lora_server
     check_speculation(config, has_server=has_server)
-    check_storage(config, has_server=has_server)
+    check_storage(config, has_tenants=beside.tenants)
     check_page_pool(config, beside)
     if beside.several_hosts:
         check_hosts(config, model)
@@ -45,14 +46,14 @@ def check_speculation(config: EngineConfig, *, has_server: bool) -> None:
         )
 
 
-def check_storage(config: EngineConfig, *, has_server: bool) -> None:
+def check_storage(config: EngineConfig, *, has_tenants: bool) -> None:
     """Raise ValueError for what adapters in 8 bits do not go with."""
     if config.lora_dtype != INT8:
         return
-    if has_server:
+    if has_tenants:
         raise ValueError(
-            "A LoRA Server keeps adapters in the dtype of the model: leave lora_dtype int8 out, or "
-            "start without --lora-server."
+            "A process that computes one function's adapter keeps it in the dtype of the model: "
+            "leave lora_dtype int8 out."
         )
     if config.lora_merge != OFF or config.merge_adapter is not None:
         raise ValueError(

@@ -129,7 +129,8 @@ def build_parts(
     check_devices(access, config)
     if backbone is not None:
         config = check_backbone(config, access is not None and not access.holds_all)
-    beside = Beside(access is not None, gang is not None, backbone is not None)
+    has_tenants = access is not None and access.holds_all
+    beside = Beside(access is not None, has_tenants, gang is not None, backbone is not None)
     described = read_config(Path(config.model))
     check_pairs(config, described, beside)
     # What small files say is found out before the weights, which may take minutes, are read.

@@ -20,12 +20,15 @@ _REMEDY_OTHERWISE = "start both sides with the same model, dtype and LoRA option
 class Terms:
     """The base model by a digest of its config and weights, the plan, and the slots' shapes.
 
+    `adapters` is the dtype of rank rows, "auto" for the base model's.
+
     Raises ValueError where plan and shapes count different layers.
     """
 
     base: str
     placement: ServerLayout
     shapes: Shapes
+    adapters: str = "auto"
 
     def __post_init__(self) -> None:
         if self.shapes.layers != self.placement.shape.layers:
@@ -47,6 +50,7 @@ class Terms:
             "rows in a slot": shapes.max_rows,
             "dtype": shapes.dtype,
             "dtype of results": shapes.delta_dtype,
+            "dtype of adapters": self.adapters,
             "sites": "; ".join(f"{s.name} {s.d_in} to {s.d_outs}" for s in shapes.sites),
         }
 

@@ -108,7 +108,6 @@ REFUSED = {
     ("merged primary", "several devices"): "is for one device",
     ("merged primary", "LoRA Server"): "a LoRA Server holds",
     ("merged primary", "shared backbone"): "merge_adapter one",
-    ("adapters in 8 bits", "LoRA Server"): "in the dtype of the model",
     ("speculation", "LoRA Server"): "compute all of an adapter",
     ("KV pages on the host", "page pool"): "page_pool_bytes does not go with kv_offloading_size",
     ("merged modes", "page pool"): "page_pool_bytes does not go with lora_merge",
@@ -176,7 +175,8 @@ class Models:
             fields["max_esft_adapters"] = 0
         with contextlib.ExitStack() as stack:
             if "LoRA Server" in features:
-                spec = lora_server_cases.make_spec(str(folder), "ep2-pp1")
+                kept = fields.get("lora_dtype", "auto")
+                spec = lora_server_cases.make_spec(str(folder), "ep2-pp1", lora_dtype=kept)
                 ranks = stack.enter_context(lora_server_cases.running(spec))
                 fields["lora_server"] = ranks.access()
             if "shared backbone" in features:

@@ -1,5 +1,7 @@
 """A disaggregated engine answers as a coupled one does, bit for bit, for every placement."""
 
+import contextlib
+import dataclasses
 import itertools
 import shutil
 
@@ -32,8 +34,12 @@ def answers(engine, prompts, adapters):
 
 @pytest.fixture(scope="module")
 def coupled(files, prompts):
+    return coupled_answers(files, prompts)
+
+
+def coupled_answers(files, prompts, **changes):
     model, adapters = files
-    with Engine(model, adapters, **cases.ENGINE) as engine:
+    with Engine(model, adapters, **cases.ENGINE | changes) as engine:
         mixed = answers(engine, prompts, MIXED)
         base = answers(engine, prompts, None)
     for place, adapter in enumerate(MIXED):
@@ -78,10 +84,40 @@ def test_so_are_those_of_an_instance_over_two_devices(
     check_answers(placement, transport, files, prompts, coupled, devices=2)
 
 
+@pytest.fixture(scope="module")
+def in_8_bits(files, prompts, coupled):
+    made = coupled_answers(files, prompts, lora_dtype="int8")
+    assert made[1] == coupled[1]
+    assert made[0] != coupled[0]
+    return made
+
+
+@pytest.mark.long  # the next one has experts on the ranks
+@pytest.mark.parametrize("attention", [True, False], ids=["attention", "experts"])
+def test_so_are_those_of_adapters_in_8_bits(attention, files, prompts, in_8_bits):
+    more = {"attention": attention, "lora_dtype": "int8"}
+    check_answers("ep2-pp2", "in_process", files, prompts, in_8_bits, **more)
+
+
+def test_so_are_those_of_stand_ins_in_8_bits(files, prompts, in_8_bits):
+    """The instance keeps whole adapters in 8 bits, and computes them once the ranks are gone."""
+    model, adapters = files
+    spec = cases.make_spec(model, "ep2-pp1", lora_dtype="int8")
+    sizes = cases.ENGINE | {"lora_dtype": "int8"}
+    mixed, _ = in_8_bits
+    with contextlib.ExitStack() as stack:
+        with cases.running(spec, "shared_memory") as ranks:
+            access = dataclasses.replace(ranks.access(), local_slots=2)
+            engine = stack.enter_context(Engine(model, adapters, lora_server=access, **sizes))
+            assert answers(engine, prompts, MIXED) == mixed
+        for place in (0, 3):
+            assert answers(engine, [prompts[place]], MIXED[place]) == [mixed[place]]
+
+
 def check_answers(placement, transport, files, prompts, coupled, devices=1, **changes):
     model, adapters = files
     spec = cases.make_spec(model, placement, **changes)
-    sizes = cases.ENGINE | {"tensor_parallel_size": devices}
+    sizes = cases.ENGINE | {"tensor_parallel_size": devices, "lora_dtype": spec.lora_dtype}
     with (
         cases.running(spec, transport) as ranks,
         Engine(model, adapters, lora_server=ranks.access(), **sizes) as engine,

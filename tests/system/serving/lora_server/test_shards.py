@@ -169,6 +169,25 @@ def test_the_local_part_counts_its_own_bytes():
     assert part.report.weight_bytes == LAYERS * 2 * 2 * 16 * 4
 
 
+def test_a_part_in_8_bits_shares_the_matrices_of_the_whole():
+    weights = adapter(shared=True)
+    modules = {"experts.up_proj": ModuleReport(MOE_LAYERS, (3,), (2.0,))}
+    report = dataclasses.replace(weights.report, modules=modules)
+    kept = shards.split(dataclasses.replace(weights, report=report), make_layout(1, 1))
+    part = kept.in_8_bits()
+    assert isinstance(part, shards.SplitWeights)
+    want = weights.in_8_bits()
+    assert set(part.sites) == {("q_proj", layer) for layer in range(LAYERS)}
+    assert set(part.whole.sites) == set(weights.sites)
+    for key, site in part.whole.sites.items():
+        assert site.a.dtype == np.int8
+        np.testing.assert_array_equal(site.b, want.sites[key].b)
+    for key, site in part.sites.items():
+        assert site.a is part.whole.sites[key].a
+    assert part.whole.digest == kept.whole.digest
+    assert part.report.weight_bytes == want.report.weight_bytes
+
+
 def test_experts_that_no_adapter_changes_are_refused():
     with pytest.raises(ValueError, match="cannot change the experts of dbrx"):
         shards.shard_catalogue(adapter_cases.dbrx(), make_layout(1, 1).shard(0))

@@ -23,6 +23,18 @@ def test_a_design_has_a_shard_per_rank(model, placement, ranks):
     assert made.sizes.max_rows == made.terms.shapes.max_rows
 
 
+def test_rows_in_8_bits_are_nearly_a_quarter_of_those_in_float32(model):
+    wide, narrow = (
+        design(cases.make_spec(model, "ep2-pp1", lora_dtype=kept)) for kept in ("auto", "int8")
+    )
+    assert narrow.sizes.int8_rows
+    assert not wide.sizes.int8_rows
+    # Rows of 32 and 48 values, of which float32 takes 128 and 192 bytes.
+    assert 48 / 128 > narrow.slot_bytes(0) / wide.slot_bytes(0) > 64 / 192
+    facts = (made.terms.facts(0) for made in (wide, narrow))
+    assert "dtype of adapters: the server has auto, the instance int8" in (mismatch(*facts) or "")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -32,7 +32,7 @@ def model(tmp_path):
         (["--tensor-parallel-size", "2", "--page-pool-bytes", "9"], "go with tensor_parallel_size"),
         (["--lora-server", "1", "--page-pool-bytes", "9"], "does not go with lora server"),
         (["--lora-server", "1", "--lora-merge", "exact"], "start without --lora-server"),
-        (["--lora-server", "1", "--lora-dtype", "int8"], "leave lora_dtype int8 out"),
+        (["--lora-merge", "auto", "--lora-dtype", "int8"], "leave lora_dtype int8 out"),
         (["--functions", ".", "--page-pool-bytes", "9"], "does not go with shared backbone"),
         (
             ["--functions", ".", "--functions-isolation", "server", "--lora-dtype", "int8"],

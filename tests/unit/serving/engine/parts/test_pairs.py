@@ -10,6 +10,7 @@ from serving.api.config import EngineConfig
 from serving.engine.parts.pairs import Beside, check_pairs
 
 ALONE, SERVER, HOSTS = Beside(), Beside(lora_server=True), Beside(several_hosts=True)
+TENANTS = Beside(lora_server=True, tenants=True)
 MIXTURE = from_hf(hub("mixtral") | {"num_local_experts": 8})
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 3}
 
@@ -30,7 +31,7 @@ def check(fields, beside=ALONE, model=MIXTURE):
     ("fields", "beside", "words"),
     [
         ({"speculative_config": SPECULATIVE}, SERVER, "speculative_config is for engines that co"),
-        ({"lora_dtype": "int8"}, SERVER, "in the dtype of the model: leave lora_dtype int8"),
+        ({"lora_dtype": "int8"}, TENANTS, "in the dtype of the model: leave lora_dtype int8"),
         (
             {"lora_dtype": "int8", "lora_merge": "auto"},
             ALONE,
