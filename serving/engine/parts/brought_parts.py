@@ -1,21 +1,17 @@
 """Room for what adapters bring beside LoRA, and the modules with it."""
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.gains import with_gains
-from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_format import CONFIG_FILE, read_config
 from lora_jax.adapters.vocabulary import MOST_TOKENS, needs, with_vocabulary
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.nn.output_norms import OutputNorms
 from serving.api.config import EngineConfig
 from serving.engine.memory.storage import INT8
+from serving.engine.parts.early_checks import brought_by
 from serving.engine.parts.head_parts import head_labels
 from serving.engine.parts.pairs import GAINS, VOCABULARY, why_only_lora
 
@@ -26,7 +22,7 @@ def takes_gains(
     """Return whether adapters may have DoRA and biases: as the config says, else if some have."""
     why = why_only_lora(config, has_server=has_server)
     if config.enable_dora_and_bias is None:
-        return not why and any(c.has_gains for c in _configs(adapters.values()))
+        return not why and any(c.has_gains for _, c in brought_by(adapters))
     return config.enable_dora_and_bias
 
 
@@ -38,7 +34,7 @@ def vocabulary_room(
     They are as the config says, else what the adapters have.
     """
     why = why_only_lora(config, has_server=has_server)
-    needed = [] if why else [needs(c) for c in _configs(adapters.values())]
+    needed = [] if why else [needs(c) for _, c in brought_by(adapters)]
     default = max((t for t, _ in needed), default=0), sum(saved for _, saved in needed)
     wanted = [getattr(config, flag) for flag in VOCABULARY]
     tokens, saved = (d if w is None else w for w, d in zip(wanted, default, strict=True))
@@ -60,15 +56,6 @@ def needed_sizes(
         **dict(zip(VOCABULARY, vocabulary_room(config, adapters, False), strict=True)),
     }
     return {f: size for f, size in sizes.items() if size and getattr(config, f) is None}
-
-
-def _configs(folders: Iterable[str | os.PathLike[str]]) -> Iterable[PeftConfig]:
-    """Yield the configs of PEFT folders."""
-    for path in folders:
-        with contextlib.suppress(OSError, ValueError):  # its load says what is wrong
-            folder = AdapterFolder(Path(path))
-            if CONFIG_FILE in folder.files():
-                yield read_config(folder, has_head=True, brings=True)
 
 
 def take_brought(

@@ -1,13 +1,21 @@
 """Checks of adapters' small files, before a model is loaded. No jax."""
 
+import contextlib
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lora_jax.adapters.adapter_folders import check_folders
 from lora_jax.adapters.entries import RegistryLimits
 from lora_jax.adapters.esft_format import CONFIG_FILE
+from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.peft_config import PeftConfig
+from lora_jax.adapters.peft_format import CONFIG_FILE as PEFT_FILE
+from lora_jax.adapters.peft_format import read_config
+from lora_jax.adapters.vocabulary import needs
 from serving.api.config import EngineConfig
+from serving.engine.parts.pairs import why_only_lora
 
 
 def limits_of(config: EngineConfig) -> RegistryLimits:
@@ -28,6 +36,31 @@ def check_adapters(config: EngineConfig, adapters: Mapping[str, str | os.PathLik
     """
     if config.load_format != "dummy":
         check_folders(adapters, limits_of(config))
+
+
+def check_plain(
+    config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]], *, has_server: bool
+) -> None:
+    """Raise ValueError naming an adapter that brings more than LoRA to an engine for LoRA alone."""
+    # Of the others than the merged one: they are of other instances.
+    why = why_only_lora(dataclasses.replace(config, merge_adapter=None), has_server=has_server)
+    for name, brought in brought_by(adapters) if why else ():
+        if brought.has_gains or any(needs(brought)):
+            raise ValueError(
+                f"Adapter {name!r} has DoRA, biases, trained tokens or modules of its own, and "
+                f"that does not go with {why}: leave one of them out."
+            )
+
+
+def brought_by(
+    adapters: Mapping[str, str | os.PathLike[str]],
+) -> Iterator[tuple[str, PeftConfig]]:
+    """Yield names and configs of PEFT folders; the load of another one says what is wrong."""
+    for name, path in adapters.items():
+        with contextlib.suppress(OSError, ValueError):
+            folder = AdapterFolder(Path(path))
+            if PEFT_FILE in folder.files():
+                yield name, read_config(folder, has_head=True, brings=True)
 
 
 def check_hosts_adapters(adapters: Mapping[str, str | os.PathLike[str]]) -> None:

@@ -39,7 +39,7 @@ from serving.engine.metrics.traces import Traces, make_traces
 from serving.engine.metrics.version_metrics import ShareCollector
 from serving.engine.parts.brought_parts import take_brought
 from serving.engine.parts.devices import held_locally, local_widths, split_of
-from serving.engine.parts.early_checks import check_adapters
+from serving.engine.parts.early_checks import check_adapters, check_plain
 from serving.engine.parts.head_parts import head_labels, take_heads
 from serving.engine.parts.image_parts import (
     check_image_files,
@@ -140,6 +140,7 @@ def build_parts(
     check_image_files(config, described, tokenizer)
     if access is None or access.read_adapter is None:
         check_adapters(config, adapters)
+        check_plain(config, adapters, has_server=access is not None)
     alone = access is None and backbone is None
     take_share(config, described, alone=alone and gang is None)
     check_platform(config)

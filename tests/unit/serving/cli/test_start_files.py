@@ -38,7 +38,7 @@ def test_an_esft_adapter_is_refused_where_hosts_share_the_model(model):
     flags += ["--lora-modules", f"law={model.parent / 'law'}"]
     with pytest.raises(ValueError, match="Adapter 'law' is an ESFT adapter, and an instance over"):
         check(model, *flags)
-    with pytest.raises(ValueError, match="no .safetensors file"):  # each instance is on one host
+    with pytest.raises(ValueError, match=r"no \.safetensors file"):  # each instance is on one host
         check(model, *flags, "--instances", "2")
 
 

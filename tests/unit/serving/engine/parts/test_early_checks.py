@@ -5,7 +5,12 @@ from support.cases import adapter_cases as cases
 
 from lora_jax.adapters.registry_errors import AdapterRejected
 from serving.api.config import EngineConfig
-from serving.engine.parts.early_checks import check_adapters, limits_of
+from serving.engine.parts.early_checks import (
+    check_adapters,
+    check_hosts_adapters,
+    check_plain,
+    limits_of,
+)
 
 
 def test_the_config_s_limits_count(tmp_path):
@@ -23,3 +28,26 @@ def test_made_up_adapters_need_no_weights(tmp_path):
     check_adapters(EngineConfig("m", load_format="dummy"), {"sql": tmp_path})
     with pytest.raises(AdapterRejected, match="no adapter_model"):
         check_adapters(EngineConfig("m"), {"sql": tmp_path})
+
+
+@pytest.mark.parametrize("brought", [{"use_dora": True}, {"trainable_token_indices": [1]}])
+def test_what_brings_more_than_lora_is_refused_by_an_engine_for_lora_alone(tmp_path, brought):
+    cases.write_adapter(tmp_path / "plain", cases.dense_tensors())
+    cases.write_adapter(tmp_path / "more", cases.dense_tensors(), brought)
+    both = {name: tmp_path / name for name in ("plain", "more")}
+    check_plain(EngineConfig("m"), both, has_server=False)
+    split = EngineConfig("m", tensor_parallel_size=2)
+    check_plain(split, {"plain": both["plain"]}, has_server=False)
+    with pytest.raises(ValueError, match=r"Adapter 'more' has .* with tensor_parallel_size 2: le"):
+        check_plain(split, both, has_server=False)
+    with pytest.raises(ValueError, match="with a LoRA Server, which holds plain LoRA"):
+        check_plain(EngineConfig("m"), both, has_server=True)
+    # The merged adapter is alone on its instance: the others serve what it cannot.
+    check_plain(EngineConfig("m", merge_adapter="plain"), both, has_server=False)
+
+
+def test_a_model_over_hosts_has_no_esft_adapters(tmp_path):
+    check_hosts_adapters({"plain": tmp_path})
+    (tmp_path / "expert_cfg.json").write_text("{}")
+    with pytest.raises(ValueError, match="Adapter 'law' is an ESFT adapter, and an instance over"):
+        check_hosts_adapters({"plain": tmp_path / "none", "law": tmp_path})
