@@ -62,11 +62,16 @@ gc.set_threshold(50_000, 20, 20)
 
 # A worker takes a file at a time: were a long one the last, the others would wait for it.
 # The first ones compile what later ones load: a server of the shipped model, of a LoRA Server.
-# In a new clone the first server compiles the C++ kernels too: the next two files need none.
+# In a new clone the first server compiles the C++ kernels too: the next five files need none. The
+# unit tests compile them for test_weight_tensor.py.
 LONGEST = (
     "1_quick_start.ipynb",
     "test_keeper.py",
     "test_bounds.py",
+    "test_python_parsers.py",
+    "test_schema.py",
+    "test_scheduler_tenants.py",
+    "test_weight_tensor.py",
     "test_as_shipped.py",
     "test_exactness.py",
     "test_devices.py",
