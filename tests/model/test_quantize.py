@@ -102,6 +102,14 @@ def test_the_log_says_what_is_quantised_and_who_does_not_read_it(original, tmp_p
 def test_a_head_that_cannot_be_quantised_is_refused(original, tmp_path):
     config = json.loads((original / "config.json").read_text())
     (original / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(original / "a.safetensors") | load_file(original / "b.safetensors")
+    del tensors["lm_head.weight"]
+    tied = original.with_name("tied")
+    shutil.copytree(original, tied, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, tied / SINGLE)
+    assert (
+        "lm_head" in quantize(tied, "int4", tmp_path / "kept")["ignore"]
+    )  # transformers makes one
     with pytest.raises(ValueError, match=r"no head of its own .* Leave out --quant-lm-head"):
         quantize(original, "int4", tmp_path / "out", quant_lm_head=True)
 

@@ -69,6 +69,25 @@ NOT_QUANTIZED = [
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf3"},
         "bnb_4bit_quant_type 'nf3' is not supported, only 'nf4' or 'fp4'",
     ),
+    ({"quant_method": "fp8", "activation_scheme": "block"}, "activation_scheme 'block' is not sup"),
+    ({"quant_method": "awq", "bits": 8}, "bits 8 is not supported, only 4"),
+    (changed(quantization_status="calibration"), "quantization_status 'calibration' is not supp"),
+    (changed(transform_config={"config_groups": {}}), "transform_config is not supported"),
+    (compressed(dynamic=True), "dynamic True is not supported, only False"),
+    (
+        changed(
+            config_groups={
+                "g": compressed()["config_groups"]["group_0"] | {"output_activations": 1}
+            }
+        ),
+        "config_groups: g: output_activations are not supported",
+    ),
+    (
+        changed(
+            config_groups={"g": compressed()["config_groups"]["group_0"] | {"format": "dense"}}
+        ),
+        "format 'dense' of 4 bits, type 'int' is not supported",
+    ),
     ({"quant_method": "bitsandbytes"}, "read where load_in_4bit is true"),
     ({"quant_method": ["gptq"]}, "quantization_config .'gptq'. is not supported"),
     ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True is"),

@@ -233,6 +233,16 @@ def test_kernels_for_plain_weights_decline():
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
+def test_rounding_and_order_of_plain_weights_are_not_left_to_the_compiler():
+    """On a CPU it leaves both as they are; on others it may drop the one and fuse the other."""
+    w, _ = coded(1, 8, 64, group=32, dtype="bfloat16")
+    traced = str(jax.make_jaxpr(CodedWeight.plain)(w))
+    assert "reduce_precision[exponent_bits=8 mantissa_bits=7]" in traced
+    x, sizes = jnp.ones((2, 64), jnp.bfloat16), jnp.array([2], jnp.int32)
+    traced = str(jax.make_jaxpr(functools.partial(run, implementation="xla"))(x, w, sizes))
+    assert "optimization_barrier" in traced
+
+
 def test_parts_that_do_not_fit_are_named():
     w, _ = coded(1, 8, 64, group=32, dtype="float32")
     case = grouped_case(4, 1, 8, 64)
@@ -247,6 +257,8 @@ def test_parts_that_do_not_fit_are_named():
     )
     error(change(zeros=w.codes), r"zeros \(1, 8, 32\) do not fit")
     error(change(scales=jnp.ones((1, 8, 3))), "3 groups do not divide d_in 64")
+    error(change(scales=jnp.ones((1, 8, 0))), "0 groups do not divide d_in 64")
+    error(change(scales=jnp.ones((1, 8, 64))), "64 groups do not divide d_in 64")
     error(change(table=(1.0,) * 8), "want 16 table values.* got 8")
     error(change(codes=w.codes.astype(jnp.int32)), "int32")
     error(change(dtype=jnp.dtype(jnp.bfloat16)), "x float32, w bfloat16")

@@ -46,7 +46,12 @@ def test_values_are_rounded_once_under_the_least_power_of_two(dtype):
 
 @pytest.mark.parametrize(
     ("row", "want"),
-    [([448.0, -1.0], [448, -1]), ([449.0, -2.0], [448, -2]), ([0.0, 0.0], [0, 0])],
+    [
+        ([448.0, -1.0], [448, -1]),
+        ([449.0, -2.0], [448, -2]),
+        ([0.0, 0.0], [0, 0]),
+        ([2.0**-120, -(2.0**-121)], [2.0**-120, -(2.0**-121)]),  # the least scale is 2^-126
+    ],
 )
 def test_rows_at_the_ends_of_the_range(row, want):
     assert np.asarray(decoded(coded(jnp.asarray(row, jnp.float32)))).tolist() == want

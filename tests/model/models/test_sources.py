@@ -49,6 +49,13 @@ def files(tmp_path_factory) -> Checkpoint:
     return Checkpoint(folder)
 
 
+def test_parts_of_rows_have_a_device_form_and_parts_of_columns_have_none(files):
+    packed = Mxfp4("packed")
+    assert Slice(packed, 1, 1, 8, 2).form(files) == packed.form(files) is not None
+    for source in (Slice(packed, 2, 0, 32), Slice(packed, -1, 0, 32), Transpose(packed)):
+        assert source.form(files) is None
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_boxes(files, name):
     source, want = CASES[name]

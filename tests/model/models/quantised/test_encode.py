@@ -62,6 +62,18 @@ def test_the_dynamic_map_is_signed_and_ascending():
     np.testing.assert_array_equal(table[:127], -table[254:127:-1])
 
 
+def test_the_largest_weight_has_the_largest_code():
+    """FP8's is 448; int4 reaches -8, with a scale of 2 / 15 of the range."""
+    w = np.array([[-15.0, *range(-14, 16, 2), *[0] * 16]] * 2, np.float32)
+    tensors = encode.int4(w, 32)
+    codes = (tensors["weight_packed"].view(np.uint8)[..., None] >> np.array([0, 4])) & 15
+    assert tensors["weight_scale"].astype(np.float32).tolist() == [[2], [2]]
+    np.testing.assert_array_equal(codes.reshape(2, 32), [[*range(16), *[8] * 16]] * 2)
+    tensors = encode.fp8(w)
+    assert tensors["weight_scale_inv"] == np.float32(15 / 448)
+    assert tensors["weight"][0, 0] == -448
+
+
 def test_which_maps_fit():
     """FP8 takes whole blocks, or one block of a smaller side."""
     for shape, names in (
