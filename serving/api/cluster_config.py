@@ -129,6 +129,11 @@ class ClusterConfig:
                 f"--master-addr {self.master_addr} is no address that other nodes can connect to: "
                 "give the address of host 0 that they reach, the same on all nodes."
             )
+        if ":" in self.master_addr:
+            raise ValueError(
+                f"--master-addr {self.master_addr} is not of IPv4, over which the nodes meet: give "
+                "host 0's IPv4 address, or a name that has one, the same on all nodes."
+            )
         if self.nodes_secret_file is None:
             raise ValueError(
                 f"--nnodes {self.nnodes} needs --nodes-secret-file, the same on all nodes: whoever "

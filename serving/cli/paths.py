@@ -96,7 +96,8 @@ def _folder(
 def _file(what: str, given: str) -> None:
     path = Path(given).absolute()
     if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
+        other = "is no regular file" if path.exists() else "does not exist"
+        kind = "is a folder" if path.is_dir() else other
         raise ValueError(f"{what}: {path} {kind}; give a file of this machine")
 
 

@@ -100,7 +100,7 @@ def _join(ray: Any, environ: Mapping[str, str]) -> None:
 
 
 def _not_there(address: str, error: Exception) -> StartError:
-    text = (str(error).strip() or repr(error)).splitlines()[0]
+    text = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
     return StartError(
         f"Cannot join the Ray cluster at {address}: {text}. Start it "
         "(ray start --head, and ray start --address=HEAD:6379 on the others), set "

@@ -87,6 +87,10 @@ def test_by_default_one_process_does_it_all():
             {"nnodes": 2, "master_addr": "0.0.0.0", "nodes_secret_file": "s"},
             r"--master-addr 0\.0\.0\.0 is no address that other nodes can connect to",
         ),
+        (
+            {"nnodes": 2, "master_addr": "fd00::1", "nodes_secret_file": "s"},
+            "--master-addr fd00::1 is not of IPv4",
+        ),
         (RAY | {"master_port": 7, "master_addr": "h"}, "leave --master-addr, --master-port out"),
         (RAY | {"nodes_secret_file": "s"}, "leave --nodes-secret-file out"),
         (RAY | {"nnodes": 2, "lora_server": 1}, "leave --nnodes 2 out"),

@@ -42,6 +42,7 @@ def test_what_is_there_is_let_through(model):
         (["--lora-modules", "x={}/empty"], "{}/empty has no adapter_config.json or expert_cfg"),
         (["--chat-template", "{}/none.jinja"], "--chat-template: {}/none.jinja does not exist"),
         (["--chat-template", "{}/empty"], "{}/empty is a folder"),
+        (["--chat-template", "/dev/null"], "/dev/null is no regular file"),
         (["--generation-config", "{}/empty"], "{}/empty has no generation_config.json"),
         (["--provision", "{}/none"], "--provision: {}/none does not exist"),
         (["--ssl-keyfile", "{}/none"], "--ssl-keyfile: {}/none does not exist"),

@@ -38,7 +38,7 @@ def made(monkeypatch):
     def init(**given):
         calls.joined.append(given["address"])
         if given["address"].startswith("nowhere"):
-            raise ConnectionError("Failed to connect to Ray cluster\nmore")
+            raise ConnectionError("Failed to connect to Ray cluster.\nmore")
 
     def leave():
         calls.left += 1
