@@ -6,6 +6,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from support.cases.transport_cases import (
     EXPERTS,
     LAYERS,
@@ -20,7 +21,7 @@ from support.cases.transport_cases import (
     terms_of,
     want_ys,
 )
-from support.contracts.transport_contract import TransportContract
+from support.contracts.transport_contract import TransportContract, plan_cases
 from support.doubles.peer_double import OneProcess, ServerProcess, Sockets
 from support.waiting import wait_until
 
@@ -91,6 +92,11 @@ def serving_on(server, device):
 class PeerContract(TransportContract):
     transport: Sockets  # type: ignore[assignment]
     waits_beside = 1
+
+    # Emulated devices wait in loops: four servers cost seconds, and every transport routes alike.
+    @pytest.mark.parametrize(("plan", "num_rows"), plan_cases((0, 1), (2, 3)))
+    def test_every_plan_brings_the_same_rows(self, tmp_path, plan, num_rows):
+        super().test_every_plan_brings_the_same_rows(tmp_path, plan, num_rows)
 
     def test_a_program_serves_without_the_host(self, tmp_path):
         terms = terms_of("bfloat16", ep=2)

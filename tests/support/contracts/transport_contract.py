@@ -30,8 +30,14 @@ from support.waiting import wait_until
 from serving.lora_server.transport.base import Status
 from serving.lora_server.transport.shapes import DOWN, GATE_UP
 
-# Place of the plan and number of rows: each plan once.
-SOME_PLANS = ((0, 1), (1, 17), (2, 3))
+
+def plan_cases(*some: tuple[int, int]) -> list:
+    """Return plans with numbers of rows; all but `some` (place of a plan, rows) are long."""
+    return [
+        pytest.param(plan, rows, marks=() if (place, rows) in some else pytest.mark.long)
+        for rows in (1, 3, 17)
+        for place, plan in enumerate(({"ep": 1}, {"ep": 2, "pp": 2}, {"ep": 1, "dp": 3}))
+    ]
 
 
 class TransportContract:
@@ -65,14 +71,7 @@ class TransportContract:
             assert 0 < stats.wait_quantile(0.5) <= 2 * stats.longest_wait
             assert 0 < sum(stats.waits_by_length) <= stats.waits
 
-    @pytest.mark.parametrize(
-        ("plan", "num_rows"),
-        [
-            pytest.param(plan, rows, marks=() if (place, rows) in SOME_PLANS else pytest.mark.long)
-            for rows in (1, 3, 17)
-            for place, plan in enumerate(({"ep": 1}, {"ep": 2, "pp": 2}, {"ep": 1, "dp": 3}))
-        ],
-    )
+    @pytest.mark.parametrize(("plan", "num_rows"), plan_cases((0, 1), (1, 17), (2, 3)))
     def test_every_plan_brings_the_same_rows(self, tmp_path, plan, num_rows):
         terms = terms_of("bfloat16", **plan)
         rng = np.random.default_rng(num_rows)
