@@ -42,6 +42,9 @@ def test_a_spec_follows_from_engine_and_roles(engine):
     spec = server_spec(engine, ClusterConfig(instances=2, lora_server=2))
     assert spec is not None
     assert (spec.placement, spec.ranks, spec.dtype) == ("ep2-pp1", 2, "float32")
+    in_8_bits = dataclasses.replace(engine, lora_dtype="int8")
+    narrow = server_spec(in_8_bits, ClusterConfig(instances=2, lora_server=2))
+    assert narrow == dataclasses.replace(spec, lora_dtype="int8")
     assert (spec.num_adapters, spec.max_rank) == (2 * engine.max_loras, engine.max_lora_rank)
     assert spec.max_rows == engine.max_num_batched_tokens * cases.SHAPE.top_k
     assert spec.host_bytes == engine.max_total_adapter_bytes
