@@ -373,3 +373,6 @@ def test_a_list_of_gpus_too_short_for_the_roles_is_refused_before_they_start(mon
     given = ["m", "--port", "0", "--instances", "2", "--lora-server", "2"]
     with pytest.raises(StartError, match=r"needs GPUs 0 to 3, but .*=0,1,2 lists 3: list one for"):
         launch.run(read_options(given, {}))
+    wide = ["m", "--port", "0", "--instances", "2", "--tensor-parallel-size", "2"]
+    with pytest.raises(StartError, match=r"needs GPUs 0 to 3, but .*=0,1,2 lists 3"):
+        launch.run(read_options(wide, {}))

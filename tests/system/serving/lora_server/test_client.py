@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from lora_jax.nn.remote import Exchange, RemoteExperts
 from lora_jax.placement.ep_pp import ServerLayout
 from lora_jax.placement.shape import AdapterShape
+from lora_jax.sharding import AXIS, Split, make_mesh
 from serving.lora_server.client import LOCAL, RemoteTable, ServerLink
 from serving.lora_server.shards import ShardLayout
 from serving.lora_server.transport.base import Status
@@ -126,6 +128,20 @@ def test_the_worst_status_of_a_step_is_kept_for_each_server():
         transport.status = status
         step.exchange(ONLY_DOWN, 1, rows, rows, jnp.int32(2)).wait_add((x,), x)
     np.testing.assert_array_equal(step.status(), [0, Status.ABORTED, 0, Status.REFUSED])
+
+
+def test_a_step_over_devices_has_the_worst_status_of_all_of_them():
+    split = Split(make_mesh(2))
+
+    def status(found):
+        step = make_link().start(None, split)
+        step.statuses.append(found[0])
+        return step.status()
+
+    specs = {"in_specs": P(AXIS), "out_specs": P(), "check_vma": False}
+    over_devices = jax.jit(jax.shard_map(status, mesh=split.mesh, **specs))
+    by_device = np.array([[0, 1, 0, 0], [2, 0, 0, 3]], np.int32)
+    np.testing.assert_array_equal(over_devices(by_device), [2, 1, 0, 3])
 
 
 def test_a_step_without_exchanges_is_well():

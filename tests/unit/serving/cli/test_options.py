@@ -1,5 +1,7 @@
 """Options that must not be combined."""
 
+import dataclasses
+
 import pytest
 
 from serving.api.cluster_config import ClusterConfig
@@ -123,6 +125,7 @@ def test_what_several_roles_do_not_go_with():
     nodes = ClusterConfig(nnodes=2, node_rank=1, nodes_secret_file="f")
     with pytest.raises(ValueError, match="3 must be a multiple of --nnodes 2"):
         Options(odd, OPEN, cluster=nodes)
+    Options(odd, OPEN, cluster=dataclasses.replace(nodes, instances=2))  # each on one host
 
 
 def test_what_functions_do_not_go_with_is_named():

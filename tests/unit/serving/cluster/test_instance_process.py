@@ -109,6 +109,17 @@ def test_a_follower_that_ends_instead_of_starting_is_named(over_two_hosts):
         process.wait_ready()
 
 
+def test_each_start_over_hosts_has_a_secret_of_its_own_and_is_killed_on_all_of_them(over_two_hosts):
+    process, first, second = over_two_hosts
+    gang, follower = first.made[0].args[4].gang, second.made[0].args[2]
+    assert (gang.rank, gang.size, follower.rank) == (0, 2, 1)
+    assert (gang.secret, gang.address) == (follower.secret, follower.address)
+    again = module._places_on((first, second))
+    assert again[0].secret == again[1].secret != gang.secret
+    process.kill()
+    assert [host.made[0].exitcode for host in (first, second)] == [-signal.SIGKILL] * 2
+
+
 @pytest.mark.parametrize(
     ("answer", "pulse"),
     [

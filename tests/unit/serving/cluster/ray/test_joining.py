@@ -1,6 +1,7 @@
 """Options that cannot work on Ray's hosts are refused before a process starts; Ray is a double."""
 
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
@@ -58,10 +59,13 @@ def made(monkeypatch):
 
 
 def test_a_cluster_is_joined_and_its_hosts_are_taken(made):
-    given, hosts = ray_hosts(options(devices=16), TOKENS)
+    more = {"NCCL_DEBUG": "INFO", "XLA_FLAGS": "--a", "UCX_TLS": "tcp", "NVSHMEM_DEBUG": "1"}
+    more |= {"LORA_JAX_OPS": "xla", "JAX_PLATFORMS": "cpu"}
+    given, hosts = ray_hosts(options(devices=16), TOKENS | more)
     assert (hosts, made.joined, made.left) == ("hosts", ["head:6379"], 0)
     assert given.cluster.nnodes == 2  # 16 GPUs are on two hosts
-    assert made.passed == {"JAX_PLATFORMS": "cpu"}
+    assert made.passed == more
+    assert os.environ["RAY_ENABLE_AUTO_CONNECT"] == "0"
     assert made.needs_tokens
 
 
