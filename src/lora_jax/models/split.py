@@ -1,6 +1,7 @@
 """Splits a model over several devices, or says why its sizes do not allow it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -42,7 +43,7 @@ def make_split(
     return Split(mesh, experts, group.number, group.check, output)
 
 
-def _check_kinds(devices: Sequence[jax.Device]) -> None:
+def _check_kinds(devices: Sequence[Any]) -> None:  # jax.Device
     """Raise ValueError for devices of several kinds, whose kernels may give other bits."""
     kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
