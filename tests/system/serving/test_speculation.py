@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.cases.engine_cases import answer, prompts_of, settle
@@ -105,7 +106,7 @@ def test_a_stream_ends_in_the_middle_of_a_draft(engine, plain):
 
 def test_a_lora_server_is_refused_by_name():
     with pytest.raises(ValueError, match="speculative_config is for engines that compute all"):
-        Engine(str(MODEL), lora_server=object(), speculative_config=NGRAM)
+        Engine(str(MODEL), lora_server=SimpleNamespace(holds_all=False), speculative_config=NGRAM)
 
 
 def test_aborted_requests_leave_nothing(engine):
