@@ -32,6 +32,8 @@ PARTS = (
     Part("step_int4", "-m bench.decode_step --quantization int4 --out {out}", 300),
     Part("step_256_rows", "-m bench.decode_step --rows 256 --out {out}", 300),
     Part("step_one_row", "-m bench.decode_step --rows 1 --out {out}", 300),
+    Part("limits_llama", "-m bench.step_limits --model llama-3.1-8b --out {out}", 200),
+    Part("limits_qwen3", "-m bench.step_limits --model qwen3-30b-a3b --out {out}", 240),
     Part("functions", "-m bench.functions --device llama-2-7b --out {out}", 400),
     Part("slots", "-m bench.tier_throughput --part slots --out {out}", 400),
     Part("tiers", "-m bench.tier_throughput --part throughput --out {out}", 500),

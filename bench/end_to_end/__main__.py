@@ -10,6 +10,7 @@ generator's own JSON of every point stays in DIR/raw. Two servers compare only o
 """
 
 import argparse
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def main() -> None:
     result: dict[str, Any] = {"server": args.label, "model": args.folder.name}
     result |= about | {"device": device, "start_s": server.start_s if server else None}
     if card := CARDS.get(device):
-        limits = Limits(args.folder / "config.json", card)
+        limits = Limits(json.loads((args.folder / "config.json").read_text()), card)
         result["limits"] = [
             {"case": p.case, "concurrency": p.concurrency, "tokens_per_s": limits.tokens_per_s(p)}
             for p in points

@@ -6,8 +6,7 @@ E (1 - (1 - k/E)^rows) of E experts when each takes k.
 """
 
 import dataclasses
-import json
-from pathlib import Path
+from typing import Any
 
 from bench.end_to_end.points import Point
 
@@ -28,9 +27,9 @@ CARDS = {"NVIDIA H200": Card(4.1e12, 790e12), "NVIDIA H100 80GB HBM3": Card(3.0e
 class Limits:
     """Floors of a model on a card."""
 
-    def __init__(self, config: Path, card: Card):
-        """`config`: a config.json with Llama's or Qwen3-MoE's names."""
-        self._c = json.loads(config.read_text())
+    def __init__(self, config: dict[str, Any], card: Card):
+        """`config`: what a config.json says, with Llama's or Qwen3-MoE's names."""
+        self._c = config
         self._card = card
 
     def tokens_per_s(self, point: Point) -> float:

@@ -34,11 +34,10 @@ def test_names_stand_as_often_as_zipfs_law_says():
     assert counts["a0"] / counts["a7"] == pytest.approx(8**1.2, rel=0.05)
 
 
-def test_limits_are_those_counted_by_hand(tmp_path):
+def test_limits_are_those_counted_by_hand():
     config = {"hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2}
     config |= {"intermediate_size": 8, "num_hidden_layers": 3, "vocab_size": 10}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    limits = Limits(tmp_path / "config.json", Card(bytes_per_s=1.0, flops_per_s=1.0))
+    limits = Limits(config, Card(bytes_per_s=1.0, flops_per_s=1.0))
     # q, o: 4x4 each; k, v: 4x2 each; three maps of 4x8; keys and values of 2 rows of 5 tokens
     assert limits.step_s(2, 5) == 2 * (3 * (16 * 2 + 8 * 2 + 96 + 2 * 2 * 5 * 2) + 40)
     assert limits.prompt_token_s(6) == 2 * 3 * (144 + 2 * 2 * 2 * 3)
@@ -46,10 +45,9 @@ def test_limits_are_those_counted_by_hand(tmp_path):
     assert limits.tokens_per_s(prompts) == pytest.approx(1 / limits.prompt_token_s(6))
 
 
-def test_rows_of_a_few_experts_read_less(tmp_path):
+def test_rows_of_a_few_experts_read_less():
     config = {**QWEN3, "num_hidden_layers": 48, "intermediate_size": 6144}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    limits = Limits(tmp_path / "config.json", Card(4.1e12, 790e12))
+    limits = Limits(config, Card(4.1e12, 790e12))
     assert limits.step_s(1, 576) < 0.2 * limits.step_s(64, 576)
     assert limits.step_s(64, 576) == pytest.approx(15.4e-3, rel=0.02)
 
