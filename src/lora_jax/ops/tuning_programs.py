@@ -90,9 +90,12 @@ class Programs:
         self._made: list[Future[None]] = []
 
     def __enter__(self) -> "Programs":
-        # A process that shares the device may not take most of its memory.
-        small = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        self._stack.enter_context(environment(small))
+        # A process that shares the device may not take most of its memory. Launches of a CUDA graph
+        # that do not need each other run at a time: 64 CTAs of one beside 64 of the next, which in
+        # a step have the device to themselves. So these programs are no graphs.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+        special = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+        self._stack.enter_context(environment(special))
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # knows kernels of a file
         return self
 

@@ -1,5 +1,6 @@
 """Tuning interface of the Mosaic GPU kernel, plain and gated."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -37,8 +38,8 @@ FIXED = (
 def shapes(op: str) -> tuple[Shape, ...]:
     """Return the sizes of the models' maps at each number of tokens.
 
-    Gate and up of experts are one launch of gated_matmul; down is grouped_matmul's, as are dense
-    layers, of one group.
+    Gate and up are one launch of gated_matmul, of a dense layer too, which is one group; down and
+    the other dense maps are grouped_matmul's.
     """
     listed = []
     for tokens in EXPERT_TOKENS:
@@ -48,9 +49,11 @@ def shapes(op: str) -> tuple[Shape, ...]:
             wide, back = (m.intermediate, m.hidden), (m.hidden, m.intermediate)
             d_out, d_in = wide if op == "gated_matmul" else back
             listed.append({**sizes, "d_out": d_out, "d_in": d_in})
-    for tokens in DENSE_TOKENS if op == "grouped_matmul" else ():
+    gated = MODELS[DENSE].intermediate, MODELS[DENSE].hidden
+    maps = [gated] if op == "gated_matmul" else _dense_maps()
+    for tokens in DENSE_TOKENS:
         dense = {"rows": tokens, "groups": 1}
-        listed += [{**dense, "d_out": d_out, "d_in": d_in} for d_out, d_in in _dense_maps()]
+        listed += [{**dense, "d_out": d_out, "d_in": d_in} for d_out, d_in in maps]
     return tuple(listed)
 
 
@@ -77,7 +80,7 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
     mean = shape["rows"] / shape["groups"]
     wide = 128 // matrices
     if shape["groups"] == 1 and mean <= 512:
-        yield from _dense_candidates(shape)
+        yield from _dense_candidates(shape, matrices)
         return
     near = [n for n in FEW_ROWS if mean <= n][:2]
     steps = (64, 128) if mean <= FEW_ROWS[-1] and shape["d_in"] % 128 == 0 else (64,)
@@ -98,7 +101,7 @@ def candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
             yield config
 
 
-def _dense_candidates(shape: Shape) -> Iterator[GroupedMatmulConfig]:
+def _dense_candidates(shape: Shape, matrices: int) -> Iterator[GroupedMatmulConfig]:
     """Yield the formula's choice for a dense map of few rows, then all tilings that may suit it.
 
     It has fewer tiles than there are SMs. Narrow ones employ more of them and read x more often;
@@ -106,21 +109,26 @@ def _dense_candidates(shape: Shape) -> Iterator[GroupedMatmulConfig]:
     the next, however few rows it multiplies: stages of more of d_in need fewer of those.
     """
     rows, d_out, d_in = shape["rows"], shape["d_out"], shape["d_in"]
-    first = [_gpu_tiles.find_config(rows, 1, d_out), *(_gpu_tiles.with_stages(c, 1) for c in FIXED)]
+    fixed = FIXED if matrices == 1 else [gated_as(c) for c in FIXED]
+    first = [_gpu_tiles.find_config(rows, 1, d_out, matrices)]
+    first += [_gpu_tiles.with_stages(c, matrices) for c in fixed]
     seen = set(first)
     yield from dict.fromkeys(first)
     groups = (1, 2) if rows > 128 else (1,)
     steps = DENSE_STEPS if rows <= 128 else DENSE_STEPS[:2]
     tilings = itertools.product(DENSE_COLUMNS, groups, DENSE_ROWS, (1, 2), steps)
     for columns, warpgroups, n, ctas, step in tilings:
-        fits = d_out % (columns * warpgroups) == 0 and columns * n <= MOST_DENSE_SUMS * 128
+        sums = matrices * columns * n // 128
+        fits = d_out % (columns * warpgroups) == 0 and sums <= MOST_DENSE_SUMS
         if not fits or d_in % step or not rows / 8 <= n <= max(16, rows):
             continue
         plain = GroupedMatmulConfig(columns, warpgroups, n, 1, ctas, step=step)
-        config = _gpu_tiles.with_stages(plain, 1)
-        if config.stages >= 3 and config not in seen:
-            seen.add(config)
-            yield config
+        most = _gpu_tiles.with_stages(plain, matrices)
+        # More on its way than the memory serves at once makes it slower.
+        for config in (most, dataclasses.replace(most, stages=most.stages // 2)):
+            if config.stages >= 3 and config not in seen:
+                seen.add(config)
+                yield config
 
 
 def gated_as(config: GroupedMatmulConfig) -> GroupedMatmulConfig:
