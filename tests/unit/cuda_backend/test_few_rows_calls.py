@@ -131,7 +131,7 @@ def test_maps_side_by_side_are_one_call_of_one_group(on_hopper):
             "weights of one form, not float8 by 128 weights, integers by 128",
         ),
         ((scaled(2),), r"scales of one row, not of \(2, 128\)"),
-        ((array(GROUPS, D_OUT, D_IN),), "Mosaic's streams plain ones"),
+        ((array(GROUPS, D_OUT, D_IN, dtype=F32),), "plain weights in bfloat16, not float32"),
         ((coded(SIGNED, 128, zeros=True),), "no zero points"),
         ((coded(SIGNED, 128, order=ROWS),), "not rows"),
         ((coded(UNEVEN, 64),), "float32 scales for any other table"),
@@ -143,18 +143,27 @@ def test_declines_weights_of_another_form(weights, why):
         few_rows.form_of(weights)
 
 
+PLAIN = {"coding": few_rows.PLAIN}
+
+
 @pytest.mark.parametrize(
     ("sizes", "form", "why"),
     [
-        ((65, 8, 96, 256), {}, "up to 8 rows for each of 8 groups, not 65"),
-        ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups, not 20"),
+        ((65, 8, 96, 256), {}, "up to 8 rows for each of 8 groups of float8 weights, not 65"),
+        ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups of float8 weights, not 20"),
+        ((9, 8, 96, 256), PLAIN, "up to 1 rows for each of 8 groups of plain weights, not 9"),
+        ((9, 1, 96, 256), PLAIN, "up to 8 rows for each of 1 groups of plain weights, not 9"),
+        ((8, 1, 8256, 256), PLAIN, "up to 128 at a time, not 129 of 8 rows by 8256"),
         ((6400, 1, 96, 256), {}, "tiles of one group's matrices, up to 264 at a time, not"),
         ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 8 rows, not 9000 rows in 2000 groups"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
         ((20, 8, 96, 256), {"columns": 96}, "groups of 128 weights, not 96"),
         ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
     ],
-    ids=["rows", "likely", "dense", "blocks", "width", "scales", "pairs"],
+    ids=[
+        *("rows", "likely", "plain groups", "plain dense", "plain tiles"),
+        *("dense", "blocks", "width", "scales", "pairs"),
+    ],
 )
 def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
     rows, groups, d_out, d_in = sizes

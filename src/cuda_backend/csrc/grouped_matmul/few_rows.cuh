@@ -1,13 +1,15 @@
-// y = w[g] x + bias[g] + addend for groups of few rows, x in bfloat16 and w in 8 or 4 bits: what decoding does with experts.
+// y = w[g] x + bias[g] + addend for groups of few rows, x in bfloat16 and w in bfloat16, 8 or 4 bits: what decoding does
+// with experts, and one row or a few with all maps.
 //
-// Weights are the first operand of mma and rows its second, so that a group of one row costs a tile of 8.
-// A CTA goes through tiles of some group's weights: each of its W warps takes TILES times 16 columns of
-// d_out, with gate and up 16 of either. One more warp brings weights and x through a ring of stages by the
-// copy engine, and the weights' scales. Warps wait for nothing but stages, so one decodes while another multiplies.
-// Of one group there may be several matrices, as those of q, k and v, in one launch.
+// Weights are the first operand of mma and rows its second, so that a group of one row costs a tile of 8. A CTA goes
+// through tiles of some group's weights: each of its W warps takes TILES times 16 columns of d_out, with gate and up 16
+// of either. One more warp brings weights and x through a ring of stages by the copy engine, and the weights' scales.
+// Warps wait for nothing but stages, so one decodes while another multiplies. Of one group there may be several matrices,
+// as those of q, k and v, in one launch.
 // A row's result is one sum over d_in in steps of 16, as that of ops/grouped_matmul/pallas_gpu.py.
 #pragma once
 #include "device/launch_early.cuh"
+#include "device/silu.cuh"
 #include "grouped_matmul/codings.cuh"
 
 namespace lora_jax {
@@ -23,7 +25,7 @@ struct FewRowsMatrix {
 };
 
 struct FewRowsArgs {
-  CUtensorMap maps[kMostMatrices];  // of weights, two bytes an element
+  CUtensorMap maps[kMostMatrices];  // of weights, two bytes an element; a box is kBlocks of 128 bytes of each row
   CUtensorMap x_maps[2];            // of a stage's columns of x: 8 rows, a tile's
   FewRowsMatrix matrices[kMostMatrices];  // gate and up, or some that are multiplied by one after the other
   const __nv_bfloat16* x;           // [rows, d_in]
@@ -36,8 +38,7 @@ struct FewRowsArgs {
   float table[16];                  // of kTable
 };
 
-// A block of rows of one group, and what it is among the tile's.
-struct FewRowsWork {
+struct FewRowsWork {  // a block of rows of one group
   int group, row, count;
 };
 
@@ -45,7 +46,7 @@ struct FewRowsWork {
 template <Coding C, int G, int ROWS, int W, int TILES>
 struct FewRowsLayout {
   static constexpr int kWeightRows = W * TILES * 16;
-  static constexpr int kWeights = kWeightRows * kRowBytes, kX = ROWS * kStepColumns<C> * 2;
+  static constexpr int kWeights = kWeightRows * kRowBytes * kBlocks<C>, kX = ROWS * kStepColumns<C> * 2;
   static constexpr int kBarriers = 256, kTable = C == Coding::kTable ? 2 * kTableBytes : 0;
   static constexpr int kStage = (kWeights + kX + kWeightRows * 4 * scale_words<C, G>() + 1023) & ~1023;
   static __host__ __device__ int fixed(int works) { return kTable + kBarriers + works * 8; }
@@ -65,7 +66,7 @@ struct FewRowsKernel {
   using Layout = FewRowsLayout<C, G, ROWS, W, TILES>;
   static constexpr int kColumns = Layout::kWeightRows / (GATED ? 2 : 1);  // of d_out in a tile
   static constexpr int kStep = kStepColumns<C>;
-  static constexpr int kLoad = kStep / 4;                  // columns of a 16 x 32 byte piece of weights
+  static constexpr int kLoad = kStep / 4;                  // columns of a piece: 16 x 32 bytes of weights, of plain ones x 64
   static constexpr int kScaleWords = scale_words<C, G>();  // of a row in a stage
 
   const FewRowsArgs& p;
@@ -73,7 +74,6 @@ struct FewRowsKernel {
   int works;
   uint64_t *full, *empty;
   int2* list;
-
   __device__ __forceinline__ FewRowsKernel(const FewRowsArgs& p, unsigned char* shared) : p(p), works(0) {
     stage0 = smem_u32(shared);
     unsigned char* rest = shared + p.stages * Layout::kStage;
@@ -123,6 +123,11 @@ struct FewRowsKernel {
     return {blocks, row};
   }
 
+  __device__ __forceinline__ static void copy_weights(uint32_t to, const CUtensorMap* map, int step, int column,
+                                                      int group, uint64_t* bar) {
+    if constexpr (C == Coding::kPlain) tile_copy(to, map, 0, column, step * kBlocks<C>, group, bar);
+    else tile_copy(to, map, step * kRowBytes / 2, column, group, 0, bar);
+  }
   // Weights, x and scales, by one warp.
   __device__ __forceinline__ void bring() {
     const int lane = threadIdx.x & 31;
@@ -140,9 +145,10 @@ struct FewRowsKernel {
           mbar_expect(bar, Layout::kWeights + (few ? 8 : ROWS) * kStep * 2);
 #pragma unroll
           for (int m = 0; m < 1 + GATED; ++m)
-            tile_copy(stage + m * kColumns * kRowBytes, &p.maps[first_matrix + m], step * kRowBytes / 2, column, w.group, 0, bar);
+            copy_weights(stage + m * kColumns * kRowBytes * kBlocks<C>, &p.maps[first_matrix + m], step, column, w.group, bar);
           tile_copy(x, &p.x_maps[!few], 0, w.row, step * kStep / 64, 0, bar);
         }
+        if constexpr (C == Coding::kPlain) continue;
         const int first = step * kStep / p.scale_columns * kScaleBytes<C>;
         for (int r = lane; r < Layout::kWeightRows; r += 32) {
           const bool up = GATED && r >= kColumns;
@@ -172,15 +178,20 @@ struct FewRowsKernel {
     }
   };
   static constexpr int kApart = GATED ? W * 16 : 16;  // rows of weights from a warp's tile to its next
+  static constexpr int kTileApart = (GATED ? kApart * kBlocks<C> : kApart) * kRowBytes;  // bytes; a matrix has its blocks together
   template <int N>
   static constexpr int kBlock = (N == 8 ? 8 : ROWS) * kRowBytes;  // of x, from 64 columns to the next
   // What a thread has of kLoad columns of a stage. Of each tile rows 0 to 7, rows 8 to 15, the same 16 bytes further.
   template <int N>
   struct Piece {
-    uint32_t words[TILES][4], x[N / 8][kLoad / 32][4];
+    uint32_t words[TILES][kBlocks<C>][4], x[N / 8][kLoad / 32][4];
     __device__ __forceinline__ void load(uint32_t stage, const Places& places, int i) {
+      const uint32_t block = stage + i * kBlocks<C> / 4 * kColumns * kRowBytes;
 #pragma unroll
-      for (int t = 0; t < TILES; ++t) ldmatrix(words[t], stage + places.words[i] + t * kApart * kRowBytes);
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int q = 0; q < kBlocks<C>; ++q)
+          ldmatrix(words[t][q], block + places.words[(i * kBlocks<C> + q) % 4] + t * kTileApart);
 #pragma unroll
       for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -189,8 +200,9 @@ struct FewRowsKernel {
     }
   };
   struct Scales {
-    uint32_t words[TILES][2][kScaleWords];
+    uint32_t words[TILES][2][kScaleWords ? kScaleWords : 1];
     __device__ __forceinline__ void load(uint32_t stage, const Places& places) {
+      if constexpr (kScaleWords == 0) return;
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -207,11 +219,16 @@ struct FewRowsKernel {
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
       uint32_t a[kLoad / 16][4];
+      if constexpr (C == Coding::kPlain) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
+        for (int k = 0; k < kLoad / 4; ++k) a[k / 4][k % 4] = piece.words[t][k / 4][k % 4];
+      } else {
 #pragma unroll
-        for (int high = 0; high < 2; ++high)
-          decoder.decode(piece.words[t][half * 2 + high], scales.words[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int high = 0; high < 2; ++high)
+            decoder.decode(piece.words[t][0][half * 2 + high], scales.words[t][high], i * kLoad + half * (kLoad / 2), half, high, a);
+      }
 #pragma unroll
       for (int k = 0; k < kLoad / 16; ++k)
 #pragma unroll
@@ -269,10 +286,6 @@ struct FewRowsKernel {
         *reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(addend) + at));
     return add_bf16x2(pair, f.x, f.y);
   }
-  // As Mosaic's kernel has it, bit for bit.
-  __device__ __forceinline__ static float gated(float gate, float up) {
-    return gate * reciprocal_approx(1.f + expf(-gate)) * up;
-  }
   // Of a tile's sums, two columns of d_out of one row, rounded and with the addend.
   __device__ __forceinline__ uint32_t result(const float (&sums)[4], int half, bool there, const void* addend,
                                              int64_t at) const {
@@ -306,7 +319,7 @@ struct FewRowsKernel {
             const uint32_t other = result(sums[1][n], half, there, p.matrices[1].addend, at);
             const float2 g = __bfloat1622float2(*reinterpret_cast<__nv_bfloat162*>(&v));
             const float2 u = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&other));
-            v = bf16x2(gated(g.x, u.x), gated(g.y, u.y));
+            v = bf16x2(silu_times(g.x, u.x), silu_times(g.y, u.y));
           }
           if (there) *reinterpret_cast<uint32_t*>(of.y + at) = v;
         }
@@ -355,7 +368,7 @@ __global__ void __launch_bounds__(W * 32 + 32, PER_SM) few_rows_kernel(const __g
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int s = 0; s < p.stages; ++s) {
-      mbar_init(&kernel.full[s], 1 + 32);  // the copy engine, scales by a warp
+      mbar_init(&kernel.full[s], C == Coding::kPlain ? 1 : 1 + 32);  // the copy engine, scales by a warp
       mbar_init(&kernel.empty[s], W);
     }
     fence_barriers();

@@ -39,6 +39,7 @@ static ffi::Error FewRows(cudaStream_t stream, BF16 x, S32 sizes, Any w0, Any w1
                                         : launch_few_rows<Coding::kInteger, 128>(call, stream));
     case Coding::kE2m1: return status(launch_few_rows<Coding::kE2m1, 32>(call, stream));
     case Coding::kTable: return status(launch_few_rows<Coding::kTable, 64>(call, stream));
+    case Coding::kPlain: return status(launch_plain(call, stream));
   }
   return ffi::Error::InvalidArgument("no such coding");
 }

@@ -25,6 +25,7 @@ int few_rows(const Bf16* x, const void* gate, const void* up, const void* gate_s
       return p.scale_columns == 64 ? launch_few_rows<Coding::kInteger, 64>(call, nullptr)
                                    : launch_few_rows<Coding::kInteger, 128>(call, nullptr);
     case Coding::kE2m1: return launch_few_rows<Coding::kE2m1, 32>(call, nullptr);
+    case Coding::kPlain: return launch_plain(call, nullptr);
     default: return launch_few_rows<Coding::kTable, 64>(call, nullptr);
   }
 }
