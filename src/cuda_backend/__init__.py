@@ -37,6 +37,7 @@ def kernels() -> dict[str, Callable]:
     from cuda_backend.place_heads import place_heads
     from cuda_backend.reroute import adapter_items, reroute, row_map
     from cuda_backend.rms_norm import rms_norm
+    from cuda_backend.silu_times import silu_times
     from cuda_backend.take_rows import take_rows
 
     linear = (dense_matmul, gated_matmul, grouped_matmul, joined_matmul, lora_gemm)
@@ -44,7 +45,7 @@ def kernels() -> dict[str, Callable]:
     attention = (paged_attention, turned_attention)
     merges = (merge, merge_writer)
     others = (adapter_items, reroute, row_map)
-    by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm, take_rows)
+    by_row = (choose_experts, keep_likely, layer_norm, place_heads, rms_norm, silu_times, take_rows)
     ops = (*linear, *exchanges, *attention, *merges, *others, *by_row)
     return {**{op.__name__: op for op in (*ops, HostBoard)}, "load_kernels": ffi.available}
 

@@ -49,6 +49,7 @@ TARGETS = (
     "lora_jax_cuda_rms_norm",
     "lora_jax_cuda_choose_experts",
     "lora_jax_cuda_keep_likely",
+    "lora_jax_cuda_silu_times",
     "lora_jax_cuda_take_rows",
     "lora_jax_cuda_place_heads",
     "lora_jax_cuda_place_heads_in_place",

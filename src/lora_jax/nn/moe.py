@@ -24,9 +24,10 @@ from lora_jax.nn.layers import Mlp, constant_parameter, parameter
 from lora_jax.nn.lora import AdapterRouting, add_lora, lora_deltas, rows_at
 from lora_jax.nn.remote import RemoteExperts
 from lora_jax.ops.choose_experts import choose_experts
-from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus, silu_times
+from lora_jax.ops.grouped_matmul import gated_matmul, grouped_matmul, matmul, plus
 from lora_jax.ops.lowered_once import in_layers
 from lora_jax.ops.reroute import RowMap, reroute, row_map
+from lora_jax.ops.silu_times import silu_of_experts
 from lora_jax.ops.take_rows import take_rows
 from lora_jax.sharding import AXIS, Split
 from lora_jax.typing import Array, Float, Int
@@ -128,7 +129,7 @@ class Experts(nnx.Module):
         else:
             pairs = zip(up_names, deltas, strict=True)
             gate, up = (self._product(x, name, map, routing, delta) for name, delta in pairs)
-            inner = self._activation(gate, up)
+            inner = self._activation(gate, up, routing)
         if inner.shape[1] < self.down_proj.shape[2]:  # outputs of each expert are split
             inner = gather(inner, routing.split)
         (delta,) = self._deltas(inner, ("down_proj",), map, routing, zeros_if_idle=not asks)
@@ -156,7 +157,7 @@ class Experts(nnx.Module):
             ys = exchange.wait_add(tuple(self._product(x, name, map, routing) for name in names), x)
             return self._add_local(ys, x, names, map, routing) if server.has_local else ys
 
-        inner = self._activation(*products(x, "gate_proj", "up_proj"))
+        inner = self._activation(*products(x, "gate_proj", "up_proj"), routing)
         return products(inner, "down_proj")[0]
 
     def _experts_of_model(self, map: RowMap, split: Split | None) -> Int[Array, "rows"]:
@@ -178,10 +179,13 @@ class Experts(nnx.Module):
         return tuple(y if d is None else plus(y, d) for y, d in zip(ys, deltas, strict=True))
 
     def _activation(
-        self, gate: Float[Array, "rows width"], up: Float[Array, "rows width"]
+        self,
+        gate: Float[Array, "rows width"],
+        up: Float[Array, "rows width"],
+        routing: AdapterRouting,
     ) -> Float[Array, "rows width"]:
         if self.moe.swiglu is None:
-            return silu_times(gate, up)
+            return silu_of_experts(gate, up, routing.num_rows)
         return clamped_swiglu(gate, up, self.moe.swiglu)
 
     def _deltas(

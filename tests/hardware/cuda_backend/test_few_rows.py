@@ -9,6 +9,7 @@ import pytest
 
 from bench.quantised_model import FORMATS
 from cuda_backend import few_rows
+from lora_jax.ops import dispatch
 from lora_jax.ops.grouped_matmul import (
     CodedWeight,
     gated_matmul,
@@ -18,6 +19,7 @@ from lora_jax.ops.grouped_matmul import (
 )
 from lora_jax.ops.grouped_matmul.orders import for_kernels
 from lora_jax.ops.grouped_matmul.weights import FRAGMENTS
+from lora_jax.ops.silu_times import gated_maps, silu_of_experts, silu_times
 
 GROUPS, D_OUT, D_IN = 16, 768, 2048
 SIZES = np.array([0, 3, 9, 17, 1, 0, 0, 40, 2, 0, 5, 8, 16, 0, 1, 4], np.int32)
@@ -181,3 +183,74 @@ def test_declines_forms_that_it_cannot_decode():
         few_rows.form_of((dataclasses.replace(other, table=table),))
     with pytest.raises(NotImplementedError, match="scales of one row"):
         few_rows.form_of((dataclasses.replace(one, block=(128, 128)),))
+
+
+PLAIN_SIZES = np.array([0, 3, 0, 9, 0, 0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0], np.int32)
+
+
+@pytest.mark.gpu
+def test_plain_weights_of_few_rows_have_the_bits_of_mosaics():
+    """One token's experts: most groups have no row, one more than a tile; two rows are in none."""
+    sizes, bias = jnp.asarray(PLAIN_SIZES), rows(7, D_OUT)[:GROUPS]
+    x, pair = rows(0)[:GROUPS], [weights("plain", seed) for seed in (1, 2)]
+    addends = rows(4, D_OUT)[:GROUPS], rows(5, D_OUT)[:GROUPS]
+    check(grouped_matmul, x, pair[0], sizes)
+    check(grouped_matmul, x, pair[0], sizes, bias, addends[0].astype(jnp.float32))
+    check(gated_matmul, x, *pair, sizes)
+    check(gated_matmul, x, *pair, sizes, *addends)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [D_IN, 14336, 320])  # the last: half a stage is left
+def test_plain_maps_of_few_rows_have_the_bits_of_mosaics(width):
+    """Q, k and v of 5 of 8 rows, and one of them alone; a row alone has the same bits."""
+    ws = [
+        jax.random.normal(jax.random.key(n), (d_out, width), jnp.bfloat16) * width**-0.5
+        for n, d_out in enumerate((4096, 1024, 1024))
+    ]
+    x, count, none = rows(3, width)[:8], jnp.int32(5), (None,) * 3
+    given = x, ws, count, none
+    for got, want in zip(
+        joined_matmul(*given, implementation="cuda"),
+        joined_matmul(*given, implementation="pallas_gpu"),
+        strict=True,
+    ):
+        same_bits(got, want)
+        assert not np.asarray(got[5:], np.float32).any()
+    whole = matmul(x, ws[0], count, implementation="cuda")
+    same_bits(whole, joined_matmul(*given, implementation="cuda")[0])
+    alone = matmul(x[4:5], ws[0], jnp.int32(1), implementation="cuda")
+    same_bits(alone[0], whole[4])
+
+
+@pytest.mark.gpu
+def test_more_plain_rows_are_mosaics():
+    w, sizes = weights("plain", 1), jnp.asarray(SIZES)
+    with pytest.raises(dispatch.Declined, match=r"up to 1 rows for each of 16 groups of plain"):
+        grouped_matmul(rows(0), w, sizes, implementation="cuda")
+    with pytest.raises(dispatch.Declined, match=r"up to 8 rows for each of 1 groups of plain"):
+        matmul(rows(0)[:9], w[0], jnp.int32(9), implementation="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["cuda", "pallas_gpu"])
+def test_gated_maps_have_the_bits_of_three_launches_at_every_gate(implementation):
+    """All 65,536 gates beside 8 or 256 ups: the products are the gates and ups themselves.
+
+    XLA's division gives 4 in 1,000 of them other bits.
+    """
+    gates = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16.dtype)
+    gates = np.where(np.isfinite(gates.astype(np.float32)), gates, np.zeros_like(gates))
+    count, widths = (8, 16) if implementation == "cuda" else (256, 1)
+    x = np.zeros((count, 64), gates.dtype)
+    x[:, 0], x[:, 1] = 1, np.random.default_rng(0).normal(size=count).astype(gates.dtype)
+    for part in np.split(gates, widths):
+        w_gate, w_up = (np.zeros((len(part), 64), gates.dtype) for _ in range(2))
+        w_gate[:, 0], w_up[:, 1] = part, 1
+        arrays = [jnp.asarray(a) for a in (x, w_gate, w_up)]
+        real = jnp.int32(count - 1)
+        got = gated_maps(*arrays, real, implementation=implementation)
+        joined = joined_matmul(arrays[0], arrays[1:], real, (None, None))
+        same_bits(got, silu_times(*joined, real, implementation="cuda"))
+        assert not np.asarray(got[-1], np.float32).any()
+    same_bits(silu_of_experts(*joined, real), silu_times(*joined, real))

@@ -216,6 +216,19 @@ def test_experts_are_the_best_with_their_shares(library, tokens, experts, k, sof
     np.testing.assert_allclose(weights, best * 1.5, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("rows", "real", "width"), [(9, 7, 8), (3, 0, 24), (300, 300, 1032)])
+def test_silu_is_of_the_real_rows_alone(library, rows, real, width):
+    rng = np.random.default_rng(0)
+    gate, up = (6 * rng.standard_normal((2, rows, width))).astype(ml_dtypes.bfloat16)
+    y = np.full((rows, width), np.nan, ml_dtypes.bfloat16)
+    call(library.silu_times, gate, up, np.array([real], np.int32), y, rows, width)
+    wide, other = gate.astype(np.float32), up.astype(np.float32)
+    want = wide / (1 + np.exp(-wide)) * other
+    got = y.astype(np.float32)
+    np.testing.assert_allclose(got[:real], want[:real], **TOLERANCE["bfloat16"])
+    assert not got[real:].any()
+
+
 @pytest.mark.parametrize(
     ("rows", "real", "width"), [(9, 7, 4), (40, 40, 1028), (3, 0, 8), (5, 9, 36)]
 )
@@ -243,14 +256,21 @@ def test_likely_tokens_are_the_reference_ones(library, name):
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("q_heads", "kv_heads", "dim"), [(6, 2, 64), (3, 1, 128), (2, 1, 256)])
-def test_heads_are_normed_turned_and_placed(library, q_heads, kv_heads, dim, normed):
-    rng, places = np.random.default_rng(dim), np.array([5, 99, 0], np.int32)  # 99: nowhere
-    q, k, v = (rng.standard_normal((3, h, dim)).astype(BF16) for h in (q_heads, *[kv_heads] * 2))
-    angles = rng.uniform(0, 9, (3, dim // 2))
+@pytest.mark.parametrize(
+    ("tokens", "q_heads", "kv_heads", "dim"),
+    [(3, 6, 2, 64), (3, 3, 1, 128), (3, 2, 1, 256), (256, 3, 1, 128)],  # many: two heads a warp
+)
+def test_heads_are_normed_turned_and_placed(library, tokens, q_heads, kv_heads, dim, normed):
+    rng, places = np.random.default_rng(dim), np.full(tokens, 99, np.int32)  # 99: nowhere
+    places[:3] = 5, 99, 0
+    sizes = [tokens, q_heads, kv_heads, dim]
+    q, k, v = (
+        rng.standard_normal((tokens, h, dim)).astype(BF16) for h in (q_heads, *sizes[2:3] * 2)
+    )
+    angles = rng.uniform(0, 9, (tokens, dim // 2))
     scales = rng.standard_normal((2, dim)).astype(BF16) if normed else [None, None]
     pages = np.full((2, 7, kv_heads, dim), 7, BF16)
-    turned, sizes = np.full(q.shape, np.nan, BF16), [3, q_heads, kv_heads, dim]
+    turned = np.full(q.shape, np.nan, BF16)
     turns = [f(angles).astype(np.float32) for f in (np.cos, np.sin)]
     given = (q, k, v, *turns, *scales, places, np.array(sizes, np.int32), 1e-6)
     call(library.place_heads, *given, 7, turned, *pages)

@@ -6,7 +6,8 @@ import pytest
 from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.ops import dispatch
-from lora_jax.ops.silu_times import silu_times
+from lora_jax.ops.grouped_matmul import joined_matmul
+from lora_jax.ops.silu_times import gated_maps, silu_times
 
 
 def some_rows(dtype: str, real: int, rows: int = 9, width: int = 1003):
@@ -44,3 +45,19 @@ def test_a_cpu_takes_the_kernel_of_its_own():
     with dispatch.noted() as choices:
         silu_times(*some_rows("float32", 3))
     assert [one["implementation"] for one in choices.table()["silu_times"]] == ["ffi"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gated_maps_have_the_bits_of_the_maps_and_the_activation(dtype):
+    rng = np.random.default_rng(0)
+    x, *weights = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((5, 24), *[(40, 24)] * 2))
+    real = jnp.int32(3)
+    want = silu_times(*joined_matmul(x, weights, real, (None, None)), real)
+    got = gated_maps(x, *weights, real)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_gated_maps_name_a_weight_of_another_shape():
+    x, w = jnp.zeros((2, 8)), jnp.zeros((4, 8))
+    with pytest.raises(Exception, match="w_up"):  # by the annotation in tests, or the message
+        gated_maps(x, w, jnp.zeros((5, 8)), jnp.int32(2))

@@ -8,6 +8,7 @@
 #include "place_heads/place_heads.cuh"
 #include "reroute/reroute.cuh"
 #include "rms_norm/rms_norm.cuh"
+#include "silu_times/silu_times.cuh"
 #include "take_rows/take_rows.cuh"
 
 #include "driver.cuh"
@@ -56,6 +57,12 @@ int choose_experts(const float* logits, const int* sizes, float scale, float* we
   return launch_choose_experts(
       ChooseExpertsArgs{logits, weights, ids, sizes[0], sizes[1], sizes[2], sizes[3] != 0, sizes[4] != 0, scale},
       nullptr);
+}
+
+int silu_times(const Bf16* gate, const Bf16* up, const int* num_rows, Bf16* y, int rows, int width) {
+  const auto* gates = reinterpret_cast<const uint4*>(gate);
+  const auto* ups = reinterpret_cast<const uint4*>(up);
+  return launch_silu_times({gates, ups, num_rows, reinterpret_cast<uint4*>(y), rows, width / 8}, nullptr);
 }
 
 int take_rows(const float* x, const int* row_to_row, const int* num_rows, float* y, int rows, int units) {

@@ -1,0 +1,49 @@
+"""silu(gate) * up of two maps of one x: in one launch, where a kernel has the bits of the three."""
+
+from collections.abc import Callable
+
+from lora_jax.ops.dispatch import (
+    ANY,
+    COMPOSED,
+    GPU,
+    Implementation,
+    Op,
+    backend_kernel,
+    lazy_kernel,
+)
+from lora_jax.ops.grouped_matmul import joined_matmul
+from lora_jax.ops.grouped_matmul.weights import Matrix
+from lora_jax.typing import Array, Float, Int
+
+SiluTimes = Callable[..., Float[Array, "rows width"]]
+
+
+def gated_maps_op(silu_times: SiluTimes) -> Op:
+    """Return the op; where no kernel serves, it is `joined_matmul` and `silu_times`.
+
+    On a GPU the experts' kernels serve, with one group: what they compute behind the products has
+    the bits of `silu_times` there, which a test on the device compares.
+    """
+
+    def of_one_group(kernel: Callable) -> Callable:
+        def gated(
+            x: Float[Array, "rows d_in"], w_gate: Matrix, w_up: Matrix, num_rows: Int[Array, ""]
+        ) -> Float[Array, "rows width"]:
+            return kernel(x, w_gate[None], w_up[None], num_rows.reshape(1))
+
+        return gated
+
+    def composed(
+        x: Float[Array, "rows d_in"], w_gate: Matrix, w_up: Matrix, num_rows: Int[Array, ""]
+    ) -> Float[Array, "rows width"]:
+        return silu_times(*joined_matmul(x, (w_gate, w_up), num_rows, (None, None)), num_rows)
+
+    mosaic = lazy_kernel("lora_jax.ops.grouped_matmul.pallas_gpu", "gated_matmul")
+    return Op(
+        "gated_maps",
+        (
+            Implementation("cuda", GPU, of_one_group(backend_kernel("cuda", "gated_matmul"))),
+            Implementation("pallas_gpu", GPU, of_one_group(mosaic)),
+            Implementation(COMPOSED, ANY, composed, stands_in=True),
+        ),
+    )
