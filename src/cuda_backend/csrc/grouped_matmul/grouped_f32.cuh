@@ -141,8 +141,11 @@ __global__ void __launch_bounds__(kF32Threads) grouped_f32_kernel(const GroupedF
   __shared__ float quarters[kF32Quarters * N];
   const int tiles = (p.rows + kF32Rows - 1) / kF32Rows, tile = static_cast<int>(blockIdx.x) % tiles;
   const int last = min((tile + 1) * kF32Rows, p.rows), column = static_cast<int>(blockIdx.x) / tiles * C;
+  // Of one group, as a router's, weights are on their way before it is known how many rows it has.
+  const bool alone = p.groups == 1;
+  const int real = alone ? load_now(p.sizes) : p.rows;
   for (int row = tile * kF32Rows; row < last;) {
-    const F32Group group = group_of(p, row);
+    const F32Group group = alone ? F32Group{0, p.rows} : group_of(p, row);
     const int stop = min(last, group.end);
     if (group.index < p.groups) {
       for (int first = 0; first < p.d_in; first += kF32Block) {
@@ -162,7 +165,7 @@ __global__ void __launch_bounds__(kF32Threads) grouped_f32_kernel(const GroupedF
 #pragma unroll
         for (int q = 1; q < kF32Quarters; ++q) result += quarters[q * N + tid];
         if (p.bias) result += __ldg(p.bias + static_cast<int64_t>(group.index) * p.d_out + c);
-        p.y[static_cast<int64_t>(r) * p.d_out + c] = result;
+        p.y[static_cast<int64_t>(r) * p.d_out + c] = r < real ? result : 0.f;
       }
       __syncthreads();
     } else {

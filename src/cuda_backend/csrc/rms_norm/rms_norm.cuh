@@ -44,17 +44,26 @@ __global__ void __launch_bounds__(kNormWarps * 32) rms_norm_kernel(const RmsNorm
   const int row = static_cast<int>(blockIdx.x) * (kNormWarps / WARPS) + static_cast<int>(threadIdx.x) / (WARPS * 32);
   if (row >= p.rows) return;  // all of a warp; all of the CTA where warps meet
   const int64_t first = static_cast<int64_t>(row) * p.size;
+  // All is asked for before anything is waited for: a row alone takes the memory's latency, not its bandwidth.
+  uint4 own[kNormPieces], more[kNormPieces], scale[kNormPieces];
+#pragma unroll
+  for (int i = 0; i < kNormPieces; ++i) {
+    const int column = (i * WARPS * 32 + thread) * 8;
+    if (column >= p.size) continue;
+    own[i] = load_piece(p.x + first + column), scale[i] = load_piece(p.weight + column);
+    if (p.addend) more[i] = load_piece(p.addend + first + column);
+  }
   float v[kNormPieces][8], squares = 0;
 #pragma unroll
   for (int i = 0; i < kNormPieces; ++i) {
     const int column = (i * WARPS * 32 + thread) * 8;
-    if (column >= p.size) break;
-    unpack(load_piece(p.x + first + column), v[i]);
+    if (column >= p.size) continue;
+    unpack(own[i], v[i]);
     if (p.addend) {
-      float more[8];
-      unpack(load_piece(p.addend + first + column), more);
+      float added[8];
+      unpack(more[i], added);
 #pragma unroll
-      for (int e = 0; e < 8; ++e) v[i][e] += more[e];
+      for (int e = 0; e < 8; ++e) v[i][e] += added[e];
       const uint4 rounded = pack(v[i]);
       store_piece(p.sum + first + column, rounded);
       unpack(rounded, v[i]);
@@ -75,9 +84,9 @@ __global__ void __launch_bounds__(kNormWarps * 32) rms_norm_kernel(const RmsNorm
 #pragma unroll
   for (int i = 0; i < kNormPieces; ++i) {
     const int column = (i * WARPS * 32 + thread) * 8;
-    if (column >= p.size) break;
+    if (column >= p.size) continue;
     float weight[8];
-    unpack(load_piece(p.weight + column), weight);
+    unpack(scale[i], weight);
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[i][e] = v[i][e] * factor * weight[e];
     store_piece(p.y + first + column, pack(v[i]));
