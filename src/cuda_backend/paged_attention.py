@@ -27,12 +27,12 @@ COLUMNS = 512  # of the kv heads that a CTA works on: its ring of pages needs ro
 PROMPT_TOKENS = 256  # from here on a step holds prompts
 # Chunks of a sequence, and of tokens that memory is set aside for, to be worked on side by side.
 # With fewer and longer ones a row of a model with room for 40960 positions had one CTA.
-MOST_CHUNKS, PARTS = 256, 32768
+MOST_CHUNKS, PARTS = 512, 65536
 MOST_LATENT_CHUNKS, LATENT_PARTS = 64, 8192
-MOST_CUT, PROMPT_PARTS = 512, 8192  # of a step with prompts: tokens that are cut, and their chunks
+MOST_CUT, PROMPT_PARTS = 512, 16384  # of a step with prompts: tokens that are cut, and their chunks
 TOKENS_OF_SEQUENCE = 2  # that decode in a step, as a rule
 SHORT_CHUNK, CHUNK = 256, 512  # the former, for more CTAs, where contexts are SHORT_CONTEXT at most
-SHORT_CONTEXT = 65536
+SHORT_CONTEXT = 131072
 LATENT_COLUMNS, LATENT_VALUES = 576, 512
 LATENT_GROUPS = 2  # of 16 rows that share latents in a prompt
 PLAIN_ROWS = (4, 8, 16)  # of a unit without tensor cores: as few as suffice

@@ -80,8 +80,7 @@ cudaError_t launch_combine(const AttentionArgs& args, cudaStream_t stream) {
                         ((args.v_dim + kCombineColumns - 1) / kCombineColumns);
   const int blocks = static_cast<int>((warps * 32 + kCombineThreads - 1) / kCombineThreads);
   const auto kernel = args.max_chunks > 8 ? combine_kernel<16, T> : combine_kernel<8, T>;
-  kernel<<<blocks, kCombineThreads, 0, stream>>>(args);
-  return cudaGetLastError();
+  return launch_early(kernel, blocks, kCombineThreads, 0, stream, args);
 }
 
 // Fills in what follows from the sizes, and launches; cudaErrorInvalidValue for sizes that the caller

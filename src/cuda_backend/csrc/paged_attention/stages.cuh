@@ -1,8 +1,8 @@
 // How pages reach the warps of paged attention, and what a chunk of positions leaves behind.
 //
 // One persistent CTA per SM. Producer warps fill a ring of slots with boxes of 16 positions by
-// tensor copies; consumer warps work through units in step. A chunk's exponentials refer to its own
-// largest logit, and chunks are put together in their order by `fold`, in registers or, through
+// tensor copies; consumer warps work through units in step. A chunk's exponentials refer to a base of
+// its own logits, and chunks are put together in their order by `fold`, in registers or, through
 // memory, by combine_kernel: a token's result depends on nothing but its own sequence.
 #pragma once
 #include "paged_attention/units.cuh"
@@ -22,7 +22,7 @@ struct AttentionArgs {
   bool many;                 // whether these are the latter
   __nv_bfloat16* out;        // [tokens, q_heads, v_dim]
   float* part_o;             // [part_rows, max_chunks, q_heads, v_dim]: sums not yet divided
-  float2* part_ml;           // [part_rows, max_chunks, q_heads]: largest logit, sum of exponentials
+  float2* part_ml;           // [part_rows, max_chunks, q_heads]: base of the exponentials, their sum
   int tokens, q_heads, kv_heads, k_dim, v_dim;
   int page_size, max_pages, chunk, max_chunks, part_rows, window;
   int cta_heads, head_groups;  // kv heads of a CTA's share of a unit; how many shares there are
@@ -288,6 +288,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     fence_barriers();
   }
   __syncthreads();
+  let_next_begin();  // combine_kernel, where CTAs have no units
   if (warp < kMostConsumers) {
     more_registers<240>();
     unsigned char* scratch = attention_raw + kAttentionHeader + p.slots * p.slot_boxes * (p.k_bytes + p.v_bytes);
@@ -313,8 +314,9 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   const int column = warp % blocks * kCombineColumns + lane * 4, head = warp / blocks % p.q_heads;
   const int row = warp / blocks / p.q_heads;
   if (row >= p.part_rows) return;
-  const int2 cut = __ldg(p.part_tokens + row);
+  const int2 cut = __ldg(p.part_tokens + row);  // which kernels before attention's have written
   if (cut.x < 0) return;
+  wait_for_previous();
   const ChunkRange range(cut.y, p.window, p.chunk);
   const int chunks = range.last - range.first + 1;
   const int64_t first = (static_cast<int64_t>(row) * p.max_chunks + range.first) * p.q_heads + head;
@@ -324,11 +326,11 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   for (int base = 0; base < chunks; base += BATCH) {
     const int count = min(BATCH, chunks - base);
     float2 ml = make_float2(kNone, 0);
-    if (lane < count) ml = __ldg(p.part_ml + first + static_cast<int64_t>(base + lane) * p.q_heads);
+    if (lane < count) ml = load_now(p.part_ml + first + static_cast<int64_t>(base + lane) * p.q_heads);
     float4 v[BATCH];
 #pragma unroll
     for (int c = 0; c < BATCH; ++c)
-      if (c < count) v[c] = __ldg(reinterpret_cast<const float4*>(parts + (base + c) * p.q_heads * p.v_dim));
+      if (c < count) v[c] = load_now(reinterpret_cast<const float4*>(parts + (base + c) * p.q_heads * p.v_dim));
     // Chunk `lane` and those before it.
     float most = fmaxf(ml.x, top);
 #pragma unroll
