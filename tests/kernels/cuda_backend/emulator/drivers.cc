@@ -73,7 +73,7 @@ int lora_ones(Bf16* y, const Item* items, const int* num_items, const int* order
   PairArgs p{};
   p.modules[0] = Module{entries, &scaling, y}, p.items = items, p.num_items = num_items, p.row_order = order;
   p.h = h.data(), p.state = &state, p.num_modules = p.num_slots = 1, p.num_rows = rows, p.d_out = d_out;
-  p.h_stride = p.max_rank = kMaxRank, p.expand = true;
+  p.h_stride = p.max_rank = kMaxRank, p.expand = p.zeros_if_idle = true;
   const cudaError_t e = pool_maps(&p, 1, b_pool.data(), rank, d_out, kWideB);
   return e == cudaSuccess ? launch_pair(p, nullptr) : e;
 }
