@@ -34,6 +34,7 @@ MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 # experts took 17 and 9 us less than by Mosaic's kernel, whose CTAs each walk over all group sizes.
 PLAIN_ROWS, PLAIN_MEAN = 8, 1
 PLAIN_TILES = 128  # of a dense map: more employ all SMs by Mosaic's kernel, too
+PLAIN_GROUPS = 256  # one warp lists them all; Mosaic's looks no further than the last row's
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
 FEWEST_TILE_ROWS, MOST_MATRICES = 8, 3  # of a launch
 DENSE_ROWS, DENSE_COLUMNS = 32, 64  # of a tile of one group's matrices
@@ -193,6 +194,10 @@ def check_support(
         raise Declined(
             f"cuda grouped_matmul takes up to {most} rows for each of {likely} groups of "
             f"{CODINGS[form.coding]} weights, not {rows}"
+        )
+    if plain and groups > PLAIN_GROUPS:
+        raise Declined(
+            f"cuda grouped_matmul takes up to {PLAIN_GROUPS} groups of plain weights, not {groups}"
         )
     if min(groups, rows) + rows // FEWEST_TILE_ROWS > MOST_WORKS:
         raise Declined(

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from support.oracles.tolerance import TOLERANCE
 
+from lora_jax.models.quantised.forms import NF4
 from lora_jax.ops import dispatch
 from lora_jax.ops.grouped_matmul import joined_matmul
+from lora_jax.ops.grouped_matmul.weights import CodedWeight
 from lora_jax.ops.silu_times import gated_maps, silu_times
 
 
@@ -61,3 +63,15 @@ def test_gated_maps_name_a_weight_of_another_shape():
     x, w = jnp.zeros((2, 8)), jnp.zeros((4, 8))
     with pytest.raises(Exception, match="w_up"):  # by the annotation in tests, or the message
         gated_maps(x, w, jnp.zeros((5, 8)), jnp.int32(2))
+
+
+def test_the_experts_kernels_leave_a_dense_layers_quantised_weights():
+    """They are multiplied side by side, in tiles of more rows."""
+    codes, scales = jnp.zeros((40, 32), jnp.uint8), jnp.ones((40, 1), jnp.float32)
+    w = CodedWeight(codes, scales, None, NF4, jnp.dtype(jnp.bfloat16))
+    x, real = jnp.zeros((2, 64), jnp.bfloat16), jnp.int32(2)
+    for name in ("cuda", "pallas_gpu"):
+        with pytest.raises(
+            dispatch.Declined, match=f"{name}: takes plain weights, not CodedWeight"
+        ):
+            gated_maps(x, w, w, real, implementation=name)

@@ -154,6 +154,7 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((9, 8, 96, 256), PLAIN, "up to 1 rows for each of 8 groups of plain weights, not 9"),
         ((9, 1, 96, 256), PLAIN, "up to 8 rows for each of 1 groups of plain weights, not 9"),
         ((8, 1, 8256, 256), PLAIN, "up to 128 at a time, not 129 of 8 rows by 8256"),
+        ((64, 257, 96, 256), PLAIN, "up to 256 groups of plain weights, not 257"),
         ((6400, 1, 96, 256), {}, "tiles of one group's matrices, up to 264 at a time, not"),
         ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 8 rows, not 9000 rows in 2000 groups"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
@@ -161,7 +162,7 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
     ],
     ids=[
-        *("rows", "likely", "plain groups", "plain dense", "plain tiles"),
+        *("rows", "likely", "plain groups", "plain dense", "plain tiles", "plain list"),
         *("dense", "blocks", "width", "scales", "pairs"),
     ],
 )

@@ -12,7 +12,7 @@ from lora_jax.ops.dispatch import (
     lazy_kernel,
 )
 from lora_jax.ops.grouped_matmul import joined_matmul
-from lora_jax.ops.grouped_matmul.weights import Matrix
+from lora_jax.ops.grouped_matmul.weights import QUANTISED, Matrix
 from lora_jax.typing import Array, Float, Int
 
 SiluTimes = Callable[..., Float[Array, "rows width"]]
@@ -38,12 +38,22 @@ def gated_maps_op(silu_times: SiluTimes) -> Op:
     ) -> Float[Array, "rows width"]:
         return silu_times(*joined_matmul(x, (w_gate, w_up), num_rows, (None, None)), num_rows)
 
+    cuda = backend_kernel("cuda", "gated_matmul")
     mosaic = lazy_kernel("lora_jax.ops.grouped_matmul.pallas_gpu", "gated_matmul")
     return Op(
         "gated_maps",
         (
-            Implementation("cuda", GPU, of_one_group(backend_kernel("cuda", "gated_matmul"))),
-            Implementation("pallas_gpu", GPU, of_one_group(mosaic)),
+            Implementation("cuda", GPU, of_one_group(cuda), (_plain_weights,)),
+            Implementation("pallas_gpu", GPU, of_one_group(mosaic), (_plain_weights,)),
             Implementation(COMPOSED, ANY, composed, stands_in=True),
         ),
     )
+
+
+def _plain_weights(x: Array, w_gate: Matrix, w_up: Matrix, num_rows: Array) -> str | None:
+    """Return why the experts' kernels decline, or None.
+
+    Their tiles are of few rows: of a dense layer's rows they would decode each weight many times.
+    """
+    kinds = {type(w).__name__ for w in (w_gate, w_up) if isinstance(w, QUANTISED)}
+    return f"takes plain weights, not {', '.join(sorted(kinds))}" if kinds else None
