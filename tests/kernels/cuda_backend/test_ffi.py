@@ -42,7 +42,8 @@ MOST_REGISTERS = {
     "grouped_f32_tiles_kernel": 255,  # 1 CTA of 256
     "few_rows_kernel": 200,  # 2 CTAs of 160; 136 with 3
     "layer_norm_kernel": 128,  # 2 CTAs of 256
-    "rms_norm_kernel": 64,
+    "rms_norm_kernel": 80,  # 3 CTAs of 256
+    "silu_times_kernel": 32,
     "choose_experts_kernel": 64,
     "take_rows_kernel": 64,  # 4 CTAs of 256
     "keep_likely_kernel": 32,  # 2 CTAs of 1024
