@@ -125,6 +125,13 @@ def test_attention_of_a_token_has_the_same_bits_in_any_company(library, dtype):
     np.testing.assert_array_equal(emulated_attention(library, fewer, seed=5), want[some])
 
 
+def test_what_follows_waits_for_attention_where_no_sequence_is_cut(library):
+    """The emulator ends the process if a kernel that began early waits for nothing."""
+    case = attention_case(SHAPES["latent"], ((0, 9, 1), (1, 20, 1)), page_size=128)
+    whole = emulated_attention(library, case, seed=1, chunk=128)  # has no kernel for parts
+    np.testing.assert_array_equal(emulated_attention(library, case, seed=1, chunk=64), whole)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_has_the_same_bits_cut_into_chunks_or_whole(library, shape):
     chunks = ((0, 90, 80), (1, 130, 1), (2, 127, 2))  # the first is never cut, its pages are shared

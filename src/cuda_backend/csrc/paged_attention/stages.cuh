@@ -315,8 +315,8 @@ __global__ void __launch_bounds__(kCombineThreads, 4) combine_kernel(const __gri
   const int row = warp / blocks / p.q_heads;
   if (row >= p.part_rows) return;
   const int2 cut = __ldg(p.part_tokens + row);  // which kernels before attention's have written
+  wait_for_previous();  // of any row: what follows waits for this kernel alone
   if (cut.x < 0) return;
-  wait_for_previous();
   const ChunkRange range(cut.y, p.window, p.chunk);
   const int chunks = range.last - range.first + 1;
   const int64_t first = (static_cast<int64_t>(row) * p.max_chunks + range.first) * p.q_heads + head;

@@ -106,7 +106,7 @@ inline void release_count(uint32_t* p, uint32_t last) { *p = *p < last ? *p + 1 
 inline void relaxed_count(uint32_t* p, uint32_t last) { release_count(p, last); }
 inline void store_word(uint32_t* p, uint32_t v) { *p = v, ++emu::machine.progress; }
 inline void let_next_begin() {}
-inline void wait_for_previous() {}
+inline void wait_for_previous() { emu::machine.waited = true; }
 inline uint64_t load_acquire_sys(const uint64_t* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 inline void store_release_sys(uint64_t* p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 inline uint64_t poll_acquire_sys(const uint64_t* p) { return emu::let_others_in(), load_acquire_sys(p); }

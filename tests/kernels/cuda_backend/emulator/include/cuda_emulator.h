@@ -154,6 +154,7 @@ struct Machine {
   int sms = 1;
   std::vector<std::unique_ptr<Block>> blocks;  // that run side by side
   unsigned cluster_ctas = 1;
+  bool waited = false;  // a thread of the kernel for the one before it
   uint32_t random() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 };
 inline Machine machine;
@@ -310,21 +311,25 @@ inline void let_others_in() {
 
 constexpr unsigned kTogether = 4, kClustersTogether = 8;  // CTAs, clusters; a persistent grid is smaller
 
+// `early`: it may begin while the kernel before it runs. What comes after waits for this kernel alone, so one of its
+// threads has to wait for the other, even if it needs nothing of it.
 template <class Kernel, class... Args>
-void launch_with(unsigned cluster_ctas, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
+void launch_with(unsigned cluster_ctas, bool early, Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
   if (threads % 32 || threads > 1024) fail("a CTA of no whole warps, or too large");
   if (shared > 232448) fail("more shared memory than a CTA of Hopper can have");
   take_turn();
   machine.grid.x = grid, machine.block_dim.x = threads, machine.cluster_ctas = cluster_ctas;
+  machine.waited = false;
   const unsigned together = cluster_ctas > 1 ? kClustersTogether * cluster_ctas : kTogether;
   std::function<void()> body = [&] { kernel(args...); };
   entry = &body;
   for (unsigned b = 0; b < grid; b += together) run_blocks(b, min(grid, b + together), threads, shared);
+  if (early && !machine.waited) fail("a kernel that began early ended without a wait for the one before");
   end_turn();
 }
 template <class Kernel, class... Args>
 void launch(Kernel kernel, unsigned grid, unsigned threads, size_t shared, const Args&... args) {
-  launch_with(1, kernel, grid, threads, shared, args...);
+  launch_with(1, false, kernel, grid, threads, shared, args...);
 }
 
 }  // namespace emu
@@ -410,9 +415,13 @@ struct cudaLaunchConfig_t {
 template <class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* c, void (*kernel)(Args...), const Args&... args) {
   unsigned cluster_ctas = 1;
-  for (unsigned i = 0; i < c->numAttrs; ++i)
-    if (c->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster_ctas = c->attrs[i].val.clusterDim.x;
-  emu::launch_with(cluster_ctas, kernel, c->grid.x, c->block.x, c->shared, args...);
+  bool early = false;
+  for (unsigned i = 0; i < c->numAttrs; ++i) {
+    const auto& [id, val] = c->attrs[i];
+    if (id == cudaLaunchAttributeClusterDimension) cluster_ctas = val.clusterDim.x;
+    if (id == cudaLaunchAttributeProgrammaticStreamSerialization) early = val.programmaticStreamSerializationAllowed;
+  }
+  emu::launch_with(cluster_ctas, early, kernel, c->grid.x, c->block.x, c->shared, args...);
   return cudaSuccess;
 }
 
