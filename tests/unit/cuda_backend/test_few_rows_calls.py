@@ -10,6 +10,7 @@ from support.drivers.lowering import CustomCall, custom_calls
 
 from cuda_backend import few_rows, grouped_matmul
 from lora_jax.models.quantised.forms import E2M1
+from lora_jax.ops import hopper
 from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, CodedWeight, ScaledWeight
 
 GROUPS, D_OUT, D_IN = 8, 96, 256
@@ -153,6 +154,7 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups of float8 weights, not 20"),
         ((9, 8, 96, 256), PLAIN, "up to 1 rows for each of 8 groups of plain weights, not 9"),
         ((9, 1, 96, 256), PLAIN, "up to 8 rows for each of 1 groups of plain weights, not 9"),
+        ((8, 1, 96, 256), PLAIN, "d_out of plain weights above 64 in steps of it, not 96"),
         ((8, 1, 8256, 256), PLAIN, "up to 128 at a time, not 129 of 8 rows by 8256"),
         ((64, 257, 96, 256), PLAIN, "up to 256 groups of plain weights, not 257"),
         ((6400, 1, 96, 256), {}, "tiles of one group's matrices, up to 264 at a time, not"),
@@ -162,7 +164,8 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
     ],
     ids=[
-        *("rows", "likely", "plain groups", "plain dense", "plain tiles", "plain list"),
+        *("rows", "likely", "plain groups", "plain dense", "plain width", "plain tiles"),
+        "plain list",
         *("dense", "blocks", "width", "scales", "pairs"),
     ],
 )
@@ -171,6 +174,12 @@ def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
     made = few_rows.Form(form.get("coding", few_rows.FLOAT8), form.get("columns", 128))
     with pytest.raises(NotImplementedError, match=why):
         few_rows.check_support(made, rows, groups, [d_out], d_in, form.get("likely"))
+
+
+def test_few_plain_rows_are_served_where_mosaics_kernel_serves_many():
+    assert few_rows.PLAIN_COLUMNS == hopper.COLUMNS
+    for width in (8, few_rows.PLAIN_COLUMNS, 2 * few_rows.PLAIN_COLUMNS):
+        few_rows.check_support(few_rows.Form(few_rows.PLAIN, 256), 8, 1, [width], 256, None)
 
 
 def test_declines_one_addend_of_two(on_hopper):
