@@ -31,6 +31,8 @@ OPS = {
     "lora_gemm": "lora_jax.ops.lora_gemm.tuning",
 }
 
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="  # of XLA_FLAGS
+
 Shape = Mapping[str, int]
 
 
@@ -93,7 +95,7 @@ class Programs:
         # A process that shares the device may not take most of its memory. Launches of a CUDA graph
         # that do not need each other run at a time: 64 CTAs of one beside 64 of the next, which in
         # a step have the device to themselves. So these programs are no graphs.
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer=".strip()
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
         special = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
         self._stack.enter_context(environment(special))
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")  # knows kernels of a file
@@ -119,8 +121,9 @@ class Programs:
 
 
 def file_name(op: str, shape: Shape, config: Any) -> str:
-    """Return the name of a program's file; another for another source of the op or another jax."""
-    identity = [op, dict(shape), dataclasses.asdict(config), jax.__version__, _source_of(op)]
+    """Return the name of a program's file, another one of another jax, other flags or source."""
+    made_by = jax.__version__, NO_GRAPHS, _source_of(op)
+    identity = [op, dict(shape), dataclasses.asdict(config), *made_by]
     sizes = "x".join(map(str, shape.values()))
     return f"{op}-{sizes}-{zlib.crc32(json.dumps(identity).encode()):08x}"
 

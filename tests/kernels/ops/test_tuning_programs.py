@@ -60,6 +60,16 @@ def test_a_program_of_a_file_is_loaded_and_not_made_again(op, tmp_path, monkeypa
     np.testing.assert_array_equal(got, [1, 5, 9])
 
 
+def test_programs_are_no_graphs_and_files_of_graphs_are_not_read(op, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1")
+    with Programs(tmp_path, 1):
+        assert os.environ["XLA_FLAGS"] == "--xla_a=1 --xla_gpu_enable_command_buffer="
+    assert os.environ["XLA_FLAGS"] == "--xla_a=1"
+    name = file_name(op, {"rows": 3}, Config(4))
+    monkeypatch.setattr(tuning_programs, "NO_GRAPHS", "")
+    assert file_name(op, {"rows": 3}, Config(4)) != name
+
+
 def test_a_program_that_is_missing_is_made_beside_the_others(op, tmp_path, monkeypatch):
     """Another process would know nothing of this test's op: a thread makes it."""
     monkeypatch.setattr(
