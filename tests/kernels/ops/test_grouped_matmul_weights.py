@@ -232,7 +232,6 @@ def test_kernels_for_plain_weights_decline():
             grouped_matmul(case.x, w, case.group_sizes, implementation=name)
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
 def test_rounding_and_order_of_plain_weights_are_not_left_to_the_compiler():
     """On a CPU it leaves both as they are; on others it may drop the one and fuse the other."""
     w, _ = coded(1, 8, 64, group=32, dtype="bfloat16")
@@ -243,6 +242,7 @@ def test_rounding_and_order_of_plain_weights_are_not_left_to_the_compiler():
     assert "optimization_barrier" in traced
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_parts_that_do_not_fit_are_named():
     w, _ = coded(1, 8, 64, group=32, dtype="float32")
     case = grouped_case(4, 1, 8, 64)

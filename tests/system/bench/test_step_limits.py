@@ -1,4 +1,4 @@
-"""What a step's line says of its clock, its kernels and its limit, and that the steps run."""
+"""A step's line has its clock, its kernels and its limit, and the steps run."""
 
 import argparse
 
