@@ -131,8 +131,9 @@ class ClusterConfig:
             )
         if ":" in self.master_addr:
             raise ValueError(
-                f"--master-addr {self.master_addr} is not of IPv4, over which the nodes meet: give "
-                "host 0's IPv4 address, or a name that has one, the same on all nodes."
+                f"--master-addr {self.master_addr} has a colon: nodes meet over IPv4, and the port "
+                "is --master-port's. Give host 0's IPv4 address, or a name that has one, without a "
+                "port, the same on all nodes."
             )
         if self.nodes_secret_file is None:
             raise ValueError(

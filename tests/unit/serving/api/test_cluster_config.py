@@ -89,7 +89,11 @@ def test_by_default_one_process_does_it_all():
         ),
         (
             {"nnodes": 2, "master_addr": "fd00::1", "nodes_secret_file": "s"},
-            "--master-addr fd00::1 is not of IPv4",
+            "--master-addr fd00::1 has a colon: nodes meet over IPv4",
+        ),
+        (
+            {"nnodes": 2, "master_addr": "10.0.0.1:29501", "nodes_secret_file": "s"},
+            "the port is --master-port's",
         ),
         (RAY | {"master_port": 7, "master_addr": "h"}, "leave --master-addr, --master-port out"),
         (RAY | {"nodes_secret_file": "s"}, "leave --nodes-secret-file out"),
