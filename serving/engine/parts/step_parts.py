@@ -90,8 +90,7 @@ def make_runner(
         board=make_board(sizes, base.config.vocab_size) if waits else None,
         row_writer="copier" if copies_rows else "programs",
     )
-    # The first exchange waits half a minute for the others, and some hosts compile longer.
-    runner.warm_up(progress=True, compiled=(lambda: None) if gang is None else gang.meet)
+    _warm_up(runner, gang)
     logger.info(
         "Compiled %d programs for steps of up to %s tokens in %.1f s.",
         runner.num_programs,
@@ -99,6 +98,25 @@ def make_runner(
         time.monotonic() - start,
     )
     return runner
+
+
+def _warm_up(runner: ModelRunner, gang: Gang | None) -> None:
+    """Compile and run all programs; ValueError says what to change if a step's arrays do not fit.
+
+    KV pages and adapters leave room for them by `gpu_memory_utilization` alone.
+    """
+    # The first exchange waits half a minute for the others, and some hosts compile longer.
+    compiled = (lambda: None) if gang is None else gang.meet
+    try:
+        runner.warm_up(progress=True, compiled=compiled)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            "A step's own arrays have no room beside weights, adapters and KV pages. Lower "
+            "gpu_memory_utilization or kv_cache_memory_bytes, or max_model_len or max_num_seqs, "
+            f"by which attention sets memory aside. The device says: {error}"
+        ) from error
 
 
 def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:

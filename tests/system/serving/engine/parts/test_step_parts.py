@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import pytest
 from support.cases.engine_cases import GREEDY, SHAPES, make_engine
 
@@ -32,6 +33,18 @@ def test_the_scheduler_keeps_the_limits_of_config_and_cache():
     (two,) = make_scheduler(config, size, None, (2,), 5, num_logit_rows=64).add(one.request)
     assert one.seed == two.seed  # the config's
     assert [chunk.num_tokens for chunk in scheduler.plan(0.0).chunks] == [8]
+
+
+def test_a_step_without_room_says_what_to_change():
+    def warm_up(**given):
+        raise jax.errors.JaxRuntimeError(said)
+
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.02GiB."
+    with pytest.raises(ValueError, match=r"Lower gpu_memory_utilization or .* 1\.02GiB"):
+        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None)
+    said = "INTERNAL: another"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
+        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None)
 
 
 @pytest.mark.parametrize(
