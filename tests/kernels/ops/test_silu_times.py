@@ -7,7 +7,9 @@ from support.oracles.tolerance import TOLERANCE
 
 from lora_jax.models.quantised.forms import NF4
 from lora_jax.ops import dispatch
-from lora_jax.ops.grouped_matmul import joined_matmul
+from lora_jax.ops import silu_times as silu_module
+from lora_jax.ops.dispatch import ANY, Implementation, Op
+from lora_jax.ops.grouped_matmul import gated_matmul, joined_matmul
 from lora_jax.ops.grouped_matmul.weights import CodedWeight
 from lora_jax.ops.silu_times import gated_maps, silu_times
 
@@ -57,6 +59,18 @@ def test_gated_maps_have_the_bits_of_the_maps_and_the_activation(dtype):
     want = silu_times(*joined_matmul(x, weights, real, (None, None)), real)
     got = gated_maps(x, *weights, real)
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_experts_products_by_xla_meet_in_the_silu_of_the_platform(monkeypatch):
+    """A GPU's silu is not XLA's, and a LoRA Server's results go through it."""
+    x, w = jnp.ones((3, 64), jnp.bfloat16), jnp.ones((2, 40, 64), jnp.bfloat16)
+    own = Op(
+        "silu_of_experts",
+        (Implementation("xla", ANY, lambda gate, up, real: gate + real.astype(gate.dtype)),),
+    )
+    monkeypatch.setattr(silu_module, "SILU_OF_EXPERTS", own)
+    got = gated_matmul(x, w, w, jnp.array([2, 0], jnp.int32), implementation="xla")
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[:2], 66)
 
 
 def test_gated_maps_name_a_weight_of_another_shape():

@@ -64,8 +64,11 @@ def _widened(kernel: Callable) -> Callable:
     return of_wide
 
 
-def _op(name: str, around: Callable) -> Op:
-    """Return the op that is around(product, ...) of plain products; Pallas kernels fuse it."""
+def _op(name: str, around: Callable, around_xla: Callable) -> Op:
+    """Return the op that is around(product, ...) of plain products; Pallas kernels fuse it.
+
+    `around_xla` is the same of XLA's products, with the bits of the platform's kernels.
+    """
 
     def composed_of(product: Callable) -> Callable:
         return _widened(functools.partial(around, product))
@@ -75,6 +78,7 @@ def _op(name: str, around: Callable) -> Op:
     fused_tpu = _of_zeros(_widened(lazy_kernel(f"{__name__}.pallas_tpu", name)))
     plain, hints = (_plain_weights,), ("likely_groups", "num_rows", "num_added")
     all_read = functools.partial(Implementation, hints=("num_added",))
+    by_xla = _widened(functools.partial(around_xla, xla.grouped_matmul))
     return Op(
         name,
         (
@@ -82,7 +86,7 @@ def _op(name: str, around: Callable) -> Op:
             Implementation("pallas_gpu", GPU, fused_gpu, hints=hints),
             all_read("pallas_tpu", TPU, fused_tpu, accepts=plain),
             all_read("ffi", CPU, _of_zeros(composed_of(cpu.grouped_matmul))),
-            all_read("xla", ANY, _of_zeros(composed_of(xla.grouped_matmul))),
+            all_read("xla", ANY, _of_zeros(by_xla)),
             all_read("reference", ANY, _of_zeros(composed_of(reference.grouped_matmul))),
         ),
     )
@@ -102,8 +106,8 @@ def _of_zeros(kernel: Callable) -> Callable:
     return reads_zeros
 
 
-GROUPED_MATMUL = _op("grouped_matmul", composed.grouped_matmul)
-GATED_MATMUL = _op("gated_matmul", composed.gated_matmul)
+GROUPED_MATMUL = _op("grouped_matmul", composed.grouped_matmul, composed.grouped_matmul)
+GATED_MATMUL = _op("gated_matmul", composed.gated_matmul, composed.gated_by_platform)
 
 
 def grouped_matmul(
