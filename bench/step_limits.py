@@ -10,7 +10,7 @@ has, for one step:
 - the limit: the time in which a copy on this card moves the bytes of the weights and cached keys
   and values, or, of prompts, the time of the products at the card's dense rate (`end_to_end.limits`
   has both rates), and how much of the step it is;
-- the kinds of kernels, and the kernels that take longest.
+- the kinds of kernels, the kernels that take longest, and the launches of one layer in order.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from bench import decode_step, record
 from bench.decode_step import GREEDY, PAGE_SIZE, RANK, TINY, Case
 from bench.end_to_end.limits import CARDS, Card, Limits
+from bench.launch_order import launches_of, layer_of, show_layer
 from bench.parallel.shapes import SPEED, tiny
 from bench.parallel.steps import Sizes, prompt_plan
 from bench.step_profile import Kernels, longest, profile_step, show_profile
@@ -120,11 +121,15 @@ def measure(step: Step, *, profiled: bool) -> dict[str, Any]:
     """Return a step's times in ms and its kernels, as (launches, us) by name."""
     decode_step.start(step.runner, step.plan)
     turns = decode_step.take_turns(step.runner, {step.name: step.plan}, *step.turns)[step.name]
-    clock, kernels = statistics.median(turns), {}
+    clock, kernels, layer = statistics.median(turns), {}, ([], 0.0)
     if profiled:
-        kernels = profile_step(functools.partial(decode_step.sampled, step.runner, step.plan))
+        again = functools.partial(decode_step.sampled, step.runner, step.plan)
+        kernels, layer = profile_step(again), layer_of(launches_of(again))
         print(show_profile(step.name, kernels))
-    return as_row(clock, kernels, step.limit_ms) | {"turns_ms": [round(t, 4) for t in turns]}
+        print(show_layer(*layer))
+    row = as_row(clock, kernels, step.limit_ms) | {"turns_ms": [round(t, 4) for t in turns]}
+    in_order = [(launch.name, round(launch.us, 2)) for launch in layer[0]]
+    return row | {"layer_us": round(layer[1], 1), "layer": in_order}
 
 
 def as_row(clock: float, kernels: Kernels, limit_ms: float | None) -> dict[str, Any]:
@@ -170,9 +175,8 @@ def main() -> None:
     rows = {}
     for step in make_steps(raw, args, CARDS.get(device)):
         rows[step.name] = found = measure(step, profiled=jax.default_backend() != "cpu")
-        shown = {
-            name: value for name, value in found.items() if name not in ("kernels", "turns_ms")
-        }
+        hidden = "kernels", "turns_ms", "layer"
+        shown = {key: value for key, value in found.items() if key not in hidden}
         print(step.name, shown, flush=True)
     name = f"step_limits_{args.model}_{record.in_file_name(device)}_{about['date']}"
     about |= {"device": device, "model": args.model, "layers": raw["num_hidden_layers"]}
