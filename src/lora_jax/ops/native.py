@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lora_jax.ops import dispatch
 log = logging.getLogger(__name__)
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
+CPP_UNIT = ".cc"
 CPP_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")  # and -march
 # GCC 12 tunes AVX2 code for the CPU that `-march` names, and some of its tunings are slow. On Zen 3
 # 64 rows times a matrix of 2048 x 768 took with Haswell's 0.79 to 0.84 of the time of znver3's, and
@@ -85,12 +87,19 @@ class Library:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.hexdigest()[:24]
 
-    def command(self, compiler: Compiler, library: Path, *more: str) -> list[str]:
-        """Return the command that compiles everything into `library`."""
-        units = [str(p) for p in self.sources if p.suffix == self.unit]
+    @property
+    def units(self) -> tuple[Path, ...]:
+        """The files that are compiled."""
+        return tuple(path for path in self.sources if path.suffix == self.unit)
+
+    def command(
+        self, compiler: Compiler, library: Path, *more: str, units: Iterable[Path] | None = None
+    ) -> list[str]:
+        """Return the command that makes `library` of its units, or of what was made of them."""
         includes = [f"-I{folder}" for folder in (*self.includes, jax.ffi.include_dir())]
         flags = (*self.flags, *compiler.flags, *more)
-        return [compiler.path, *flags, *includes, *units, "-o", str(library)]
+        files = map(str, self.units if units is None else units)
+        return [compiler.path, *flags, *includes, *files, "-o", str(library)]
 
     def build(self, folder: Path) -> Path:
         """Return the compiled library in `folder`, compiling it if it is not there, or damaged.
@@ -207,18 +216,42 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     log.info("Compiling the %s with %s, once for this machine.", what.title, compiler.path)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
-    command = what.command(compiler, part)
+    run = functools.partial(_run, compiler, library.parent)
     try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            output = (result.stderr or result.stdout).strip()[:2000]
-            if (full := os.strerror(errno.ENOSPC)) in output:  # no mistake of the compiler
-                raise OSError(errno.ENOSPC, full, str(library.parent))
-            raise BuildError(f"{compiler.path} failed: {output}")
+        if what.unit == CPP_UNIT and len(what.units) > 1:
+            _compile_side_by_side(what, compiler, part, run)
+        else:  # one, or a compiler that has threads of its own
+            run(what.command(compiler, part))
         own_files.publish(part, library)
     finally:
         part.unlink(missing_ok=True)
     log.info("Compiled the %s in %.1f s: %s.", what.title, time.perf_counter() - start, library)
+
+
+def _compile_side_by_side(
+    what: Library, compiler: Compiler, library: Path, run: Callable[[list[str]], None]
+) -> None:
+    """Compile each unit by a process of its own, the largest first, and link them."""
+    units = sorted(what.units, key=lambda unit: -unit.stat().st_size)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects = [Path(folder, f"{unit.stem}.o") for unit in units]
+        commands = [
+            what.command(compiler, made, "-c", units=[unit])
+            for unit, made in zip(units, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(run, commands))
+        run(what.command(compiler, library, units=objects))
+
+
+def _run(compiler: Compiler, folder: Path, command: list[str]) -> None:
+    """Run a compiler's command that writes to a folder; see compile_library for what it raises."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        output = (result.stderr or result.stdout).strip()[:2000]
+        if (full := os.strerror(errno.ENOSPC)) in output:  # no mistake of the compiler
+            raise OSError(errno.ENOSPC, full, str(folder))
+        raise BuildError(f"{compiler.path} failed: {output}")
 
 
 @contextlib.contextmanager
@@ -302,7 +335,7 @@ def cpp_library(name: str, title: str, folder: Path, targets: tuple[str, ...]) -
         wanted=f"C++ compiler ({', '.join(CPP_COMPILERS)})",
         flags=(*CPP_FLAGS, *march_flags()),
         sources=cpp_sources(folder),
-        unit=".cc",
+        unit=CPP_UNIT,
         targets=targets,
         platform="cpu",
         machine=cpu_name(),

@@ -48,6 +48,26 @@ def library(tmp_path):
     return native.cpp_library("one", "test library", source.parent, ())
 
 
+def test_units_are_compiled_side_by_side_and_become_one_library(library, tmp_path):
+    folder, cache = tmp_path / "sources", tmp_path / "cache"
+    (folder / "two.cc").write_text(
+        'extern "C" int one(); extern "C" int two() { return 1 + one(); }'
+    )
+    both = native.cpp_library("both", "test library", folder, ())
+    made = both.load(cache)
+    assert (made.one(), made.two()) == (1, 2)
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_unit_that_fails_is_told_and_leaves_nothing(library, tmp_path):
+    folder, cache = tmp_path / "sources", tmp_path / "cache"
+    (folder / "two.cc").write_text("int two() { return none; }")
+    both = native.cpp_library("both", "test library", folder, ())
+    with pytest.raises(BuildError, match=r"(?s)failed: .*two\.cc.*none"):
+        both.build(cache)
+    assert {path.suffix for path in cache.iterdir()} <= {".lock"}
+
+
 def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path):
     compiled = []
 

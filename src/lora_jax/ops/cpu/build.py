@@ -70,7 +70,7 @@ def loaded() -> ctypes.CDLL:
 
 @functools.cache
 def rows_address() -> int:
-    """Return the address of lora_jax_lora_rows (handlers.cc), for callers without XLA.
+    """Return the address of lora_jax_lora_rows (adapters.cc), for callers without XLA.
 
     Raises native.BuildError where the kernels cannot be built.
     """

@@ -1,132 +1,12 @@
 // XLA FFI entry points of the CPU kernels: unpack buffers, call the kernel, report errors.
-#include <memory>
-
 #include "attention.h"
 #include "buffers.h"
-#include "gemm.h"
 #include "heads.h"
 #include "image_attention.h"
-#include "lora.h"
 #include "reroute.h"
 #include "row_calls.h"
 
 namespace lora_jax {
-
-// Weights of one product: plain ones, codes with scales and zeros, or values with scales.
-enum Form : int64_t { kPlain, kCoded, kScaled };
-constexpr int64_t kFacts = 3;  // of a product: its form, and the rows and columns of its blocks
-
-template <class D, ffi::DataType dtype>
-struct Product {
-  Gemm<D> gemm;
-  std::unique_ptr<DecodedRows<D>> decoded;
-
-  ffi::Error plain(const ffi::AnyBuffer& w) {
-    if (!all_of<dtype>(w)) return WrongTypes("grouped_matmul");
-    set_sizes(w.dimensions(), 1), gemm.w = data<typename D::T>(w);
-    return ffi::Error::Success();
-  }
-  ffi::Error coded(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales,
-                   const ffi::AnyBuffer& zeros, const float* table) {
-    if (!all_of<ffi::U8>(codes, zeros)) return WrongTypes("coded_gemm");
-    set_sizes(codes.dimensions(), 2);
-    auto rows = std::make_unique<CodedRows<D>>(table);
-    rows->codes = data<uint8_t>(codes), rows->zeros = data<uint8_t>(zeros);
-    rows->scales = {scales.untyped_data(), scales.element_type() == ffi::BF16};
-    rows->d_in = gemm.d_in, rows->span = gemm.d_in / scales.dimensions()[2];
-    if (rows->span % kWords)
-      return ffi::Error::InvalidArgument("coded_gemm: groups of 32, 64, ... weights");
-    decoded = std::move(rows);
-    return ffi::Error::Success();
-  }
-  ffi::Error scaled(const ffi::AnyBuffer& values, const ffi::AnyBuffer& scales,
-                    int64_t block_rows, int64_t block_cols) {
-    if (!all_of<ffi::F8E4M3FN>(values) || !all_of<ffi::F32>(scales))
-      return ffi::Error::InvalidArgument("scaled_gemm: values of float8_e4m3fn");
-    set_sizes(values.dimensions(), 1);
-    if (gemm.d_in % kValueStep || (block_cols % kValueStep && block_cols < gemm.d_in))
-      return ffi::Error::InvalidArgument("scaled_gemm: d_in and blocks in multiples of 16");
-    auto rows = std::make_unique<ScaledRows<D>>(gemm.d_in, block_cols);
-    rows->values = data<uint8_t>(values), rows->scales = data<float>(scales);
-    rows->d_out = gemm.d_out, rows->block_rows = block_rows;
-    decoded = std::move(rows);
-    return ffi::Error::Success();
-  }
-
- private:
-  void set_sizes(ffi::Span<const int64_t> d, int64_t per_byte) {
-    gemm.w = nullptr, gemm.groups = d[0], gemm.d_out = d[1], gemm.d_in = d[2] * per_byte;
-  }
-};
-
-// Products of x and several weights, whose buffers and then a bias follow each other in `rest`. A
-// table has 16 values for each.
-template <class D, ffi::DataType dtype>
-ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 group_sizes,
-                    ffi::RemainingArgs rest, ffi::RemainingRets ys, ffi::Span<const int64_t> facts,
-                    ffi::Span<const float> tables) {
-  const size_t count = ys.size();
-  if (!count || facts.size() != kFacts * count || tables.size() != 16 * count)
-    return ffi::Error::InvalidArgument("grouped_matmul: 3 facts and a table of 16 for each result");
-  std::vector<Product<D, dtype>> products(count);
-  std::vector<Gemm<D>> gemms;
-  Rest args(rest);
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t* fact = facts.begin() + kFacts * i;
-    std::optional<ffi::AnyBuffer> parts[3];
-    for (int64_t part = 0; part < (fact[0] == kPlain ? 1 : fact[0] == kCoded ? 3 : 2); ++part)
-      if (!(parts[part] = args.next()))
-        return ffi::Error::InvalidArgument("grouped_matmul: weights are missing");
-    auto bias = args.next();
-    auto y = ys.get<ffi::AnyBuffer>(i);
-    if (!bias || !y) return ffi::Error::InvalidArgument("grouped_matmul: a bias is missing");
-    if (!all_of<dtype>(x, *bias, **y)) return WrongTypes("grouped_matmul");
-    Product<D, dtype>& product = products[i];
-    ffi::Error error = fact[0] == kPlain ? product.plain(*parts[0])
-                       : fact[0] == kCoded
-                           ? product.coded(*parts[0], *parts[1], *parts[2], tables.begin() + 16 * i)
-                           : product.scaled(*parts[0], *parts[1], fact[1], fact[2]);
-    if (error.failure()) return error;
-    Gemm<D>& g = product.gemm;
-    g.decoded = product.decoded.get(), g.x = data<typename D::T>(x);
-    g.bias = data<typename D::T>(*bias), g.group_sizes = group_sizes.typed_data();
-    g.y = data<typename D::T>(*y), g.rows = x.dimensions()[0];
-    gemms.push_back(g);
-  }
-  run_gemms<D>(pool, gemms);
-  return ffi::Error::Success();
-}
-
-// Adds to every y, of the rest arguments, the adapters at its site of the table.
-template <class D, ffi::DataType dtype, class Y, ffi::DataType y_dtype, class R,
-          ffi::DataType r_dtype>
-ffi::Error LoraCall(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer a_pool,
-                    ffi::AnyBuffer b_pool, S32 entries, F32 scaling, S32 row_to_slot,
-                    S32 row_to_expert, ffi::RemainingArgs rest, ffi::RemainingRets outs,
-                    int64_t max_rank, ffi::Span<const int64_t> sites) {
-  using T = typename D::T;
-  if (!all_of<dtype>(x) || !all_of<r_dtype>(a_pool, b_pool)) return WrongTypes("lora_gemm");
-  if (outs.size() != sites.size())
-    return ffi::Error::InvalidArgument("lora_gemm: a site for each result");
-  const int64_t slots = scaling.dimensions().back();
-  std::vector<Lora<T, Y, R>> all;
-  for (size_t i = 0; i < sites.size(); ++i) {
-    auto y = rest.get<ffi::AnyBuffer>(i);
-    auto out = outs.get<ffi::AnyBuffer>(i);
-    if (!y || !out) return ffi::Error::InvalidArgument("lora_gemm: a y is missing");
-    if (!all_of<y_dtype>(*y, **out)) return WrongTypes("lora_gemm");
-    if ((*out)->untyped_data() != y->untyped_data())
-      std::memcpy((*out)->untyped_data(), y->untyped_data(), y->size_bytes());
-    all.push_back({data<T>(x), data<R>(a_pool), data<R>(b_pool),
-                   entries.typed_data() + sites[i] * slots * 5, row_to_slot.typed_data(),
-                   row_to_expert.typed_data(), scaling.typed_data() + sites[i] * slots,
-                   data<Y>(*out), int64_t(x.dimensions()[0]), x.dimensions()[1],
-                   y->dimensions()[1], a_pool.dimensions()[0], b_pool.dimensions()[0], slots,
-                   max_rank});
-  }
-  if (run_loras<D, Y, R>(pool, all)) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("lora_gemm: a slot's rows lie outside the pools");
-}
 
 // The pages are written where they are results, or else where they lie: XLA takes them for
 // arguments that nobody changes, and whoever reads them takes the call's q.
@@ -247,32 +127,6 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
 
 }  // namespace lora_jax
 
-#define LORA_JAX_GEMM(name, D, dtype)                                                   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::GemmCall<lora_jax::D, dtype>),         \
-                                ffi::Ffi::Bind()                                        \
-                                    .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<S32>()                                         \
-                                    .RemainingArgs()                                    \
-                                    .RemainingRets()                                    \
-                                    .Attr<ffi::Span<const int64_t>>("facts")            \
-                                    .Attr<ffi::Span<const float>>("tables"))
-#define LORA_JAX_LORA(name, D, dtype, Y, y_dtype, R, r_dtype)                           \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name,                                                   \
-                                (lora_jax::LoraCall<lora_jax::D, dtype, Y, y_dtype, R, r_dtype>), \
-                                ffi::Ffi::Bind()                                        \
-                                    .Ctx<ffi::ThreadPool>()                             \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<ffi::AnyBuffer>()                              \
-                                    .Arg<S32>()                                         \
-                                    .Arg<F32>()                                         \
-                                    .Arg<S32>()                                         \
-                                    .Arg<S32>()                                         \
-                                    .RemainingArgs()                                    \
-                                    .RemainingRets()                                    \
-                                    .Attr<int64_t>("max_rank")                          \
-                                    .Attr<ffi::Span<const int64_t>>("sites"))
 #define LORA_JAX_RMS_NORM(name, T, dtype)                                               \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (lora_jax::RmsNormCall<T, dtype>),                \
                                 ffi::Ffi::Bind()                                        \
@@ -346,8 +200,6 @@ ffi::Error RerouteCall(S32 ids, S32 token_to_slot, S32 table, S32 num_tokens,
                                     .Attr<float>("scale")                               \
                                     .Attr<int64_t>("window"))
 
-LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
-LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_float32, float, ffi::F32);
 LORA_JAX_RMS_NORM(lora_jax_rms_norm_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_LAYER_NORM(lora_jax_layer_norm_float32, float, ffi::F32);
@@ -358,16 +210,6 @@ LORA_JAX_SILU_TIMES(lora_jax_silu_times_float32, float, ffi::F32);
 LORA_JAX_SILU_TIMES(lora_jax_silu_times_bfloat16, uint16_t, ffi::BF16);
 LORA_JAX_PLACE_HEADS(lora_jax_place_heads_float32, float, ffi::F32);
 LORA_JAX_PLACE_HEADS(lora_jax_place_heads_bfloat16, uint16_t, ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_float32, DotF32, ffi::F32, float, ffi::F32, float, ffi::F32);
-LORA_JAX_LORA(lora_jax_lora_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16, uint16_t,
-              ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32, uint16_t,
-              ffi::BF16);
-LORA_JAX_LORA(lora_jax_lora_int8_float32, DotF32, ffi::F32, float, ffi::F32, int8_t, ffi::S8);
-LORA_JAX_LORA(lora_jax_lora_int8_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16, int8_t,
-              ffi::S8);
-LORA_JAX_LORA(lora_jax_lora_int8_bfloat16_to_float32, DotBF16, ffi::BF16, float, ffi::F32, int8_t,
-              ffi::S8);
 LORA_JAX_ATTENTION(lora_jax_attention_float32, DotF32, ffi::F32, float, ffi::F32);
 LORA_JAX_ATTENTION(lora_jax_attention_bfloat16, DotBF16, ffi::BF16, uint16_t, ffi::BF16);
 LORA_JAX_ATTENTION(lora_jax_attention_8_bits_float32, DotF32, ffi::F32, uint8_t, ffi::U8);
@@ -387,26 +229,3 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     lora_jax_reroute, lora_jax::RerouteCall,
     ffi::Ffi::Bind().Arg<S32>().Arg<S32>().Arg<S32>().Arg<S32>().Ret<S32>().Ret<S32>().Ret<S32>());
-
-// Called without XLA, by processes that hold one adapter: the same rows as LoraCall, of one slot and
-// on this thread. `y` [rows, d_out] is zero. False if the entry points outside its matrices.
-extern "C" int32_t lora_jax_lora_rows(int32_t is_bfloat16, const void* x, const void* a,
-                                      const void* b, const int32_t* entry, float scaling,
-                                      const int32_t* slots, const int32_t* experts, float* y,
-                                      const int64_t* sizes) {
-  using namespace lora_jax;
-  const auto run = [&](auto dot) {
-    using D = decltype(dot);
-    using T = typename D::T;
-    Lora<T, float> g{static_cast<const T*>(x), static_cast<const T*>(a), static_cast<const T*>(b),
-                     entry, slots, experts, &scaling, y, sizes[0], sizes[1], sizes[2], sizes[3],
-                     sizes[4], 1, entry[2]};
-    std::vector<int32_t> rows = adapter_rows(g);
-    std::vector<LoraItem> items;
-    double micros = 0;
-    if (!lora_items(g, 0, rows, &items, &micros)) return 0;
-    for (const LoraItem& item : items) run_lora_item<D>(g, item);
-    return 1;
-  };
-  return is_bfloat16 ? run(DotBF16{}) : run(DotF32{});
-}
