@@ -269,8 +269,9 @@ class Mlp(nnx.Module):
         """Return of the MLP's outputs those of this device, for a sum that is gathered."""
         maps = self.gate_proj, self.up_proj
         if routing.adapters is None and all(m.bias is None for m in maps):
-            weights = (m.weight[...] for m in maps)
-            inner = gated_maps(x, *weights, routing.num_rows)
+            gate, up = (m.weight[...] for m in maps)
+            inner = gated_maps(x, gate, up, routing.num_rows)
         else:
-            inner = silu_times(*apply_linears(maps, x, routing), routing.num_rows)
+            gate, up = apply_linears(maps, x, routing)
+            inner = silu_times(gate, up, routing.num_rows)
         return apply_local((self.down_proj,), inner, routing)[0]

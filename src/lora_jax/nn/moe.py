@@ -157,7 +157,8 @@ class Experts(nnx.Module):
             ys = exchange.wait_add(tuple(self._product(x, name, map, routing) for name in names), x)
             return self._add_local(ys, x, names, map, routing) if server.has_local else ys
 
-        inner = self._activation(*products(x, "gate_proj", "up_proj"), routing)
+        gate, up = products(x, "gate_proj", "up_proj")
+        inner = self._activation(gate, up, routing)
         return products(inner, "down_proj")[0]
 
     def _experts_of_model(self, map: RowMap, split: Split | None) -> Int[Array, "rows"]:
