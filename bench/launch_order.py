@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import jax
 
+from bench.step_profile import kernels_in
+
 FIRST_OF_LAYER = "place_heads"
 _RUNS = 3
 
@@ -35,15 +37,8 @@ def launches_of(step: Callable[[], object]) -> list[Launch]:
         with jax.profiler.trace(folder):
             for _ in range(_RUNS):
                 jax.block_until_ready(step())
-        found = [
-            Launch(_short(event.name), event.start_ns / 1e3, event.duration_ns / 1e3)
-            for file in Path(folder).rglob("*.xplane.pb")
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-            for line in plane.lines
-            if plane.name.startswith("/device:") and line.name.startswith("Stream")
-            for event in line.events
-            if not event.name.startswith("Memcpy")
-        ]
+        events = kernels_in(Path(folder))
+    found = [Launch(_short(name), start / 1e3, took / 1e3) for name, start, took in events]
     found.sort(key=lambda launch: launch.begin)
     return found[-(len(found) // _RUNS) :] if found else []
 

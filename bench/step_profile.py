@@ -64,19 +64,24 @@ def device_span(step: Callable[[], object]) -> tuple[float, float] | None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step())
-        events = [
-            (event.start_ns, event.duration_ns)
-            for file in Path(folder).rglob("*.xplane.pb")
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
-            for line in plane.lines
-            if plane.name.startswith("/device:") and line.name.startswith("Stream")
-            for event in line.events
-            if not event.name.startswith("Memcpy")
-        ]
+        events = kernels_in(Path(folder))
     if not events:
         return None
-    span = max(start + took for start, took in events) - min(start for start, _ in events)
-    return span / 1e6, sum(took for _, took in events) / 1e6
+    span = max(start + took for _, start, took in events) - min(start for _, start, _ in events)
+    return span / 1e6, sum(took for *_, took in events) / 1e6
+
+
+def kernels_in(folder: Path) -> list[tuple[str, float, float]]:
+    """Return name, start and duration in ns of a session's kernels. Copies are none."""
+    return [
+        (event.name, event.start_ns, event.duration_ns)
+        for file in folder.rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+        for line in plane.lines
+        if plane.name.startswith("/device:") and line.name.startswith("Stream")
+        for event in line.events
+        if not event.name.startswith("Memcpy")
+    ]
 
 
 def _kernels(folder: Path, turns: int) -> list[Kernels]:
