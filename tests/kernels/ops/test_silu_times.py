@@ -1,5 +1,7 @@
 """silu(gate) * up: its meaning, its extremes, and the same bits in every company."""
 
+import importlib
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -89,3 +91,19 @@ def test_the_experts_kernels_leave_a_dense_layers_quantised_weights():
             dispatch.Declined, match=f"{name}: takes plain weights, not CodedWeight"
         ):
             gated_maps(x, w, w, real, implementation=name)
+
+
+@pytest.mark.parametrize("there", [False, None])
+def test_mosaics_kernel_leaves_dense_layers_where_silu_alone_is_xlas(monkeypatch, there):
+    """A program with adapters takes silu alone: a row without one would have other bits there."""
+
+    def load_kernels():
+        if there is None:
+            raise dispatch.Declined("no backend")
+        return there
+
+    module = importlib.import_module("lora_jax.ops.silu_times.gated_maps")
+    monkeypatch.setattr(module, "backend_kernel", lambda *_: load_kernels)
+    x, w, real = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16), jnp.int32(2)
+    with pytest.raises(dispatch.Declined, match="silu alone would have other bits"):
+        gated_maps(x, w, w, real, implementation="pallas_gpu")

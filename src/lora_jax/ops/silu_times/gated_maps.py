@@ -6,6 +6,7 @@ from lora_jax.ops.dispatch import (
     ANY,
     COMPOSED,
     GPU,
+    Declined,
     Implementation,
     Op,
     backend_kernel,
@@ -44,7 +45,7 @@ def gated_maps_op(silu_times: SiluTimes) -> Op:
         "gated_maps",
         (
             Implementation("cuda", GPU, of_one_group(cuda), (_plain_weights,)),
-            Implementation("pallas_gpu", GPU, of_one_group(mosaic), (_plain_weights,)),
+            Implementation("pallas_gpu", GPU, of_one_group(mosaic), (_plain_weights, _needs_silu)),
             Implementation(COMPOSED, ANY, composed, stands_in=True),
         ),
     )
@@ -57,3 +58,12 @@ def _plain_weights(x: Array, w_gate: Matrix, w_up: Matrix, num_rows: Array) -> s
     """
     kinds = {type(w).__name__ for w in (w_gate, w_up) if isinstance(w, QUANTISED)}
     return f"takes plain weights, not {', '.join(sorted(kinds))}" if kinds else None
+
+
+def _needs_silu(*args: object) -> str | None:
+    """Return why Mosaic's kernel declines where XLA computes silu alone, whose bits are others."""
+    try:
+        there = backend_kernel("cuda", "load_kernels")()
+    except Declined:
+        there = False
+    return None if there else "silu alone would have other bits: CUDA's kernels are not there"
