@@ -1,8 +1,8 @@
 """Products of bfloat16 rows in groups of few, by csrc/grouped_matmul/few_rows.cuh.
 
-Weights are e4m3 or of 4 bits, or plain; each is streamed once and made plain in registers. What the
-kernel does not serve is declined, and Mosaic's is next: so are plain weights and more than a few
-rows, where that streams as fast.
+Weights are e4m3, of 4 bits, or plain; each is streamed once, and made plain in registers where it
+is not. What the kernel does not serve is declined, and Mosaic's is next: so are plain weights of
+more than a few rows, which that streams as fast.
 """
 
 import dataclasses
