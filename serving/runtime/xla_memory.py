@@ -7,6 +7,7 @@ longer to dispatch, most after a pause; that its addresses differ then is the li
 """
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -14,11 +15,17 @@ import numpy as np
 from jax._src import xla_bridge  # jax reads its environment once, before a process is forked
 from jax.stages import Compiled
 
+logger = logging.getLogger(__name__)
+
 # For what no program says: small arrays that come and go, in places that were left for them, and
 # gaps between arrays. With 6 MiB, beside 7.5 of temporaries, each start on an H200 ran out of
 # memory; with 24 beside 20 none did. That was before `large_arrays`, with which none of it ran.
 SPARE_BYTES = 28 << 20
 _LEFT_BYTES = 2 << 20  # beside the large arrays while they are made: of other threads, alignment
+LESS = (
+    "Lower gpu_memory_utilization or kv_cache_memory_bytes, or max_model_len or max_num_seqs, by "
+    "which attention sets memory aside."
+)
 _bounded: list[int] = []  # bytes, where this process has a bound
 
 
@@ -69,11 +76,38 @@ def needed_bytes(programs: Iterable[Compiled]) -> int | None:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_in_use" not in stats:
         return None
+    own = own_bytes(programs)
+    return None if own is None else int(stats["bytes_in_use"]) + own + SPARE_BYTES
+
+
+def own_bytes(programs: Iterable[Compiled]) -> int | None:
+    """Return the bytes of temporary arrays and results of the program that has the most.
+
+    None: one does not say it.
+    """
     most = 0
     for compiled in programs:
         analysis = compiled.memory_analysis()
         if analysis is None:
             return None
-        own = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-        most = max(most, analysis.temp_size_in_bytes + own)
-    return int(stats["bytes_in_use"]) + most + SPARE_BYTES
+        results = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        most = max(most, analysis.temp_size_in_bytes + results)
+    return most
+
+
+def check_room(programs: Iterable[Compiled]) -> None:
+    """Log what the programs' own arrays take, and raise ValueError where the device lacks it.
+
+    Where jax has no limit nothing is said.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}
+    limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+    own = own_bytes(programs) if limit else None
+    if own is None:
+        return
+    logger.info("Arrays of a step: up to %.1f MB; %.1f are free.", own / 1e6, (limit - used) / 1e6)
+    if own > limit - used:
+        raise ValueError(
+            f"A step's own arrays take up to {own} bytes; weights, adapters and KV pages leave "
+            f"{limit - used} of {limit}. {LESS}"
+        )

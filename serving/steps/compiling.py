@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeGuard
 
 import jax
-from jax.stages import Lowered, Traced
+from jax.stages import Compiled, Lowered, Traced
 from tqdm import tqdm
 
 from lora_jax.ops.lowered_once import lowered_in
@@ -31,7 +31,7 @@ _MORE_BYTES = 2 << 30
 
 def compile_all(
     programs: Iterable[Lowered | KeptProgram], names: SequenceOf[str], *, progress: bool
-) -> None:
+) -> list[Compiled]:
     """Compile every program, several at a time: XLA works outside Python's lock.
 
     With `progress` a bar says by their names which program is lowered, and which ones are compiled;
@@ -71,8 +71,7 @@ def compile_all(
                 jobs.append(pool.submit(program.compile))
                 jobs[-1].add_done_callback(functools.partial(done, number))
                 say(*names[number + 1 : number + 2])
-            for job in jobs:
-                job.result()
+            return [job.result() for job in jobs]
         except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
             is_interrupted = True
             raise

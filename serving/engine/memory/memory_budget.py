@@ -26,6 +26,7 @@ from serving.engine.memory.sizing import (
     shortage_line,
     whole_adapters,
 )
+from serving.engine.memory.step_arrays import step_bytes
 from serving.engine.memory.storage import kv_dtype, lora_dtype
 from serving.runtime import xla_memory
 
@@ -53,18 +54,27 @@ def size_kv_cache(
     """
     shape = model.kv_shape(model_config).local(devices)
     per_token = shape.bytes_per_token(kv_dtype(config, dtype))
-    free = free_device_bytes(config)
-    if free is not None:
-        one = _one_adapter_bytes(config, local_catalogue, dtype)
-        usual = _one_adapter_bytes(config, local_catalogue, dtype, rank)
-        slots = adapter_bytes(config, one, free, share, usual)
-        if num_full_adapters:
-            slots += num_full_adapters * _one_adapter_bytes(
-                config, model.catalogue(model_config), dtype
-            )
-        slots += rows_nbytes(saved_rows(local_catalogue), lora_dtype(config, dtype).itemsize)
-        free = kv_bytes(free, slots + encoder_bytes)
-    size = cache_size(config, per_token, model_config.max_positions, free)
+
+    def size_beside(step: int) -> CacheSize:
+        free = free_device_bytes(config, step)
+        if free is not None:
+            one = _one_adapter_bytes(config, local_catalogue, dtype)
+            usual = _one_adapter_bytes(config, local_catalogue, dtype, rank)
+            slots = adapter_bytes(config, one, free, share, usual)
+            if num_full_adapters:
+                slots += num_full_adapters * _one_adapter_bytes(
+                    config, model.catalogue(model_config), dtype
+                )
+            slots += rows_nbytes(saved_rows(local_catalogue), lora_dtype(config, dtype).itemsize)
+            free = kv_bytes(free, slots + encoder_bytes)
+        size = cache_size(config, per_token, model_config.max_positions, free)
+        return dataclasses.replace(size, step_bytes=step)
+
+    size = size_beside(0)
+    if free_device_bytes(config) is not None and not config.kv_cache_memory_bytes:
+        # Arrays of a step shorten the longest sequence, never lengthen it: this is enough for both.
+        longest = size.max_model_len
+        size = size_beside(step_bytes(config, model_config, shape, dtype, longest, devices))
     whole = model.kv_shape(model_config).bytes_per_token(kv_dtype(config, dtype))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     count = host_pages(config, size.page_size * whole, memory)
@@ -90,8 +100,10 @@ def bytes_limit() -> int | None:
     return stats.get("bytes_limit") or None
 
 
-def free_device_bytes(config: EngineConfig) -> int | None:
+def free_device_bytes(config: EngineConfig, step: int = 0) -> int | None:
     """Return what the loaded weights leave, or None where memory has no limit.
+
+    `step` bytes at least stay for a step's own arrays.
 
     Where XLA has no limit of its own (its allocator "cuda_async"), or took all that it may at the
     start, it is what the driver has left.
@@ -101,8 +113,8 @@ def free_device_bytes(config: EngineConfig) -> int | None:
         return None
     if not stats["bytes_limit"] or xla_memory.is_bounded():
         free = for_platform(jax.default_backend()).usage().device_free
-        return None if free is None else free_bytes(config, free, 0)
-    return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"])
+        return None if free is None else free_bytes(config, free, 0, step)
+    return free_bytes(config, stats["bytes_limit"], stats["bytes_in_use"], step)
 
 
 def _one_adapter_bytes(
@@ -122,14 +134,16 @@ def make_allocator(
     *,
     share: float = LORA_SHARE,
     rank: int | None = None,
+    step: int = 0,
 ) -> tuple[SlotAllocator, SlotsSpec]:
     """Return slots for the modules of `local_catalogue`, all or some of the catalogue's.
 
     `num_full_adapters` more slots have room for adapters of max_lora_rank on every module of
     the catalogue. All others take at most `share` of what is free, on a device with a limit; they
-    are counted as adapters of `rank` there, and one of max_lora_rank always fits.
+    are counted as adapters of `rank` there, and one of max_lora_rank always fits. `step` bytes are
+    a step's own arrays'.
     """
-    one, free = _one_adapter_bytes(config, local_catalogue, dtype), free_device_bytes(config)
+    one, free = _one_adapter_bytes(config, local_catalogue, dtype), free_device_bytes(config, step)
     rank = None if free is None or config.lora_memory_bytes is not None else rank
     usual = _one_adapter_bytes(config, local_catalogue, dtype, rank)
     budget = adapter_bytes(config, one, free, share, usual)

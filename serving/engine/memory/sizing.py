@@ -18,21 +18,29 @@ class CacheSize:
     page_size: int
     max_model_len: int
     num_host_pages: int = 0  # in host memory
+    step_bytes: int = 0  # planned for a step's own arrays, on a device with a limit
 
 
-def free_bytes(config: EngineConfig, limit: int, used: int) -> int:
+def free_bytes(config: EngineConfig, limit: int, used: int, step: int = 0) -> int:
     """Return what gpu_memory_utilization of `limit` bytes leaves for KV pages and adapters.
 
-    `used` is what the weights take; the rest of the limit is for the step's own arrays. Raises
-    ValueError when nothing is left.
+    `used` is what the weights take; the rest of the limit is for a step's own arrays, which take
+    `step` bytes: what it lacks for them is left free too. Raises ValueError when nothing is left.
     """
-    left = int(config.gpu_memory_utilization * limit) - used
-    if left <= 0:
+    share = config.gpu_memory_utilization
+    left = min(int(share * limit), limit - step) - used
+    if left > 0:
+        return left
+    if int(share * limit) > used:
         raise ValueError(
-            f"Weights ({used} bytes) leave no room for KV pages and adapters in "
-            f"{config.gpu_memory_utilization} of {limit} bytes. Raise gpu_memory_utilization."
+            f"Weights ({used} bytes) and a step's own arrays ({step} bytes) leave no room for KV "
+            f"pages and adapters in {limit} bytes. Lower max_num_batched_tokens, max_num_seqs or "
+            "max_model_len, or set kv_cache_memory_bytes."
         )
-    return left
+    raise ValueError(
+        f"Weights ({used} bytes) leave no room for KV pages and adapters in {share} of {limit} "
+        "bytes. Raise gpu_memory_utilization."
+    )
 
 
 def kv_bytes(free: int, adapters: int) -> int:

@@ -236,6 +236,7 @@ def _build(
         allocator, spec = base.pool.allocator, base.pool.spec
     else:
         how_many = base.dtype, num_full_adapters
+        given = {**given, "step": base.size.step_bytes}
         allocator, spec = make_allocator(config, base.catalogue, local_modules, *how_many, **given)
     spec = shared(gang, spec)
     metrics = _make_metrics(config, info)

@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Compiled
 
 from lora_jax.adapters.slots import SlotsSpec, init_slots
 from lora_jax.adapters.task_head import SCORE
@@ -19,6 +20,7 @@ from serving.engine.parts.loaded_base import LoadedBase
 from serving.engine.parts.merging import AUTO
 from serving.engine.parts.over_hosts import teller
 from serving.loading.residencies import Residencies
+from serving.runtime import xla_memory
 from serving.runtime.gang import Gang
 from serving.runtime.program_cache import step_files
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -103,19 +105,23 @@ def make_runner(
 def _warm_up(runner: ModelRunner, gang: Gang | None) -> None:
     """Compile and run all programs; ValueError says what to change if a step's arrays do not fit.
 
-    KV pages and adapters leave room for them by `gpu_memory_utilization` alone.
+    KV pages and adapters leave what was planned for them before a program was there.
     """
+
     # The first exchange waits half a minute for the others, and some hosts compile longer.
-    compiled = (lambda: None) if gang is None else gang.meet
+    def compiled(programs: Iterable[Compiled]) -> None:
+        xla_memory.check_room(programs)
+        if gang is not None:
+            gang.meet()
+
     try:
         runner.warm_up(progress=True, compiled=compiled)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            "A step's own arrays have no room beside weights, adapters and KV pages. Lower "
-            "gpu_memory_utilization or kv_cache_memory_bytes, or max_model_len or max_num_seqs, "
-            f"by which attention sets memory aside. The device says: {error}"
+            "A step's own arrays have no room beside weights, adapters and KV pages. "
+            f"{xla_memory.LESS} The device says: {error}"
         ) from error
 
 

@@ -15,6 +15,7 @@ from lora_jax.config import from_hf
 from lora_jax.kv_cache import init_cache
 from lora_jax.models.registry import model_class
 from serving.api.config import EngineConfig
+from serving.engine.memory.step_arrays import step_bytes
 from serving.engine.parts.step_parts import logit_rows
 from serving.runtime.xla_memory import SPARE_BYTES
 from serving.steps import batch_sampler
@@ -86,4 +87,5 @@ def test_a_function_takes_no_more_than_its_bytes_beside_context_and_pages(hopper
     print(f"{done.temp_bytes / MIB:.1f} MiB temp, {(rest + done.temp_bytes) / MIB:.1f} MiB in all")
     assert done.thunks == ["kCommandBuffer"]
     assert done.temp_bytes <= 0.64 * MIB * sizes.max_logit_rows
+    assert done.temp_bytes <= step_bytes(config, model_config, shape, dtype, sizes.max_len)
     assert rest + done.temp_bytes <= MOST_MIB * MIB

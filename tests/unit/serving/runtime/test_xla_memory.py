@@ -145,6 +145,24 @@ def test_what_is_needed_is_what_is_there_and_the_largest_program(monkeypatch):
     assert own == analysis.temp_size_in_bytes + analysis.output_size_in_bytes >= 64 * 64 * 4
 
 
+def test_programs_without_room_are_refused_before_they_run(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    large = jax.jit(lambda x: jnp.sort(x @ x) + 1).lower(jnp.ones((64, 64))).compile()
+    own = xla_memory.own_bytes([large])
+    assert own is not None
+    stats = {"bytes_limit": own + 9, "bytes_in_use": 9}
+    monkeypatch.setattr(
+        xla_memory.jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)]
+    )
+    xla_memory.check_room([large])
+    assert "Arrays of a step: up to 0.0 MB; 0.0 are free." in caplog.text
+    stats["bytes_in_use"] = 10
+    with pytest.raises(ValueError, match=rf"up to {own} bytes; .* leave {own - 1} of .* Lower gpu"):
+        xla_memory.check_room([large])
+    stats["bytes_limit"] = 0  # the driver's allocator has no limit of its own
+    xla_memory.check_room([large])
+
+
 @pytest.mark.parametrize("stats", [None, {}])
 def test_a_device_that_counts_nothing_says_nothing(monkeypatch, stats):
     device = SimpleNamespace(memory_stats=lambda: stats)

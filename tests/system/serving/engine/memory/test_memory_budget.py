@@ -12,7 +12,7 @@ from lora_jax.adapters.slots import rows_per_adapter
 from lora_jax.models import load
 from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.engine.memory import memory_budget
+from serving.engine.memory import memory_budget, step_arrays
 from serving.engine.memory.sizing import DEFAULT_KV_BYTES
 
 SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=1 << 20)
@@ -32,7 +32,7 @@ class Device:
         self.memory_stats = lambda: stats
 
 
-@pytest.mark.parametrize("limit", [None, 1 << 20, 1 << 22])
+@pytest.mark.parametrize("limit", [None, 1 << 21, 1 << 22])
 def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
     stats = None if limit is None else {"bytes_limit": limit, "bytes_in_use": 1000}
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(stats)])
@@ -43,6 +43,23 @@ def test_pages_follow_what_the_device_has_left(loaded, monkeypatch, limit):
     per_page = model.kv_shape(config).bytes_per_token(jnp.dtype(jnp.float32)) * size.page_size
     want = DEFAULT_KV_BYTES if limit is None else limit // 2 - 1024
     assert size.num_pages == want // per_page
+
+
+def test_pages_and_slots_leave_what_a_step_takes_for_itself(loaded, monkeypatch):
+    device = Device({"bytes_limit": 1 << 20, "bytes_in_use": 1000})
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    model, config = loaded
+    engine, wide = EngineConfig("m", max_loras=1, max_lora_rank=1), jnp.dtype(jnp.float32)
+    here, shape = model.catalogue(config), model.kv_shape(config)
+    size = memory_budget.size_kv_cache(engine, model, config, here, wide)
+    longest = size.max_model_len
+    needed = step_arrays.step_bytes(engine, config, shape, wide, longest)
+    assert (1 << 20) // 10 < needed <= size.step_bytes
+    _, spec = memory_budget.make_allocator(engine, here, here, wide, step=size.step_bytes)
+    held = size.num_pages * size.page_size * shape.bytes_per_token(wide) + rows_nbytes(spec.rows, 4)
+    assert needed <= (1 << 20) - 1000 - held <= size.step_bytes + size.page_size * 64
+    asked = dataclasses.replace(engine, kv_cache_memory_bytes=1 << 19)
+    assert memory_budget.size_kv_cache(asked, model, config, here, wide).step_bytes == 0
 
 
 def test_an_allocator_without_a_limit_has_what_the_driver_has_left(monkeypatch):

@@ -74,6 +74,9 @@ def test_an_accelerator_gives_kv_pages_what_weights_and_adapters_leave():
     assert cache_size(asked, 1, 1000, 150).num_pages == 2
     with pytest.raises(ValueError, match=r"Weights \(500 bytes\) leave no"):
         free_bytes(half, 1000, 500)
+    assert (free_bytes(half, 1000, 300, 500), free_bytes(half, 1000, 300, 600)) == (200, 100)
+    with pytest.raises(ValueError, match=r"own arrays \(700 bytes\) leave .* Lower max_num"):
+        free_bytes(half, 1000, 300, 700)
     with pytest.raises(ValueError, match=r"Adapter slots of 200 bytes leave no room .* 200 bytes"):
         kv_bytes(200, 200)
 
