@@ -3,8 +3,9 @@
 Importing jax and the engine takes seconds, a fork milliseconds. Nothing here may use a device or
 start a thread: what a child inherits has to be as good as new.
 
-An order does not wait for what some functions need alone, or what they can import beside the rest
-of their start: the zygote imports that while nobody asks for a function.
+An order does not wait for what a function can import beside the rest of its start: the zygote
+imports that while nobody asks for a function, the engine at once behind a first order. Only a GPU's
+driver takes so long that the engine is among it.
 """
 
 import collections
@@ -24,17 +25,17 @@ from pathlib import Path
 from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
 
 from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
-from lora_jax.models.loader import read_config, wanted_dtype
-from lora_jax.models.registry import abstract
 from lora_jax.ops.cpu.build import available
 from lora_jax.ops.dispatch import Declined, backend_kernel
-from serving.functions import function_process, jail  # which bring jax and the engine
-from serving.lora_server.transport.tenants import prepare
-from serving.steps.kept_steps import code_digest
+from serving.functions import function_process, jail
+from serving.functions.late_imports import lean
+from serving.steps.kept_steps import OF_GPU, code_digest
 
 # What is imported without an order, in parts; an order that comes meanwhile waits for one part.
-_IDLE = "pydantic", "fastapi", "uvicorn.server", function_process.HTTP
-_IDLE_OF_GPU = ("jax.experimental.pallas.mosaic_gpu",)  # which kept programs import as well
+_ALL = "lora_jax.models.loader", function_process.CALLS, function_process.TENANT
+# Devices on which a start waits for a driver, long enough for imports beside that.
+_OVERLAPPING = ("gpu",)
+_IDLE = *_ALL, "pydantic", "fastapi", "uvicorn.server", function_process.HTTP
 _END_S = 20  # for a function to leave; the kernel then ends it, as where a step hangs for good
 _QUIET_S = 0.2  # after the last order; an agent that waits for this process asks at once
 # That the first program imports elsewhere.
@@ -43,6 +44,7 @@ _LATE = (
     "jaxlib.mlir.dialects.builtin",
     "jax.experimental.multihost_utils",
 )
+_TENANTS = "serving.lora_server.transport.tenants"
 _KERNELS = {"cpu": available, "gpu": backend_kernel("cuda", "load_kernels")}
 
 
@@ -62,14 +64,30 @@ def main(control: socket.socket) -> None:
         except ShareError:
             return
         if order["device"] == "gpu":
-            idle.extend(name for name in _IDLE_OF_GPU if name not in sys.modules)
-        _prepare(order["device"], order["model"], order["dtype"], order["tenants"])
+            idle.extend(name for name in OF_GPU if name not in sys.modules)
+        _prepare(order["device"], order["tenants"])
+        if order["device"] not in _OVERLAPPING:
+            _import_all(idle)
+        if not _lacks(idle):
+            _learn_shapes(order["model"], order["dtype"])
         gc.freeze()  # no child looks through what is here for garbage: a third of a second
         pid = os.fork()
         if pid == 0:
             _be_function(control, end)
         os.close(end)
         send_header(control, {"pid": pid})
+        _import_all(idle)  # else each later function would, too
+
+
+def _import_all(idle: "collections.deque[str]") -> None:
+    """Import what every function needs and is still among these modules."""
+    while _lacks(idle):
+        _import(idle.popleft())
+
+
+def _lacks(idle: "collections.deque[str]") -> bool:
+    """Return whether something that every function needs has not been imported yet."""
+    return bool(idle) and idle[0] in _ALL
 
 
 def _import_until_asked(control: socket.socket, names: "collections.deque[str]") -> None:
@@ -84,7 +102,7 @@ def _import(name: str) -> None:
     """Import a module if it is there; imports make little garbage, and looks for it take time."""
     gc.disable()
     try:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError), lean():
             importlib.import_module(name)
     finally:
         gc.freeze()
@@ -92,7 +110,7 @@ def _import(name: str) -> None:
 
 
 @functools.cache
-def _prepare(device: str, model: str, dtype: str | None, tenants: bool) -> None:
+def _prepare(device: str, tenants: bool) -> None:
     """Do once what each function would do in the same way. No device is touched.
 
     A function may run no compiler, so that it needs the kernels of its device here.
@@ -104,10 +122,17 @@ def _prepare(device: str, model: str, dtype: str | None, tenants: bool) -> None:
                 _KERNELS[device]()
         with contextlib.suppress(NotImplementedError):  # the function says it
             if tenants:
-                prepare()
-    with contextlib.suppress(ValueError, OSError, TypeError):  # the function says it
-        abstract(read_config(Path(model)), wanted_dtype(Path(model), dtype))
+                importlib.import_module(_TENANTS).prepare()
     jail.code_folders([])
+
+
+@functools.cache
+def _learn_shapes(model: str, dtype: str | None) -> None:
+    """Do once what the engine of each function would do to know the model's arrays."""
+    loader = importlib.import_module("lora_jax.models.loader")
+    with contextlib.suppress(ValueError, OSError, TypeError):  # the function says it
+        config, wanted = loader.read_config(Path(model)), loader.wanted_dtype(Path(model), dtype)
+        loader.abstract(config, wanted)
 
 
 @contextlib.contextmanager

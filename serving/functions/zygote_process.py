@@ -9,11 +9,14 @@ import importlib
 import socket
 import sys
 
+from serving.functions.late_imports import lean
+
 
 def main(control: socket.socket) -> None:
     """Be the zygote of the agent at the other end of the connection, until it has gone."""
     gc.disable()
-    zygote = importlib.import_module("serving.functions.zygote")
+    with lean():
+        zygote = importlib.import_module("serving.functions.zygote")
     gc.freeze()
     gc.enable()
     zygote.main(control)

@@ -42,6 +42,8 @@ _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that 
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
 
 
+OF_GPU = ("jax.experimental.pallas.mosaic_gpu",)  # imports of programs with Mosaic's kernels
+
 KernelChoices = dict[str, list[dict[str, Any]]]  # as dispatch.table gives them
 
 
@@ -286,7 +288,8 @@ def _loaded(program: tuple[Any, ...]) -> Compiled:
 
 def _mosaic_is_ready() -> bool:
     """Import what XLA calls Mosaic's kernels by, as tracing one would."""
-    importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    for name in OF_GPU:
+        importlib.import_module(name)
     return True
 
 

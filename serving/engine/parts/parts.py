@@ -40,7 +40,7 @@ from serving.engine.metrics.version_metrics import ShareCollector
 from serving.engine.parts.brought_parts import take_brought
 from serving.engine.parts.devices import held_locally, local_widths, split_of
 from serving.engine.parts.early_checks import check_adapters, check_plain
-from serving.engine.parts.head_parts import head_labels, take_heads
+from serving.engine.parts.head_parts import take_heads
 from serving.engine.parts.image_parts import (
     check_image_files,
     make_front,
@@ -55,6 +55,7 @@ from serving.engine.parts.merging import (
     watch_merging,
 )
 from serving.engine.parts.model_info import ModelInfo, catalogue_of, model_info
+from serving.engine.parts.needed_sizes import head_labels
 from serving.engine.parts.over_hosts import for_hosts, shared, teller
 from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.registries import load_adapters, make_registry

@@ -18,7 +18,7 @@ from lora_jax.memory.wire import close_all
 from lora_jax.models.shared_weights import load_into_arena
 from serving import Engine, Sampling
 from serving.functions import Agent, FunctionDied
-from serving.functions.function_process import private_bytes
+from serving.functions.process_memory import private_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -13,7 +13,7 @@ from lora_jax.memory.host import HostMemory
 from lora_jax.memory.wire import close_all, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
 from serving.api.sampling import Sampling
-from serving.functions import function_process
+from serving.functions import function_process, rehearsal
 from serving.functions.handle import Function, FunctionDied
 from serving.functions.processes import expect
 from serving.functions.program_maker import EXTRA_BYTES, ProgramMaker
@@ -83,7 +83,7 @@ def test_a_function_whose_engine_died_in_a_call_answers_the_next_one(
     """Its process would refuse every call if it stayed, and run out again in the same bytes."""
     monkeypatch.setattr(function_process, "_shut_others_out", lambda: None)  # it is for good
     monkeypatch.setattr(function_process.xla_memory, "is_bounded", lambda: True)
-    monkeypatch.setattr(function_process.rehearsal, "QUIET_S", 60.0)
+    monkeypatch.setattr(rehearsal, "QUIET_S", 60.0)
     functions = Functions(jax.errors.JaxRuntimeError(text))
     real = ModelRunner.dispatch
     monkeypatch.setattr(

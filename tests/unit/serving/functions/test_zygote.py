@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 from support.processes.server_process import ROOT
 
-from lora_jax.memory.wire import receive_header
+from lora_jax.memory.wire import receive_header, send_fds, send_header
 from serving.functions import zygote
+from serving.lora_server.transport import tenants
 
 
 @pytest.mark.long
@@ -27,11 +29,16 @@ def test_the_zygote_says_that_it_is_ready_and_leaves_with_its_agent():
 
 PREPARE = """
 import sys
+import threading
 from jax._src import xla_bridge
-from lora_jax.models.loader import read_config, wanted_dtype
-from lora_jax.models.registry import _abstract
 from serving.functions import jail, zygote
-zygote._prepare("cpu", sys.argv[1], None, False)
+assert not {"flax", "serving.engine.engine"} & set(sys.modules)
+zygote._prepare("cpu", False)
+idle = zygote.collections.deque(zygote._IDLE)
+zygote._import_all(idle)
+zygote._learn_shapes(sys.argv[1], None)
+assert set(idle) == {"pydantic", "fastapi", "uvicorn.server", "serving.functions.http_side"}
+_abstract = sys.modules["lora_jax.models.registry"]._abstract
 assert _abstract.cache_info().currsize == jail._folders_of.cache_info().currsize == 1
 assert not xla_bridge.backends_are_initialized()
 late = {"fastapi", "uvicorn", "pydantic", "jax.experimental.pallas.mosaic_gpu"} & set(sys.modules)
@@ -105,12 +112,45 @@ def test_a_compiler_that_fails_is_seen_to_fail(monkeypatch):
     codes = []
     build = lambda: codes.append(subprocess.run(["false"], check=False).returncode)  # noqa: E731
     monkeypatch.setattr(zygote, "_load_plugins", lambda: None)
-    monkeypatch.setattr(zygote, "prepare", build)
+    monkeypatch.setattr(tenants, "prepare", build)
     monkeypatch.setitem(zygote._KERNELS, "cpu", build)
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        zygote._prepare.__wrapped__("cpu", "nowhere", None, True)
+        zygote._prepare.__wrapped__("cpu", True)
         assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert codes == [1, 1]
+
+
+@pytest.mark.parametrize(("device", "first"), [("gpu", "fork"), ("cpu", "import")])
+def test_the_first_order_for_a_gpu_does_not_wait_for_the_engine(device, first, monkeypatch):
+    """Its function imports that beside the driver's start; a CPU has nothing to put beside it."""
+    events = []
+    stand_ins = {
+        "_prepare": lambda *order: None,
+        "_learn_shapes": lambda *order: events.append("shapes"),
+        "_import": lambda name: events.append("import"),
+        "code_digest": lambda: "",
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(zygote, name, stand_in)
+    monkeypatch.setattr(zygote.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(zygote.gc, "freeze", lambda: None)
+    monkeypatch.setattr(zygote.os, "fork", lambda: events.append("fork") or 7)
+    monkeypatch.setattr(zygote, "_import_until_asked", lambda control, idle: None)
+    agent, control = socket.socketpair()
+    order = {"device": device, "tenants": False, "model": "m", "dtype": None}
+    with control:
+        with agent:
+            for _ in range(2):
+                send_header(agent, order)
+                send_fds(agent, [control.fileno()])
+            thread = threading.Thread(target=zygote.main, args=(control,))
+            thread.start()
+            assert receive_header(agent) == {"ready": True}
+            assert [receive_header(agent)["pid"] for _ in range(2)] == [7, 7]
+        thread.join(60)
+    all_ = ["import"] * len(zygote._ALL)
+    late = ["fork", *all_] if first == "fork" else [*all_, "shapes", "fork"]
+    assert events == [*late, "shapes", "fork"]
