@@ -15,6 +15,7 @@ from serving.api.config import EngineConfig
 from serving.lora_server.instance import InstanceSide
 from serving.lora_server.shards import local_catalogue
 from serving.lora_server.tenant_side import TenantSide
+from serving.runtime.collectives import bound_collectives
 from serving.runtime.gang import Gang
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ def split_of(config: EngineConfig, gang: Gang | None = None) -> Split | None:
     if size == 1:
         return None
     model = read_config(Path(config.model))
+    bound_collectives()
     make_cpu_devices(size if gang is None else size // gang.size)
     if gang is not None:
         gang.start_jax()
