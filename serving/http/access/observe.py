@@ -110,7 +110,9 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                scope["state"]["version"] = headers.get("X-Adapter-Version")  # an instance's, too
             await send(message)
 
         generating = scope["path"] in GENERATING
@@ -129,7 +131,7 @@ class Observe:
         key = getattr(state.get("caller"), "id", "")
         if self._access_log:
             access_logger.info(
-                '%s - "%s %s HTTP/%s" %d key=%s adapter=%s id=%s %.3fs',
+                '%s - "%s %s HTTP/%s" %d key=%s adapter=%s version=%s id=%s %.3fs',
                 get_client_addr(cast(Any, scope)),
                 scope["method"],
                 get_path_with_query_string(cast(Any, scope)),
@@ -137,6 +139,7 @@ class Observe:
                 status,
                 key or "-",
                 state.get("adapter") or "-",
+                (state.get("version") or "-").replace(" ", ""),
                 state["request_id"],
                 seconds,
             )

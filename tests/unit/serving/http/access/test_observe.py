@@ -1,13 +1,15 @@
 """Request ids are echoed and name nothing; labels never come from the client."""
 
+import asyncio
 import re
 import socket
 
+import pytest
 from prometheus_client import generate_latest
 from support.doubles.fake_engine import FakeEngine
 from support.processes.http_server import client_of
 
-from serving.http.access.observe import HttpMetrics
+from serving.http.access.observe import HttpMetrics, Observe
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings, Tenant
 
@@ -89,6 +91,29 @@ def test_the_access_log_names_key_and_adapter_and_no_secret(lora_dir, caplog):
     records = [record for record in caplog.records if record.name == "serving.access"]
     first, second = [record.getMessage() for record in records]
     line = r'127\.0\.0\.1:\d+ - "POST /v1/completions\?x=%0ay HTTP/1\.1" 200 key=team-a '
-    assert re.fullmatch(line + r"adapter=sql id=id-7 \d+\.\d{3}s", first), first
-    assert " 401 key=- adapter=- " in second
+    assert re.fullmatch(line + r"adapter=sql version=- id=id-7 \d+\.\d{3}s", first), first
+    assert " 401 key=- adapter=- version=- " in second
     assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"), [("sql@v2", "sql@v2"), ("sql@v2, formal@v1", "sql@v2,formal@v1")]
+)
+def test_the_access_log_names_the_version_that_answered(version, shown, caplog):
+    """The front of a cluster knows it from an instance's answer alone."""
+
+    async def app(scope, receive, send):
+        scope["state"]["adapter"] = "sql"
+        headers = [(b"x-adapter-version", version.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body"})
+
+    async def nothing(*message):
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    scope |= {"http_version": "1.1", "query_string": b""}
+    with caplog.at_level("INFO", "serving.access"):
+        asyncio.run(Observe(app, HttpMetrics(), access_log=True)(scope, nothing, nothing))
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "serving.access"]
+    assert f" adapter=sql version={shown} id=" in line
