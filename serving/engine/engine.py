@@ -85,13 +85,13 @@ class Engine:
         self._parts: EngineParts = build_parts(
             config, adapters_of(adapters), lora_server, backbone, turns, gang
         )
-        self.config = self._parts.config
-        self._loop = self._parts.loop
+        self.config, self._loop = self._parts.config, self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)
         self.tokenizer, self.tokenizer_of = self._parts.tokenizer, self._parts.tokenizers.of
         self.registry = self._parts.registry
         self.rollouts, self.compositions = self._parts.rollouts, self._parts.compositions
         self.metrics, self.grammars = self._parts.metrics, self._parts.grammars
+        self.remember_prefixes = self._parts.remember_prefixes
         self.model_info: ModelInfo = self._parts.model_info
         self.images: ImageFront | None = self._parts.images  # None: the model takes text only
         # Also when the last reference goes, and when the interpreter ends.

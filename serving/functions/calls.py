@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from serving.functions.http_side import HttpSide
 
 _CALLS = 64  # of one adapter, answered at a time; more wait, and others' do not
+_REHEARSED_S = 10.0  # that one call may take which nobody made
 _OF_CALLERS = ("generate", "stream", "http")
 _SEATING = ("sit", "leave", "load")  # answered in their order, whatever else waits
 
@@ -54,14 +55,14 @@ class Calls:
     def answer(self) -> None:
         """Return when the other side has gone."""
         pools: dict[str | None, ThreadPoolExecutor] = {}
+        pools[None] = ThreadPoolExecutor(_CALLS, thread_name_prefix="call")  # of its own adapter
         seating = ThreadPoolExecutor(1, thread_name_prefix="seat")
         is_new = True
         try:
             while True:
                 if is_new and not self._is_asked_within(rehearsal.QUIET_S):
                     is_new = False
-                    asked = functools.partial(self._is_asked_within, 0)
-                    rehearsal.rehearse(self._engine, self._adapter, self._http, asked)
+                    self._rehearse(pools[None])
                 call = receive_header(self._connection)
                 is_new &= call["call"] not in _OF_CALLERS
                 if call["call"] == "http":
@@ -80,6 +81,25 @@ class Calls:
         except ShareError:
             for calls in (*pools.values(), seating):
                 calls.shutdown(wait=False, cancel_futures=True)
+
+    def _rehearse(self, pool: ThreadPoolExecutor) -> None:
+        """Answer calls of nobody as others are: on threads of `pool`, over a connection."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.settimeout(_REHEARSED_S)
+            twin = Calls(theirs, self._engine, self._arena, self._adapter, self._http)
+
+            def ask(prompt: str) -> bool:
+                asking = {"prompts": [prompt], "sampling": [rehearsal.SAMPLING]}
+                send_header(ours, {"id": 0, "call": "generate", **asking})
+                pool.submit(twin._answer, receive_header(theirs)).result(_REHEARSED_S)
+                return "value" in receive_header(ours)
+
+            def http(prompt: str) -> int:
+                return 0 if self._http is None else self._http.rehearse(self._adapter, prompt)
+
+            asked = functools.partial(self._is_asked_within, 0)
+            rehearsal.rehearse(self._engine, ask, http, asked)
 
     def end_with_engine(self) -> None:
         """Let this process end when its engine has died, and say so if it had too little memory.

@@ -2,7 +2,7 @@
 
 A forked process copies each page that it first writes; routes, templates and programs do some work
 once. A function that was started ahead of its calls has done all this when they come. The counters
-of requests are set back. The prefix cache keeps the words of a chat template at most.
+of requests are set back, and no page of a rehearsal is found by a prompt.
 """
 
 import logging
@@ -10,37 +10,41 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from serving.api.sampling import Sampling
-
 logger = logging.getLogger(__name__)
 
 QUIET_S = 0.2  # after the start, without a call: one that waited for the start has come by then
-PROMPT = "a"
+# Of one step, and of several where a step takes few tokens; each of a model's tokens.
+PROMPTS = "a", "The text of a call that nobody has made. " * 6
 _ROUNDS = 2  # the second one finds what the first one made
 _COUNTED_S = 1.0  # until the engine's thread has counted requests that were answered
-_SAMPLING = Sampling(temperature=0, max_tokens=2, ignore_eos=True)
+SAMPLING = {"temperature": 0, "max_tokens": 2, "ignore_eos": True}
 
 
-def rehearse(engine: Any, adapter: str | None, http: Any, asked: Callable[[], bool]) -> None:
-    """Answer a few short calls on this thread, until `asked` says that one of a caller has come.
+def rehearse(
+    engine: Any, ask: Callable[[str], bool], http: Callable[[str], int], asked: Callable[[], bool]
+) -> None:
+    """Answer a few short calls, until `asked` says that one of a caller has come.
 
-    `http` is the function's `HttpSide` or None. A call that fails is one that the adapter does not
-    take, such as text from one with a task head alone: nothing is raised. An engine that sends a
-    trace for each request answers none.
+    `ask` answers a prompt as a caller's is and says whether it did, `http` those of routes and says
+    how many it answered. A call that fails is one that the adapter does not take, such as text from
+    one with a task head alone: nothing is raised. An engine that sends a trace for each request
+    answers none.
     """
     if engine.config.otlp_traces_endpoint:
         return
     begin, answered = time.monotonic(), 0
-    calls = [lambda: len(engine.generate([PROMPT], adapter, _SAMPLING))]
-    if http is not None:
-        calls.append(lambda: http.rehearse(adapter, PROMPT))
-    for call in calls * _ROUNDS:
-        if asked():
-            break
-        try:
-            answered += call()
-        except Exception as error:  # whatever it is, callers are told of theirs
-            logger.debug("A rehearsal failed: %s", error)
+    calls = [*((ask, prompt) for prompt in PROMPTS), (http, PROMPTS[0])]
+    engine.remember_prefixes(False)
+    try:
+        for call, prompt in calls * _ROUNDS:
+            if asked():
+                break
+            try:
+                answered += call(prompt)
+            except Exception as error:  # whatever it is, callers are told of theirs
+                logger.debug("A rehearsal failed: %s", error)
+    finally:
+        engine.remember_prefixes(True)
     until = time.monotonic() + _COUNTED_S
     while engine.metrics.requests_done < answered and time.monotonic() < until:
         time.sleep(0.001)

@@ -152,6 +152,13 @@ class LiveSequences:
         """True if any sequence is waiting or running."""
         return bool(self._waiting or self._running)
 
+    def remember_prefixes(self, wanted: bool) -> None:
+        """Let prompts find pages of earlier ones, where the limits say so; not while not `wanted`.
+
+        Any thread may say it. Pages that were remembered stay.
+        """
+        self._pages.remember(wanted)
+
     def stats(self) -> SchedulerStats:
         """Return where the sequences are."""
         counts = self._gate, self._pages, self._num_preemptions

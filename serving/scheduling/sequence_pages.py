@@ -36,6 +36,7 @@ class SequencePages:
         options = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
         self._cache = PageCache(num_pages, page_size, **options, are_absent=extents is not None)
         self._extents = None if extents is None else extents(self._cache)
+        self._remembers = enable_prefix_caching
         self._chains: dict[Sequence, PrefixChain] = {}
         self._registered: dict[Sequence, int] = {}  # pages of running sequences others can find
         self._faults: dict[str, int] = {}  # by adapter digest: how often its pages were forgotten
@@ -53,6 +54,10 @@ class SequencePages:
     @property
     def stats(self) -> PrefixCacheStats:
         return self._cache.stats
+
+    def remember(self, wanted: bool) -> None:
+        """Let pages be found and become findable, where they may be; not while not `wanted`."""
+        self._cache.enabled = wanted and self._remembers
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that so many tokens take."""

@@ -99,6 +99,8 @@ class EngineParts:
     images: ImageFront | None
     grammars: Grammars
     gang: Gang | None = None
+    # Whether pages are remembered for prefixes, where the config says so; any thread may say it.
+    remember_prefixes: Callable[[bool], None] = lambda wanted: None
     primary: str | None = None  # digest of the adapter that is served alone
     leave: Callable[[], None] = lambda: None  # when the engine uses its devices no more
 
@@ -312,7 +314,7 @@ def _build(
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     observers = metrics, compilations, loop, info, front, grammars
     kept = config, tokenizer, tokenizers, registry, rollouts, compositions, residencies
-    return EngineParts(*kept, *observers, gang, primary)
+    return EngineParts(*kept, *observers, gang, scheduler.remember_prefixes, primary)
 
 
 def engine_stats(

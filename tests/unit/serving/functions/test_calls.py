@@ -209,20 +209,56 @@ def test_a_function_says_what_memory_it_has_come_to_hold():
         calls.say_memory()  # its agent has gone
 
 
-def test_a_function_without_a_call_rehearses_once_and_then_answers(monkeypatch):
+class Rehearsed(Outputs):
+    """An engine that answers every prompt, and remembers it with its thread."""
+
+    config = SimpleNamespace(otlp_traces_endpoint=None)
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.asked, self.fails = [], fails
+        self.metrics = SimpleNamespace(requests_done=9, forget_requests=lambda: None)
+
+    def remember_prefixes(self, wanted):
+        pass
+
+    def generate(self, prompts, adapter, sampling):
+        self.asked.append((prompts, adapter, sampling[0].max_tokens, threading.current_thread()))
+        if self.fails:
+            raise ValueError("a task head answers no text")
+        return []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_without_a_call_rehearses_once_as_calls_are_answered(fails, monkeypatch):
+    """Its agent hears nothing of it, and the calls that come run on a thread that has run."""
+    routes, engine = [], Rehearsed(fails)
+    monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
+    http = SimpleNamespace(rehearse=lambda adapter, prompt: routes.append((adapter, prompt)) or 2)
+    with answering(engine, http=http) as call:
+        wait_until(lambda: len(routes) == 2)
+        for _ in range(2):
+            call(call="generate", prompts=["said"], sampling=[{"max_tokens": 3}])
+            time.sleep(0.03)
+    prompts = [one[0][0] for one in engine.asked]
+    assert prompts == [*rehearsal.PROMPTS * 2, "said", "said"]
+    assert {one[1] for one in engine.asked} == {"law"}
+    assert len({one[3] for one in engine.asked}) == 1
+    assert routes == [("law", "a")] * 2
+
+
+def test_a_rehearsal_begins_once(monkeypatch):
     rehearsed, began = [], threading.Event()
     monkeypatch.setattr(rehearsal, "QUIET_S", 0.01)
     monkeypatch.setattr(
         rehearsal, "rehearse", lambda *given: rehearsed.append(given) or began.set()
     )
-    http = SimpleNamespace(metrics_text=lambda: "up 1")
-    with answering(Outputs(), http=http) as call:
+    with answering(Outputs()) as call:
         assert began.wait(60)
         for _ in range(2):
             call(call="stream", prompts=["said"], sampling=[{"max_tokens": 3}])
             time.sleep(0.03)
-    ((_, adapter, side, _),) = rehearsed
-    assert (adapter, side) == ("law", http)
+    assert len(rehearsed) == 1
 
 
 def test_a_function_whose_first_call_comes_at_once_rehearses_never(monkeypatch):
@@ -243,7 +279,7 @@ def test_a_function_whose_first_call_comes_at_once_rehearses_never(monkeypatch):
 def test_a_rehearsal_sees_the_call_that_waits(monkeypatch):
     seen, begun = [], threading.Event()
 
-    def rehearse(engine, adapter, http, asked):
+    def rehearse(engine, ask, http, asked):
         seen.append(asked())
         begun.set()
         wait_until(asked)

@@ -95,3 +95,13 @@ def test_without_a_seed_each_request_draws_its_own_and_an_engine_seed_repeats_th
 
     assert len(set(seeds())) == 3
     assert seeds() == seeds()
+
+
+def test_a_prompt_finds_no_page_of_one_that_nobody_shall_remember():
+    driver, prompt = Driver(limits()), [1] * 9
+    for wanted, found in ((False, 0), (True, 0), (True, 8)):
+        driver.scheduler.remember_prefixes(wanted)
+        (sequence,) = driver.add(prompt, max_tokens=1)
+        driver.run()
+        assert sequence.num_cached_tokens == found
+    assert driver.scheduler.stats().prefix_queries == 18

@@ -116,3 +116,19 @@ def test_pages_of_an_adapter_can_be_forgotten_while_others_run():
     again = make(tokens)
     assert give(pages, again)
     assert again.num_computed == 8
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_pages_that_nobody_shall_remember_are_neither_found_nor_counted(caching):
+    pages = SequencePages(8, 4, enable_prefix_caching=caching)
+    pages.remember(False)
+    first, second, third = (make([1] * 9) for _ in range(3))
+    for one in (first, second):
+        give(pages, one)
+        one.num_computed = 9
+        pages.register(one)
+        assert (one.num_cached_tokens, pages.stats.queries) == (0, 0)
+        pages.take_back(one)
+    pages.remember(True)
+    give(pages, third)
+    assert (third.num_cached_tokens, pages.stats.queries) == (0, 9 if caching else 0)
