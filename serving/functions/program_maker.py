@@ -18,8 +18,8 @@ SIZES = (
     "max_lora_modules_to_save",
 )
 # Bytes of a GPU beside what was measured, of the first and later processes of an adapter that ran
-# out of them; None: no bound.
-EXTRA_BYTES = 0, 64 << 20, 512 << 20, None
+# out of them; None: no bound. With the second one no start on an H200 has run out.
+EXTRA_BYTES = 0, 22 << 20, 64 << 20, 512 << 20, None
 Launched = tuple[socket.socket, int, dict[str, Any]]
 
 
@@ -33,6 +33,7 @@ class ProgramMaker:
         self._made: dict[str, float] = {}  # sizes: when their programs were made last
         self._settled: set[str | None] = set()  # folders of adapters whose programs were asked for
         self._lacks: dict[str | None, int] = {}  # folders of adapters: how often memory ran out
+        self._least = 0  # such times that count for all: 1, once memory ran out for any
 
     def start(self, order: dict[str, Any], fields: dict[str, Any], *, compiles: bool) -> Launched:
         """Launch a function, which reads its programs; where they are not kept, a process without
@@ -67,7 +68,7 @@ class ProgramMaker:
         """
         adapter, programs = order["adapter"], _reads(demands)
         while True:
-            extra = EXTRA_BYTES[self._lacks.get(adapter, 0)]
+            extra = EXTRA_BYTES[self._level(adapter)]
             launched = self._launch(order | {"extra_bytes": extra}, programs=programs)
             if extra is None or not launched[2].get("lacks_memory"):
                 return launched
@@ -75,8 +76,15 @@ class ProgramMaker:
             self.lacked(adapter)
 
     def lacked(self, adapter: str | None) -> None:
-        """A process of this adapter's folder ran out of its memory: the next one has more."""
-        self._lacks[adapter] = min(self._lacks.get(adapter, 0) + 1, len(EXTRA_BYTES) - 1)
+        """A process of this adapter's folder ran out of its memory: the next one has more.
+
+        Others begin with the first step more: what was measured may be too little for all.
+        """
+        self._lacks[adapter] = min(self._level(adapter) + 1, len(EXTRA_BYTES) - 1)
+        self._least = 1
+
+    def _level(self, adapter: str | None) -> int:
+        return max(self._least, self._lacks.get(adapter, 0))
 
     def _make(self, fields: dict[str, Any], sizes: dict[str, int], asked_at: float) -> None:
         """Have programs of these sizes made, in the room of a function that has no process.

@@ -18,9 +18,9 @@ from jax.stages import Compiled
 logger = logging.getLogger(__name__)
 
 # For what no program says: small arrays that come and go, in places that were left for them, and
-# gaps between arrays. With 6 MiB, beside 7.5 of temporaries, each start on an H200 ran out of
-# memory; with 24 beside 20 none did. That was before `large_arrays`, with which none of it ran.
-SPARE_BYTES = 28 << 20
+# gaps between arrays. So many suffice by a model of XLA's allocator, since `large_arrays`. With 28
+# MiB no start on an H200 has run out of memory: a function that does starts again with so many.
+SPARE_BYTES = 6 << 20
 _LEFT_BYTES = 2 << 20  # beside the large arrays while they are made: of other threads, alignment
 LESS = (
     "Lower gpu_memory_utilization or kv_cache_memory_bytes, or max_model_len or max_num_seqs, by "

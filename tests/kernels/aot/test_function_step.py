@@ -25,7 +25,7 @@ from serving.steps.step import StepSizes, forward_step, sample_step
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 SHAPE, LAYERS, PAGE = SHAPES["llama-2-7b"], 4, 16
-MIB, MOST_MIB = 2**20, 116  # beside the context and KV pages
+MIB, MOST_MIB = 2**20, 94  # beside the context and KV pages
 
 
 def test_a_function_takes_no_more_than_its_bytes_beside_context_and_pages(hopper_at_hand):

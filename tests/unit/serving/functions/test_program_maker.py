@@ -103,10 +103,10 @@ def test_a_function_that_needs_more_than_was_measured_gets_more_and_at_last_no_b
         ("big", EXTRA_BYTES[1], True),
         ("big", EXTRA_BYTES[2], True),
         ("big", EXTRA_BYTES[2], True),
-        ("small", 0, True),
+        ("small", EXTRA_BYTES[1], True),
     ]
     assert ended == ["first", "first"]
-    for _ in range(3):  # it ran out of them in calls
+    for _ in EXTRA_BYTES:  # it ran out of them in calls
         maker.lacked("adapters/big")
     maker.start({"name": "big", "adapter": "adapters/big"}, FIELDS, compiles=False)
     assert asked[-1] == ("big", None, True)
