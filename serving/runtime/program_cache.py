@@ -91,6 +91,12 @@ def step_files() -> tuple[ProgramFiles, ProgramFiles] | None:
     return ProgramFiles(steps, _MAX_STEP_BYTES, **options), programs
 
 
+def executable_in(program: bytes) -> bytes:
+    """Return XLA's serialised executable in a program that jax has kept."""
+    executable, _ = jax_cache.extract_executable_and_time(jax_cache.decompress_executable(program))
+    return executable
+
+
 def forget_lowered() -> None:
     """Let jax forget what it lowered that nobody can call any more; live programs stay as they are.
 

@@ -1,7 +1,8 @@
 """Compiled programs in a folder, as jax's persistent cache wants them: whole, checked and bounded.
 
-A file is the SHA-256 of a program and the program. One that does not agree is removed, and jax
-compiles it again: jax itself would hand it to XLA, or, where XLA refuses it, keep it for ever.
+A file is a SHA-256, of the program's key and the program, and the program. One that does not agree
+is removed, and jax compiles it again: jax itself would hand it to XLA, or, where XLA refuses it,
+keep it for ever. With the key in it, a file under another program's name is not that program.
 """
 
 import contextlib
@@ -10,7 +11,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,27 +63,37 @@ class ProgramFiles:
             self._reading.off = False
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[Callable[[], bool]]:
-        """Yield a function that says whether this thread has found a program meanwhile."""
-        self._reading.found = False
-        yield lambda: self._reading.found
+    def watched(self) -> Iterator[list[bytes]]:
+        """Yield a list of the programs that this thread finds meanwhile."""
+        self._reading.found = found = []
+        try:
+            yield found
+        finally:
+            self._reading.found = None
 
     def get(self, key: str) -> bytes | None:
         """Return a program, or None where there is none or its file is damaged."""
         if getattr(self._reading, "off", False):
             return None
-        program = self._read(self._file(key))
-        self._reading.found = program is not None or getattr(self._reading, "found", False)
-        return program
-
-    def _read(self, path: Path) -> bytes | None:
         try:
-            data = path.read_bytes()
+            program = self._read(key, self._file(key))
         except FileNotFoundError:
             return None
+        except OSError as error:
+            logger.warning("A program is compiled again, its file cannot be read: %s", error)
+            return None
+        found = getattr(self._reading, "found", None)
+        if program is not None and found is not None:
+            found.append(program)
+        return program
+
+    def _read(self, key: str, path: Path) -> bytes | None:
+        data = path.read_bytes()
         program = data[_DIGEST_BYTES:]
-        if hashlib.sha256(program).digest() != data[:_DIGEST_BYTES]:
-            logger.warning("%s is damaged, the program is compiled again", path)
+        if _digest(key, program) != data[:_DIGEST_BYTES]:
+            logger.warning(
+                "%s is damaged or holds another program, the program is compiled again", path
+            )
             if self.writes:
                 path.unlink(missing_ok=True)
             return None
@@ -96,7 +107,7 @@ class ProgramFiles:
         if size > self._max_bytes or not self.writes:
             return
         self._make_room(size)
-        own_files.write_whole(self._file(key), hashlib.sha256(value).digest() + value)
+        own_files.write_whole(self._file(key), _digest(key, value) + value)
 
     def _file(self, key: str) -> Path:
         if Path(key).name != key:
@@ -118,6 +129,12 @@ class ProgramFiles:
                 return
             Path(path).unlink(missing_ok=True)
             total -= num_bytes
+
+
+def _digest(key: str, program: bytes) -> bytes:
+    digest = hashlib.sha256(f"{key}\n".encode())
+    digest.update(program)
+    return digest.digest()
 
 
 def _touch(path: Path) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -30,6 +31,7 @@ from jaxlib import xla_client  # jax has no public face of what it makes its own
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu.build import available
+from serving.runtime.program_cache import executable_in
 from serving.runtime.program_files import ProgramFiles, step_keys
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class KeptSteps:
     """Files of compiled steps, and the parts of their key that all steps share."""
 
     files: ProgramFiles
-    programs: ProgramFiles  # jax's: what was read from there cannot be kept once more
+    programs: ProgramFiles  # jax's: XLA cannot write once more what was read from there
     identity: str
     anew: bool = False  # compile what jax has once more, so that it is kept
     lazy: bool = False  # an engine is ready when the first one is read
@@ -212,7 +214,7 @@ class KeptProgram:
             return None
 
     def _compile(self) -> Compiled:
-        """Return the program, kept unless jax had it: what jax has read cannot be written again."""
+        """Return the program, which is kept; one that jax had with the executable of jax's file."""
         assert self._trace is not None, "a program is compiled once"
         if self._lowered is None and self._traced is None:  # its file was of no use
             self._traced = self._trace()
@@ -220,17 +222,18 @@ class KeptProgram:
         assert self._lowered is not None
         (lowered, choices), programs = self._lowered, self._steps.programs
         reading = programs.unread() if self._steps.anew else contextlib.nullcontext()
-        with programs.watched() as was_read, reading:
+        with programs.watched() as read, reading:
             compiled = lowered.compile()
-        if was_read():
-            self._jax_read.add(self._key)
         if self._key not in self._jax_read:  # lowered again, it would be what was read before
-            self._keep(compiled, choices)
+            self._keep(compiled, choices, read)
+        if read:
+            self._jax_read.add(self._key)
         return compiled
 
-    def _keep(self, compiled: Compiled, choices: KernelChoices) -> None:
+    def _keep(self, compiled: Compiled, choices: KernelChoices, read: list[bytes]) -> None:
+        """Keep the program; `read` are files in which jax found it, of one at most."""
         try:
-            program = serialize_executable.serialize(compiled)
+            program = _serialised(compiled, *map(executable_in, read))
             self._steps.files.put(self._key, pickle.dumps((choices, program)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
             logger.warning("A step is not kept, and the next start compiles it again: %s", error)
@@ -284,6 +287,26 @@ def _found(files: ProgramFiles, key: str) -> tuple[Any, tuple[Any, ...]] | None:
 def _loaded(program: tuple[Any, ...]) -> Compiled:
     devices = jax.devices()[:1]
     return serialize_executable.deserialize_and_load(*program, execution_devices=devices)
+
+
+def _serialised(compiled: Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
+    """Return what `_loaded` takes; `executable` is XLA's own form of one that it has read.
+
+    XLA's CPU would write an executable that it has read without its functions.
+    """
+    if executable is None:
+        return serialize_executable.serialize(compiled)
+
+    class Pickler(serialize_executable._JaxPjrtPickler):
+        def persistent_id(self, obj: Any) -> Any:
+            is_executable = isinstance(obj, xla_client.LoadedExecutable)
+            return ("exec", executable) if is_executable else super().persistent_id(obj)
+
+    arguments, tree = jax.tree.flatten(compiled.args_info)
+    with io.BytesIO() as file:
+        parts = compiled._executable._unloaded_executable, arguments, compiled._no_kwargs
+        Pickler(file).dump(parts)
+        return file.getvalue(), tree, compiled.out_tree
 
 
 def _mosaic_is_ready() -> bool:

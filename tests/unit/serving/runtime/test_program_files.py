@@ -32,6 +32,34 @@ def test_a_damaged_program_is_removed_and_written_again(tmp_path, damage, caplog
     assert files.get("key") == b"program"
 
 
+def test_a_file_of_another_program_is_not_handed_out(tmp_path, caplog):
+    files = ProgramFiles(tmp_path, 1000)
+    for key in ("key", "other"):
+        files.put(key, key.encode())
+    (tmp_path / "other.program").replace(tmp_path / "key.program")
+    assert files.get("key") is None
+    assert "holds another program" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_read_is_no_program(tmp_path, caplog):
+    (tmp_path / "key.program").mkdir()
+    assert ProgramFiles(tmp_path, 1000).get("key") is None
+    assert "cannot be read" in caplog.text
+
+
+def test_programs_that_this_thread_finds_are_told(tmp_path):
+    files = ProgramFiles(tmp_path, 1000)
+    files.put("key", b"program")
+    files.get("key")
+    with files.watched() as found:
+        files.get("other")
+        assert found == []
+        files.get("key")
+    files.get("key")
+    assert found == [b"program"]
+
+
 def test_what_was_used_longest_ago_is_removed_first(tmp_path):
     files = ProgramFiles(tmp_path, 3 * (10 + DIGEST))
     for number, name in enumerate("abc"):

@@ -2,13 +2,13 @@
 
 import functools
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compilation_cache as jax_cache
 from support.processes.server_process import ROOT
 
 from lora_jax.ops import dispatch
@@ -168,21 +168,44 @@ def test_a_step_that_is_lowered_twice_keeps_the_kernels_of_its_trace(kept, monke
     assert not run(kept, traced=[])[1]
 
 
-def test_what_jax_had_is_not_kept(kept, monkeypatch):
-    """A program of another engine is read from jax's cache, which cannot be written again."""
-    found = iter((True, False))
-    monkeypatch.setattr(ProgramFiles, "watched", lambda self: nullcontext(lambda: next(found)))
-    assert [run(kept, traced=[])[1] for _ in range(3)] == [False, False, True]
+@pytest.fixture
+def kept_by_jax(kept, monkeypatch):
+    """As `kept`, and jax reads and writes `programs`."""
+    monkeypatch.setattr(jax_cache, "get_file_cache", lambda path: (kept.programs, path))
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(kept.programs.folder))
+    jax.config.update(LEAST, 0.0)
+    jax_cache.reset_cache()
+    yield kept
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax_cache.reset_cache()
 
 
-def test_what_jax_had_is_not_kept_when_it_is_lowered_again(kept, monkeypatch):
+def test_what_jax_had_is_kept_from_its_file(kept_by_jax):
+    """As after a change of code that leaves a program as it was: XLA cannot write it again."""
+    files = kept_by_jax.files.folder
+    first, _ = run(kept_by_jax, traced=[])
+    for file in files.glob("*.program"):
+        file.unlink()
+    assert not run(kept_by_jax, traced=[])[1]
+    for file in kept_by_jax.programs.folder.iterdir():
+        file.unlink()
+    again, was_kept = run(kept_by_jax, traced=(traced := []))
+    assert (was_kept, traced) == (True, [])
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+
+
+def test_what_jax_had_is_kept_once_when_it_is_lowered_again(kept_by_jax):
     """Then jax looks into no file: it has the program that it read before."""
-    found = iter((True, False, False))
-    monkeypatch.setattr(ProgramFiles, "watched", lambda self: nullcontext(lambda: next(found)))
-    step = kept.keep("step", jitted([]))
-    for _ in range(2):
-        step.lower(*arguments(), bucket=8).compile()
-    assert not run(kept, traced=[])[1]
+    run(kept_by_jax, traced=[])
+    (file,) = kept_by_jax.files.folder.glob("*.program")
+    file.unlink()
+    step = kept_by_jax.keep("step", jitted([]))
+    programs = [step.lower(*arguments(), bucket=8) for _ in range(2)]
+    for program in programs:
+        program.compile()
+    assert run(kept_by_jax, traced=(traced := []))[1]
+    assert traced == []
 
 
 def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
