@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 from serving.lora_server.coordinator import Coordinator, Lease, NoRoom
 from serving.lora_server.lease_metrics import PartLoad
@@ -48,13 +48,11 @@ class Caller:
                 poll = self._connection.poll
                 if not (poll(limit_s) if wait is None else wait(poll, limit_s)):
                     raise EOFError(f"no answer to {name} within {limit_s} s")
-                answer = json.loads(self._connection.recv_bytes())
+                said = json.loads(self._connection.recv_bytes())
             except (EOFError, OSError, ValueError) as error:
                 self._close()
                 raise ConnectionError(f"The other process has gone: {error}") from error
-        if "error" in answer:
-            raise _ERRORS.get(answer["error"], RuntimeError)(answer["text"])
-        return answer["value"]
+        return value_of(said)
 
     def close(self) -> None:
         """Close the connection, which ends the other side's `answer_calls` and a call under way.
@@ -64,7 +62,7 @@ class Caller:
         """
         with self._closing:
             if not self._connection.closed:
-                _shut_down(self._connection.fileno())
+                shut_down(self._connection.fileno())
         with self._lock:
             self._close()
 
@@ -73,7 +71,7 @@ class Caller:
             self._connection.close()
 
 
-def _shut_down(descriptor: int) -> None:
+def shut_down(descriptor: int) -> None:
     """Let both sides of a connection read its end, and leave the descriptor open."""
     with socket.socket(fileno=os.dup(descriptor)) as end, contextlib.suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)  # fails where the other side was faster
@@ -84,15 +82,16 @@ def answer_calls(connection: Connection, functions: Mapping[str, Callable[..., A
     while True:
         try:
             name, *arguments = json.loads(connection.recv_bytes())
-            answer = _answer(functions, name, arguments)
-            connection.send_bytes(json.dumps(answer).encode())
+            said = answer(functions, name, arguments)
+            connection.send_bytes(json.dumps(said).encode())
         except (EOFError, OSError):
             return
 
 
-def _answer(
+def answer(
     functions: Mapping[str, Callable[..., Any]], name: str, arguments: list[Any]
 ) -> dict[str, Any]:
+    """Return what a call gives or raises, as `value_of` takes it."""
     if name not in functions:
         return {"error": "ValueError", "text": f"There is no call {name!r}."}
     try:
@@ -100,6 +99,13 @@ def _answer(
     except Exception as error:
         kinds = [n for n, kind in _ERRORS.items() if isinstance(error, kind)]
         return {"error": kinds[0] if kinds else "RuntimeError", "text": str(error)}
+
+
+def value_of(said: dict[str, Any]) -> Any:
+    """Return the value of an answer, or raise its error."""
+    if "error" in said:
+        raise _ERRORS.get(said["error"], RuntimeError)(said["text"])
+    return said["value"]
 
 
 def serve_leases(source: Coordinator, instance: str, connection: Connection) -> threading.Thread:
@@ -125,11 +131,26 @@ def serve_leases(source: Coordinator, instance: str, connection: Connection) -> 
     return thread
 
 
+class ParallelCalls(Protocol):
+    """Part of parallel_calls.ParallelCaller that is used here."""
+
+    def call(self, name: str, *arguments: Any) -> Any: ...
+
+
 class RemoteRank:
     """A rank in another process, as the coordinator sees it."""
 
-    def __init__(self, caller: Caller):
-        self._caller = caller
+    def __init__(self, caller: Caller, parallel: ParallelCalls):
+        """`parallel` is for calls that may be under way beside others."""
+        self._caller, self._parallel = caller, parallel
+
+    def fetch(self, folder: str, digest: str) -> PartLoad:
+        """See server.RankServer.fetch."""
+        return PartLoad(*self._parallel.call("fetch", folder, digest))
+
+    def forget(self, digest: str) -> None:
+        """See server.RankServer.forget."""
+        self._parallel.call("forget", digest)
 
     def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """See server.RankServer.load."""

@@ -2,8 +2,9 @@
 
 An instance leases an adapter before it sends a row of it, so that what is in use stays. Of the
 others the least recently leased goes when a place is needed. All ranks hold the same adapters under
-the same numbers; a number is never given twice. Loads come one after another, and nobody waits for
-them but who asked: leases of what is held are given meanwhile.
+the same numbers; a number is never given twice. Files of some adapters are read side by side. Their
+parts go onto the ranks one adapter after another, because their order decides what has room. Leases
+of what is held are given meanwhile.
 """
 
 import collections
@@ -14,7 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
+from lora_jax.adapters.read_turns import ReadTurns
 from serving.lora_server.lease_metrics import LeaseMetrics, PartLoad
+
+_RANK_LOST = "A rank of the LoRA Server is not there."
+_NO_ROOM = "All {} adapters on the LoRA Server are in use."
+AT_ONCE = 4  # adapters that are read side by side, at most
+_WAITING = 32  # threads of requests: several instances may wait for one adapter
 
 
 class NoRoom(RuntimeError):
@@ -23,6 +30,10 @@ class NoRoom(RuntimeError):
 
 class RankControl(Protocol):
     """One rank as the coordinator sees it; see server.RankServer."""
+
+    def fetch(self, folder: str, digest: str) -> PartLoad: ...
+
+    def forget(self, digest: str) -> None: ...
 
     def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad: ...
 
@@ -65,15 +76,17 @@ class Coordinator:
         self.metrics = LeaseMetrics()
         self._ranks: list[RankControl | None] = list(ranks)
         self._num_adapters = num_adapters
-        self._changing = threading.Lock()  # what the ranks hold; taken before the other
+        self._turns = ReadTurns(AT_ONCE)  # of digests, held until they are loaded
+        self._changing = threading.Lock()  # what the ranks hold; taken before the next one
         self._lock = threading.RLock()  # the fields below, held for moments
         self._requested: dict[tuple[str, str], Future[Lease]] = {}  # by instance and digest
         self._unwanted: set[tuple[str, str]] = set()  # of those, given back while they load
         self._held: collections.OrderedDict[str, _Held] = collections.OrderedDict()
         self._generations = [0] * num_adapters  # by place
         self._version = 0
-        self._pool = ThreadPoolExecutor(len(self._ranks), thread_name_prefix="lora-server-load")
-        self._requests = ThreadPoolExecutor(1, thread_name_prefix="lora-server-request")
+        threads = len(self._ranks) * (AT_ONCE + 1)  # the reads, and one load or unload
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lora-server-load")
+        self._requests = ThreadPoolExecutor(_WAITING, thread_name_prefix="lora-server-request")
 
     def lease(self, instance: str, digest: str, folder: str) -> Lease:
         """Return the adapter's number, having loaded it from `folder` if it was not held.
@@ -85,14 +98,12 @@ class Coordinator:
         if lease is not None:
             self.metrics.held()
             return lease
-        with self._changing:
-            if self.holds(digest):  # another has loaded it meanwhile
-                self.metrics.held()
-            else:
-                self.metrics.loaded(self._load(digest, folder))
+        with self._turns.turn(digest):
             lease = self._give(instance, digest)
-        assert lease is not None, "an adapter has gone while nothing could change"
-        return lease
+            if lease is not None:  # another has loaded it meanwhile
+                self.metrics.held()
+                return lease
+            return self._bring(instance, digest, folder)
 
     def request(self, instance: str, digest: str, folder: str) -> Lease | None:
         """Return what `lease` does, or raise it, if that is known; else find out on a thread."""
@@ -175,12 +186,40 @@ class Coordinator:
         """Return a lease of an adapter that is held."""
         with self._lock:
             if any(rank is None for rank in self._ranks):
-                raise ConnectionError("A rank of the LoRA Server is not there.")
+                raise ConnectionError(_RANK_LOST)
             if digest not in self._held:
                 return None
             self._held.move_to_end(digest)
             self._held[digest].leases.add(instance)
             return Lease(self._held[digest].number, self._held[digest].version)
+
+    def _bring(self, instance: str, digest: str, folder: str) -> Lease:
+        """Return a lease of an adapter that is not held, once it is loaded.
+
+        Its files are read beside those of others, and before any adapter leaves for it.
+        """
+        self._require_place()
+        try:
+            fetched, errors = self._everywhere(operator.methodcaller("fetch", folder, digest))
+            _require_answers(errors)
+            if errors:
+                raise errors[0]
+            with self._changing:
+                loaded = self._load(digest, folder)
+                lease = self._give(instance, digest)
+        finally:
+            self._everywhere(operator.methodcaller("forget", digest))
+        read_s = max((part.read_s for part in (*fetched, *loaded)), default=0.0)
+        seconds = (max((p.load_s for p in parts), default=0.0) for parts in (fetched, loaded))
+        self.metrics.loaded([PartLoad(read_s, sum(seconds))])
+        assert lease is not None, "an adapter has gone while nothing could change"
+        return lease
+
+    def _require_place(self) -> None:
+        """Raise NoRoom when no adapter could leave for another one: its files need not be read."""
+        with self._lock:
+            if len(self._held) >= self._num_adapters and all(h.leases for h in self._held.values()):
+                raise NoRoom(_NO_ROOM.format(len(self._held)))
 
     def _load(self, digest: str, folder: str) -> list[PartLoad]:
         """Bring the adapter onto all ranks, evicting idle ones until it fits."""
@@ -196,8 +235,7 @@ class Coordinator:
                     self._held[digest] = _Held(number, self._version, folder)
                 return parts
             self._unload(number)
-            if not all(isinstance(error, ValueError) for error in errors):
-                raise ConnectionError("A rank of the LoRA Server is not there.") from errors[0]
+            _require_answers(errors)
             if not any(_is_room(error) for error in errors):
                 raise errors[0]
             self._evict()
@@ -206,7 +244,7 @@ class Coordinator:
         with self._lock:
             idle = next((d for d, held in self._held.items() if not held.leases), None)
             if idle is None:
-                raise NoRoom(f"All {len(self._held)} adapters on the LoRA Server are in use.")
+                raise NoRoom(_NO_ROOM.format(len(self._held)))
             gone = self._held.pop(idle)
         self._unload(gone.number)
 
@@ -231,6 +269,13 @@ class Coordinator:
         if unexpected:
             raise unexpected[0]
         return given, errors
+
+
+def _require_answers(errors: Sequence[Exception]) -> None:
+    """Raise ConnectionError when not all ranks have answered."""
+    lost = [error for error in errors if not isinstance(error, ValueError)]
+    if lost:
+        raise ConnectionError(_RANK_LOST) from lost[0]
 
 
 def _is_room(error: Exception) -> bool:

@@ -48,6 +48,7 @@ class Leases:
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}
         self._work: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # digests to look at
+        self._later: list[str] = []  # those to look at again
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lora-server-leases", daemon=True)
         self._thread.start()
@@ -118,7 +119,13 @@ class Leases:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            digest = self._work.get()
+            try:
+                digest = self._work.get(timeout=_RETRY_S if self._later else None)
+            except queue.Empty:  # one wait for all of them: an answer is not late for many others
+                later, self._later = self._later, []
+                for digest in later:
+                    self._look_at(digest)
+                continue
             if digest is not None:
                 self._look_at(digest)
         try:
@@ -147,8 +154,7 @@ class Leases:
         try:
             lease = self._source.lease(self._instance, digest, wanted.folder)
         except NoRoom:
-            if not self._closing.wait(_RETRY_S):
-                self._work.put(digest)
+            self._later.append(digest)
             return
         except ValueError as error:
             self._refused(wanted, error)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.reader import AdapterReadLimits
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
+from serving.lora_server.coordinator import AT_ONCE
+from serving.lora_server.parallel_calls import ParallelCaller, answer_in_parallel
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import ServerDesign, ServerSpec, design
@@ -54,16 +56,18 @@ class RankProcess(AbstractChild):
         """
         ours, theirs = host.pipe()
         asking, pulse = host.pipe()
+        fetching, fetched = host.pipe()
         self._pulses = Pulses(asking)
         self.place = place
         self.world = 0  # for which it was started: its number among WorldMembers
-        args = theirs, pulse, spec, rank, place, 0 if host.has_own_gpus else gpu
+        pipes = theirs, pulse, fetched
+        args = *pipes, spec, rank, place, 0 if host.has_own_gpus else gpu
         super().__init__(host.process(rank_main, args, f"lora-server-{rank}"), _END_S)
-        theirs.close()
-        pulse.close()
+        for pipe in pipes:
+            pipe.close()
         self.rank = rank
-        self._caller = Caller(ours, _START_S)
-        self.control = RemoteRank(self._caller)
+        self._caller, self._fetches = Caller(ours, _START_S), ParallelCaller(fetching)
+        self.control = RemoteRank(self._caller, self._fetches)
 
     def wait_ready(self) -> None:
         """Return when the rank has compiled. Raises ConnectionError if it ended instead."""
@@ -115,12 +119,14 @@ class RankProcess(AbstractChild):
     def hang_up(self) -> None:
         """Close the connection that keeps the process."""
         self._caller.close()
+        self._fetches.close()
         self._pulses.close()
 
 
 def rank_main(
     connection: Connection,
     pulse: Connection,
+    fetches: Connection,
     spec: ServerSpec,
     rank: int,
     place: RankPlace,
@@ -152,6 +158,8 @@ def rank_main(
         "join": _said_if_not(rank, functools.partial(_join, server, door, echo)),
         "stats": lambda: dataclasses.asdict(server.stats()),
     }
+    beside = {"fetch": server.fetch, "forget": server.forget}
+    answer_in_parallel(fetches, beside, AT_ONCE)
     answer_calls(connection, functions)
     server.stop()
     loop.join()

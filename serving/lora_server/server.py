@@ -29,12 +29,14 @@ from serving.lora_server.device_loop import DeviceLoop
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.lease_metrics import PartLoad
 from serving.lora_server.rank import ServerRank
+from serving.lora_server.read_room import ReadRoom, folder_bytes
 from serving.lora_server.shards import ShardLayout, shard_part
 from serving.lora_server.transport.base import AbstractServer, Request
 from serving.lora_server.transport.device_server import DeviceServer
 from serving.runtime.compile_counter import CompileCounter
 
 _IDLE_S = 0.01  # how long a command waits at most while no request comes
+_FETCHED_S = 0.001  # the same while the next commands are due: parts have been fetched
 _CHUNKS = 2  # writes between two requests
 _DEPTH = 2  # requests under way; an instance has one at most
 _COPYING_S = 0.0002  # between two looks whether a layer has come: copies need Python's lock
@@ -78,6 +80,8 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the transport is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
+        self._read_room = ReadRoom()
+        self._fetched: dict[str, AdapterWeights] = {}  # by digest, until `forget`
         self._source = weight_source(load_format)
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
@@ -100,22 +104,32 @@ class RankServer:
         """Number of the rank."""
         return self._rank.shard.rank
 
+    def fetch(self, folder: str, digest: str) -> PartLoad:
+        """Have the part of the adapter in `folder` in host memory for `load`, until `forget`.
+
+        Several threads may read, each another adapter. Raises ValueError when the files are refused
+        or are not those of `digest`.
+        """
+        begun = time.monotonic()
+        self._fetched[digest], read_s = self._part(folder, digest)
+        return PartLoad(read_s, time.monotonic() - begun)
+
+    def forget(self, digest: str) -> None:
+        """Let a part go that was fetched, as far as the host does not keep it for the next time."""
+        self._fetched.pop(digest, None)
+
     def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
 
-        That is when its first layer is here; a request of a later one waits for that. Raises
-        ValueError when the files are refused, are not those of `digest`, have no room, or cannot be
-        copied to the device, and ConnectionError when the rank has stopped.
+        That is when its first layer is here; a request of a later one waits for that. Files that
+        were not fetched are read. Raises ValueError when the files are refused, are not those of
+        `digest`, have no room, or cannot be copied to the device, and ConnectionError when the rank
+        has stopped.
         """
         begun, read_s = time.monotonic(), 0.0
-        part = self._parts.get(digest)
+        part = self._fetched.get(digest)
         if part is None:
-            weights = self._read(folder, digest)
-            read_s = time.monotonic() - begun
-            part = self._rank.pin(
-                shard_part(weights, self._rank.shard, copy=not self._source.made_up)
-            )
-            self._parts.put(part)
+            part, read_s = self._part(folder, digest)
 
         done: Future[None] = Future()
 
@@ -191,7 +205,9 @@ class RankServer:
         busy = self._rank.is_loading
         if busy:
             self._advance()
-        idle_s, transport = 0.0 if busy else _IDLE_S, self._transport
+        idle_s, transport = _FETCHED_S if self._fetched else _IDLE_S, self._transport
+        if busy:
+            idle_s = 0.0
         if transport is None:
             self._stopping.wait(idle_s)
             return
@@ -309,6 +325,21 @@ class RankServer:
         if self._stopped:
             self._fail_commands()
         return done
+
+    def _part(self, folder: str, digest: str) -> tuple[AdapterWeights, float]:
+        """Return this rank's part, and the seconds in which it was read; 0.0: the host had it."""
+        part = self._parts.get(digest)
+        if part is not None:
+            return part, 0.0
+        with self._read_room.hold(folder_bytes(folder)):
+            begun = time.monotonic()
+            weights = self._read(folder, digest)
+            read_s = time.monotonic() - begun
+            part = shard_part(weights, self._rank.shard, copy=not self._source.made_up)
+            del weights  # whose bytes the room counts
+            part = self._rank.pin(part)
+        self._parts.put(part)
+        return part, read_s
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:
         try:

@@ -134,11 +134,19 @@ def test_a_rank_far_away(pipe):
         told.append(of_load)
         return PartLoad(0.25, 0.5)
 
+    class Parallel:
+        def call(self, *what):
+            told.append(what)
+            return [0.5, 1.0]
+
     answering(pipe[1], load=load, unload=lambda *a: told.append(a))
-    rank = RemoteRank(Caller(pipe[0]))
+    rank = RemoteRank(Caller(pipe[0]), Parallel())
+    assert rank.fetch("folder", "digest") == PartLoad(0.5, 1.0)
     assert rank.load(3, "folder", "digest", 1) == PartLoad(0.25, 0.5)
+    rank.forget("digest")
     rank.unload(3, 2)
-    assert told == [(3, "folder", "digest", 1), (3, 2)]
+    fetched = ("fetch", "folder", "digest")
+    assert told == [fetched, (3, "folder", "digest", 1), ("forget", "digest"), (3, 2)]
 
 
 class Source:

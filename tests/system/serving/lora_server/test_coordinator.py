@@ -5,7 +5,7 @@ import threading
 import pytest
 from support.waiting import wait_until
 
-from serving.lora_server.coordinator import Coordinator, NoRoom
+from serving.lora_server.coordinator import AT_ONCE, Coordinator, NoRoom
 from serving.lora_server.lease_metrics import PartLoad
 
 
@@ -15,6 +15,17 @@ class Rank:
     def __init__(self, room: int = 100):
         self.room, self.held, self.versions, self.fault = room, {}, [], None
         self.took = PartLoad(0.25, 0.5)
+        self.fetched, self.bad = {}, set()  # the latter: folders that are refused
+
+    def fetch(self, folder, digest):
+        if folder in self.bad:
+            raise ValueError(f"{folder} is bad")
+        assert digest not in self.fetched
+        self.fetched[digest] = folder
+        return PartLoad(0.0, 0.0)
+
+    def forget(self, digest):
+        self.fetched.pop(digest, None)
 
     def load(self, number, folder, digest, version):
         self.versions.append(version)
@@ -42,6 +53,7 @@ def coordinator(ranks):
     made = Coordinator(ranks, num_adapters=2)
     yield made
     assert ranks[0].held == ranks[1].held, "the ranks hold different adapters"
+    assert [rank.fetched for rank in ranks] == [{}, {}], "parts are kept for nobody"
     for rank in ranks:
         assert rank.versions == sorted(rank.versions)
     made.close()
@@ -227,6 +239,72 @@ def test_a_request_that_fails_says_why_once(slow):
     wait_until(lambda: refused() is True)
     assert coordinator.request("two", "b", "B") is None
     wait_until(lambda: coordinator.request("two", "b", "B"))
+
+
+class ReadingRank(Rank):
+    """Reads when it is let; `most` is how many it has read side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock, self.reading, self.most = threading.Lock(), 0, 0
+        self.go = threading.Event()
+
+    def fetch(self, folder, digest):
+        with self.lock:
+            self.reading += 1
+            self.most = max(self.most, self.reading)
+        assert self.go.wait(60)
+        with self.lock:
+            self.reading -= 1
+        return super().fetch(folder, digest)
+
+
+def test_files_of_several_adapters_are_read_side_by_side_and_a_bad_one_harms_no_other():
+    rank = ReadingRank()
+    rank.bad.add("F3")
+    coordinator = Coordinator([rank], num_adapters=AT_ONCE + 2)
+    names = [f"a{number}" for number in range(AT_ONCE + 2)]
+    for name in names:
+        assert coordinator.request("one", name, name.replace("a", "F")) is None
+        assert coordinator.request("two", name, name.replace("a", "F")) is None  # read once
+    wait_until(lambda: rank.reading == AT_ONCE)
+    assert not coordinator.held()
+    rank.go.set()
+    given, errors = {}, []
+
+    def all_told():
+        for name in names:
+            try:
+                given[name] = coordinator.request("one", name, name.replace("a", "F"))
+            except ValueError as error:
+                errors.append(str(error))
+        return all(given.get(name) for name in names if name != "a3") and errors
+
+    wait_until(all_told)
+    assert set(errors) == {"F3 is bad"}
+    assert rank.most == AT_ONCE
+    good = [name for name in names if name != "a3"]
+    wait_until(lambda: set(coordinator.held()) == set(good))
+    assert sorted(digest for digest, _ in rank.held.values()) == good
+    coordinator.close()
+
+
+def test_nothing_leaves_for_files_that_are_refused(coordinator, ranks):
+    ranks[1].bad.add("C")
+    for name in ("a", "b"):
+        coordinator.lease("one", name, "")
+    coordinator.leave("one")
+    with pytest.raises(ValueError, match="C is bad"):
+        coordinator.lease("one", "c", "C")
+    assert set(coordinator.held()) == {"a", "b"}
+
+
+def test_no_file_is_read_while_nothing_could_leave_for_it(coordinator, ranks):
+    for name in ("a", "b"):
+        coordinator.lease("one", name, "")
+    ranks[0].bad.add("C")  # nobody finds out
+    with pytest.raises(NoRoom):
+        coordinator.lease("two", "c", "C")
 
 
 def test_leases_from_many_threads(coordinator, ranks):

@@ -1,6 +1,7 @@
 """Leases follow what live requests need, whatever the server says in between."""
 
 import threading
+import time
 
 import pytest
 
@@ -91,6 +92,17 @@ def test_nobody_waits_for_an_answer(leases, source, news):
     assert leases.digests == {"d"}
     source.gate.set()
     news.until(lambda: leases.get("d") is not None)
+
+
+def test_one_that_has_come_is_not_found_out_behind_all_that_have_not(leases, source, news):
+    """Each wait before the next question would be for one of them: 200 take 0.6 s a round."""
+    source.faults = [NoRoom("on its way")] * 400
+    begun = time.monotonic()
+    for number in range(200):
+        leases.retain(f"d{number}", "")
+    news.until(lambda: all(leases.get(f"d{number}") for number in range(200)))
+    assert time.monotonic() - begun < 0.5
+    assert source.asked == 600
 
 
 def test_without_room_it_is_asked_again(leases, source, news):

@@ -13,6 +13,7 @@ from support.doubles.held_host import HeldHost
 from lora_jax.adapters import reader
 from serving.lora_server import rank_process
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
+from serving.lora_server.parallel_calls import ParallelCaller
 from serving.lora_server.rank_process import RankProcess, rank_main
 from serving.lora_server.spec import design
 from serving.lora_server.transport import shared_memory
@@ -33,6 +34,7 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     made, path = design(spec), tmp_path / "rank"
     here, there = multiprocessing.Pipe()
     pulse, echo = multiprocessing.Pipe()
+    fetching, fetched = multiprocessing.Pipe()
     failures = []
 
     def drive():
@@ -45,8 +47,13 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
             caller.call("open")
             shared_memory.open_client([path], made.terms).close()
             digest = reader.read(cases.Path(adapters["a0"]), made.catalogue).digest
-            RemoteRank(caller).load(4, adapters["a0"], digest, 1)
-            RemoteRank(caller).unload(4, 2)
+            rank = RemoteRank(caller, ParallelCaller(fetching))
+            with pytest.raises(ValueError, match="cannot read"):
+                rank.fetch("nowhere", digest)
+            assert rank.fetch(adapters["a0"], digest).read_s > 0
+            assert rank.load(4, adapters["a0"], digest, 1).read_s == 0
+            rank.forget(digest)
+            rank.unload(4, 2)
             assert caller.call("stats") == {"answered": 0, "refused": 0, "compilations": 0}
         except BaseException as error:
             failures.append(error)
@@ -56,7 +63,7 @@ def test_main_answers_until_its_connection_ends(files, tmp_path, monkeypatch):
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, echo, spec, 0, RankPlace(str(path)), 5)
+        rank_main(there, echo, fetched, spec, 0, RankPlace(str(path)), 5)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
@@ -86,6 +93,7 @@ def test_a_rank_listens_before_it_joins_a_world_and_says_why_it_cannot(
     path = tmp_path / "rank"
     here, there = multiprocessing.Pipe()
     _, echo = multiprocessing.Pipe()
+    _fetching, fetched = multiprocessing.Pipe()
     said = []
 
     def drive():
@@ -102,7 +110,7 @@ def test_a_rank_listens_before_it_joins_a_world_and_says_why_it_cannot(
     driver, before = threading.Thread(target=drive), signal.getsignal(signal.SIGINT)
     driver.start()
     try:
-        rank_main(there, echo, spec, 0, RankPlace(str(path)), 0)
+        rank_main(there, echo, fetched, spec, 0, RankPlace(str(path)), 0)
     finally:
         signal.signal(signal.SIGINT, before)
     driver.join(30)
@@ -137,8 +145,8 @@ def test_adapters_must_fit_the_device(files, monkeypatch):
 def test_a_rank_of_another_host_says_its_port_and_late_echoes_do_not_count():
     host = HeldHost("10.0.0.1")
     process = RankProcess("spec", 2, RankPlace(("10.0.0.1", 0), "secret"), 7, host)
-    calls, pulse = host.ends
-    assert host.made[0].args[5] == 0  # the process sees its own GPUs only
+    calls, pulse, _ = host.ends
+    assert host.made[0].args[6] == 0  # the process sees its own GPUs only
     threading.Thread(
         target=answer_calls, args=(calls, {"open": lambda: 7001, "stats": lambda: {"answered": 3}})
     ).start()

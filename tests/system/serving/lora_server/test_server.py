@@ -271,6 +271,20 @@ def test_a_layer_on_its_way_is_waited_for_and_those_before_it_are_not(files, mon
         np.testing.assert_array_equal(np.asarray(found[0])[0], want[0][0])
 
 
+def test_a_part_that_was_fetched_is_loaded_without_its_files_until_it_is_forgotten(
+    running, tmp_path
+):
+    server, digest = running.server, running.digests["a0"]
+    assert server._parts.num_bytes == 0  # the host keeps nothing for the next time
+    assert server.fetch(running.adapters["a0"], digest).read_s > 0
+    assert server.load(0, tmp_path / "nowhere", digest, 1).read_s == 0
+    server.unload(0, 2)
+    server.forget(digest)
+    server.forget(digest)
+    with pytest.raises(ValueError, match="cannot read"):
+        server.load(1, tmp_path / "nowhere", digest, 3)
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 def test_adapters_that_the_host_copies_as_on_a_gpu_have_the_same_deltas(
     made, running, files, tmp_path
