@@ -44,6 +44,7 @@ TARGETS = (
     "lora_jax_cuda_plain_attention",
     "lora_jax_cuda_turned_attention",
     "lora_jax_cuda_dense_matmul",
+    "lora_jax_cuda_dense_rows",
     "lora_jax_cuda_row_map",
     "lora_jax_cuda_layer_norm",
     "lora_jax_cuda_rms_norm",

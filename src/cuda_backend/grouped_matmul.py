@@ -1,4 +1,4 @@
-"""Linear maps of the CUDA backend: float32 matrices, and bfloat16 rows in groups of few.
+"""Linear maps of the CUDA backend: float32 matrices, bfloat16 rows in groups of few, and batches.
 
 Prompts' products in bfloat16 are Mosaic's (`lora_jax.ops.grouped_matmul.pallas_gpu`), which has the
 same order of sums: a row has the same bits by either. A row's result depends on nothing but its own
@@ -8,7 +8,7 @@ x and matrix.
 import jax
 import jax.numpy as jnp
 
-from cuda_backend import few_rows, ffi
+from cuda_backend import dense_rows, few_rows, ffi
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul import QUANTISED, composed
 from lora_jax.ops.grouped_matmul.weights import Matrix, Weight
@@ -42,8 +42,7 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """Same result as lora_jax.ops.grouped_matmul."""
     if w.dtype == jnp.bfloat16:
-        operands = (w,), (bias,), (addend,)
-        return few_rows.products(x, *operands, group_sizes, likely_groups)[0]
+        return _products(x, (w,), (bias,), (addend,), group_sizes, likely_groups)[0]
     return composed.grouped_matmul(in_float32, x, w, group_sizes, bias, addend)
 
 
@@ -60,6 +59,8 @@ def gated_matmul(
     """Same result as lora_jax.ops.gated_matmul."""
     if x.dtype == jnp.bfloat16:
         pair, addends = (w_gate, w_up), (gate_addend, up_addend)
+        if _is_batch(x, pair):
+            return dense_rows.gated_product(x, pair, addends, group_sizes)
         return few_rows.gated_product(x, pair, addends, group_sizes, likely_groups)
     return composed.gated_matmul(in_float32, x, w_gate, w_up, group_sizes, gate_addend, up_addend)
 
@@ -76,7 +77,27 @@ def joined_matmul(
     weights = tuple(w[None] for w in ws)
     added = tuple(None if bias is None else bias[None] for bias in biases)
     none = (None,) * len(ws)
-    return few_rows.products(x, weights, added, none, num_rows.reshape(1), None)
+    return _products(x, weights, added, none, num_rows.reshape(1), None)
+
+
+def _products(
+    x: Float[Array, "rows d_in"],
+    weights: tuple[Weight, ...],
+    biases: tuple[Float[Array, "groups d_out"] | None, ...],
+    addends: tuple[Float[Array, "rows d_out"] | None, ...],
+    group_sizes: Int[Array, "groups"],
+    likely_groups: int | None,
+) -> tuple[Float[Array, "rows _"], ...]:
+    """Return products of bfloat16 rows by the kernel that is made for so many of them."""
+    if _is_batch(x, weights):
+        return dense_rows.products(x, weights, biases, addends, group_sizes)
+    return few_rows.products(x, weights, biases, addends, group_sizes, likely_groups)
+
+
+def _is_batch(x: Float[Array, "rows d_in"], weights: tuple[Weight, ...]) -> bool:
+    """Return whether these are plain dense maps of more than a few rows."""
+    plain = not any(isinstance(w, QUANTISED) for w in weights)
+    return plain and weights[0].shape[0] == 1 and x.shape[0] > few_rows.PLAIN_ROWS
 
 
 def in_float32(

@@ -227,8 +227,8 @@ def test_more_plain_rows_are_mosaics():
     w, sizes = weights("plain", 1), jnp.asarray(SIZES)
     with pytest.raises(dispatch.Declined, match=r"up to 1 rows for each of 16 groups of plain"):
         grouped_matmul(rows(0), w, sizes, implementation="cuda")
-    with pytest.raises(dispatch.Declined, match=r"up to 8 rows for each of 1 groups of plain"):
-        matmul(rows(0)[:9], w[0], jnp.int32(9), implementation="cuda")
+    with pytest.raises(dispatch.Declined, match=r"dense rows takes 1 to 128 rows, not 129"):
+        matmul(jnp.concatenate([rows(0)] * 2)[:129], w[0], jnp.int32(9), implementation="cuda")
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@
 // as those of q, k and v, in one launch.
 // A row's result is one sum over d_in in steps of 16, as that of ops/grouped_matmul/pallas_gpu.py.
 #pragma once
+#include "device/addend.cuh"
 #include "device/launch_early.cuh"
 #include "device/silu.cuh"
 #include "grouped_matmul/codings.cuh"
@@ -277,20 +278,11 @@ struct FewRowsKernel {
     }
   }
 
-  __device__ __forceinline__ uint32_t plus(uint32_t pair, const void* addend, int64_t at) const {
-    if (p.addends_wide) {
-      const float2 f = *reinterpret_cast<const float2*>(static_cast<const float*>(addend) + at);
-      return add_bf16x2(pair, f.x, f.y);
-    }
-    const float2 f = __bfloat1622float2(
-        *reinterpret_cast<const __nv_bfloat162*>(static_cast<const __nv_bfloat16*>(addend) + at));
-    return add_bf16x2(pair, f.x, f.y);
-  }
   // Of a tile's sums, two columns of d_out of one row, rounded and with the addend.
   __device__ __forceinline__ uint32_t result(const float (&sums)[4], int half, bool there, const void* addend,
                                              int64_t at) const {
     const uint32_t v = transposed(bf16x2(sums[half * 2], sums[half * 2 + 1]));
-    return addend && there ? plus(v, addend, at) : v;
+    return addend && there ? plus_addend(v, addend, at, p.addends_wide) : v;
   }
 
   template <int N>
