@@ -2,57 +2,59 @@
 
 It streams weights through tiles so narrow that every SM has one. Mosaic's kernel, whose tiles have
 at least 64 columns, leaves half of the SMs idle at a width of 4096: 64 rows of Llama-3.1-8B's down
-map took 41 us there on an H200, 32 us here. The order of sums is the same: so are the bits.
+map took 41 us there in a step on an H200, 34 us here. The order of sums is the same: so are the
+bits.
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from cuda_backend import ffi
+from lora_jax.ops import hopper
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul import QUANTISED
 from lora_jax.ops.grouped_matmul.weights import Weight
 from lora_jax.typing import Array, Float, Int
 
-MOST_ROWS = 128  # 64 of each of two warpgroups
+MOST_ROWS = 128  # tiles of 64; two share the weights
 STEP = 64  # of d_in, and of d_out above it, as Mosaic's: of others more rows would have other bits
-COLUMNS = (16, 32, 48, 64, 80, 96, 112)  # of a tile, of each map in it
-SMS = 132  # of an H100 or H200; each has one tile at most
+MOST_COLUMNS = 48  # of a tile, one of each SM; wider maps employ all SMs by Mosaic's kernel, too
 MOST_MAPS = 3
-
-Addend = Float[Array, "rows d_out"] | None
 
 
 def products(
     x: Float[Array, "rows d_in"],
     weights: tuple[Weight, ...],
     biases: tuple[Float[Array, "1 d_out"] | None, ...],
-    addends: tuple[Addend, ...],
+    addend: Float[Array, "rows d_out"] | None,
     num_rows: Int[Array, "1"],
 ) -> tuple[Float[Array, "rows _"], ...]:
-    """Return the product of each weight [1, d_out, d_in]; rows from `num_rows` on give 0."""
-    widths = [w.shape[1] for w in weights]
-    check_support(x, weights, widths)
-    return _call(x, weights, biases, addends, num_rows, widths, gated=False)
+    """Return the product of each weight [1, d_out, d_in]; rows from `num_rows` on give 0.
+
+    The addend, of x's dtype or float32, is added to the first.
+    """
+    check_support(x, weights)
+    ffi.require()
+    none = jnp.zeros((0,), x.dtype)
+
+    def filled(arrays: Sequence[Array | None]) -> list[Array]:
+        given = [none if a is None else a for a in arrays]
+        return given + [none] * (MOST_MAPS - len(given))
+
+    matrices, widths = [w.reshape(w.shape[1:]) for w in weights], [w.shape[1] for w in weights]
+    shapes = [(x.shape[0], width) for width in widths] + [(0,)] * (MOST_MAPS - len(widths))
+    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
+    call = jax.ffi.ffi_call("lora_jax_cuda_dense_rows", results)
+    added = none if addend is None else addend
+    found = call(x, num_rows, *filled(matrices), *filled(biases), added)
+    return tuple(found[: len(widths)])
 
 
-def gated_product(
-    x: Float[Array, "rows d_in"],
-    weights: tuple[Weight, Weight],
-    addends: tuple[Addend, Addend],
-    num_rows: Int[Array, "1"],
-) -> Float[Array, "rows d_out"]:
-    """Return silu of the first weight's product times the second's."""
-    width = weights[0].shape[1]
-    check_support(x, weights, [width])
-    if len({addend is None for addend in addends}) > 1:
-        raise Declined("cuda gated_matmul takes both addends or none")
-    return _call(x, weights, (None, None), addends, num_rows, [width], gated=True)[0]
-
-
-def check_support(x: Array, weights: tuple[Weight, ...], widths: list[int]) -> None:
-    """Raise Declined, saying why, for what the kernel does not serve; `widths` have tiles."""
-    rows, d_in = x.shape
+def check_support(x: Float[Array, "rows d_in"], weights: tuple[Weight, ...]) -> None:
+    """Raise Declined, saying why, for what the kernel does not serve, or is not the faster for."""
+    (rows, d_in), widths = x.shape, [w.shape[1] for w in weights]
     for w in weights:
         if isinstance(w, QUANTISED) or w.dtype != jnp.bfloat16:
             raise Declined(
@@ -71,35 +73,9 @@ def check_support(x: Array, weights: tuple[Weight, ...], widths: list[int]) -> N
             f"cuda dense rows takes d_in in steps of {STEP} and d_out in steps of 8, above {STEP} "
             f"of that, not {d_in} and {listed}"
         )
-    tiles = sum(-(-width // COLUMNS[-1]) for width in widths)
-    if not 1 <= tiles <= SMS:
+    tiles = sum(2 * -(-width // (2 * MOST_COLUMNS)) for width in widths)
+    if not 1 <= tiles <= hopper.NUM_SMS:
         raise Declined(
-            f"cuda dense rows takes up to {SMS} tiles of {COLUMNS[-1]} columns, not {tiles} of "
-            f"{listed}"
+            f"cuda dense rows takes up to {hopper.NUM_SMS} tiles of {MOST_COLUMNS} columns, not "
+            f"{tiles} of {listed}"
         )
-
-
-def _call(
-    x: Array,
-    weights: tuple[Array, ...],
-    biases: tuple[Array | None, ...],
-    addends: tuple[Array | None, ...],
-    num_rows: Array,
-    widths: list[int],
-    *,
-    gated: bool,
-) -> tuple[Array, ...]:
-    """Return the kernel's results, one of each width."""
-    ffi.require()
-    none = jnp.zeros((0,), x.dtype)
-
-    def filled(arrays: tuple[Array | None, ...], count: int = MOST_MAPS) -> list[Array]:
-        given = [none if a is None else a for a in arrays[:count]]
-        return given + [none] * (count - len(given))
-
-    matrices = tuple(w.reshape(w.shape[1:]) for w in weights)
-    shapes = [(x.shape[0], width) for width in widths] + [(0,)] * (MOST_MAPS - len(widths))
-    results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
-    call = jax.ffi.ffi_call("lora_jax_cuda_dense_rows", results)
-    found = call(x, num_rows, *filled(matrices), *filled(biases), *filled(addends, 2), gated=gated)
-    return tuple(found[: len(widths)])

@@ -59,8 +59,6 @@ def gated_matmul(
     """Same result as lora_jax.ops.gated_matmul."""
     if x.dtype == jnp.bfloat16:
         pair, addends = (w_gate, w_up), (gate_addend, up_addend)
-        if _is_batch(x, pair):
-            return dense_rows.gated_product(x, pair, addends, group_sizes)
         return few_rows.gated_product(x, pair, addends, group_sizes, likely_groups)
     return composed.gated_matmul(in_float32, x, w_gate, w_up, group_sizes, gate_addend, up_addend)
 
@@ -89,15 +87,10 @@ def _products(
     likely_groups: int | None,
 ) -> tuple[Float[Array, "rows _"], ...]:
     """Return products of bfloat16 rows by the kernel that is made for so many of them."""
-    if _is_batch(x, weights):
-        return dense_rows.products(x, weights, biases, addends, group_sizes)
-    return few_rows.products(x, weights, biases, addends, group_sizes, likely_groups)
-
-
-def _is_batch(x: Float[Array, "rows d_in"], weights: tuple[Weight, ...]) -> bool:
-    """Return whether these are plain dense maps of more than a few rows."""
     plain = not any(isinstance(w, QUANTISED) for w in weights)
-    return plain and weights[0].shape[0] == 1 and x.shape[0] > few_rows.PLAIN_ROWS
+    if plain and weights[0].shape[0] == 1 and x.shape[0] > few_rows.PLAIN_ROWS:
+        return dense_rows.products(x, weights, biases, addends[0], group_sizes)
+    return few_rows.products(x, weights, biases, addends, group_sizes, likely_groups)
 
 
 def in_float32(

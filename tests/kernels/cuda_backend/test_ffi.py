@@ -32,6 +32,7 @@ MOST_REGISTERS = {
     "image_heads_kernel": 64,
     "image_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
     "dense_matmul_kernel": 128,  # the same
+    "dense_rows_kernel": 204,  # 1 CTA of 320
     "coded_attention_kernel": 128,  # 1 CTA of 512, which then share them out otherwise
     "combine_kernel": 128,  # 4 CTAs of 128
     "count_rows_kernel": 64,

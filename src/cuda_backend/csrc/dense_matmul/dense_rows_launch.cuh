@@ -10,8 +10,7 @@ namespace lora_jax {
 struct DenseRowsCall {
   const void *x, *weights[kDenseMaps];
   DenseRowsArgs args;
-  bool gated;  // silu of the first product times the second
-  int count;   // maps
+  int count;  // maps
   int d_in;
 };
 
@@ -23,62 +22,51 @@ inline cudaError_t blocks_map(CUtensorMap* map, const void* base, int rows, int 
   return swizzled_map(map, base, dims, strides, box);
 }
 
-template <int COLUMNS, bool GATED, int BLOCKS>
-cudaError_t launch_dense_rows_as(const DenseRowsCall& call, cudaStream_t stream) {
-  using Kernel = DenseRows<COLUMNS, GATED, BLOCKS>;
+// The tiles of a map, of so many columns: pairs of them, which become one of twice as many.
+inline int dense_tiles(int d_out, int columns) { return (d_out + 2 * columns - 1) / (2 * columns) * 2; }
+
+template <int COLUMNS, int BLOCKS>
+cudaError_t launch_dense_rows(const DenseRowsCall& call, cudaStream_t stream) {
+  using Kernel = DenseRows<COLUMNS, BLOCKS>;
   DenseRowsArgs p = call.args;
   int tiles = 0;
   for (int m = 0; m < kDenseMaps; ++m) {
     DenseRowsMap& of = p.of[m];
-    of.first_tile = m < call.count && !(GATED && m) ? tiles : 1 << 30;
+    of.first_tile = m < call.count ? tiles : 1 << 30;
     if (m >= call.count) continue;
     if (const cudaError_t e = blocks_map(&p.maps[m], call.weights[m], of.d_out, call.d_in, COLUMNS, BLOCKS); e != cudaSuccess)
       return e;
-    if (!(GATED && m)) tiles += (of.d_out + COLUMNS - 1) / COLUMNS;
+    tiles += dense_tiles(of.d_out, COLUMNS);
   }
   p.x_rows = std::min(64, (p.rows + 7) / 8 * 8);  // copies of rows that are not there take as long as of others
   if (const cudaError_t e = blocks_map(&p.x_map, call.x, p.rows, call.d_in, p.x_rows, BLOCKS); e != cudaSuccess) return e;
   p.steps = (call.d_in + BLOCKS * kDenseBlock - 1) / (BLOCKS * kDenseBlock);
   constexpr int kRoom = (227 << 10) - kRowsBarriers - 1024;
   int shared = 0;
-  for (int groups = 1; groups <= kRowGroups; ++groups) {
-    const int stages = std::min({kMostDenseStages, kRoom / Kernel::stage_bytes(groups), p.steps});
-    p.stages[groups - 1] = stages, shared = std::max(shared, kRowsBarriers + stages * Kernel::stage_bytes(groups));
+  for (int halves = 1; halves <= 2; ++halves) {
+    const int stages = std::min({kMostDenseStages, kRoom / Kernel::stage_bytes(halves), p.steps});
+    p.stages[halves - 1] = stages, shared = std::max(shared, kRowsBarriers + stages * Kernel::stage_bytes(halves));
   }
-  const auto kernel = dense_rows_kernel<COLUMNS, GATED, BLOCKS>;
+  const auto kernel = dense_rows_kernel<COLUMNS, BLOCKS>;
   if (const cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
       e != cudaSuccess)
     return e;
   return launch_early(kernel, tiles, kRowsThreads, shared, stream, p);
 }
 
-// The tiles of all maps, of so many columns.
-inline int dense_tiles(const DenseRowsCall& call, int columns) {
-  int tiles = 0;
-  for (int m = 0; m < (call.gated ? 1 : call.count); ++m) tiles += (call.args.of[m].d_out + columns - 1) / columns;
-  return tiles;
-}
-
-// Narrow tiles take longer stages: what a stage costs beside its bytes is the same.
-template <int COLUMNS>
-cudaError_t launch_dense_rows_of(const DenseRowsCall& call, cudaStream_t stream) {
-  constexpr int kBlocks = COLUMNS <= 16 ? 4 : COLUMNS <= 48 ? 2 : 1;
-  return call.gated ? launch_dense_rows_as<COLUMNS, true, std::min(kBlocks, 2)>(call, stream)
-                    : launch_dense_rows_as<COLUMNS, false, kBlocks>(call, stream);
-}
-
-// By the narrowest tiles of which every SM has one at most, if there are any.
+// By the narrowest tiles of which every SM has one at most. Narrow ones take longer stages: what a stage costs beside
+// its bytes is the same.
 inline cudaError_t launch_dense_rows(const DenseRowsCall& call, cudaStream_t stream) {
   int sms = 0;
   if (const cudaError_t e = count_sms(&sms); e != cudaSuccess) return e;
-  const auto fit = [&](int columns) { return dense_tiles(call, columns) <= sms; };
-  if (fit(16)) return launch_dense_rows_of<16>(call, stream);
-  if (fit(32)) return launch_dense_rows_of<32>(call, stream);
-  if (fit(48)) return launch_dense_rows_of<48>(call, stream);
-  if (fit(64)) return launch_dense_rows_of<64>(call, stream);
-  if (fit(80)) return launch_dense_rows_of<80>(call, stream);
-  if (fit(96)) return launch_dense_rows_of<96>(call, stream);
-  return launch_dense_rows_of<112>(call, stream);
+  const auto fit = [&](int columns) {
+    int tiles = 0;
+    for (int m = 0; m < call.count; ++m) tiles += dense_tiles(call.args.of[m].d_out, columns);
+    return tiles <= sms;
+  };
+  if (fit(16)) return launch_dense_rows<16, 4>(call, stream);
+  if (fit(32)) return launch_dense_rows<32, 2>(call, stream);
+  return launch_dense_rows<48, 2>(call, stream);
 }
 
 }  // namespace lora_jax

@@ -5,19 +5,18 @@
 
 extern "C" {
 
-// sizes: rows, d_in, rows that are there, gated, widths of up to three maps (0: none), whether weights may come ahead.
-int dense_rows(const Bf16* x, const Bf16* w0, const Bf16* w1, const Bf16* w2, const Bf16* bias, const void* addend0,
-               const void* addend1, int wide, Bf16* y0, Bf16* y1, Bf16* y2, const int* sizes) {
-  const void* weights[] = {w0, w1, w2};
-  const void* addends[] = {addend0, addend1, nullptr};
+// sizes: rows, d_in, rows that are there, widths of up to three maps.
+int dense_rows(const Bf16* x, const Bf16* w0, const Bf16* w1, const Bf16* w2, const Bf16* bias, const void* addend, int wide,
+               Bf16* y0, Bf16* y1, Bf16* y2, const int* sizes) {
+  const Bf16* weights[] = {w0, w1, w2};
   Bf16* ys[] = {y0, y1, y2};
   DenseRowsCall call{};
   for (int m = 0; m < kDenseMaps && weights[m]; ++m) {
     call.weights[m] = weights[m], call.count = m + 1;
-    call.args.of[m] = {m ? nullptr : bias, addends[m], ys[m], sizes[4 + m], 0};
+    call.args.of[m] = {m ? nullptr : bias, m ? nullptr : addend, ys[m], sizes[3 + m], 0};
   }
-  call.x = x, call.gated = sizes[3] != 0, call.d_in = sizes[1];
-  call.args.rows = sizes[0], call.args.num_rows = sizes + 2, call.args.addends_wide = wide, call.args.ahead = sizes[7] != 0;
+  call.x = x, call.d_in = sizes[1];
+  call.args.rows = sizes[0], call.args.num_rows = sizes + 2, call.args.addends_wide = wide;
   return launch_dense_rows(call, nullptr);
 }
 
