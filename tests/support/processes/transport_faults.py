@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+from collections import Counter
 
 import jax
 import numpy as np
@@ -15,8 +16,14 @@ from serving.lora_server.transport.base import Status
 def held_by_this_process() -> frozenset[object]:
     """What must not become more: descriptors, mappings of slots, threads."""
     held: set[object] = {*threading.enumerate()}
+    sizes: Counter[int] = Counter()
     with open("/proc/self/maps") as file:
-        held.update(line.split()[0] for line in file if "lora_jax_transport" in line)
+        for line in file:
+            if "lora_jax_transport" in line:
+                start, end = (int(address, 16) for address in line.split()[0].split("-"))
+                sizes[end - start] += 1
+                # Each life of a server has new memory, which need not lie where the last one's did.
+                held.add(("mapping", end - start, sizes[end - start]))
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that lists them
             held.add((fd, os.readlink(f"/proc/self/fd/{fd}")))
