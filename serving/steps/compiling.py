@@ -49,12 +49,12 @@ def compile_all(
         parts += [f"compiles {', '.join(list(at_work.values()))}"] if at_work else []
         bar.set_postfix_str("; ".join(parts))
 
-    def done(number: int, job: Future) -> None:
+    def done(number: int, verb: str, job: Future) -> None:
         name = at_work.pop(number)
         if job.cancelled() or job.exception() is not None:
             return
         if progress and not is_terminal:  # a log file has lines
-            logger.info("Compiled %d of %d programs: %s.", next(numbers), len(names), name)
+            logger.info("%s %d of %d programs: %s.", verb, next(numbers), len(names), name)
         bar.update()
         say()
 
@@ -67,9 +67,9 @@ def compile_all(
         say(names[0])
         try:
             for number, program in enumerate(programs):
-                at_work[number] = names[number]
+                at_work[number], verb = names[number], "Read" if _is_kept(program) else "Compiled"
                 jobs.append(pool.submit(program.compile))
-                jobs[-1].add_done_callback(functools.partial(done, number))
+                jobs[-1].add_done_callback(functools.partial(done, number, verb))
                 say(*names[number + 1 : number + 2])
             return [job.result() for job in jobs]
         except KeyboardInterrupt:  # XLA cannot be stopped: its programs take up to minutes
@@ -80,20 +80,30 @@ def compile_all(
 
 
 def read_kept(
-    programs: SequenceOf[Lowered | KeptProgram],
-) -> TypeGuard[SequenceOf[KeptProgram]]:
-    """Read programs if all of them are kept; return whether they are.
+    programs: Iterable[Lowered | KeptProgram], names: SequenceOf[str]
+) -> tuple[list[KeptProgram], Iterable[Lowered | KeptProgram]]:
+    """Read programs if all of them are kept; return them and those that are left to compile.
 
-    The first one is read, and the others behind it: their first calls wait for them.
+    The first one is read, and the others behind it: their first calls wait for them. Else none are
+    read here and all are left. The first that is not kept is the last that is lowered here.
     """
-    if not all(isinstance(program, KeptProgram) and program.is_kept for program in programs):
-        return False
-    programs[0].compile()
+    kept: list[KeptProgram] = []
+    rest = iter(programs)
+    for program in rest:
+        if not _is_kept(program):
+            return [], itertools.chain(kept, [program], rest)
+        kept.append(program)
+    logger.info("Reading %d kept programs, first %s.", len(kept), names[0])
+    kept[0].compile()
     pool = ThreadPoolExecutor(1, thread_name_prefix="programs")
-    for program in programs[1:]:
+    for program in kept[1:]:
         pool.submit(program.compile)
     pool.shutdown(wait=False)
-    return True
+    return kept, ()
+
+
+def _is_kept(program: Lowered | KeptProgram) -> TypeGuard[KeptProgram]:
+    return isinstance(program, KeptProgram) and program.is_kept
 
 
 def runs_left(

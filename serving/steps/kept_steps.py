@@ -304,8 +304,8 @@ def _serialised(compiled: Compiled, executable: bytes | None = None) -> tuple[An
 
     arguments, tree = jax.tree.flatten(compiled.args_info)
     with io.BytesIO() as file:
-        parts = compiled._executable._unloaded_executable, arguments, compiled._no_kwargs
-        Pickler(file).dump(parts)
+        made: Any = compiled._executable
+        Pickler(file).dump((made._unloaded_executable, arguments, compiled._no_kwargs))
         return file.getvalue(), tree, compiled.out_tree
 
 

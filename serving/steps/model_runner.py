@@ -183,10 +183,11 @@ class ModelRunner:
         self._step.inputs.set_pages(np.zeros((self.sizes.max_seqs, self.sizes.max_pages), np.int32))
         table = self._inputs.empty_table()
         programs, names = self._lowered(table), [*names_of(self.programs, self.two_part_programs)]
-        if self._step.lazy and read_kept(programs := list(programs)):
+        kept, programs = read_kept(programs, names) if self._step.lazy else ([], programs)
+        if kept:
             self._step.warm_up(self.buckets)
             read_all(self._run(table, self.programs[0]))
-            self._cold = runs_left(self.programs, programs, self._step.num_warm_runs)
+            self._cold = runs_left(self.programs, kept, self._step.num_warm_runs)
             return
         compiled(compile_all(programs, names, progress=progress))
         for program in self.programs * self._step.num_warm_runs:

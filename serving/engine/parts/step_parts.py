@@ -94,7 +94,7 @@ def make_runner(
     )
     _warm_up(runner, gang)
     logger.info(
-        "Compiled %d programs for steps of up to %s tokens in %.1f s.",
+        "%d programs for steps of up to %s tokens are ready after %.1f s.",
         runner.num_programs,
         ", ".join(map(str, runner.buckets)),
         time.monotonic() - start,

@@ -20,12 +20,22 @@ from serving.steps.step_programs import Program as StepProgram
 class Program(KeptProgram):
     """Notes its compiling; waits for `may` before."""
 
-    is_kept = True
     is_done = False
     error = None
 
-    def __init__(self, may: threading.Event | None = None, error: Exception | None = None):
+    def __init__(
+        self,
+        may: threading.Event | None = None,
+        error: Exception | None = None,
+        *,
+        is_kept: bool = False,
+    ):
+        self.kept = is_kept
         self.done, self._may, self._error = threading.Event(), may, error
+
+    @property
+    def is_kept(self) -> bool:
+        return self.kept
 
     def compile(self) -> None:
         if self._may is not None:
@@ -123,8 +133,8 @@ def test_ctrl_c_waits_for_no_program(caplog, monkeypatch):
 
 def test_the_first_is_read_and_the_others_behind_it():
     may = threading.Event()
-    first, *others = Program(), Program(may), Program(may)
-    assert read_kept([first, *others])
+    first, *others = (Program(wait, is_kept=True) for wait in (None, may, may))
+    assert read_kept(iter([first, *others]), list("abc")) == ([first, *others], ())
     assert first.done.is_set()
     assert not any(other.done.is_set() for other in others)
     may.set()
@@ -132,10 +142,12 @@ def test_the_first_is_read_and_the_others_behind_it():
 
 
 def test_nothing_is_read_unless_all_are_kept():
-    kept, gone = Program(), Program()
-    gone.is_kept = False
-    assert not read_kept([kept, gone])
-    assert not kept.done.is_set()
+    programs = [Program(is_kept=kept) for kept in (True, False, True, False)]
+    taken = []
+    kept, left = read_kept(((taken.append(p), p)[1] for p in programs), list("abcd"))
+    assert (kept, taken) == ([], programs[:2])  # others are traced while the first are compiled
+    assert list(left) == programs
+    assert not programs[0].done.is_set()
 
 
 def test_the_bar_names_what_is_lowered_and_compiled(capsys, monkeypatch):
@@ -156,14 +168,13 @@ def test_the_bar_names_what_is_lowered_and_compiled(capsys, monkeypatch):
 def test_a_log_file_gets_a_line_per_program_and_no_bar(capsys, caplog):
     caplog.set_level("INFO")
     names = ["8 tokens", "32 tokens"]
-    compile_all([Program(), Program()], names, progress=True)
+    compile_all([Program(), Program(is_kept=True)], names, progress=True)
     begun, *done = caplog.messages
     assert begun == "Compiling 2 programs, first 8 tokens."
-    assert sorted(text.partition(": ")[0] for text in done) == [
-        "Compiled 1 of 2 programs",
-        "Compiled 2 of 2 programs",
-    ]
-    assert {text.partition(": ")[2] for text in done} == {"8 tokens.", "32 tokens."}
+    counts, programs = zip(*(text.split(" programs: ") for text in sorted(done)), strict=True)
+    assert programs == ("8 tokens.", "32 tokens.")
+    assert [count.split()[0] for count in counts] == ["Compiled", "Read"]
+    assert sorted(count.partition(" ")[2] for count in counts) == ["1 of 2", "2 of 2"]
     compile_all([Program(), Program()], names, progress=False)
     assert len(caplog.messages) == 3
     assert "%" not in capsys.readouterr().err

@@ -47,7 +47,7 @@ def test_parts_fit_the_model_and_every_one_is_logged(model, caplog):
     ):
         assert any(line.startswith(start) for line in lines), start
     assert any("Adapter sql: lora, rank 2, 7 modules" in line for line in lines)
-    assert any("Compiled 2 programs for steps of up to 4 tokens" in line for line in lines)
+    assert any("2 programs for steps of up to 4 tokens are ready" in line for line in lines)
     assert not any(str(model.parent) in line for line in lines)
 
 
