@@ -36,8 +36,9 @@ MOST_ROWS = 8  # of a likely group in the mean: few groups have more than a tile
 PLAIN_ROWS, PLAIN_MEAN = 8, 1
 PLAIN_TILES = 128  # of a dense map: more employ all SMs by Mosaic's kernel, too
 PLAIN_GROUPS = 256  # one warp lists them all; Mosaic's looks no further than the last row's
-# Mosaic's takes wider maps in steps of so many columns: of others more rows would have other bits.
-PLAIN_COLUMNS = 64
+# More rows are Mosaic's, which takes quantised maps in steps of so many columns, and wider plain
+# ones. Of other widths more rows would go to XLA, whose order of sums is another one.
+STEP_COLUMNS = 64
 MOST_WORKS = 1024  # blocks of rows of all groups, whose list is in shared memory
 FEWEST_TILE_ROWS, MOST_MATRICES = 8, 3  # of a launch
 DENSE_ROWS, DENSE_COLUMNS = 32, 64  # of a tile of one group's matrices
@@ -212,10 +213,12 @@ def check_support(
             f"cuda grouped_matmul takes d_in in steps of 64 and d_out in steps of 8, not {d_in} "
             f"and {', '.join(map(str, widths))}"
         )
-    if plain and any(width > PLAIN_COLUMNS and width % PLAIN_COLUMNS for width in widths):
+    narrow = STEP_COLUMNS if plain else 0
+    if any(width > narrow and width % STEP_COLUMNS for width in widths):
+        which = f"plain weights above {STEP_COLUMNS}" if plain else "quantised weights"
         raise Declined(
-            f"cuda few rows takes d_out of plain weights above {PLAIN_COLUMNS} in steps of it, not "
-            f"{', '.join(map(str, widths))}"
+            f"cuda few rows takes d_out of {which} in steps of {STEP_COLUMNS}, as kernels of more "
+            f"rows do, not {', '.join(map(str, widths))}"
         )
     _check_scales(form.coding, form.scale_columns, d_in)
 

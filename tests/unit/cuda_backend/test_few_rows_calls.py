@@ -11,9 +11,10 @@ from support.drivers.lowering import CustomCall, custom_calls
 from cuda_backend import few_rows, grouped_matmul
 from lora_jax.models.quantised.forms import E2M1
 from lora_jax.ops import hopper
+from lora_jax.ops.grouped_matmul._gpu_tiles import QUANTISED_COLUMNS
 from lora_jax.ops.grouped_matmul.weights import FRAGMENTS, ROWS, CodedWeight, ScaledWeight
 
-GROUPS, D_OUT, D_IN = 8, 96, 256
+GROUPS, D_OUT, D_IN = 8, 128, 256
 SIGNED = tuple(float(i - 8) for i in range(16))
 UNEVEN = tuple(float(i * i) for i in range(16))
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -62,18 +63,18 @@ def only_call(op, *args, widths=(D_OUT,)) -> Given:
 
 
 X, SIZES = array(20, D_IN), array(GROUPS, dtype=jnp.int32)
-CODES = "8x96x128xui8"  # two of 4 bits in a byte
+CODES = "8x128x128xui8"  # two of 4 bits in a byte
 # A weight; its values and its scales as they are stored; its coding, columns of a scale, first
 # value.
 FORMS = {
-    "float8": (scaled(), "8x96x256xf8E4M3FN", "8x96x2xf32", few_rows.FLOAT8, 128, 0),
+    "float8": (scaled(), "8x128x256xf8E4M3FN", "8x128x2xf32", few_rows.FLOAT8, 128, 0),
     "float8 of whole rows": (
-        *(scaled(1, D_IN), "8x96x256xf8E4M3FN", "8x96x1xf32"),
+        *(scaled(1, D_IN), "8x128x256xf8E4M3FN", "8x128x1xf32"),
         *(few_rows.FLOAT8, D_IN, 0),
     ),
-    "integers": (coded(SIGNED, 128), CODES, "8x96x2xbf16", few_rows.INTEGER, 128, -8),
-    "e2m1": (coded(E2M1, 32), CODES, "8x96x8xbf16", few_rows.E2M1, 32, 0),
-    "table": (coded(UNEVEN, 64, F32), CODES, "8x96x4xf32", few_rows.TABLE, 64, 0),
+    "integers": (coded(SIGNED, 128), CODES, "8x128x2xbf16", few_rows.INTEGER, 128, -8),
+    "e2m1": (coded(E2M1, 32), CODES, "8x128x8xbf16", few_rows.E2M1, 32, 0),
+    "table": (coded(UNEVEN, 64, F32), CODES, "8x128x4xf32", few_rows.TABLE, 64, 0),
 }
 
 
@@ -154,19 +155,21 @@ PLAIN = {"coding": few_rows.PLAIN}
         ((20, 8, 96, 256), {"likely": 2}, "each of 2 groups of float8 weights, not 20"),
         ((9, 8, 96, 256), PLAIN, "up to 1 rows for each of 8 groups of plain weights, not 9"),
         ((9, 1, 96, 256), PLAIN, "up to 8 rows for each of 1 groups of plain weights, not 9"),
-        ((8, 1, 96, 256), PLAIN, "d_out of plain weights above 64 in steps of it, not 96"),
+        ((8, 1, 96, 256), PLAIN, "d_out of plain weights above 64 in steps of 64, as .* not 96"),
         ((8, 1, 8256, 256), PLAIN, "up to 128 at a time, not 129 of 8 rows by 8256"),
         ((64, 257, 96, 256), PLAIN, "up to 256 groups of plain weights, not 257"),
         ((6400, 1, 96, 256), {}, "tiles of one group's matrices, up to 264 at a time, not"),
         ((9000, 2000, 96, 256), {}, "up to 1024 blocks of 8 rows, not 9000 rows in 2000 groups"),
+        ((20, 8, 96, 256), {}, "d_out of quantised weights in steps of 64, as .* not 96"),
+        ((20, 8, 32, 256), {}, "d_out of quantised weights in steps of 64, as .* not 32"),
         ((20, 8, 96, 96), {}, "d_in in steps of 64 and d_out in steps of 8, not 96 and 96"),
-        ((20, 8, 96, 256), {"columns": 96}, "groups of 128 weights, not 96"),
-        ((20, 8, 96, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
+        ((20, 8, 128, 256), {"columns": 96}, "groups of 128 weights, not 96"),
+        ((20, 8, 128, 192), {"coding": few_rows.INTEGER, "columns": 64}, "in pairs, not 3"),
     ],
     ids=[
         *("rows", "likely", "plain groups", "plain dense", "plain width", "plain tiles"),
         "plain list",
-        *("dense", "blocks", "width", "scales", "pairs"),
+        *("dense", "blocks", "quantised", "narrow", "width", "scales", "pairs"),
     ],
 )
 def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
@@ -176,10 +179,13 @@ def test_declines_sizes_that_the_kernel_is_not_for(sizes, form, why):
         few_rows.check_support(made, rows, groups, [d_out], d_in, form.get("likely"))
 
 
-def test_few_plain_rows_are_served_where_mosaics_kernel_serves_many():
-    assert few_rows.PLAIN_COLUMNS == hopper.COLUMNS
-    for width in (8, few_rows.PLAIN_COLUMNS, 2 * few_rows.PLAIN_COLUMNS):
+def test_few_rows_are_served_where_mosaics_kernel_serves_many():
+    """One width goes one way: XLA, which would have the other rows, sums in another order."""
+    assert few_rows.STEP_COLUMNS == hopper.COLUMNS == QUANTISED_COLUMNS
+    for width in (8, 64, 128):
         few_rows.check_support(few_rows.Form(few_rows.PLAIN, 256), 8, 1, [width], 256, None)
+    for width in (64, 128):
+        few_rows.check_support(few_rows.Form(few_rows.FLOAT8, 128), 8, 1, [width], 256, None)
 
 
 def test_declines_one_addend_of_two(on_hopper):
