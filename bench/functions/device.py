@@ -4,6 +4,7 @@ import dataclasses
 
 from bench.functions.times import Model, Times
 from serving.functions.policies.offload import NoRoomError, Resident, plan
+from serving.functions.policies.predict import Arrivals
 
 EPSILON = 1e-9
 PARTS = ("context", "adapter")  # of a function on the device, beside the backbone
@@ -36,7 +37,7 @@ class FunctionState:
     arrivals: list[float]
     queue: list[Request] = dataclasses.field(default_factory=list)
     done: list[Request] = dataclasses.field(default_factory=list)
-    seen: list[float] = dataclasses.field(default_factory=list)  # arrivals so far
+    seen: Arrivals = dataclasses.field(default_factory=Arrivals)  # so far
     there: set[str] = dataclasses.field(default_factory=set)  # of PARTS
     ready_at: float | None = None  # a load is under way until then
     last_used: float = -1e18

@@ -13,7 +13,6 @@ from bench.functions.systems import System
 from bench.functions.times import Model, Times
 from serving.functions.policies import batching, preload, turns
 from serving.functions.policies.artifacts import Artifact, Place
-from serving.functions.policies.predict import predicted_rate
 
 PLAN_S = 10.0  # between two plans of pre-loading
 _GB = 10**9
@@ -82,7 +81,7 @@ class Simulation:
 
     def _arrive(self, device: Device, function: FunctionState) -> None:
         function.queue.append(Request(self.now))
-        function.seen.append(self.now)
+        function.seen.add(self.now)
         if function.busy_since is None:
             function.busy_since = self.now
         function.cold += bool(self._missing(device, function)) or function.ready_at is not None
@@ -128,7 +127,7 @@ class Simulation:
         return True
 
     def _values(self, device: Device) -> dict[str, float]:
-        return {f.name: predicted_rate(f.seen, self.now) for f in device.functions}
+        return {f.name: f.seen.predicted_rate(self.now) for f in device.functions}
 
     def _schedule(self, device: Device) -> None:
         """Begin the loads and the prefill that can begin now, and note when to look again."""

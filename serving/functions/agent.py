@@ -25,7 +25,6 @@ from serving.api.functions_config import ISOLATIONS
 from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
-from serving.functions.policies.predict import stays
 from serving.functions.processes import Ends, Zygote, expect
 from serving.functions.program_maker import ProgramMaker
 from serving.functions.published import Published
@@ -356,7 +355,7 @@ def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: f
             return
         functions = held.functions
         for function in functions.values():
-            if not stays(function.arrivals, time.monotonic(), keep_alive_s):
+            if not function.arrivals.stays(time.monotonic(), keep_alive_s):
                 function.offload()
         for name in held._room.worth_starting(functions, time.monotonic()):
             if not closing.is_set():

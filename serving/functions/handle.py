@@ -1,6 +1,5 @@
 """A function as its caller sees it: answers, restarts, and why one failed. No jax."""
 
-import collections
 import contextlib
 import logging
 import math
@@ -14,7 +13,7 @@ from typing import Any
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
 from serving.functions.messages import output_of, sampling_fields
-from serving.functions.policies.predict import GAPS
+from serving.functions.policies.predict import Arrivals
 from serving.functions.running import Running
 from serving.functions.tenants import Tenant
 
@@ -56,8 +55,7 @@ class Function:
         self._failed: ConnectionError | None = None  # why it was given up
         self._failed_until = 0.0
         self._offloaded = True  # no process, and none is started before a call
-        self._created = time.monotonic()
-        self._arrivals: collections.deque[float] = collections.deque(maxlen=GAPS + 1)
+        self.arrivals = Arrivals(begin=time.monotonic())  # of calls
         self._deaths = 0  # since the last answer
         self._running: Running | Tenant | None = None
         self.starts = 0  # processes that got ready
@@ -164,11 +162,6 @@ class Function:
         return self._call({"call": "memory"})
 
     @property
-    def arrivals(self) -> tuple[float, ...]:
-        """Times of the last few calls, by time.monotonic; of the first start before any."""
-        return tuple(self._arrivals) or (self._created,)
-
-    @property
     def is_offloaded(self) -> bool:
         """True if there is no process, and none is starting."""
         return self._offloaded
@@ -198,7 +191,7 @@ class Function:
 
     def called(self) -> None:
         """Note that a request has come, for the predicted rate."""
-        self._arrivals.append(time.monotonic())
+        self.arrivals.add(time.monotonic())
 
     def answered(self) -> None:
         """A call was answered: deaths before it count no more."""

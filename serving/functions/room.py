@@ -11,7 +11,6 @@ from serving.functions.handle import DeviceFull, Function
 from serving.functions.policies import preload
 from serving.functions.policies.artifacts import Artifact, Place
 from serving.functions.policies.offload import NoRoomError, Resident, plan
-from serving.functions.policies.predict import predicted_rate, rate_of
 
 _PLANS = 4  # functions that were to leave may be called meanwhile
 
@@ -48,7 +47,7 @@ class Room:
         Those expected by their rate; under a limit those of the best plan (Eq. 1, 2) for what is
         not in use, best first, as far as their room takes no other planned function's.
         """
-        rates = {name: predicted_rate(f.arrivals, now) for name, f in functions.items()}
+        rates = {name: f.arrivals.predicted_rate(now) for name, f in functions.items()}
         off = [n for n, f in functions.items() if f.is_offloaded and rates[n] > 0]
         if self._limit is None or not off:
             return off
@@ -103,6 +102,6 @@ class Room:
     def _resident(self, function: Function) -> Resident:
         running = function.running
         start_s = 0.0 if running is None else running.about.get("start_s", 0.0)
-        value = start_s * rate_of(function.arrivals)
+        value = start_s * function.arrivals.rate()
         in_use = running is None or not running.is_idle
         return Resident(function.name, max(1, self._held(function.name)), value, in_use)

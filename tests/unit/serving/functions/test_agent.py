@@ -15,6 +15,7 @@ from lora_jax.memory.wire import send_header
 from serving.functions import Agent, jail
 from serving.functions import agent as agent_module
 from serving.functions.agent import _keep
+from serving.functions.policies.predict import Arrivals
 from serving.functions.processes import Ends
 from serving.functions.room import Room
 from serving.functions.running import Running
@@ -235,7 +236,7 @@ class Watched:
     """A function as the keep-alive thread sees it."""
 
     def __init__(self, arrivals: tuple[float, ...], is_offloaded: bool):
-        self.arrivals, self.is_offloaded = arrivals, is_offloaded
+        self.arrivals, self.is_offloaded = Arrivals(arrivals), is_offloaded
         self.told: dict[str, threading.Event] = {n: threading.Event() for n in ("offload", "warm")}
 
     def offload(self) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from serving.functions.handle import DeviceFull, Function
+from serving.functions.policies.predict import Arrivals
 from serving.functions.room import Room
 
 
@@ -14,7 +15,7 @@ class Held:
 
     def __init__(self, name, *, calls=1, busy=False, state="running", leaves=True):
         self.name, self.state, self._leaves = name, state, leaves
-        self.arrivals = tuple(float(n) for n in range(calls))
+        self.arrivals = Arrivals(float(n) for n in range(calls))
         about = {"start_s": 1.0}
         idle = SimpleNamespace(about=about, is_idle=not busy)
         self.running = idle if state == "running" else None
