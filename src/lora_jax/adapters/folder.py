@@ -7,6 +7,7 @@ A file's hash is its sha256, or from one piece of 16 MiB on `pieces-` and the sh
 of its pieces: several threads read and hash those, where one sha256 takes 0.6 s for a GB.
 """
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -56,10 +57,14 @@ class AdapterFolder:
 
     def files(self, below: str = "") -> tuple[str, ...]:
         """Return the names in the folder, or in the one `below` it, in order."""
-        inner = os.path.realpath(self._path(below))
-        if not self._inside(inner):
-            raise ValueError(f"{below} leads outside of the adapter directory.")
-        return tuple(sorted(os.listdir(inner)))
+        inner = self._path(below)
+        handle = os.open(inner, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if self._root and not self._is_inside_opened(handle, inner):
+                raise ValueError(f"{below} leads outside of the adapter directory.")
+            return tuple(sorted(os.listdir(handle)))
+        finally:
+            os.close(handle)
 
     def read(self, name: str, max_bytes: int) -> bytes:
         """Return the whole file; ValueError when absent, not a plain file, outside or too big."""
@@ -77,7 +82,7 @@ class AdapterFolder:
             raise ValueError(f"{name} cannot be opened: {error.strerror}.") from None
         try:
             status = os.fstat(handle)
-            self._check_opened(name, status, max_bytes)
+            self._check_opened(name, handle, status, max_bytes)
             if check is not None:
                 check(lambda start, count: os.pread(handle, count, start), status.st_size)
             data, self.hashes[name] = _read_hashed(handle, status.st_size)
@@ -95,10 +100,10 @@ class AdapterFolder:
         """Return the files that only unpickling could read."""
         return tuple(name for name in self.files() if name.endswith(_PICKLES))
 
-    def _check_opened(self, name: str, status: os.stat_result, max_bytes: int) -> None:
+    def _check_opened(self, name: str, handle: int, status: os.stat_result, max_bytes: int) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{name} is not a plain file.")
-        if self._root and not self._is_inside_file(name, status):
+        if self._root and not self._is_inside_opened(handle, self._path(name)):
             raise ValueError(f"{name} leads outside of the adapter directory.")
         if status.st_size > max_bytes:
             raise ValueError(f"{name} has {status.st_size} bytes, at most {max_bytes} allowed.")
@@ -110,9 +115,13 @@ class AdapterFolder:
         root = self._root
         return root is None or real == root or real.startswith(os.path.join(root, ""))
 
-    def _is_inside_file(self, name: str, opened: os.stat_result) -> bool:
-        """Return whether the file that was opened is the one the resolved path names inside."""
-        real = os.path.realpath(self._path(name))
+    def _is_inside_opened(self, handle: int, path: str) -> bool:
+        """Return whether what was opened is inside: it, not what the path leads to by now."""
+        # One call of the kernel, where to follow the links of a path takes one for each part.
+        with contextlib.suppress(OSError):
+            if self._inside(os.readlink(f"/proc/self/fd/{handle}")):
+                return True
+        real, opened = os.path.realpath(path), os.fstat(handle)
         try:
             stats = os.stat(real)
         except OSError:

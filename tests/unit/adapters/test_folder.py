@@ -143,3 +143,31 @@ def test_pickles_are_listed(root):
     for name in ("adapter_model.bin", "x.pt", "y.safetensors"):
         (root / "good" / name).write_bytes(b"")
     assert AdapterFolder(root / "good").pickles() == ("adapter_model.bin", "x.pt")
+
+
+def test_the_kernel_says_where_an_opened_file_lies(root, monkeypatch):
+    """To follow the links of a path takes as many calls as it has parts, for each file."""
+    folder = AdapterFolder(root / "good", root)
+
+    def followed(path):
+        raise AssertionError(path)
+
+    with monkeypatch.context() as only_here:
+        only_here.setattr("os.path.realpath", followed)
+        assert folder.files() == ("a.json",)
+        assert folder.read("a.json", 100) == b"hello"
+
+    def nowhere(path):
+        raise OSError(path)
+
+    monkeypatch.setattr("os.readlink", nowhere)  # as without /proc
+    assert folder.files() == ("a.json",)
+    assert folder.read("a.json", 100) == b"hello"
+
+
+def test_a_folder_that_becomes_a_link_outwards_is_not_listed(root):
+    folder = AdapterFolder(root / "good", root)
+    (root / "good").rename(root / "before")
+    (root / "good").symlink_to(root.parent / "secret")
+    with pytest.raises(ValueError, match="leads outside"):
+        folder.files()
