@@ -84,10 +84,15 @@ class Crowd:
             self._answer()
 
     def begin(self) -> None:
-        """Let all callers ask, and wait until the first of them have been answered."""
+        """Let all callers ask, and wait until the first of them have been answered.
+
+        Their first answers have lengths at random. Of equal ones all rows begin and end together,
+        again and again where no request waits for an adapter: one step of many then has all
+        prompts, and most others none, which a crowd that waits for adapters has not.
+        """
         for _ in range(self._case.callers):
-            self._ask_any()
-        for _ in range(self._case.callers // 2):  # rows no longer begin and end together
+            self._ask_any(1 + self._rng.randrange(self._case.answer))
+        for _ in range(self._case.callers):
             self._answer()
             self._ask_any()
 
@@ -115,8 +120,9 @@ class Crowd:
         """Return how many tokens the open requests have got."""
         return sum(answer.num_tokens for answer in self._open)
 
-    def _ask_any(self) -> None:
-        self._ask(next_asked(self._names, self._weights, self._case, self._rng), self._case.answer)
+    def _ask_any(self, num_tokens: int | None = None) -> None:
+        name = next_asked(self._names, self._weights, self._case, self._rng)
+        self._ask(name, num_tokens or self._case.answer)
 
     def _ask(self, name: str | None, num_tokens: int) -> None:
         answer = Answer(name, self._ended)

@@ -31,28 +31,33 @@ class Echo:
     def __init__(self, callers: int):
         self.model_info = SimpleNamespace(vocab_size=100)
         self.callers, self.waiting, self.names, self.most = callers, [], [], 0
+        self.fills = True  # one is asked for at a time
 
     def submit(self, prompt, name, sampling, on_output):
         self.names.append((name, sampling.max_tokens))
         self.waiting.append((sampling.max_tokens, on_output))
         self.most = max(self.most, len(self.waiting))
-        if sampling.max_tokens == 1 or len(self.waiting) == self.callers:
+        if self.fills or len(self.waiting) == self.callers:
             tokens, first = self.waiting.pop(0)
             first(SimpleNamespace(token_ids=[7] * tokens, finish_reason="length", error=None))
 
 
 def test_callers_ask_again_when_they_are_answered():
     """The host's adapters come first, then as many requests are open as there are callers."""
-    case = bench.Case(on_host=2, callers=4, requests=10, answer=3)
+    case = bench.Case(on_host=2, callers=8, requests=10, answer=30)
     engine = Echo(case.callers)
     crowd = crowd_.Crowd(engine, ["a0", "a1", "a2"], case, random.Random(0))
     crowd.fill()
     assert engine.names == [("a1", 1), ("a0", 1)]
+    engine.fills = False
     crowd.begin()
     figures = crowd.round()
     assert figures["tokens_per_s"] > 0
-    assert len(engine.names) == 2 + 4 + 2 + 10
+    lengths = [tokens for _, tokens in engine.names[2:]]
+    assert len(lengths) == 8 + 8 + 10
     assert engine.most == case.callers
+    assert len({*lengths[:8]}) > 4  # so rows do not begin and end together
+    assert {*lengths[8:]} == {30}
 
 
 def test_an_answer_that_failed_ends_the_run():
