@@ -1,7 +1,10 @@
 """Kernels compiled beforehand: the best level that the CPU has, never one of other sources."""
 
 import importlib.util
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.processes.server_process import ROOT
@@ -111,6 +114,30 @@ def test_levels_of_this_machine_compile_and_load(tmp_path):
     assert [prebuilt.find(tmp_path)] == made
     library = native.ctypes.CDLL(str(made[0]))
     assert all(hasattr(library, name) for name in build.TARGETS)
+
+
+CROSS, EMULATOR = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", [*ALL, *prebuilt.LEVELS["aarch64"]], ids=lambda level: level.name)
+def test_rows_have_the_same_bits_in_any_company_at_each_level(tmp_path, level):
+    """Run by the CPU, or NEON by an emulator: g++-aarch64-linux-gnu and qemu-user-static."""
+    machine = next(name for name, levels in prebuilt.LEVELS.items() if level in levels)
+    here = machine == prebuilt.platform.machine()
+    if here and not level.needs <= prebuilt.cpu_features():
+        pytest.skip(f"this CPU is none of {level.name}")
+    compiler = native.cpp_compilers()[0].path if here else machine == "aarch64" and CROSS
+    if not compiler or not (here or EMULATOR):
+        pytest.skip(f"no cross compiler or emulator for {machine}")
+    sources, made = Path(__file__).parent / "levels", tmp_path / "rows"
+    flags = [*(flag for flag in native.CPP_FLAGS if flag not in ("-shared", "-fPIC")), *level.flags]
+    includes = [f"-I{folder}" for folder in (sources, prebuilt.FOLDER)]
+    command = [compiler, *flags, "-static", *includes, str(sources / "rows.cc"), "-o", str(made)]
+    subprocess.run(command, check=True)
+    run = [str(made)] if here else [EMULATOR, str(made)]
+    result = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout[-500:].count("\n")) == (0, 1), result.stdout[-500:]
 
 
 @pytest.fixture
