@@ -47,7 +47,19 @@ TARGETS = (
 def library() -> native.Library:
     """Return the kernels as sources of one library."""
     kernels = native.cpp_library("kernels", "CPU kernels", Path(__file__).parent, TARGETS)
-    return dataclasses.replace(kernels, ready=prebuilt.find())
+    return dataclasses.replace(kernels, ready=_ready())
+
+
+def _ready() -> Path | None:
+    """Return the prebuilt kernels for this machine; None where none are there, or they fail."""
+    file = prebuilt.find()
+    if file is not None:
+        try:
+            ctypes.CDLL(str(file))
+        except OSError as error:  # cut off, or of a newer Linux: a compiler may be there
+            log.warning("The prebuilt CPU kernels cannot be loaded: %s", error)
+            return None
+    return file
 
 
 @functools.cache

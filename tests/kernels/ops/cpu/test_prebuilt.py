@@ -57,9 +57,16 @@ def test_another_architecture_has_none(folder, monkeypatch):
 def test_what_is_ready_is_not_compiled(folder, monkeypatch, tmp_path):
     ready = folder / prebuilt._file_name(ALL[1])
     monkeypatch.setattr(prebuilt, "find", lambda: ready)
+    monkeypatch.setattr(build.ctypes, "CDLL", str)
     monkeypatch.setattr(native, "compile_library", lambda *_: pytest.fail("compiled"))
     assert build.library().build(tmp_path / "cache") == ready
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_file_that_cannot_be_loaded_is_compiled_anew(folder, monkeypatch, caplog):
+    monkeypatch.setattr(prebuilt, "find", lambda: folder / prebuilt._file_name(ALL[1]))  # empty
+    assert build.library().ready is None
+    assert "The prebuilt CPU kernels cannot be loaded" in caplog.text
 
 
 def test_only_avx2_without_avx512_has_another_tuning():
