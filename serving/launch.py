@@ -220,7 +220,9 @@ def _show_plan(options: Options, text: str) -> None:
     from lora_jax.config.split_sizes import attention_output, check_divides, expert_split
     from lora_jax.models import model_class
     from lora_jax.sharding import UNIT
+    from serving.api.device_sizes import for_device
     from serving.cli.plan import DeviceSizes, ModelSizes, plan_text, read_request
+    from serving.engine.memory.jax_share import share_of
     from serving.engine.memory.storage import kv_dtype, lora_dtype
 
     folder = Path(options.engine.model)
@@ -233,19 +235,32 @@ def _show_plan(options: Options, text: str) -> None:
         dtype = jnp.dtype(wanted or "bfloat16")
         kv, in_cache = model.kv_shape(config), kv_dtype(options.engine, dtype)
         itemsize = lora_dtype(options.engine, dtype).itemsize
-        sizes = ModelSizes(weights, kv.bytes_per_token(in_cache), itemsize)
-        catalogue = model.catalogue(config)
+        device_bytes, catalogue = int(request.device_bytes), model.catalogue(config)
+
+        def share(size: int) -> float:
+            engine = dataclasses.replace(options.engine, tensor_parallel_size=size)
+            return share_of(engine, config, device_bytes)
+
+        per_token, positions = kv.bytes_per_token(in_cache), config.max_positions
+        sizes = ModelSizes(weights, per_token, itemsize, positions, share)
+        engine = for_device(
+            options.engine,
+            on_cpu=False,
+            device_bytes=int(share(options.engine.tensor_parallel_size) * device_bytes),
+            alone=True,
+            has_experts=config.moe is not None,
+        )
 
         def on_each(size: int) -> DeviceSizes:
             """Return what each of so many devices has. Raises ValueError if sizes do not divide."""
             experts = expert_split(config, size, options.engine.enable_expert_parallel)
-            check_divides(config, size, experts)
+            check_divides(config, size, experts, UNIT)
             whole = attention_output(config) == "whole"
             widths = LocalWidths(size, experts == "ep", size * UNIT, whole)
             per_token = kv.local(size).bytes_per_token(in_cache)
             return DeviceSizes(widths.catalogue(catalogue), per_token)
 
-        print(plan_text(request, options.engine, catalogue, sizes, on_each))
+        print(plan_text(request, engine, catalogue, sizes, on_each))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error
 

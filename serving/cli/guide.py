@@ -1,8 +1,10 @@
 """Tables of the guide "LoRA and QLoRA for Serving" for a model, and its sums done again. No jax."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.slot_sizes import rows_per_adapter
 from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import top_share, zipf
 from lora_jax.rank_rows import rows_nbytes
@@ -34,13 +36,15 @@ def adapter_bytes(
     unknown = next((name for name in modules if name not in catalogue.modules), None)
     if unknown is not None:
         raise ValueError(f"modules has {unknown!r}; the model has {catalogue.module_names}.")
-    rows: dict[int, int] = {}
-    for name in modules or catalogue.module_names:
-        module = catalogue.modules[name]
-        count = len(module.layers) * max(module.num_experts, 1) * rank
-        for width in (module.d_in, module.d_out):
-            rows[width] = rows.get(width, 0) + count
-    return rows_nbytes(rows, itemsize)
+    return rows_nbytes(rows_per_adapter(part_of(catalogue, modules), rank), itemsize)
+
+
+def part_of(catalogue: LoraCatalogue, modules: Sequence[str]) -> LoraCatalogue:
+    """Return the catalogue of these modules alone, of all where none is named."""
+    if not modules:
+        return catalogue
+    some = {name: catalogue.modules[name] for name in modules}
+    return dataclasses.replace(catalogue, modules=some)
 
 
 def guide_lines(catalogue: LoraCatalogue, weights: int, itemsize: int) -> list[str]:

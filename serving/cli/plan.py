@@ -21,12 +21,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.slot_sizes import rows_per_adapter, saved_rows, size_slots
 from lora_jax.placement.picture import spell_bytes
 from lora_jax.placement.tiers import lru_hits, top_share, zipf
+from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
-from serving.cli.guide import MONTH_H, adapter_bytes, attention_of, guide_lines
+from serving.cli.guide import MONTH_H, adapter_bytes, attention_of, guide_lines, part_of
 from serving.cli.trace_hits import read_trace, tier_hits
-from serving.engine.memory.sizing import ASKED_LORA_SHARE
+from serving.engine.memory.sizing import ASKED_LORA_SHARE, cache_size, whole_adapters
+from serving.engine.memory.sizing import adapter_bytes as memory_of_adapters
 
 _RANKS = (4, 16, 64, 256)
 
@@ -52,6 +55,8 @@ class ModelSizes:
     weights: int
     kv_per_token: int
     itemsize: int  # of an adapter's values; 1 in 8 bits
+    max_positions: int  # of a sequence
+    jax_share: Callable[[int], float]  # of each of so many devices' memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,34 +130,34 @@ def plan_text(
     `on_each` tells what each of so many devices, at least 2, has of the model.
     """
     one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
-    usable = engine.gpu_memory_utilization * request.device_bytes
-    gpus = _devices(engine, sizes, usable)
-    free = int(gpus * usable) - sizes.weights
+    gpus = _devices(engine, request, sizes)
     of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
-
-    def on_all(rank: int, modules: tuple[str, ...] = ()) -> int:
-        """Return the bytes of an adapter on all devices: some of its matrices lie on each."""
-        return gpus * adapter_bytes(of_device.catalogue, rank, sizes.itemsize, modules)
-
-    held, largest = on_all(request.rank, request.modules), on_all(engine.max_lora_rank)
-    most = gpus * (engine.lora_memory_bytes or 0) or int(ASKED_LORA_SHARE * free)
-    slots = max(largest, min(engine.max_loras * largest, most))
-    if slots >= free:
+    free = int(_usable(engine, request, sizes, gpus)) - -(-sizes.weights // gpus)
+    largest = adapter_bytes(of_device.catalogue, engine.max_lora_rank, sizes.itemsize)
+    budget = memory_of_adapters(engine, largest, free, ASKED_LORA_SHARE)
+    whole = rows_nbytes(saved_rows(of_device.catalogue), sizes.itemsize)
+    if budget + whole >= free:
         raise ValueError(
             f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
             "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
         )
-    on_device = min(engine.max_loras, slots // held, request.adapters)
+    limits = engine.max_loras, engine.max_lora_rank, sizes.itemsize
+    spec = size_slots(of_device.catalogue, *limits, budget)
+    rows = rows_per_adapter(part_of(of_device.catalogue, request.modules), request.rank)
+    on_device = min(engine.max_loras, whole_adapters(rows, spec.rows), request.adapters)
+    slots = gpus * rows_nbytes(spec.rows, sizes.itemsize)
+    left = free - budget - whole
+    kv = cache_size(engine, of_device.kv_per_token, sizes.max_positions, left)
+    tokens = kv.num_pages * kv.page_size
     by_bytes = engine.max_total_adapter_bytes // one
     on_host = min(engine.max_cpu_loras or by_bytes, by_bytes, request.adapters)
-    tokens = (free - slots) // (gpus * of_device.kv_per_token)
     lines = _model_lines(catalogue, sizes)
     lines += [
         f"one adapter    rank {request.rank} on {', '.join(request.modules) or 'all modules'}: "
         f"{spell_bytes(one)}; {sizes.weights // one} of them take what the model takes",
         f"devices        {gpus} of {spell_bytes(int(request.device_bytes))}",
         f"adapter slots  {spell_bytes(slots)}: {on_device} adapters",
-        f"KV cache       {spell_bytes(free - slots)}: {tokens} tokens",
+        f"KV cache       {spell_bytes(gpus * tokens * of_device.kv_per_token)}: {tokens} tokens",
         f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
         f"disk           {request.adapters} adapters, {spell_bytes(request.adapters * one)}",
     ]
@@ -163,17 +168,23 @@ def plan_text(
     return "\n".join(lines)
 
 
-def _devices(engine: EngineConfig, sizes: ModelSizes, usable: float) -> int:
+def _usable(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes, gpus: int) -> float:
+    """Return the bytes of one of so many devices for weights, adapters and KV pages."""
+    return engine.gpu_memory_utilization * sizes.jax_share(gpus) * request.device_bytes
+
+
+def _devices(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes) -> int:
     """Return how many devices have the model; ValueError where those asked for do not hold it."""
     gpus = engine.tensor_parallel_size
     if gpus > 1:
-        if gpus * usable <= sizes.weights:
+        held = int(gpus * _usable(engine, request, sizes, gpus))
+        if held <= sizes.weights:
             raise ValueError(
-                f"{gpus} devices have {spell_bytes(int(gpus * usable))} for the model's "
+                f"{gpus} devices have {spell_bytes(held)} for the model's "
                 f"{spell_bytes(sizes.weights)} of weights; raise --tensor-parallel-size."
             )
         return gpus
-    while gpus * usable <= sizes.weights and gpus < 1024:
+    while gpus * _usable(engine, request, sizes, gpus) <= sizes.weights and gpus < 1024:
         gpus *= 2
     return gpus
 

@@ -29,9 +29,8 @@ def take_share(config: EngineConfig, model: ModelConfig, *, alone: bool) -> bool
     JAX then knows its devices; before, nothing may have asked for them. Returns False where JAX
     takes what it usually does.
     """
-    outside = not alone or config.page_pool_bytes is not None or config.tensor_parallel_size > 1
     said = any(name in os.environ for name in _SAID)
-    if outside or said or xla_bridge.backends_are_initialized():
+    if _is_outside(config, alone) or said or xla_bridge.backends_are_initialized():
         return False
     try:
         usage = for_platform("gpu").usage()
@@ -51,6 +50,17 @@ def take_share(config: EngineConfig, model: ModelConfig, *, alone: bool) -> bool
     if has_gpu:
         logger.info("JAX takes %.2f of a GPU's memory (%s).", LARGE, _NAME)
     return has_gpu
+
+
+def share_of(config: EngineConfig, model: ModelConfig, device_bytes: int) -> float:
+    """Return the share that JAX takes of each device of a lone engine, which nobody else uses."""
+    outside = _is_outside(config, alone=True) or _may_have_esft(config, model, device_bytes)
+    return USUAL if outside else LARGE
+
+
+def _is_outside(config: EngineConfig, alone: bool) -> bool:
+    """Return whether an engine has memory outside of JAX's, beside that of ESFT."""
+    return not alone or config.page_pool_bytes is not None or config.tensor_parallel_size > 1
 
 
 def _may_have_esft(config: EngineConfig, model: ModelConfig, device: int) -> bool:

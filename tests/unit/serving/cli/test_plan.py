@@ -2,14 +2,25 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from support.processes.server_process import ROOT
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from lora_jax.adapters.slot_sizes import rows_per_adapter
+from lora_jax.config import from_hf
+from lora_jax.models.registry import model_class
+from lora_jax.placement.picture import spell_bytes
+from lora_jax.rank_rows import rows_nbytes
 from serving import launch
 from serving.api.config import EngineConfig
+from serving.api.device_sizes import for_device
 from serving.cli.plan import DeviceSizes, ModelSizes, PlanRequest, plan_text, read_request
+from serving.engine.memory import memory_budget
+from serving.engine.memory.jax_share import share_of
+from serving.engine.memory.sizing import ASKED_LORA_SHARE, whole_adapters
 
 LAYERS = tuple(range(80))
 SHAPES = {"q_proj": 8192, "k_proj": 1024, "v_proj": 1024, "o_proj": 8192}
@@ -19,6 +30,10 @@ SHAPES = {"q_proj": 8192, "k_proj": 1024, "v_proj": 1024, "o_proj": 8192}
 def llama_70b():
     modules = {name: LoraModule(name, 8192, wide, LAYERS) for name, wide in SHAPES.items()}
     return LoraCatalogue("llama", 80, modules, ())
+
+
+def model_sizes(weights, per_token, itemsize):
+    return ModelSizes(weights, per_token, itemsize, 1 << 17, lambda devices: 1.0)
 
 
 KV = 80 * 2 * 8 * 128 * 2  # bytes of a token
@@ -41,13 +56,14 @@ def halves(catalogue):
 def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     flags = {"max_loras": 30, "max_lora_rank": 16, "max_total_adapter_bytes": 1 << 36}
     engine = EngineConfig(model="m", **flags)
-    sizes, on_each = ModelSizes(141_000_000_000, KV, 2), halves(llama_70b)
+    sizes, on_each = model_sizes(141_000_000_000, KV, 2), halves(llama_70b)
     text = plan_text(PlanRequest(device_bytes=141e9), engine, llama_70b, sizes, on_each)
     assert "devices        2 of 141 GB" in text
     # A lies whole on both devices: 80 layers, 30 adapters, rank 16, in 2 bytes.
     held = 80 * 30 * 16 * 2 * (2 * 4 * 8192 + 2 * 8192 + 2 * 1024)
     assert f"adapter slots  {held / 1e9:.3g} GB: 30 adapters" in text
-    assert f": {(int(2 * 0.9 * 141e9) - 141_000_000_000 - held) // KV} tokens" in text
+    left = int(2 * 0.9 * 141e9) - 141_000_000_000 - held
+    assert f": {left // KV // 16 * 16} tokens" in text  # whole pages
     assert "2,920 a month" in text
     assert "host           524 adapters" in text
     assert "the 30 most popular get 53.4%" in text
@@ -59,7 +75,7 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
 
 def test_devices_that_are_asked_for_are_those_of_the_plan(llama_70b):
     engine = EngineConfig(model="m", max_loras=4, tensor_parallel_size=2)
-    sizes, on_each = ModelSizes(16_000_000_000, KV, 2), halves(llama_70b)
+    sizes, on_each = model_sizes(16_000_000_000, KV, 2), halves(llama_70b)
     text = plan_text(PlanRequest(), engine, llama_70b, sizes, on_each)
     assert "devices        2 of 80 GB" in text
     assert "cost           2 GPUs" in text
@@ -76,7 +92,7 @@ def test_a_trace_says_what_requests_find(llama_70b, tmp_path):
     assert request.adapters == 3
     engine = EngineConfig(model="m", max_loras=2, max_lora_rank=16)
     text = plan_text(
-        request, engine, llama_70b, ModelSizes(141_000_000_000, KV, 2), halves(llama_70b)
+        request, engine, llama_70b, model_sizes(141_000_000_000, KV, 2), halves(llama_70b)
     )
     assert "200 of the trace for 3 adapters: device 98.0%, host 0.5%, disk 1.5%" in text
     assert "the 2 most popular get 75.0%" in text
@@ -84,7 +100,7 @@ def test_a_trace_says_what_requests_find(llama_70b, tmp_path):
 
 def test_what_cannot_be_served_is_an_error(llama_70b):
     engine = EngineConfig(model="m", max_loras=1, max_lora_rank=1024)
-    request, sizes = PlanRequest(device_bytes=1e9), ModelSizes(10**9, 10**5, 2)
+    request, sizes = PlanRequest(device_bytes=1e9), model_sizes(10**9, 10**5, 2)
     with pytest.raises(ValueError, match="no room for KV"):
         plan_text(request, engine, llama_70b, sizes, halves(llama_70b))
 
@@ -124,6 +140,46 @@ def test_the_command_prints_the_plan_of_the_shipped_model(capsys):
     assert "20 adapters" in text
     assert "disk           200 adapters" in text
     assert "do not add up" in text
-    assert launch.main([model, "--plan", asked, "--tensor-parallel-size", "2"]) == 0
+    # A GPU's kernels take outputs in steps of 64: such a server would not start.
+    assert launch.main([model, "--plan", asked, "--tensor-parallel-size", "2"]) == 1
+    other = str(ROOT / "assets" / "tiny-vl")
+    assert launch.main([other, "--plan", asked, "--tensor-parallel-size", "2"]) == 0
     assert "devices        2 of 1 GB" in capsys.readouterr().out
     assert launch.main([model, "--plan", '{"modules": ["nope"]}']) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--max-loras", "20", "--max-lora-rank", "8"],
+        ["--max-loras", "2000", "--max-lora-rank", "8"],  # rows of experts are the fewer
+        ["--max-loras", "20", "--max-lora-rank", "16", "--lora-memory-bytes", "3000000"],
+        ["--max-num-seqs", "2"],  # of whose longest sequences the pages are
+    ],
+    ids=["all", "few rows", "bytes", "few pages"],
+)
+def test_the_plan_has_the_server_s_own_numbers(flags, capsys, monkeypatch):
+    """Slots, adapters in them and KV pages, of an engine on a device of so many bytes."""
+    model, total = ROOT / "assets" / "tiny-moe", 600_000_000
+    plan = json.dumps({"adapters": 1000, "rank": 8, "device_bytes": total})
+    assert launch.main([str(model), "--plan", plan, *flags]) == 0
+    text = capsys.readouterr().out
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    config = from_hf(json.loads((model / "config.json").read_text()))
+    options = launch.read_options([str(model), *flags], {})
+    limit = int(share_of(options.engine, config, total) * total)
+    stats = {"bytes_limit": limit, "bytes_in_use": weights}
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(memory_budget.jax, "local_devices", lambda: [device])
+    engine = for_device(
+        options.engine, on_cpu=False, device_bytes=limit, alone=True, has_experts=True
+    )
+    kind, dtype = model_class(config.model_type), jnp.dtype(jnp.bfloat16)
+    given = engine, kind.catalogue(config), dtype
+    size = memory_budget.size_kv_cache(engine, kind, config, *given[1:], share=ASKED_LORA_SHARE)
+    options = {"share": ASKED_LORA_SHARE, "step": size.step_bytes}
+    _, spec = memory_budget.make_allocator(engine, given[1], *given[1:], **options)
+    held = whole_adapters(rows_per_adapter(given[1], 8), spec.rows)
+    shown = f"{spell_bytes(rows_nbytes(spec.rows, 2))}: {min(held, engine.max_loras)} adapters"
+    assert f"adapter slots  {shown}" in text
+    assert f": {size.num_pages * size.page_size} tokens" in text

@@ -11,7 +11,7 @@ from bench.parallel.shapes import LLAMA_8B, QWEN3_30B
 from lora_jax.config import from_hf
 from serving.api.config import EngineConfig
 from serving.engine.memory import jax_share
-from serving.engine.memory.jax_share import expert_bytes, take_share
+from serving.engine.memory.jax_share import expert_bytes, share_of, take_share
 
 DENSE, EXPERTS = from_hf(LLAMA_8B), from_hf(QWEN3_30B)
 GIB = 1 << 30
@@ -39,7 +39,7 @@ def gpu(monkeypatch):
 
 def test_a_dense_model_alone_takes_nine_tenths(gpu):
     assert take_share(EngineConfig("m"), DENSE, alone=True)
-    assert gpu.share == "0.9"
+    assert gpu.share == str(share_of(EngineConfig("m"), DENSE, gpu.total)) == "0.9"
     assert jax_share._NAME not in os.environ
 
 
@@ -50,6 +50,7 @@ def test_a_dense_model_alone_takes_nine_tenths(gpu):
 def test_what_lies_outside_keeps_its_room(gpu, fields, alone):
     assert not take_share(EngineConfig("m", **fields), DENSE, alone=alone)
     assert gpu.share is None
+    assert share_of(EngineConfig("m", tensor_parallel_size=2), DENSE, gpu.total) == 0.75
 
 
 @pytest.mark.parametrize("name", jax_share._SAID)
