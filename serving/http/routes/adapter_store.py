@@ -141,9 +141,10 @@ async def unload(server: Server, name: str) -> AdapterEntry | EvictedAdapter:
     try:
         async with server.changing:
             server.engine.rollouts.check_unload(name)
-            entry = await asyncio.to_thread(server.engine.registry.unload, name)
-            if server.journal is not None:
-                await _record(server.journal.unloaded, name)
+            registry = server.engine.registry
+            if server.journal is not None and registry.knows(name):
+                await _record(server.journal.unloaded, name)  # or it stays: the answer is an error
+            entry = await asyncio.to_thread(registry.unload, name)
     except AdapterNotFound:
         raise ApiError(404, f"The lora adapter '{name[:64]}' cannot be found.") from None
     except ValueError as error:

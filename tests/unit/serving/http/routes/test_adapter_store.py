@@ -59,6 +59,34 @@ def test_nothing_is_loaded_without_a_folder():
         assert "--lora-dir" in answer.json()["error"]["message"]
 
 
+class FullDisk:
+    """A journal on a full disk, in which nothing was recorded yet."""
+
+    is_lasting = True
+
+    def loaded(self, name, entry):
+        raise OSError(28, "No space left on device")
+
+    def unloaded(self, name):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("change", [CHANGES[0], CHANGES[1]])
+def test_what_cannot_be_recorded_does_not_happen(lora_dir, change):
+    """An adapter that was taken away would be back after the next start."""
+    engine = FakeEngine(lora_dir)
+    engine.registry.load("sql", "sql")
+    before = [known.name for known in engine.registry.known()]
+    app = create_app(engine, HttpSettings(enable_runtime_lora=True), journal=FullDisk())
+    with client_of(app) as client:
+        answer = client.post(change[1], json=change[2])
+        assert answer.status_code == 503
+        assert "No space left on device" in answer.json()["error"]["message"]
+        unknown = client.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"})
+        assert unknown.status_code == 404
+    assert [known.name for known in engine.registry.known()] == before
+
+
 @pytest.mark.parametrize("name", ["sql", "law"])
 def test_ids_are_stable_and_fit_31_bits(name):
     assert adapter_id(name) == adapter_id(name)
