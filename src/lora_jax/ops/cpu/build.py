@@ -56,7 +56,7 @@ def _ready() -> Path | None:
     if file is not None:
         try:
             ctypes.CDLL(str(file))
-        except OSError as error:  # cut off, or of a newer Linux: a compiler may be there
+        except OSError as error:  # of a newer Linux, say; a compiler may be there
             log.warning("The prebuilt CPU kernels cannot be loaded: %s", error)
             return None
     return file
