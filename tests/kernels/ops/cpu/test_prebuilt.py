@@ -49,6 +49,18 @@ def test_files_of_other_sources_or_interfaces_are_not_taken(folder, monkeypatch)
     assert prebuilt.find(folder) is None
 
 
+def test_files_of_other_sources_have_other_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path)
+    (source := tmp_path / "one.cc").write_text("int one;")
+    (tmp_path / "two.h").write_text("int two;")
+    names = {prebuilt._file_name(ALL[0])}
+    source.write_text("int one, more;")
+    names.add(prebuilt._file_name(ALL[0]))
+    (tmp_path / "two.h").write_text("")
+    names.add(prebuilt._file_name(ALL[0]))
+    assert len(names) == 3
+
+
 def test_another_architecture_has_none(folder, monkeypatch):
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "riscv64")
     assert prebuilt.find(folder) is None

@@ -131,11 +131,13 @@ def test_ctrl_c_waits_for_no_program(caplog, monkeypatch):
         may.set()
 
 
-def test_the_first_is_read_and_the_others_behind_it():
+def test_the_first_is_read_and_the_others_behind_it(caplog):
+    caplog.set_level("INFO")
     may = threading.Event()
     first, *others = (Program(wait, is_kept=True) for wait in (None, may, may))
     assert read_kept(iter([first, *others]), list("abc")) == ([first, *others], ())
     assert first.done.is_set()
+    assert caplog.messages == ["Reading 3 kept programs, first a."]
     assert not any(other.done.is_set() for other in others)
     may.set()
     assert all(other.done.wait(60) for other in others)

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from concurrent.futures import CancelledError
 from types import SimpleNamespace
 
 import jax
@@ -166,6 +167,23 @@ def test_a_step_that_is_lowered_twice_keeps_the_kernels_of_its_trace(kept, monke
     assert list(traced) == [8]
     monkeypatch.setitem(kept_steps._READY, "cuda", lambda: False)
     assert not run(kept, traced=[])[1]
+
+
+def test_a_step_that_cannot_be_written_runs_and_the_log_says_so(kept, monkeypatch, caplog):
+    monkeypatch.setattr(ProgramFiles, "put", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    first, _ = run(kept, traced=[])
+    np.testing.assert_array_equal(first[0][0], np.arange(4) + 8)
+    assert "A step is not kept, and the next start compiles it again: disk full" in caplog.text
+
+
+def test_a_closed_step_gives_up_what_nobody_waits_for(kept):
+    step = kept.keep("step", jitted([]))
+    left, done = (step.lower(*arguments(), bucket=bucket) for bucket in (8, 16))
+    done.compile()
+    step.close()
+    assert (left.is_given_up, done.is_given_up) == (True, False)
+    with pytest.raises(CancelledError):
+        left.compile()
 
 
 @pytest.fixture
