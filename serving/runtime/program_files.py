@@ -20,7 +20,8 @@ from lora_jax import own_files
 logger = logging.getLogger(__name__)
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_SUFFIX = ".program"
+# Not ".program": those of older builds have digests without a name, and would be called damaged.
+_SUFFIX = ".compiled"
 _STEP_KEY = re.compile("[0-9a-f]{64}")
 _MOST_STEPS = 256  # an engine asks for some dozens
 

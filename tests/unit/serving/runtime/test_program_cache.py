@@ -44,7 +44,7 @@ def test_a_program_is_compiled_once_for_all_processes(cache, monkeypatch):
     monkeypatch.setattr(program_cache, "_MIN_COMPILE_S", 0.0)
     program_cache.keep_programs()
     assert compile_anew(301) == 0
-    assert list(cache.rglob("*.program"))
+    assert list(cache.rglob("*.compiled"))
     assert compile_anew(301) == 1
     assert compile_anew(302) == 0
 
@@ -54,7 +54,7 @@ def test_a_damaged_program_is_compiled_again_and_kept(cache, monkeypatch, damage
     monkeypatch.setattr(program_cache, "_MIN_COMPILE_S", 0.0)
     program_cache.keep_programs()
     compile_anew(303)
-    for file in cache.rglob("*.program"):
+    for file in cache.rglob("*.compiled"):
         file.write_bytes(damage(file.read_bytes()))
     assert compile_anew(303) == 0
     assert compile_anew(303) == 1
@@ -99,7 +99,7 @@ def test_steps_are_kept_beside_programs_unless_that_is_off(cache):
     steps, programs = program_cache.step_files()
     steps.put("key", b"step")
     assert programs.get("key") is None
-    assert [p.parent.parent.name for p in cache.rglob("key.program")] == ["steps"]
+    assert [p.parent.parent.name for p in cache.rglob("key.compiled")] == ["steps"]
     jax.config.update("jax_enable_compilation_cache", False)
     assert program_cache.step_files() is None
 
@@ -122,7 +122,7 @@ def test_functions_have_folders_apart_and_read_alone(cache, monkeypatch):
     steps, programs = program_cache.step_files()
     steps.put("key", b"step")
     programs.put("key", b"program")
-    assert not list(cache.rglob("*.program"))
+    assert not list(cache.rglob("*.compiled"))
     program_cache.keep_programs_apart("functions", writes=True)
     assert [compile_anew(304), compile_anew(304)] == [0, 1]
     jax.config.update("jax_compilation_cache_dir", None)
@@ -139,7 +139,7 @@ def test_functions_of_a_folder_set_in_jax_have_a_folder_in_it(cache, tmp_path):
     ]
     compile_anew(305)
     assert not list((tmp_path / "mine").glob("*.*"))
-    assert list(folders[0].glob("*.program"))
+    assert list(folders[0].glob("*.compiled"))
 
 
 def test_a_folder_of_another_machine_is_left_to_jax(cache):

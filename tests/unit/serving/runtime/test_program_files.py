@@ -1,5 +1,6 @@
 """A folder of programs: what is damaged is not handed out, what is old is removed."""
 
+import hashlib
 import os
 import stat
 
@@ -36,14 +37,14 @@ def test_a_file_of_another_program_is_not_handed_out(tmp_path, caplog):
     files = ProgramFiles(tmp_path, 1000)
     for key in ("key", "other"):
         files.put(key, key.encode())
-    (tmp_path / "other.program").replace(tmp_path / "key.program")
+    (tmp_path / "other.compiled").replace(tmp_path / "key.compiled")
     assert files.get("key") is None
     assert "holds another program" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_cannot_be_read_is_no_program(tmp_path, caplog):
-    (tmp_path / "key.program").mkdir()
+    (tmp_path / "key.compiled").mkdir()
     assert ProgramFiles(tmp_path, 1000).get("key") is None
     assert "cannot be read" in caplog.text
 
@@ -64,12 +65,12 @@ def test_what_was_used_longest_ago_is_removed_first(tmp_path):
     files = ProgramFiles(tmp_path, 3 * (10 + DIGEST))
     for number, name in enumerate("abc"):
         files.put(name, bytes(10))
-        os.utime(tmp_path / f"{name}.program", (number, number))
+        os.utime(tmp_path / f"{name}.compiled", (number, number))
     (tmp_path / "of-jax-itself-cache").write_bytes(b"x")  # of an older release
     os.utime(tmp_path / "of-jax-itself-cache", (0, 0))
     assert files.get("a") is not None  # used now
     files.put("d", bytes(10))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.program", "c.program", "d.program"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.compiled", "c.compiled", "d.compiled"]
 
 
 def test_a_program_larger_than_the_bound_is_not_kept(tmp_path):
@@ -128,7 +129,15 @@ def test_files_that_another_process_removes_meanwhile_do_not_count(tmp_path, mon
 
     monkeypatch.setattr(program_files.os, "scandir", lambda path: [Gone(), *scandir(path)])
     files.put("b", bytes(10))
-    assert [path.name for path in tmp_path.iterdir()] == ["b.program"]
+    assert [path.name for path in tmp_path.iterdir()] == ["b.compiled"]
     caplog.set_level("DEBUG", program_files.__name__)
     program_files._touch(tmp_path / "gone")
     assert "gone" in caplog.text
+
+
+def test_a_file_of_an_older_build_is_not_called_damaged(tmp_path, caplog):
+    """Its digest was of the program alone, and its name ended in ".program"."""
+    value = b"step"
+    (tmp_path / "key.program").write_bytes(hashlib.sha256(value).digest() + value)
+    assert ProgramFiles(tmp_path, 1 << 20).get("key") is None
+    assert not caplog.records
