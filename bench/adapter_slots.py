@@ -27,6 +27,7 @@ from bench.adapter_tiers import MODEL, write_adapters
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
 from serving.engine.loop.pacing import SWITCH_S
+from serving.runtime.garbage import rare_collections
 
 SLOTS = 16
 
@@ -135,7 +136,8 @@ def on_shipped_model(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         names = write_adapters(Path(place), SLOTS * max(case.ratios))
         how = {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000, "max_queue": 8192}
-        with Engine(MODEL, **sizes, **how, structured_outputs=False) as engine:
+        engine = Engine(MODEL, **sizes, **how, structured_outputs=False)
+        with engine, rare_collections():  # as in a server
             return measure(engine, names, SLOTS, case)
 
 

@@ -36,6 +36,7 @@ from bench import record
 from bench.crowd import Crowd, tier_hits
 from serving import Engine
 from serving.engine.loop.pacing import SWITCH_S
+from serving.runtime.garbage import rare_collections
 
 MODEL = Path("assets/tiny-moe")
 ADAPTER = MODEL / "adapters" / "intent"
@@ -82,7 +83,7 @@ def measure(case: Case) -> dict[str, Any]:
         populations = {"one": 1, "device": case.on_device, "all": case.adapters}
         tiers: dict[str, Any] = {"max_loras": case.on_device, "max_cpu_loras": case.on_host}
         tiers |= {"lora_dir": place, "max_adapter_loads_per_minute": 1_000_000}
-        with Engine(MODEL, **SIZES, **tiers) as engine:
+        with Engine(MODEL, **SIZES, **tiers) as engine, rare_collections():  # as in a server
             crowds = {
                 kind: Crowd(engine, names[:count], case, rng) for kind, count in populations.items()
             }

@@ -46,6 +46,7 @@ from bench.turns import turn
 from serving import Engine, Sampling
 from serving.api.request import OutputDelta
 from serving.engine.loop.pacing import SWITCH_S
+from serving.runtime.garbage import rare_collections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +275,7 @@ def measure(
                 name: stack.enter_context(make_engine(folder, adapters, case, name))
                 for name in some
             }
+            stack.enter_context(rare_collections())  # as in a server
             stack.enter_context(turn(lock))
             found |= run(made, case, rounds)
     print(json.dumps(found), flush=True)

@@ -19,6 +19,7 @@ from serving.loading.known_adapter import KnownAdapter
 
 logger = logging.getLogger(__name__)
 
+_BETWEEN_LOOKS = 2  # chunks: those of a small adapter, and its entries in the table
 RETRY_S = 0.25  # after a load that found no memory
 Changes = Sequence[tuple[str, AdapterEntry | None]]  # a name, and what it stands for in memory now
 
@@ -103,6 +104,7 @@ class AdapterLoader[P: AnyPlacement, S]:
         self._loads: deque[_Load[P, S]] = deque()
         self._failures: list[tuple[str, str]] = []
         self._swaps = 0
+        self.runs: Callable[[], bool] = lambda: True  # the device, beside which loads are written
         self.snapshot = ResidencySnapshot()
         self._publish()
 
@@ -232,7 +234,10 @@ class AdapterLoader[P: AnyPlacement, S]:
             self._prefetch(adapter)
 
     def advance(self, state: S, max_chunks: int) -> S:
-        """Return `state` (donated) after up to `max_chunks` writes of the loads under way."""
+        """Return `state` (donated) after up to `max_chunks` writes of the loads under way.
+
+        After each two it ends if nothing `runs` any more: a step that is due waits for no others.
+        """
         num_late = 0  # of the oldest loads, whose bytes are on their way
         while num_late < min(len(self._loads), self._at_once) and max_chunks > 0:
             load = self._loads[num_late]
@@ -241,7 +246,7 @@ class AdapterLoader[P: AnyPlacement, S]:
                 load.started_s = self._clock()
             before = load.job.remaining
             try:
-                state = load.job.advance(state, max_chunks)
+                state = load.job.advance(state, min(max_chunks, _BETWEEN_LOOKS))
             except LoadFailed as error:
                 self._loads.remove(load)
                 self._give_up(load, error)
@@ -258,6 +263,8 @@ class AdapterLoader[P: AnyPlacement, S]:
                 self._publish()
             elif not begun:
                 num_late += 1
+            if begun and not self.runs():
+                break
         return state
 
     def spent(self, seconds: float) -> None:

@@ -134,14 +134,23 @@ class Residencies:
             residency.prepare(device, dispatched)
 
     def advance(
-        self, device: DeviceTables, max_chunks: int, dispatched: int, read: int
+        self,
+        device: DeviceTables,
+        max_chunks: int,
+        dispatched: int,
+        read: int,
+        runs: Callable[[], bool] = lambda: True,
     ) -> Failures:
         """Write up to `max_chunks` of each kind's loads and free what no step can read.
 
         `dispatched` steps were sent to the device so far, the results of `read` have come back.
-        Returns (digest, why) of loads that have failed for good; their requests must end.
+        `runs` says whether the device is still at work: if not, the next step is due, and each kind
+        writes no more than has begun. Returns (digest, why) of loads that have failed for good;
+        their requests must end.
         """
         steps = dispatched, read
+        for residency in self._all:
+            residency.look_at(runs)
         each = [residency.advance(device, max_chunks, *steps) for residency in self._all]
         failures = [failure for failures in each for failure in failures]
         return failures + [more for each in self._all for more in each.failed_with(failures)]

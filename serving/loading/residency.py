@@ -114,6 +114,10 @@ class AbstractResidency(abc.ABC):
         del device, max_chunks, dispatched, read
         return []
 
+    def look_at(self, runs: Callable[[], bool]) -> None:
+        """Have the next `advance` ask `runs`, after some writes, whether to go on."""
+        del runs
+
     def failed_with(self, failures: Failures) -> Failures:
         """Return the failures of adapters that need one of another kind that has failed."""
         del failures
@@ -197,6 +201,9 @@ class AbstractLoaderResidency(AbstractResidency):
 
     def follow(self, changes: Changes) -> None:
         self._loader.follow(changes)
+
+    def look_at(self, runs: Callable[[], bool]) -> None:
+        self._loader.runs = runs
 
     @property
     def is_busy(self) -> bool:

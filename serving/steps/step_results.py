@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lora_jax.adapters.row_copies import has_ended
 from serving.api.request import ScheduledChunk, SequenceResult, StepPlan, TokenLogprobs
 from serving.steps.forwarded import Forwarded
 from serving.steps.sampler import INVALID_TOKEN, Sampled
@@ -27,6 +28,10 @@ class InFlightStep:
     remote_status: jax.Array | None = None  # int32 [servers] of the LoRA Server, if there is one
     number: int = 0  # of the masks that the step reads from the board; 0: of none
     waits: bool = False  # for them, on the device
+
+    def runs(self) -> bool:
+        """Return whether the device has not ended it yet."""
+        return not has_ended(self.sampled.token_ids)
 
     @property
     def first_samples(self) -> list[int]:

@@ -193,7 +193,7 @@ class EngineLoop:
         if progress is not None:
             self._hand_out(progress)
         # Behind what callers and masks wait for, beside the step that has been sent.
-        loaded = self._advance_loads()
+        loaded = self._advance_loads(step)
         if (is_idle or self._has_ended(step)) and not loaded:
             self._sleep()
         self._flying = step
@@ -316,13 +316,14 @@ class EngineLoop:
         self._failed = row_masks.finish(filling, masks.row_to_mask)
         return self._parts.runner.sample(held, masks)
 
-    def _advance_loads(self) -> bool:
+    def _advance_loads(self, step: InFlightStep | HeldStep | None) -> bool:
         """Return whether the last load under way has ended, for which a sequence may wait."""
         residencies, runner = self._parts.residencies, self._parts.runner
         if not residencies.is_busy:
             return False
-        steps = self._num_dispatched, self.num_steps
-        for digest, why in residencies.advance(runner, self._parts.chunks_per_step, *steps):
+        count, steps = self._parts.chunks_per_step, (self._num_dispatched, self.num_steps)
+        runs = step.runs if isinstance(step, InFlightStep) else lambda: True
+        for digest, why in residencies.advance(runner, count, *steps, runs):
             with self._lock:
                 waiting = self._parts.scheduler.waiting_for(digest)
                 for sequence in waiting:

@@ -42,6 +42,27 @@ class Case:
         return self.all.advance(self.device, 10, 4, 3)
 
 
+def test_loads_wait_where_the_next_step_is_due():
+    """More of them than a look apart would leave the device without a step meanwhile."""
+    loads = Residencies([LoraResidency(AdapterLoader(Slots(6), OneStep, at_once=6))])
+    tables, looks = device(), []
+    for number in range(6):
+        loads.retain(one := entry(f"a{number}", AdapterKind.LORA))
+        assert loads.acquire(one.digest) is None
+
+    def runs():
+        looks.append(loads.snapshot.swaps)
+        return len(looks) < 3
+
+    loads.advance(tables, 8, 4, 3, lambda: False)
+    assert loads.snapshot.swaps == 1
+    loads.advance(tables, 8, 4, 3, runs)
+    assert looks == [2, 3, 4]
+    loads.advance(tables, 8, 4, 3)
+    assert loads.snapshot.swaps == 6
+    assert not loads.is_busy
+
+
 def test_slots_of_esft_follow_those_of_lora():
     case = Case()
     for one in (ESFT, LORA, OTHER):

@@ -66,3 +66,17 @@ def test_drafts_yield_tokens_up_to_the_first_wrong_one(drawn, given):
     assert tuple(one.token_id for one in results) == given
     assert [one.logprobs.logprob for one in results] == [-1.0, -2.0, -3.0, -4.0][: len(given)]
     assert not any(one.more for one in result.more)
+
+
+def test_a_step_runs_until_its_tokens_are_there():
+    class Tokens:
+        is_there = False
+
+        def is_ready(self):
+            return self.is_there
+
+    tokens = Tokens()
+    step = InFlightStep(StepPlan(()), (), SimpleNamespace(token_ids=tokens), False)
+    assert step.runs()
+    tokens.is_there = True
+    assert not step.runs()
