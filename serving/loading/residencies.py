@@ -47,6 +47,10 @@ _NO_ROOM = {
 }
 
 
+def _always() -> bool:
+    return True
+
+
 class Residencies:
     """All residencies of an engine, at most one of each kind; threads as one has them."""
 
@@ -139,7 +143,7 @@ class Residencies:
         max_chunks: int,
         dispatched: int,
         read: int,
-        runs: Callable[[], bool] = lambda: True,
+        runs: Callable[[], bool] = _always,
     ) -> Failures:
         """Write up to `max_chunks` of each kind's loads and free what no step can read.
 
@@ -152,6 +156,8 @@ class Residencies:
         for residency in self._all:
             residency.look_at(runs)
         each = [residency.advance(device, max_chunks, *steps) for residency in self._all]
+        for residency in self._all:
+            residency.look_at(_always)  # a step keeps its results, and the loads the step
         failures = [failure for failures in each for failure in failures]
         return failures + [more for each in self._all for more in each.failed_with(failures)]
 

@@ -58,6 +58,7 @@ def test_loads_wait_where_the_next_step_is_due():
     assert loads.snapshot.swaps == 1
     loads.advance(tables, 8, 4, 3, runs)
     assert looks == [2, 3, 4]
+    assert loads._all[0]._loader.runs is not runs  # whose step's results would stay
     loads.advance(tables, 8, 4, 3)
     assert loads.snapshot.swaps == 6
     assert not loads.is_busy
