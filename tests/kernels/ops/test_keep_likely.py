@@ -70,6 +70,29 @@ def test_min_p_is_relative_to_the_most_likely():
     np.testing.assert_array_equal(np.isfinite(got), probs >= 0.05 * probs.max())
 
 
+def test_min_p_of_one_keeps_what_ties_with_the_most_likely():
+    logits = jnp.zeros(VOCAB, jnp.float32).at[5:8].set(3.0)
+    got = np.asarray(reference.keep_min_p(logits, jnp.float32(1.0)))
+    assert np.flatnonzero(np.isfinite(got)).tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_neutral_values_keep_tokens_whose_weight_is_nothing(name):
+    logits = jnp.array([[0.0, -20.0, -80.0, -1e30, -jnp.inf]])  # less than 2^-26 of the largest
+    neutral = jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1)
+    np.testing.assert_array_equal(keep_likely(logits, *neutral, implementation=name), logits)
+
+
+def test_weights_of_the_largest_vocabulary_are_summed_exactly():
+    """Its tokens are equally likely, or have every low bit."""
+    vocab = (1 << 19) - 1
+    weights = jnp.full(vocab, (1 << 26) - 1, jnp.uint32)
+    want = vocab * ((1 << 26) - 1)
+    np.testing.assert_allclose(float(reference.weight_sum(weights)), want, rtol=2e-7)
+    kept = reference.keep_top_p(jnp.zeros(vocab), jnp.float32(0.5))
+    assert np.isfinite(np.asarray(kept)).all()
+
+
 def test_image_orders_all_floats():
     values = np.array(
         [-np.inf, -3e38, -1.5, -2e-38, -0.0, 0.0, 2e-38, 2.0, 3e38, np.inf], np.float32
