@@ -161,6 +161,15 @@ def test_draws_follow_the_distribution():
     assert chi_squared < 23.5
 
 
+@pytest.mark.parametrize("bound", [{"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.1}, {"top_k": 1}])
+def test_each_bound_alone_keeps_unlikely_tokens_from_being_drawn(bound):
+    logits = np.zeros((1, VOCAB), np.float32)
+    logits[0, [7, 200]] = 3.0, 2.9  # together a tenth of the probability
+    state = make_state([Sampling(temperature=0.9, **bound)])
+    result = run(np.repeat(logits, 8, 0), state, [0] * 8, positions=np.arange(3, 11))
+    assert set(result.token_ids.tolist()) == ({7} if bound == {"top_k": 1} else {7, 200})
+
+
 def test_a_row_is_the_same_bits_in_any_company():
     logits = make_logits(len(MIXED), ties=False)
     state = make_state(MIXED)
