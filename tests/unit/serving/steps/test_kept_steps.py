@@ -109,7 +109,7 @@ def test_a_step_of_other_arguments_is_traced(kept):
 @pytest.mark.parametrize("damage", [b"", b"no pickle"])
 def test_a_damaged_file_is_compiled_again(kept, tmp_path, damage):
     first, _ = run(kept, traced=[])
-    (file,) = tmp_path.glob("*.program")
+    (file,) = tmp_path.glob("*.compiled")
     file.write_bytes(damage)
     again, was_kept = run(kept, traced=(traced := []))
     assert (was_kept, traced) == (False, [8])
@@ -203,7 +203,7 @@ def test_what_jax_had_is_kept_from_its_file(kept_by_jax):
     """As after a change of code that leaves a program as it was: XLA cannot write it again."""
     files = kept_by_jax.files.folder
     first, _ = run(kept_by_jax, traced=[])
-    for file in files.glob("*.program"):
+    for file in files.glob("*.compiled"):
         file.unlink()
     assert not run(kept_by_jax, traced=[])[1]
     for file in kept_by_jax.programs.folder.iterdir():
@@ -216,7 +216,7 @@ def test_what_jax_had_is_kept_from_its_file(kept_by_jax):
 def test_what_jax_had_is_kept_once_when_it_is_lowered_again(kept_by_jax):
     """Then jax looks into no file: it has the program that it read before."""
     run(kept_by_jax, traced=[])
-    (file,) = kept_by_jax.files.folder.glob("*.program")
+    (file,) = kept_by_jax.files.folder.glob("*.compiled")
     file.unlink()
     step = kept_by_jax.keep("step", jitted([]))
     programs = [step.lower(*arguments(), bucket=8) for _ in range(2)]
