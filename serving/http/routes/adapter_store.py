@@ -97,15 +97,21 @@ async def load(
 
 
 async def _keep_load(server: Server, entry: AdapterEntry, path: str, was_there: bool) -> None:
-    """Record a load before it is acknowledged; undo it where that fails."""
+    """Record a load before it is acknowledged; undo it where that fails.
+
+    What an adapter held before a load in place is gone: then the error says that the new weights
+    answer until this process ends.
+    """
     if server.journal is None:
         return
     try:
         loaded = Loaded(path, entry.digest, entry.pinned)
         await _record(server.journal.loaded, entry.name, loaded)
-    except ApiError:
-        if not was_there:
-            await asyncio.to_thread(server.engine.registry.unload, entry.name)
+    except ApiError as error:
+        if was_there:
+            now = f" Until then {entry.name!r} answers with the new weights."
+            raise ApiError(error.status, error.message + now) from None
+        await asyncio.to_thread(server.engine.registry.unload, entry.name)
         raise
 
 
