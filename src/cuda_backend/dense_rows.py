@@ -43,7 +43,8 @@ def products(
         given = [none if a is None else a for a in arrays]
         return given + [none] * (MOST_MAPS - len(given))
 
-    matrices, widths = [w.reshape(w.shape[1:]) for w in weights], [w.shape[1] for w in weights]
+    plain = [w for w in weights if not isinstance(w, QUANTISED)]  # all of them, as was checked
+    matrices, widths = [w.reshape(w.shape[1:]) for w in plain], [w.shape[1] for w in plain]
     shapes = [(x.shape[0], width) for width in widths] + [(0,)] * (MOST_MAPS - len(widths))
     results = [jax.ShapeDtypeStruct(shape, x.dtype) for shape in shapes]
     call = jax.ffi.ffi_call("lora_jax_cuda_dense_rows", results)
