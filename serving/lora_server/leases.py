@@ -6,8 +6,10 @@ scheduler's out-of-band signal), and no step waits for a lease.
 
 import dataclasses
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from serving.lora_server.coordinator import Lease, LeaseSource, NoRoom
@@ -48,7 +50,7 @@ class Leases:
         self._lock = threading.Lock()
         self._wanted: dict[str, _Wanted] = {}
         self._work: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # digests to look at
-        self._later: list[str] = []  # those to look at again
+        self._later: dict[str, None] = {}  # those to look at again, each once
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lora-server-leases", daemon=True)
         self._thread.start()
@@ -118,13 +120,18 @@ class Leases:
         self._thread.join()
 
     def _run(self) -> None:
+        due = math.inf  # by time.monotonic: all of `_later` are looked at then
         while not self._closing.is_set():
-            try:
-                digest = self._work.get(timeout=_RETRY_S if self._later else None)
-            except queue.Empty:  # one wait for all of them: an answer is not late for many others
-                later, self._later = self._later, []
+            due = min(due, time.monotonic() + _RETRY_S) if self._later else math.inf
+            wait_s = due - time.monotonic()
+            if wait_s <= 0:  # also while work comes without a pause
+                later, self._later, due = self._later, {}, math.inf
                 for digest in later:
                     self._look_at(digest)
+                continue
+            try:
+                digest = self._work.get(timeout=None if due == math.inf else wait_s)
+            except queue.Empty:
                 continue
             if digest is not None:
                 self._look_at(digest)
@@ -154,7 +161,7 @@ class Leases:
         try:
             lease = self._source.lease(self._instance, digest, wanted.folder)
         except NoRoom:
-            self._later.append(digest)
+            self._later[digest] = None
             return
         except ValueError as error:
             self._refused(wanted, error)

@@ -94,6 +94,38 @@ def test_nobody_waits_for_an_answer(leases, source, news):
     news.until(lambda: leases.get("d") is not None)
 
 
+def test_one_without_room_is_asked_for_again_while_others_keep_the_thread_busy(
+    leases, source, news
+):
+    """Waits of the thread for work alone would never end here."""
+    source.faults = [NoRoom("full")]
+    stop = threading.Event()
+
+    def feed():
+        while not stop.is_set():
+            leases._work.put("nobody's")
+            time.sleep(0.0002)
+
+    feeder = threading.Thread(target=feed, daemon=True)
+    feeder.start()
+    leases.retain("d", "folder")
+    try:
+        news.until(lambda: leases.get("d") is not None)
+    finally:
+        stop.set()
+        feeder.join(60)
+
+
+def test_several_requests_ask_again_for_their_adapter_once(leases, source, news):
+    source.gate.clear()
+    source.faults = [NoRoom("full")] * 5
+    for _ in range(5):
+        leases.retain("d", "folder")
+    source.gate.set()
+    news.until(lambda: leases.get("d") is not None)
+    assert source.asked == 6  # five requests, and the one question behind their wait
+
+
 def test_one_that_has_come_is_not_found_out_behind_all_that_have_not(leases, source, news):
     """Each wait before the next question would be for one of them: 200 take 0.6 s a round."""
     source.faults = [NoRoom("on its way")] * 400
