@@ -94,7 +94,7 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
         send_header(connection, _lacks(order, sizes, str(error)))
         return
     except jax.errors.JaxRuntimeError as error:
-        bounded = xla_memory.is_bounded() and is_of_memory(str(error))
+        bounded = _bound_is_too_small(error)
         if bounded or _may_lack_programs(order, str(error)):
             lacks = _lacks(order, sizes, f"{type(error).__name__}: {error}")
             send_header(connection, lacks | ({"lacks_memory": True} if bounded else {}))
@@ -103,6 +103,9 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
         send_header(connection, {"error": text, "retryable": True})
         return
     except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
+        if _bound_is_too_small(error):  # the engine says so of a step as a ValueError
+            send_header(connection, _lacks(order, sizes, str(error)) | {"lacks_memory": True})
+            return
         send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
         return
     finally:
@@ -170,6 +173,11 @@ def _tries_grammars(order: dict[str, Any]) -> bool:
 
 def _makes_programs(order: dict[str, Any]) -> bool:
     return bool(order.get("programs") and order["programs"].get("writes"))
+
+
+def _bound_is_too_small(error: Exception) -> bool:
+    """Return whether the process, started again with more of the device's memory, may start."""
+    return xla_memory.is_bounded() and is_of_memory(str(error))
 
 
 def _may_lack_programs(order: dict[str, Any], text: str) -> bool:

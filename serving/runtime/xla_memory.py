@@ -98,8 +98,11 @@ def own_bytes(programs: Iterable[Compiled]) -> int | None:
 def check_room(programs: Iterable[Compiled]) -> None:
     """Log what the programs' own arrays take, and raise ValueError where the device lacks it.
 
-    Where jax has no limit nothing is said.
+    Where jax has no limit nothing is said, nor under a bound: a function whose bound is too small
+    is started again with more memory when XLA refuses an array.
     """
+    if is_bounded():
+        return
     stats = jax.local_devices()[0].memory_stats() or {}
     limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
     own = own_bytes(programs) if limit else None

@@ -90,9 +90,14 @@ def test_a_device_without_memory_is_told_and_not_taken_for_missing_programs(
     assert said == (error if is_told else lacks)
 
 
-def test_a_process_whose_bound_was_too_small_says_that_it_lacks_memory(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [jax.errors.JaxRuntimeError(NO_MEMORY), ValueError(f"No room. The device says: {NO_MEMORY}")],
+    ids=["an array", "a step"],
+)
+def test_a_process_whose_bound_was_too_small_says_that_it_lacks_memory(error, monkeypatch):
     def fail(*parts, **fields):
-        raise jax.errors.JaxRuntimeError(NO_MEMORY)
+        raise error
 
     monkeypatch.setattr(function_process.xla_memory, "is_bounded", lambda: True)
     monkeypatch.setattr(function_process, "_shut_others_out", lambda: None)  # it is for good
