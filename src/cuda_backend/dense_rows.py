@@ -19,7 +19,9 @@ from lora_jax.ops.grouped_matmul.weights import Weight
 from lora_jax.typing import Array, Float, Int
 
 MOST_ROWS = 128  # tiles of 64; two share the weights
-STEP = 64  # of d_in, and of d_out above it, as Mosaic's: of others more rows would have other bits
+# Steps of d_in, and of d_out above 64, as Mosaic's kernel takes them. More rows of another width go
+# to XLA, which sums in another order.
+STEP = 64
 MOST_COLUMNS = 48  # of a tile, one of each SM; wider maps employ all SMs by Mosaic's kernel, too
 MOST_MAPS = 3
 
@@ -69,10 +71,11 @@ def check_support(x: Float[Array, "rows d_in"], weights: tuple[Weight, ...]) -> 
     if not 1 <= rows <= MOST_ROWS:
         raise Declined(f"cuda dense rows takes 1 to {MOST_ROWS} rows, not {rows}")
     listed = ", ".join(map(str, widths))
-    if d_in % STEP or d_in == 0 or any(w % 8 or (w > STEP and w % STEP) for w in widths):
+    served = all(w and not w % (STEP if w > STEP else 8) for w in widths)
+    if d_in % STEP or d_in == 0 or not served:
         raise Declined(
             f"cuda dense rows takes d_in in steps of {STEP} and d_out in steps of 8, above {STEP} "
-            f"of that, not {d_in} and {listed}"
+            f"in steps of {STEP}, not {d_in} and {listed}"
         )
     tiles = sum(2 * -(-width // (2 * MOST_COLUMNS)) for width in widths)
     if not 1 <= tiles <= hopper.NUM_SMS:
