@@ -49,6 +49,8 @@ def product(x, w, bias=0) -> np.ndarray:
         (128, 100, 120, 192),  # tiles of 32, two at a time; half a stage is left
         (96, 65, 136, 128),
         (64, 0, 64, 64),  # nobody
+        (72, 64, 24, 1536),  # six steps: stages are used again, five of them beside an idle one
+        (72, 70, 24, 1536),  # or four of them
     ],
 )
 @pytest.mark.parametrize("dtype", [np.float32, BF16])
