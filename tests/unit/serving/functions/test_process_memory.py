@@ -1,4 +1,4 @@
-"""What a function's process says of its memory."""
+"""Memory of a process of a function: its own bytes, and errors that mean a lack of it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What steps take for themselves is planned before a program is there."""
+"""The plan of the memory that steps take for themselves, before a program is there."""
 
 import jax
 import jax.numpy as jnp
