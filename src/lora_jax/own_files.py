@@ -12,6 +12,7 @@ import os
 import secrets
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST_SUFFIX = ".sha256"
@@ -75,7 +76,7 @@ def publish(part: Path, path: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
     # The digest first: between the two renames the file does not count.
-    write_whole(_digest_path(path), f"{digest}  {path.name}\n".encode())
+    write_whole(digest_path(path), f"{digest}  {path.name}\n".encode())
     _rename(part, path)
 
 
@@ -85,10 +86,23 @@ def is_whole(path: Path) -> bool:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             if not _is_own_file(os.fstat(file.fileno())):
                 return False
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return _digest_path(path).read_text().split()[:1] == [digest]
+            return _has_digest(path, file)
     except (OSError, ValueError):
         return False
+
+
+def is_unchanged(path: Path) -> bool:
+    """Return whether a published file is there whole, whoever owns it: an installed one, say."""
+    try:
+        with path.open("rb") as file:
+            return _has_digest(path, file)
+    except (OSError, ValueError):
+        return False
+
+
+def _has_digest(path: Path, file: BinaryIO) -> bool:
+    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return digest_path(path).read_text().split()[:1] == [digest]
 
 
 def _is_own_file(status: os.stat_result) -> bool:
@@ -96,7 +110,8 @@ def _is_own_file(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid in (0, os.geteuid()) and not others
 
 
-def _digest_path(path: Path) -> Path:
+def digest_path(path: Path) -> Path:
+    """Return where the SHA-256 of a published file stands."""
     return path.with_name(path.name + _DIGEST_SUFFIX)
 
 

@@ -6,7 +6,14 @@ import stat
 import pytest
 
 from lora_jax import own_files
-from lora_jax.own_files import UnsafeFolderError, is_whole, own_folder, publish, write_whole
+from lora_jax.own_files import (
+    UnsafeFolderError,
+    is_unchanged,
+    is_whole,
+    own_folder,
+    publish,
+    write_whole,
+)
 
 
 def published(folder):
@@ -121,6 +128,14 @@ def test_neither_does_a_file_of_another_user(tmp_path, monkeypatch):
     path = published(tmp_path)
     give_away(path, monkeypatch)
     assert not is_whole(path)
+
+
+def test_an_unchanged_file_may_be_another_users(tmp_path, monkeypatch):
+    path = published(tmp_path)
+    give_away(path, monkeypatch)
+    assert is_unchanged(path)
+    damage(path, "half")
+    assert not is_unchanged(path)
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from lora_jax import own_files
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu import prebuilt
 from lora_jax.ops.dispatch import Declined
@@ -54,6 +55,13 @@ def _ready() -> Path | None:
     """Return the prebuilt kernels for this machine; None where none are there, or they fail."""
     file = prebuilt.find()
     if file is not None:
+        if not own_files.is_unchanged(file):  # reading a file that was cut would end the process
+            log.warning(
+                "The prebuilt CPU kernels %s are damaged, or lack their .sha256 file: they are "
+                "compiled instead. Install the wheel again.",
+                file,
+            )
+            return None
         try:
             ctypes.CDLL(str(file))
         except OSError as error:  # of a newer Linux, say; a compiler may be there

@@ -1,14 +1,17 @@
 """Kernels compiled beforehand: the best level that the CPU has, never one of other sources."""
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from support.processes.server_process import ROOT
 
+from lora_jax import own_files
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu import build, prebuilt
 
@@ -22,8 +25,14 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(prebuilt.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(prebuilt, "cpu_features", lambda: ALL[1].needs)
     for level in ALL:
-        (tmp_path / prebuilt._file_name(level)).touch()
+        write(tmp_path / prebuilt._file_name(level))
     return tmp_path
+
+
+def write(file):
+    """Publish an empty file, as compiling does."""
+    (part := file.with_suffix(".part")).touch()
+    own_files.publish(part, file)
 
 
 @pytest.mark.parametrize("level", ALL, ids=[level.name for level in ALL])
@@ -81,6 +90,21 @@ def test_a_file_that_cannot_be_loaded_is_compiled_anew(folder, monkeypatch, capl
     assert "The prebuilt CPU kernels cannot be loaded" in caplog.text
 
 
+@pytest.mark.parametrize("damage", ["cut", "no digest"])
+def test_a_file_that_was_cut_is_not_loaded_but_compiled(tmp_path, monkeypatch, caplog, damage):
+    """Its pages that are missing would end the process by SIGBUS."""
+    (part := tmp_path / "part").write_bytes(b"library" * 1000)
+    own_files.publish(part, file := tmp_path / "kernels.so")
+    if damage == "cut":
+        os.truncate(file, 3500)
+    else:
+        own_files.digest_path(file).unlink()
+    monkeypatch.setattr(prebuilt, "find", lambda: file)
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda _: pytest.fail("loaded"))
+    assert build.library().ready is None
+    assert "kernels.so are damaged, or lack their .sha256 file: they are compiled" in caplog.text
+
+
 def test_only_avx2_without_avx512_has_another_tuning():
     tuned = {level.name for level in ALL if set(native.AVX2_TUNING) & set(level.flags)}
     assert tuned == {"x86-64-v3"}
@@ -93,7 +117,7 @@ def compiled(monkeypatch):
 
     def compile_library(library, compiler, file):
         made.append((library, compiler))
-        file.touch()
+        write(file)
 
     monkeypatch.setattr(native, "compile_library", compile_library)
     return made
@@ -102,7 +126,8 @@ def compiled(monkeypatch):
 def test_a_level_is_compiled_for_its_cpus_and_brings_its_library(tmp_path, compiled):
     files = prebuilt.build(tmp_path / "out", native.Compiler("a-g++"), ALL[:2])
     assert files == [tmp_path / "out" / prebuilt._file_name(level) for level in ALL[:2]]
-    assert all(file.stat().st_mode & 0o777 == 0o644 for file in files)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}
+    assert all(map(own_files.is_unchanged, files))
     for (library, compiler), level in zip(compiled, ALL, strict=False):
         assert compiler.path == "a-g++"
         assert set(library.flags) >= {*level.flags, *native.CPP_FLAGS, "-static-libstdc++"}
@@ -206,3 +231,11 @@ def test_a_wheel_is_for_its_platform_only_where_it_has_kernels(hook, monkeypatch
     made.initialize("editable", data)
     assert data == {}
     assert ran == []
+
+
+def test_a_wheel_brings_the_digests_without_which_nothing_is_loaded():
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    patterns = hatch["targets"]["wheel"]["artifacts"]
+    file = Path("src/lora_jax/ops/cpu", prebuilt._file_name(ALL[0]))
+    for wanted in (file, own_files.digest_path(file)):
+        assert any(wanted.match(pattern) for pattern in patterns)
