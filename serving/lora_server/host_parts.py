@@ -1,6 +1,7 @@
 """A rank's parts of adapters in host memory, so that one that comes back is not read again. No jax.
 
-The least valuable ones leave when there are too many bytes (GDSF, adapters.use_ledger).
+The least valuable ones leave when there are too many bytes (GDSF, adapters.use_ledger); those that
+are held for a load stay, within the same bytes.
 """
 
 import collections
@@ -20,6 +21,7 @@ class HostParts:
         self._lock = threading.Lock()
         self._parts: dict[str, AdapterWeights] = {}
         self._sizes: dict[str, int] = {}  # bytes of each
+        self._held: set[str] = set()  # for a load
         self._ledger = UseLedger()
         self._gone: collections.OrderedDict[str, None] = collections.OrderedDict()
 
@@ -31,14 +33,43 @@ class HostParts:
             return self._parts.get(digest)
 
     def put(self, part: AdapterWeights) -> None:
-        """Keep a part that is used now, unless it is larger than all that may be kept."""
-        num_bytes = sum(matrix.nbytes for matrix in part.matrices())
+        """Keep a part that is used now, unless those that are held leave too little room for it."""
         with self._lock:
-            self._gone.pop(part.digest, None)
-            self._parts[part.digest], self._sizes[part.digest] = part, num_bytes
-            self._ledger.used(part.digest)
-            while sum(self._sizes.values()) > self._byte_budget:
-                self._evict()
+            self._put(part)
+            self._make_room()
+
+    def hold(self, part: AdapterWeights) -> bool:
+        """Keep a part until `release`; False: those that are held leave no room for it.
+
+        It is a use of a part that was not here. The only one that is held may be larger than all
+        that may be kept.
+        """
+        num_bytes = _num_bytes(part)
+        with self._lock:
+            others = sum(self._sizes[digest] for digest in self._held - {part.digest})
+            if others and others + num_bytes > self._byte_budget:
+                return False
+            if part.digest not in self._parts:
+                self._put(part)
+            self._held.add(part.digest)
+            self._make_room()
+        return True
+
+    def held(self, digest: str) -> AdapterWeights | None:
+        """Return the part if it is held; that is no use of it."""
+        with self._lock:
+            return self._parts[digest] if digest in self._held else None
+
+    def release(self, digest: str) -> None:
+        """Keep a part no longer than others; one that is not held is left alone."""
+        with self._lock:
+            self._held.discard(digest)
+            self._make_room()
+
+    @property
+    def any_held(self) -> bool:
+        """True if a part is held."""
+        return bool(self._held)
 
     @property
     def num_bytes(self) -> int:
@@ -46,16 +77,30 @@ class HostParts:
         with self._lock:
             return sum(self._sizes.values())
 
+    def _put(self, part: AdapterWeights) -> None:
+        self._gone.pop(part.digest, None)
+        self._parts[part.digest], self._sizes[part.digest] = part, _num_bytes(part)
+        self._ledger.used(part.digest)
+
+    def _make_room(self) -> None:
+        while sum(self._sizes.values()) > self._byte_budget and len(self._held) < len(self._parts):
+            self._evict()
+
     def _evict(self) -> None:
         """Let the least valuable part go, of equal ones the one that was used longest ago."""
-        ledger, sizes = self._ledger, self._sizes
+        ledger, held = self._ledger, self._held
+        sizes = {digest: size for digest, size in self._sizes.items() if digest not in held}
         too_large = [digest for digest, size in sizes.items() if size > self._byte_budget]
         digest = min(
             too_large or sizes,
             key=lambda one: (ledger.value(one, sizes[one]), ledger.last_use(one)),
         )
-        ledger.evicted(digest, sizes.pop(digest))
+        ledger.evicted(digest, self._sizes.pop(digest))
         del self._parts[digest]
         self._gone[digest] = None
         while len(self._gone) > _MOST_GONE:
             ledger.forget(self._gone.popitem(last=False)[0])
+
+
+def _num_bytes(part: AdapterWeights) -> int:
+    return sum(matrix.nbytes for matrix in part.matrices())

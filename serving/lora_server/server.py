@@ -81,7 +81,6 @@ class RankServer:
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
         self._read_room = ReadRoom()
-        self._fetched: dict[str, AdapterWeights] = {}  # by digest, until `forget`
         self._source = weight_source(load_format)
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
@@ -107,16 +106,18 @@ class RankServer:
     def fetch(self, folder: str, digest: str) -> PartLoad:
         """Have the part of the adapter in `folder` in host memory for `load`, until `forget`.
 
-        Several threads may read, each another adapter. Raises ValueError when the files are refused
-        or are not those of `digest`.
+        Several threads may read, each another adapter. Where the parts of others leave no room in
+        `host_bytes`, this one is not kept, and `load` reads it again. Raises ValueError when the
+        files are refused or are not those of `digest`.
         """
         begun = time.monotonic()
-        self._fetched[digest], read_s = self._part(folder, digest)
+        part, read_s = self._part(folder, digest, self._parts.hold)
+        self._parts.hold(part)  # one that was here, too
         return PartLoad(read_s, time.monotonic() - begun)
 
     def forget(self, digest: str) -> None:
         """Let a part go that was fetched, as far as the host does not keep it for the next time."""
-        self._fetched.pop(digest, None)
+        self._parts.release(digest)
 
     def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """Hold the adapter in `folder` under `number`; returns when requests may use it.
@@ -127,9 +128,9 @@ class RankServer:
         has stopped.
         """
         begun, read_s = time.monotonic(), 0.0
-        part = self._fetched.get(digest)
+        part = self._parts.held(digest)
         if part is None:
-            part, read_s = self._part(folder, digest)
+            part, read_s = self._part(folder, digest, self._parts.put)
 
         done: Future[None] = Future()
 
@@ -205,7 +206,7 @@ class RankServer:
         busy = self._rank.is_loading
         if busy:
             self._advance()
-        idle_s, transport = _FETCHED_S if self._fetched else _IDLE_S, self._transport
+        idle_s, transport = _FETCHED_S if self._parts.any_held else _IDLE_S, self._transport
         if busy:
             idle_s = 0.0
         if transport is None:
@@ -326,8 +327,13 @@ class RankServer:
             self._fail_commands()
         return done
 
-    def _part(self, folder: str, digest: str) -> tuple[AdapterWeights, float]:
-        """Return this rank's part, and the seconds in which it was read; 0.0: the host had it."""
+    def _part(
+        self, folder: str, digest: str, keep: Callable[[AdapterWeights], object]
+    ) -> tuple[AdapterWeights, float]:
+        """Return this rank's part, and the seconds in which it was read; 0.0: the host had it.
+
+        `keep` is told one that was read.
+        """
         part = self._parts.get(digest)
         if part is not None:
             return part, 0.0
@@ -338,7 +344,7 @@ class RankServer:
             part = shard_part(weights, self._rank.shard, copy=not self._source.made_up)
             del weights  # whose bytes the room counts
             part = self._rank.pin(part)
-        self._parts.put(part)
+            keep(part)
         return part, read_s
 
     def _read(self, folder: str, digest: str) -> AdapterWeights:

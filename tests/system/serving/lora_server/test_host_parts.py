@@ -62,3 +62,37 @@ def test_what_is_larger_than_all_is_not_kept():
     parts.put(part("one"))
     assert parts.get("one") is None
     assert parts.num_bytes == 0
+
+
+def test_parts_that_are_held_stay_within_the_same_bytes_and_leave_when_they_are_released():
+    parts = HostParts(2 * PART_BYTES)
+    parts.put(part("kept"))
+    one, two = part("one"), part("two")
+    assert parts.hold(one)
+    assert parts.hold(two)
+    assert parts.get("kept") is None
+    assert not parts.hold(part("three"))  # whose bytes would lie beside the bound
+    parts.put(part("three"))
+    assert parts.num_bytes == 2 * PART_BYTES
+    assert (parts.held("one"), parts.held("two"), parts.held("three")) == (one, two, None)
+    parts.release("one")
+    assert parts.held("one") is None
+    assert parts.get("one") is one  # as one of the others
+    assert parts.hold(part("three"))
+    assert parts.get("one") is None
+    parts.release("two")
+    parts.release("three")
+    parts.release("three")
+    assert not parts.any_held
+    assert parts.num_bytes == 2 * PART_BYTES
+
+
+def test_one_that_is_larger_than_all_is_held_alone():
+    parts = HostParts(PART_BYTES - 1)
+    assert parts.hold(part("one"))
+    assert parts.hold(part("one"))
+    assert not parts.hold(part("two"))
+    assert parts.num_bytes == PART_BYTES
+    parts.release("one")
+    assert parts.num_bytes == 0
+    assert parts.hold(part("two"))

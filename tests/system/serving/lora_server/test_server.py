@@ -286,6 +286,19 @@ def test_a_part_that_was_fetched_is_loaded_without_its_files_until_it_is_forgott
         server.load(1, tmp_path / "nowhere", digest, 3)
 
 
+def test_parts_that_are_fetched_take_no_bytes_beside_the_bound(running):
+    server, digests = running.server, running.digests
+    server._parts = HostParts(1)
+    for name in ("a0", "a1"):
+        assert server.fetch(running.adapters[name], digests[name]).read_s > 0
+    assert server._parts.held(digests["a0"]) is not None
+    assert server._parts.held(digests["a1"]) is None
+    assert server.load(0, running.adapters["a0"], digests["a0"], 1).read_s == 0
+    server.forget(digests["a0"])
+    assert server.load(1, running.adapters["a1"], digests["a1"], 2).read_s > 0
+    assert server._parts.num_bytes == 0
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 def test_adapters_that_the_host_copies_as_on_a_gpu_have_the_same_deltas(
     made, running, files, tmp_path
