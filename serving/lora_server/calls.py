@@ -134,6 +134,8 @@ def serve_leases(source: Coordinator, instance: str, connection: Connection) -> 
 class ParallelCalls(Protocol):
     """Part of parallel_calls.ParallelCaller that is used here."""
 
+    limit_s: float
+
     def call(self, name: str, *arguments: Any) -> Any: ...
 
 
@@ -145,12 +147,21 @@ class RemoteRank:
         self._caller, self._parallel = caller, parallel
 
     def fetch(self, folder: str, digest: str) -> PartLoad:
-        """See server.RankServer.fetch."""
-        return PartLoad(*self._parallel.call("fetch", folder, digest))
+        """See server.RankServer.fetch; ValueError also when the files are not read in time."""
+        try:
+            return PartLoad(*self._parallel.call("fetch", folder, digest))
+        except TimeoutError:
+            raise ValueError(
+                "The LoRA Server has not read the adapter's files in "
+                f"{self._parallel.limit_s:g} s: look at the disk of its host, then ask again."
+            ) from None
 
     def forget(self, digest: str) -> None:
         """See server.RankServer.forget."""
-        self._parallel.call("forget", digest)
+        try:
+            self._parallel.call("forget", digest)
+        except TimeoutError as error:
+            raise ConnectionError(f"A rank of the LoRA Server does not answer: {error}") from error
 
     def load(self, number: int, folder: str, digest: str, version: int) -> PartLoad:
         """See server.RankServer.load."""

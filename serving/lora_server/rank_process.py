@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from lora_jax.adapters.reader import AdapterReadLimits
 from serving.lora_server.calls import Caller, RemoteRank, answer_calls
-from serving.lora_server.coordinator import AT_ONCE
 from serving.lora_server.parallel_calls import ParallelCaller, answer_in_parallel
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
@@ -159,7 +158,7 @@ def rank_main(
         "stats": lambda: dataclasses.asdict(server.stats()),
     }
     beside = {"fetch": server.fetch, "forget": server.forget}
-    answer_in_parallel(fetches, beside, AT_ONCE)
+    answer_in_parallel(fetches, beside)
     answer_calls(connection, functions)
     server.stop()
     loop.join()

@@ -18,14 +18,6 @@ from serving.lora_server.coordinator import Lease, NoRoom
 from serving.lora_server.lease_metrics import PartLoad
 
 
-@pytest.fixture
-def pipe():
-    here, there = multiprocessing.Pipe()
-    yield here, there
-    here.close()
-    there.close()
-
-
 def answering(connection, **functions):
     thread = threading.Thread(target=answer_calls, args=(connection, functions), daemon=True)
     thread.start()
@@ -135,6 +127,8 @@ def test_a_rank_far_away(pipe):
         return PartLoad(0.25, 0.5)
 
     class Parallel:
+        limit_s = 1.0
+
         def call(self, *what):
             told.append(what)
             return [0.5, 1.0]
@@ -147,6 +141,20 @@ def test_a_rank_far_away(pipe):
     rank.unload(3, 2)
     fetched = ("fetch", "folder", "digest")
     assert told == [fetched, (3, "folder", "digest", 1), ("forget", "digest"), (3, 2)]
+
+
+def test_files_that_are_not_read_in_time_are_an_error_of_this_adapter(pipe):
+    class Hanging:
+        limit_s = 5.0
+
+        def call(self, *_):
+            raise TimeoutError("no answer")
+
+    rank = RemoteRank(Caller(pipe[0]), Hanging())
+    with pytest.raises(ValueError, match="has not read the adapter's files in 5 s: look at the di"):
+        rank.fetch("folder", "digest")
+    with pytest.raises(ConnectionError, match="does not answer"):
+        rank.forget("digest")
 
 
 class Source:

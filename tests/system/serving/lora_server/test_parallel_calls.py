@@ -1,20 +1,11 @@
 """Calls of which several are under way on one connection."""
 
-import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from serving.lora_server.parallel_calls import ParallelCaller, answer_in_parallel
-
-
-@pytest.fixture
-def pipe():
-    here, there = multiprocessing.Pipe()
-    yield here, there
-    here.close()
-    there.close()
 
 
 def test_a_short_call_passes_a_long_one_and_each_gets_its_own_answer(pipe):
@@ -24,7 +15,7 @@ def test_a_short_call_passes_a_long_one_and_each_gets_its_own_answer(pipe):
         assert go.wait(60)
         return x
 
-    thread = answer_in_parallel(pipe[1], {"long": long, "short": lambda x: 2 * x}, 2)
+    thread = answer_in_parallel(pipe[1], {"long": long, "short": lambda x: 2 * x})
     caller = ParallelCaller(pipe[0])
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(caller.call, "long", "late")
@@ -44,7 +35,7 @@ def test_errors_keep_their_kind_and_harm_no_other_call(pipe):
     def fail(kind):
         raise {"value": ValueError, "gone": ConnectionResetError, "other": KeyError}[kind](kind)
 
-    answer_in_parallel(pipe[1], {"fail": fail, "fine": lambda: 1}, 2)
+    answer_in_parallel(pipe[1], {"fail": fail, "fine": lambda: 1})
     caller = ParallelCaller(pipe[0])
     kinds = {"value": ValueError, "gone": ConnectionError, "other": RuntimeError}
     for kind, error in kinds.items():
@@ -67,8 +58,32 @@ def test_calls_under_way_end_with_the_other_side(pipe):
                 one.result(60)
 
 
-def test_bytes_that_are_no_answer_are_the_end(pipe):
+def test_calls_that_hang_are_given_up_and_delay_no_other(pipe):
+    """However many hang; what they answer in the end is nobody's answer."""
+    go, ended = threading.Event(), threading.Semaphore(0)
+
+    def hang():
+        assert go.wait(60)
+        ended.release()
+        return "late"
+
+    answer_in_parallel(pipe[1], {"hang": hang, "fine": lambda x: x})
+    caller = ParallelCaller(pipe[0], limit_s=0.02)
+    for _ in range(6):
+        with pytest.raises(TimeoutError, match=r"no answer to hang within 0\.02 s"):
+            caller.call("hang")
+    caller.limit_s = 60.0
+    assert caller.call("fine", 1) == 1
+    go.set()
+    for x in range(6):
+        assert ended.acquire(timeout=60)
+        assert caller.call("fine", x) == x
+    caller.close()
+
+
+@pytest.mark.parametrize("said", [b"\x80\x04not json", b"7"])
+def test_bytes_that_are_no_answer_are_the_end(pipe, said):
     caller = ParallelCaller(pipe[0])
-    pipe[1].send_bytes(b"\x80\x04not json")
+    pipe[1].send_bytes(said)
     with pytest.raises(ConnectionError):
         caller.call("hello")
