@@ -223,6 +223,7 @@ def _show_plan(options: Options, text: str) -> None:
     from serving.api.device_sizes import for_device
     from serving.cli.plan import DeviceSizes, ModelSizes, plan_text, read_request
     from serving.engine.memory.jax_share import share_of
+    from serving.engine.memory.step_arrays import step_bytes
     from serving.engine.memory.storage import kv_dtype, lora_dtype
 
     folder = Path(options.engine.model)
@@ -242,7 +243,12 @@ def _show_plan(options: Options, text: str) -> None:
             return share_of(engine, config, device_bytes)
 
         per_token, positions = kv.bytes_per_token(in_cache), config.max_positions
-        sizes = ModelSizes(weights, per_token, itemsize, positions, share)
+
+        def step(context: int, size: int) -> int:
+            sizes_of = engine, config, kv.local(size), dtype, context, size
+            return step_bytes(*sizes_of, traced=False)
+
+        sizes = ModelSizes(weights, per_token, itemsize, positions, share, step)
         engine = for_device(
             options.engine,
             on_cpu=False,

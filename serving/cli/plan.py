@@ -28,7 +28,13 @@ from lora_jax.rank_rows import rows_nbytes
 from serving.api.config import EngineConfig
 from serving.cli.guide import MONTH_H, adapter_bytes, attention_of, guide_lines, part_of
 from serving.cli.trace_hits import read_trace, tier_hits
-from serving.engine.memory.sizing import ASKED_LORA_SHARE, cache_size, whole_adapters
+from serving.engine.memory.sizing import (
+    ASKED_LORA_SHARE,
+    CacheSize,
+    cache_size,
+    free_bytes,
+    whole_adapters,
+)
 from serving.engine.memory.sizing import adapter_bytes as memory_of_adapters
 
 _RANKS = (4, 16, 64, 256)
@@ -57,6 +63,8 @@ class ModelSizes:
     itemsize: int  # of an adapter's values; 1 in 8 bits
     max_positions: int  # of a sequence
     jax_share: Callable[[int], float]  # of each of so many devices' memory
+    # Of a step's own arrays on each of so many devices, for sequences of so many tokens.
+    step_bytes: Callable[[int, int], int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,22 +140,16 @@ def plan_text(
     one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
     gpus = _devices(engine, request, sizes)
     of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
-    free = int(_usable(engine, request, sizes, gpus)) - -(-sizes.weights // gpus)
-    largest = adapter_bytes(of_device.catalogue, engine.max_lora_rank, sizes.itemsize)
-    budget = memory_of_adapters(engine, largest, free, ASKED_LORA_SHARE)
-    whole = rows_nbytes(saved_rows(of_device.catalogue), sizes.itemsize)
-    if budget + whole >= free:
-        raise ValueError(
-            f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
-            "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
-        )
+    room = _room(engine, request, sizes, of_device, gpus)
+    if not engine.kv_cache_memory_bytes:  # as the server does it
+        step = sizes.step_bytes(room.kv.max_model_len, gpus)
+        room = _room(engine, request, sizes, of_device, gpus, step)
+    budget, kv = room.adapters, room.kv
     limits = engine.max_loras, engine.max_lora_rank, sizes.itemsize
     spec = size_slots(of_device.catalogue, *limits, budget)
     rows = rows_per_adapter(part_of(of_device.catalogue, request.modules), request.rank)
     on_device = min(engine.max_loras, whole_adapters(rows, spec.rows), request.adapters)
     slots = gpus * rows_nbytes(spec.rows, sizes.itemsize)
-    left = free - budget - whole
-    kv = cache_size(engine, of_device.kv_per_token, sizes.max_positions, left)
     tokens = kv.num_pages * kv.page_size
     by_bytes = engine.max_total_adapter_bytes // one
     on_host = min(engine.max_cpu_loras or by_bytes, by_bytes, request.adapters)
@@ -156,6 +158,7 @@ def plan_text(
         f"one adapter    rank {request.rank} on {', '.join(request.modules) or 'all modules'}: "
         f"{spell_bytes(one)}; {sizes.weights // one} of them take what the model takes",
         f"devices        {gpus} of {spell_bytes(int(request.device_bytes))}",
+        f"step           {spell_bytes(gpus * kv.step_bytes)} for a step's own arrays",
         f"adapter slots  {spell_bytes(slots)}: {on_device} adapters",
         f"KV cache       {spell_bytes(gpus * tokens * of_device.kv_per_token)}: {tokens} tokens",
         f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
@@ -166,6 +169,38 @@ def plan_text(
     if request.guide:
         lines += guide_lines(catalogue, sizes.weights, sizes.itemsize)
     return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Room:
+    """What weights leave of one device."""
+
+    adapters: int  # bytes
+    kv: CacheSize
+
+
+def _room(
+    engine: EngineConfig,
+    request: PlanRequest,
+    sizes: ModelSizes,
+    of_device: DeviceSizes,
+    gpus: int,
+    step: int = 0,
+) -> _Room:
+    """Return what one of so many devices has beside `step` bytes; ValueError: too little."""
+    limit = int(sizes.jax_share(gpus) * request.device_bytes)
+    free = free_bytes(engine, limit, -(-sizes.weights // gpus), step)
+    largest = adapter_bytes(of_device.catalogue, engine.max_lora_rank, sizes.itemsize)
+    budget = memory_of_adapters(engine, largest, free, ASKED_LORA_SHARE)
+    whole = rows_nbytes(saved_rows(of_device.catalogue), sizes.itemsize)
+    if budget + whole >= free:
+        raise ValueError(
+            f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
+            "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
+        )
+    left = free - budget - whole
+    kv = cache_size(engine, of_device.kv_per_token, sizes.max_positions, left, step)
+    return _Room(budget, kv)
 
 
 def _usable(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes, gpus: int) -> float:

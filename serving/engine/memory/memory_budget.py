@@ -67,8 +67,7 @@ def size_kv_cache(
                 )
             slots += rows_nbytes(saved_rows(local_catalogue), lora_dtype(config, dtype).itemsize)
             free = kv_bytes(free, slots + encoder_bytes)
-        size = cache_size(config, per_token, model_config.max_positions, free)
-        return dataclasses.replace(size, step_bytes=step)
+        return cache_size(config, per_token, model_config.max_positions, free, step)
 
     size = size_beside(0)
     if free_device_bytes(config) is not None and not config.kv_cache_memory_bytes:

@@ -68,11 +68,16 @@ def longest_wanted(config: EngineConfig, model_positions: int) -> int:
 
 
 def cache_size(
-    config: EngineConfig, bytes_per_token: int, model_positions: int, free: int | None = None
+    config: EngineConfig,
+    bytes_per_token: int,
+    model_positions: int,
+    free: int | None = None,
+    step: int = 0,
 ) -> CacheSize:
     """Return pages for max_num_seqs sequences of full length, within the byte budget.
 
-    Without kv_cache_memory_bytes the budget is `free` bytes, on a CPU DEFAULT_KV_BYTES. A
+    Without kv_cache_memory_bytes the budget is `free` bytes, on a CPU DEFAULT_KV_BYTES; a step's
+    own arrays, which take `step` bytes, have been left free for. A
     max_model_len that was not asked for shrinks to what the pages hold; one that was asked for must
     fit. Raises ValueError.
     """
@@ -83,8 +88,8 @@ def cache_size(
     if affordable < 1:
         raise ValueError(
             f"One KV page of {page_size} tokens takes {bytes_per_token * page_size} bytes; the "
-            f"budget is {budget}. Raise kv_cache_memory_bytes or gpu_memory_utilization, or lower "
-            "block_size."
+            f"budget is {budget}{_beside(step)}. Raise kv_cache_memory_bytes or "
+            "gpu_memory_utilization, or lower block_size."
         )
     longest = min(wanted, affordable * page_size)
     if config.max_model_len and longest < wanted:
@@ -93,10 +98,15 @@ def cache_size(
             other = "give adapters less by lora_memory_bytes, max_loras or max_lora_rank"
         raise ValueError(
             f"A sequence of max_model_len {wanted} takes {wanted * bytes_per_token} bytes of KV "
-            f"cache; the budget is {budget}. Lower max_model_len, or {other}."
+            f"cache; the budget is {budget}{_beside(step)}. Lower max_model_len"
+            f"{', max_num_batched_tokens or max_num_seqs' if step else ''}, or {other}."
         )
     pages = min(affordable, config.step_seqs * -(-longest // page_size))
-    return CacheSize(pages, page_size, longest)
+    return CacheSize(pages, page_size, longest, step_bytes=step)
+
+
+def _beside(step: int) -> str:
+    return f", beside {step} bytes for a step's own arrays" if step else ""
 
 
 def host_pages(config: EngineConfig, page_bytes: int, memory: int) -> int:

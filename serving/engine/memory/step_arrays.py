@@ -16,6 +16,9 @@ from serving.engine.memory.storage import kv_dtype
 from serving.steps.step_programs import token_buckets
 
 _SAMPLER_COPIES = 7  # of a row's logits in float32; compiled programs have 5 or 6
+# Sums of chunks of 256 positions and more that attention keeps apart on a Hopper GPU: of the tokens
+# of a step that decodes, of one with prompts, and of latents.
+_PARTS, _PROMPT_PARTS, _LATENT_PARTS, _CHUNK, _PROMPT_TOKENS = 65536, 16384, 8192, 256, 256
 _CARRIED = 3  # of a token's hidden state: the residual, what a map reads and what it gives
 
 
@@ -26,17 +29,21 @@ def step_bytes(
     dtype: jnp.dtype,
     context: int,
     devices: int = 1,
+    *,
+    traced: bool = True,
 ) -> int:
     """Return the bytes of one device that the largest step takes beside weights, pages and slots.
 
     `shape` is what one of the devices keeps of a token, `context` the most positions of a sequence.
     A program's arrays are those that every layer hands on and those of its largest part: attention,
     an MLP, or the rows of logits. Arrays that XLA lays over each other are counted once for each.
+    Attention is that of this process's device; not `traced`, no device is asked, and it counts as
+    on a Hopper GPU.
     """
     return max(
         _carried(model_config, dtype, tokens)
         + max(
-            _attention(config, model_config, shape, dtype, context, tokens, devices),
+            _attention(config, model_config, shape, dtype, context, tokens, devices, traced),
             _mlp(model_config, dtype, tokens, devices),
             _head(config, model_config, tokens),
         )
@@ -71,11 +78,15 @@ def _attention(
     context: int,
     tokens: int,
     devices: int,
+    traced: bool,
 ) -> int:
     """Return the bytes of queries, keys and values, and of the attention's own arrays."""
     q_heads, of_pages = model_config.num_heads // devices, kv_dtype(config, dtype)
     v_dim = shape.v_dim or model_config.latent.kv_lora_rank
     maps = tokens * (q_heads + 2 * shape.num_kv_heads) * (shape.k_dim + v_dim) * dtype.itemsize
+    if not traced:
+        parts = _parts(tokens, context, is_latent=not shape.v_dim) * (v_dim + 2) * 4
+        return maps + q_heads * (parts + tokens * v_dim * dtype.itemsize)
 
     def array(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, of)
@@ -92,8 +103,16 @@ def _attention(
         array(tokens),
         array(),
     )
-    traced = jax.make_jaxpr(lambda *given: paged_attention(*given, scale=1.0, v_dim=v_dim))(*arrays)
-    return maps + max(_own_arrays(traced.jaxpr))
+    made = jax.make_jaxpr(lambda *given: paged_attention(*given, scale=1.0, v_dim=v_dim))(*arrays)
+    return maps + max(_own_arrays(made.jaxpr))
+
+
+def _parts(tokens: int, context: int, *, is_latent: bool) -> int:
+    """Return the most sums that attention on a Hopper GPU keeps apart."""
+    most = _LATENT_PARTS if is_latent else _PARTS
+    if tokens >= _PROMPT_TOKENS:
+        most = min(most, _PROMPT_PARTS)
+    return min(tokens * -(-context // _CHUNK), most)
 
 
 def _own_arrays(jaxpr: core.Jaxpr) -> Iterator[int]:

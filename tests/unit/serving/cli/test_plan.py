@@ -32,8 +32,8 @@ def llama_70b():
     return LoraCatalogue("llama", 80, modules, ())
 
 
-def model_sizes(weights, per_token, itemsize):
-    return ModelSizes(weights, per_token, itemsize, 1 << 17, lambda devices: 1.0)
+def model_sizes(weights, per_token, itemsize, step=0):
+    return ModelSizes(weights, per_token, itemsize, 1 << 17, lambda devices: 1.0, lambda *_: step)
 
 
 KV = 80 * 2 * 8 * 128 * 2  # bytes of a token
@@ -71,6 +71,26 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     small = PlanRequest(adapters=10, zipf=0.0, device_bytes=141e9)
     text = plan_text(small, engine, llama_70b, sizes, on_each)
     assert "device 100.0%, host 0.0%, disk 0.0%" in text
+
+
+def test_a_steps_own_arrays_are_left_free_for(llama_70b):
+    engine = EngineConfig(model="m", max_loras=4, gpu_memory_utilization=1.0)
+    on_each, request = halves(llama_70b), PlanRequest(device_bytes=80e9)
+
+    def tokens(step, **changes):
+        config = dataclasses.replace(engine, **changes)
+        sizes = model_sizes(120_000_000_000, KV, 2, step)
+        text = plan_text(request, config, llama_70b, sizes, on_each)
+        shown = 0 if "kv_cache_memory_bytes" in changes else 2 * step
+        assert f"step           {spell_bytes(shown)}" in text
+        return int(text.partition("KV cache")[2].split()[2])
+
+    most = tokens(0)
+    assert most - 16 <= tokens(2 * 10**9) + 2 * 10**9 * 2 // KV <= most + 16
+    given = {"kv_cache_memory_bytes": 1 << 30}
+    assert tokens(10**9, **given) == tokens(0, **given)
+    with pytest.raises(ValueError, match=r"and a step's own arrays \(\d+ bytes\) leave no room"):
+        tokens(20 * 10**9)
 
 
 def test_devices_that_are_asked_for_are_those_of_the_plan(llama_70b):
@@ -155,8 +175,9 @@ def test_the_command_prints_the_plan_of_the_shipped_model(capsys):
         ["--max-loras", "2000", "--max-lora-rank", "8"],  # rows of experts are the fewer
         ["--max-loras", "20", "--max-lora-rank", "16", "--lora-memory-bytes", "3000000"],
         ["--max-num-seqs", "2"],  # of whose longest sequences the pages are
+        ["--gpu-memory-utilization", "1.0"],  # beside a step's own arrays
     ],
-    ids=["all", "few rows", "bytes", "few pages"],
+    ids=["all", "few rows", "bytes", "few pages", "step"],
 )
 def test_the_plan_has_the_server_s_own_numbers(flags, capsys, monkeypatch):
     """Slots, adapters in them and KV pages, of an engine on a device of so many bytes."""

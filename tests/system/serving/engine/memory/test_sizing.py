@@ -46,6 +46,13 @@ def test_what_does_not_fit_is_refused_with_numbers():
             cache_size(small, 100, 50, free)
     with pytest.raises(ValueError, match=r"budget is 3200.* or give adapters less by lora_memory"):
         cache_size(config(max_model_len=50), 100, 50, 3200)
+    what = (
+        r"budget is 3200, beside 77 bytes for a step's own arrays\. Lower max_model_len, max_num_ba"
+    )
+    with pytest.raises(ValueError, match=what):
+        cache_size(config(max_model_len=50), 100, 50, 3200, 77)
+    with pytest.raises(ValueError, match="is 1500, beside 9 bytes for a step's own arrays"):
+        cache_size(config(), 100, 50, 1500, 9)
     with pytest.raises(ValueError, match="takes 1600 bytes; the budget is 1500"):
         cache_size(config(kv_cache_memory_bytes=1500), 100, 50)
 

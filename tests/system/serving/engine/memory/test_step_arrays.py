@@ -17,11 +17,12 @@ LLAMA = llama_config(LlamaShape(128256, 4096, 14336, 2, 32, 8, 131072))
 MOE = LLAMA | QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}
 
 
-def planned(fields, context, *, devices=1, **sizes):
+def planned(fields, context, *, devices=1, traced=True, **sizes):
     model_config = from_hf(fields)
     shape = model_class(model_config.model_type).kv_shape(model_config).local(devices)
     config = EngineConfig("m", **sizes)
-    return step_arrays.step_bytes(config, model_config, shape, BF16, context, devices) / MIB
+    given = config, model_config, shape, BF16, context, devices
+    return step_arrays.step_bytes(*given, traced=traced) / MIB
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def on_hopper(monkeypatch):
 def test_a_plan_has_room_for_what_the_program_takes(on_hopper, fields, tokens, context, compiled):
     sizes = {"max_num_seqs": min(tokens, 256), "max_num_batched_tokens": tokens}
     assert compiled <= planned(fields, context, **sizes) <= 1.5 * compiled
+
+
+@pytest.mark.parametrize("fields", [LLAMA, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("context", [4096, 131072])
+@pytest.mark.parametrize("tokens", [32, 128, 2048])
+def test_without_a_device_attention_counts_as_on_a_gpu(on_hopper, fields, context, tokens):
+    sizes = {"max_num_seqs": min(tokens, 256), "max_num_batched_tokens": tokens}
+    traced = planned(fields, context, **sizes)
+    assert traced <= planned(fields, context, traced=False, **sizes) <= 1.05 * traced
+
+
+def test_without_a_device_none_is_asked(monkeypatch):
+    monkeypatch.setattr(step_arrays, "paged_attention", lambda *_, **__: pytest.fail("traced"))
+    assert planned(LLAMA, 4096, traced=False, max_num_seqs=1) > 0
 
 
 def test_a_shorter_sequence_and_more_devices_need_less(on_hopper):
