@@ -82,9 +82,7 @@ class EngineConfig:
     max_adapter_loads_per_minute: int = 600
     adapter_wait_s: float = 600.0  # longest wait of a request for an adapter slot
     adapter_load_chunks_per_step: int = 8  # writes to the slots between two steps
-    compile_base_only_steps: bool = (
-        True  # decode steps without an adapter have programs of their own
-    )
+    compile_base_only_steps: bool = True  # steps without an adapter have programs of their own
     # Merged weights: "exact": rows of the merged adapter only, "auto": in a mixture with others.
     lora_merge: str = "off"
     lora_merge_theta: float = 0.05  # seconds that a sequence may be left out of steps for it

@@ -84,7 +84,7 @@ ENGINE_HELP = {
     "for its adapter, in seconds.",
     "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "
     "between two steps.",
-    "compile_base_only_steps": "Compile decode steps for batches without adapters too. Without "
+    "compile_base_only_steps": "Compile steps for batches without adapters too. Without "
     "them the start takes half the time.",
     "speculative_config": "Draft tokens by n-gram lookup in the text, such as "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '

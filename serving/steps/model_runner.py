@@ -97,8 +97,8 @@ class ModelRunner:
         """`max_tokens` bounds a step, `dtype` is that of KV pages, and `end_ids` are held back
         before a request's min_tokens. With `reroute_tables` the model's experts lie in expert
         tensors, with `link` the experts' part of adapters comes from a LoRA Server.
-        `compile_base_only_steps` compiles decode steps once more without LoRA, for batches that
-        have none, `structured_outputs` steps whose rows may be masked. With `split` the model and
+        `compile_base_only_steps` compiles steps once more without LoRA, for batches that have
+        none, `structured_outputs` steps whose rows may be masked. With `split` the model and
         `slots` lie on its devices, and `kv_shape` is of all heads. `encoder` is that of a model
         that takes images. With `merged` steps may take those weights, with `mixture` steps whose
         rows have other adapters too. `bringing` are the slots whose adapters have more than LoRA;
@@ -350,7 +350,8 @@ class ModelRunner:
     def _needs_lora(self, plan: StepPlan, bucket: int) -> bool:
         if plan.merged is not None:
             return plan.is_mixture
-        if not self._programs.can_specialize(bucket) or self.slots is None:
+        bound = self.board is not None and plan.is_bound
+        if not self._programs.can_specialize(bucket, bound=bound) or self.slots is None:
             return True
         return any(True for _ in lora_slots(plan, *self._num_slots))
 

@@ -81,7 +81,7 @@ class StepPrograms:
     merged: bool = False  # some take weights with an adapter merged into them,
     mixture: bool = False  # some of these with rows of other adapters too
     brings: bool = False  # some have adapters with more than LoRA
-    base_only: bool = False  # decode steps have a program without LoRA
+    base_only: bool = False  # steps without adapters have programs without LoRA
     bound: bool = False  # rows may be masked,
     waits: bool = False  # on the device: else such a step is two programs
 
@@ -94,10 +94,10 @@ class StepPrograms:
         if self.merged and self.mixture:
             kinds.append((True, True))
         programs = programs_of(kinds, self._variants, self.buckets)
-        programs += [Program(b, lora=False) for b in self.buckets if self.can_specialize(b)]
+        programs += [Program(b, lora=False) for b in self.buckets if self.base_only]
         if self.waits:
-            buckets = filter(self.can_specialize, self.bound_buckets)
-            programs += [*self._masked, *(Program(b, False, bound=True) for b in buckets)]
+            plain = [b for b in self.bound_buckets if self.can_specialize(b, bound=True)]
+            programs += [*self._masked, *(Program(b, False, bound=True) for b in plain)]
         return tuple(programs)
 
     @functools.cached_property
@@ -117,12 +117,12 @@ class StepPrograms:
             return ()
         return tuple(dict.fromkeys((*few, self._decode_bucket, self.buckets[-1])))
 
-    def can_specialize(self, bucket: int) -> bool:
+    def can_specialize(self, bucket: int, *, bound: bool) -> bool:
         """Return whether a bucket has a program without LoRA.
 
-        Those of decode steps have one, with and without a few tokens of prompts.
+        Of steps with masks, those that decode have one, with and without a few tokens of prompts.
         """
-        return self.base_only and bucket <= self._decode_bucket
+        return self.base_only and (not bound or bucket <= self._decode_bucket)
 
     @property
     def _masked(self) -> tuple[Program, ...]:

@@ -50,7 +50,7 @@ def test_an_engine_has_the_programs_that_its_parts_ask_for():
     assert plain.in_two_parts == plain.bound_buckets == ()
     masked = StepPrograms((8, 32, 128), 20, base_only=True, brings=True, bound=True)
     assert masked.bound_buckets == (32, 128)
-    assert [p for p in masked.whole if not p.lora] == [Program(8, False), Program(32, False)]
+    assert [p for p in masked.whole if not p.lora] == [Program(b, False) for b in (8, 32, 128)]
     assert [p[:4] for p in masked.in_two_parts if p.brings] == [
         (32, True, False, True),
         (128, True, False, True),
@@ -64,7 +64,16 @@ def test_decode_steps_with_a_few_prompt_tokens_have_programs_too(max_seqs):
     buckets = token_buckets(8192, max_seqs)
     programs = StepPrograms(buckets, max_seqs, base_only=True, bound=True, waits=True)
     assert programs.bound_buckets == (8, 512, 8192)
-    assert [b for b in buckets if programs.can_specialize(b)] == [b for b in buckets if b <= 512]
+    plain = [p for p in programs.whole if not p.lora]
+    assert [p.bucket for p in plain if p.bound] == [8, 512]
+    assert [p.bucket for p in plain if not p.bound] == list(buckets)
+
+
+def test_prompts_without_adapters_take_a_program_without_lora():
+    programs = StepPrograms((8, 32, 128), 8, base_only=True, bound=True, waits=True)
+    assert [programs.can_specialize(b, bound=False) for b in (8, 32, 128)] == [True] * 3
+    assert [programs.can_specialize(b, bound=True) for b in (8, 32, 128)] == [True, False, False]
+    assert not StepPrograms((8, 32, 128), 8).can_specialize(8, bound=False)
 
 
 def test_steps_on_merged_weights_have_lora_where_rows_are_mixed_or_wait_for_masks():

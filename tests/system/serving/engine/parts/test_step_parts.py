@@ -84,7 +84,7 @@ def test_a_gpu_server_is_ready_when_all_kept_programs_are_read(
 
 
 @pytest.mark.slow  # ahead-of-time compiling shows the programs; this compiles them all
-def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monkeypatch):
+def test_steps_without_lora_have_their_own_programs_on_accelerators(tmp_path, monkeypatch):
     """The same tokens, whether a batch's adapters' kernels are in the program or not."""
     used = []
 
@@ -104,7 +104,7 @@ def test_decode_without_lora_has_its_own_programs_on_accelerators(tmp_path, monk
         want = [tokens(engine.generate(prompts[: len(b)], b, GREEDY)) for b in batches]
     monkeypatch.setattr(step_parts, "ModelRunner", Specialized)
     with make_engine(tmp_path / "own", SHAPES["mixtral"]) as engine:
-        assert set(used) == {(8, True), (8, False), (32, True)}
+        assert set(used) == {(b, lora) for b in (8, 32) for lora in (True, False)}
         for names, wanted in zip(batches, want, strict=True):
             used.clear()
             assert tokens(engine.generate(prompts[: len(names)], names, GREEDY)) == wanted
