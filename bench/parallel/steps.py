@@ -83,7 +83,7 @@ def make_runners(raw: dict[str, Any], sizes: Sizes, split: Split | None) -> Runn
     prompts = runner(sizes.prompts, sizes.prompt, sizes.tokens) if sizes.prompts else None
     lowered = list(decode.lowered([Program(sizes.rows, lora) for lora in (False, True)]))
     if prompts is not None:
-        lowered += prompts.lowered([Program(sizes.tokens)])
+        lowered += prompts.lowered([Program(sizes.tokens, lora) for lora in (False, True)])
     compile_all(lowered, [str(place) for place in range(len(lowered))], progress=False)
     return Runners(decode, prompts)
 
