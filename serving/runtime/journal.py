@@ -55,6 +55,14 @@ class Changes:
         others = {n: e for n, e in self.loaded.items() if n != name}
         return Changes({**others, name: entry}, tuple(n for n in self.unloaded if n != name))
 
+    def with_same(self, name: str, other: "Changes") -> "Changes":
+        """Return the changes with what others say of one name, if only nothing."""
+        loaded = {n: e for n, e in self.loaded.items() if n != name}
+        gone = tuple(n for n in self.unloaded if n != name)
+        if name in other.loaded:
+            loaded[name] = other.loaded[name]
+        return Changes(loaded, (*gone, name) if name in other.unloaded else gone)
+
     def with_unloaded(self, name: str) -> "Changes":
         """Return the changes after an unload."""
         others = {n: e for n, e in self.loaded.items() if n != name}
@@ -119,6 +127,23 @@ class Journal:
         self.attempts.forget(name, entry.digest)
         self._change(lambda old: old.with_loaded(name, entry))
 
+    @contextlib.contextmanager
+    def loading(self, name: str, entry: Loaded) -> Iterator[None]:
+        """Record a load by request before the block, which carries it out.
+
+        Where the block fails, the name is recorded as before. Raises OSError.
+        """
+        self.attempts.forget(name, entry.digest)
+        before = self._change(lambda old: old.with_loaded(name, entry))
+        try:
+            yield
+        except BaseException:
+            try:
+                self._change(lambda now: now.with_same(name, before))
+            except (OSError, ValueError) as error:
+                logger.error("%s is recorded, but was not loaded: %s", name, error)
+            raise
+
     def unloaded(self, name: str) -> None:
         """Record an unload. Raises OSError."""
         self._change(lambda old: old.with_unloaded(name))
@@ -140,13 +165,15 @@ class Journal:
                 ) from None
             yield
 
-    def _change(self, change: Callable[[Changes], Changes]) -> None:
+    def _change(self, change: Callable[[Changes], Changes]) -> Changes:
+        """Record a change, and return what was recorded before it."""
         with (self._folder / LOCK).open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             old = self.read()
             new = change(old)
             if new != old:
                 self._write(new)
+            return old
 
     def _write(self, changes: Changes) -> None:
         entries = {name: dataclasses.asdict(entry) for name, entry in changes.loaded.items()}

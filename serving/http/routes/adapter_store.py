@@ -4,12 +4,12 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from fastapi import Request
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
-from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, RegistryBusy
+from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, Recorded, RegistryBusy
 from lora_jax.adapters.registry_errors import AdapterRejected
 from lora_jax.adapters.versions import FULL_NAME, check_name, split
 from serving.http.access.auth import caller_of, require_admin
@@ -59,7 +59,8 @@ async def load(
 ) -> AdapterEntry:
     """Load `--lora-dir/path` under a name and return its entry.
 
-    Raises ApiError 400 (bad name, path or files, name taken), 404 (no such folder) or 503 (busy).
+    Raises ApiError 400 (bad name, path or files, name taken), 404 (no such folder) or 503 (busy,
+    or it cannot be recorded); then all stays as it was.
     """
     if server.engine.config.lora_dir is None:
         raise ApiError(400, "Loading adapters over HTTP needs --lora-dir.", type="InvalidUserInput")
@@ -75,10 +76,8 @@ async def load(
     registry = server.engine.registry
     try:
         async with server.changing:
-            entry = await asyncio.to_thread(
-                registry.load, name, path, replace=replace, pinned=pinned, confined=True
-            )
-            await _keep_load(server, entry, path, was_there=replace)
+            options = {"replace": replace, "pinned": pinned, "recorded": _recorded(server, path)}
+            entry = await asyncio.to_thread(registry.load, name, path, confined=True, **options)
     except AdapterExists:
         raise ApiError(
             400,
@@ -96,35 +95,43 @@ async def load(
     return entry
 
 
-async def _keep_load(server: Server, entry: AdapterEntry, path: str, was_there: bool) -> None:
-    """Record a load before it is acknowledged; undo it where that fails.
+def _recorded(server: Server, path: str) -> Recorded:
+    """Return a context in which an adapter is published: its load is on the disk before.
 
-    What an adapter held before a load in place is gone: then the error says that the new weights
-    answer until this process ends.
+    It raises ApiError 503 where that fails.
     """
-    if server.journal is None:
-        return
-    try:
+
+    @contextlib.contextmanager
+    def record(entry: AdapterEntry) -> Iterator[None]:
+        if server.journal is None:
+            yield
+            return
         loaded = Loaded(path, entry.digest, entry.pinned)
-        await _record(server.journal.loaded, entry.name, loaded)
-    except ApiError as error:
-        if was_there:
-            now = f" Until then {entry.name!r} answers with the new weights."
-            raise ApiError(error.status, error.message + now) from None
-        await asyncio.to_thread(server.engine.registry.unload, entry.name)
-        raise
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(server.journal.loading(entry.name, loaded))
+            except (OSError, ValueError) as error:
+                raise _not_recorded(error) from None
+            yield
+
+    return record
 
 
 async def _record(write: Callable[..., None], *change: object) -> None:
     try:
         await asyncio.to_thread(write, *change)
     except (OSError, ValueError) as error:
-        logger.error("The journal of adapters cannot be written: %s", error)
-        raise ApiError(
-            503,
-            "The server cannot record this change, so it would not outlast this process: "
-            f"{getattr(error, 'strerror', None) or 'its journal is broken'}.",
-        ) from None
+        raise _not_recorded(error) from None
+
+
+def _not_recorded(error: Exception) -> ApiError:
+    """Log why the journal cannot be written, and return the error of the request."""
+    logger.error("The journal of adapters cannot be written: %s", error)
+    return ApiError(
+        503,
+        "The server cannot record this change, so it would not outlast this process; all stays as "
+        f"it was: {getattr(error, 'strerror', None) or 'its journal is broken'}.",
+    )
 
 
 def durability(server: Server) -> str:

@@ -7,6 +7,7 @@ When host memory is short, weights that nobody uses are evicted. Their names and
 next use reads the folder again, and refuses files that have changed.
 """
 
+import contextlib
 import itertools
 import os
 import threading
@@ -47,9 +48,12 @@ __all__ = [
     "EvictedAdapter",
     "HostFull",
     "HostShare",
+    "Recorded",
     "RegistryBusy",
     "RegistryLimits",
 ]
+
+Recorded = Callable[[AdapterEntry], contextlib.AbstractContextManager[object]]
 
 _READERS = 16  # folders of the operator's that are read side by side, at most
 
@@ -109,8 +113,11 @@ class AdapterRegistry:
         pinned: bool = False,
         confined: bool = True,
         digest: str | None = None,
+        recorded: Recorded = contextlib.nullcontext,
     ) -> AdapterEntry:
         """Read, check and publish an adapter; on any error the old entry of the name stays.
+
+        It is published inside of `recorded(entry)`, whose error is one of those.
 
         `digest` repeats a load of these very files: others are refused, and it does not count in
         the limit of loads in a minute.
@@ -123,7 +130,7 @@ class AdapterRegistry:
         with self._loading, self._turns.turn(name):
             self._check_free(name, replace)
             folder = self._folders.folder(path, confined)
-            given = {"digest": digest or "", "limited": digest is None}
+            given = {"digest": digest or "", "limited": digest is None, "recorded": recorded}
             return self._read_in(name, folder, confined, pinned=pinned, **given)
 
     def load_all(self, paths: Mapping[str, str | os.PathLike[str]]) -> None:
@@ -321,6 +328,7 @@ class AdapterRegistry:
         limited: bool = True,
         ticket: Ticket | None = None,
         held: HeldRoom | None = None,
+        recorded: Recorded = contextlib.nullcontext,
     ) -> AdapterEntry:
         """Read, check and publish; a `digest` is the only one that is accepted.
 
@@ -336,7 +344,8 @@ class AdapterRegistry:
                 "in place, or unload it first."
             )
         entry = self._folders.entry(name, weights, folder, confined, pinned, explicit)
-        return self._publish(entry, share, ticket, held)
+        with recorded(entry):
+            return self._publish(entry, share, ticket, held)
 
     def _read(self, name: str, folder: Path, confined: bool) -> AnyWeights:
         try:

@@ -1,6 +1,7 @@
 """An engine without a model: deterministic letters from a thread per request, all at once."""
 
 import asyncio
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -98,7 +99,15 @@ class FakeRegistry:
         self.full = False  # of adapters in use: what is not loaded waits
 
     def load(
-        self, name, path, *, replace=False, pinned=False, confined=True, digest=None
+        self,
+        name,
+        path,
+        *,
+        replace=False,
+        pinned=False,
+        confined=True,
+        digest=None,
+        recorded=contextlib.nullcontext,
     ) -> FakeEntry:
         if name in self._entries and not replace:
             raise AdapterExists(f"{name} is loaded.")
@@ -113,10 +122,15 @@ class FakeRegistry:
         found = 12 * "0" + hashlib.sha256(str(folder).encode() + config).hexdigest()[12:]
         if digest not in (None, found):
             raise AdapterRejected(f"Adapter {name!r}: its files have changed.")
-        self._generation += 1
-        self._entries[name] = FakeEntry(name, found, self._generation, pinned, folder.name)
-        self.refused.pop(name, None)
-        return self._entries[name]
+        entry = FakeEntry(name, found, self._generation + 1, pinned, folder.name)
+        with recorded(entry):
+            self.publish(entry)
+        return entry
+
+    def publish(self, entry: FakeEntry) -> None:
+        self._generation = entry.generation
+        self._entries[entry.name] = entry
+        self.refused.pop(entry.name, None)
 
     def refuse(self, name: str, why: str) -> None:
         self.refused[name] = why

@@ -1,5 +1,6 @@
 """Names and adapters: published whole or not at all, replaced, confined, limited."""
 
+import contextlib
 import re
 import shutil
 import tempfile
@@ -61,6 +62,30 @@ def test_load_get_unload(root):
         names.get("a")
     with pytest.raises(AdapterNotFound):
         names.unload("a")
+
+
+def test_a_load_is_published_inside_of_its_record_or_not_at_all(root):
+    names = registry(root)
+    old = names.load("a", "sql")
+    seen = []
+
+    @contextlib.contextmanager
+    def recorded(entry):
+        seen.append((entry.digest, names.get("a")))
+        yield
+        seen.append(names.get("a"))
+
+    new = names.load("a", "law", replace=True, recorded=recorded)
+    assert seen == [(new.digest, old), new]
+
+    def full(_):
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        names.load("a", "sql", replace=True, recorded=full)
+    with pytest.raises(OSError, match="no space"):
+        names.load("b", "sql", recorded=full)
+    assert names.entries() == (new,)
 
 
 def test_not_found_lists_the_evicted_too(big_root):

@@ -11,7 +11,7 @@ import pytest
 from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.http_server import client_of
 
-from lora_jax.adapters.registry import AdapterRejected
+from lora_jax.adapters.registry import AdapterRejected, RegistryBusy
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
 from serving.runtime import journal, load_attempts
@@ -123,6 +123,62 @@ def test_what_was_before_is_put_back(tmp_path):
     made.put_back("a", before)
     made.put_back("b", before)
     assert made.read() == Changes({"a": Loaded("x", DIGEST)}, ("b",))
+
+
+@pytest.mark.parametrize("before", ["loaded", "unloaded", "given by a flag"])
+def test_a_load_that_fails_after_its_record_leaves_what_was_recorded(tmp_path, before, caplog):
+    made = Journal(tmp_path)
+    made.loaded("other", Loaded("x", DIGEST))
+    if before == "loaded":
+        made.loaded("a", Loaded("x", DIGEST))
+    elif before == "unloaded":
+        made.unloaded("a")
+    then = made.read()
+
+    def fail(name, do):
+        with made.loading(name, Loaded("y", DIGEST)):
+            do()
+            raise RuntimeError("no room")
+
+    def is_there():
+        assert made.read().loaded["a"].path == "y"  # before it happens
+
+    with pytest.raises(RuntimeError, match="no room"):
+        fail("a", is_there)
+    assert made.read() == then
+    with made.loading("a", Loaded("y", DIGEST)):
+        pass
+    assert made.read() == then.with_loaded("a", Loaded("y", DIGEST))
+    with pytest.raises(RuntimeError, match="no room"):
+        fail("b", lambda: (tmp_path / journal.FILE).write_text("broken"))
+    assert "b is recorded, but was not loaded" in caplog.text
+
+
+def test_a_load_in_place_on_a_full_disk_keeps_the_old_weights_now_and_after_a_restart(
+    root, tmp_path, monkeypatch
+):
+    engine, made = FakeEngine(root), Journal(tmp_path / "state")
+    with client_of(create_app(engine, SETTINGS, journal=made)) as client:
+        assert load(client, "a", "sql").status_code == 200
+        old = engine.registry.get("a")
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        assert load(client, "a", "law", load_inplace=True).status_code == 503
+        monkeypatch.undo()
+        assert engine.registry.get("a") is old
+        again = FakeEngine(root)
+        assert replay(made.read(), again.registry) == {}
+        assert names(again) == {"a": old.digest}
+
+        def busy(*_):
+            raise RegistryBusy("The host has no room.")
+
+        monkeypatch.setattr(engine.registry, "publish", busy)
+        assert load(client, "a", "law", load_inplace=True).status_code == 503
+        assert made.read().loaded["a"].digest == old.digest
 
 
 def test_unloaded_names_are_bounded(tmp_path, monkeypatch):

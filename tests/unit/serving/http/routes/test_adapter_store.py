@@ -64,7 +64,7 @@ class FullDisk:
 
     is_lasting = True
 
-    def loaded(self, name, entry):
+    def loading(self, name, entry):
         raise OSError(28, "No space left on device")
 
     def unloaded(self, name):
@@ -87,16 +87,16 @@ def test_what_cannot_be_recorded_does_not_happen(lora_dir, change):
     assert [known.name for known in engine.registry.known()] == before
 
 
-def test_a_load_in_place_that_cannot_be_recorded_says_what_answers_now(lora_dir):
+def test_a_load_in_place_that_cannot_be_recorded_keeps_the_old_weights(lora_dir):
     engine = FakeEngine(lora_dir)
-    engine.registry.load("sql", "sql")
+    before = engine.registry.load("sql", "sql")
     app = create_app(engine, HttpSettings(enable_runtime_lora=True), journal=FullDisk())
     with client_of(app) as client:
         body = {"lora_name": "sql", "lora_path": "sql", "load_inplace": True}
         answer = client.post("/v1/load_lora_adapter", json=body)
     assert answer.status_code == 503
-    message = answer.json()["error"]["message"]
-    assert message.endswith("Until then 'sql' answers with the new weights.")
+    assert "all stays as it was" in answer.json()["error"]["message"]
+    assert engine.registry.get("sql") is before
 
 
 @pytest.mark.parametrize("name", ["sql", "law"])
