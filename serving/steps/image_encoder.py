@@ -24,6 +24,7 @@ from lora_jax.typing import Array, Float, Int
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches, ProcessorSettings
 from lora_jax.vision.rope_positions import rope_positions
+from lora_jax.vision.sizes import most_cells
 from serving.api.images import EncodeImage
 from serving.api.request import Sequence as RunningSequence
 from serving.steps.compiling import compile_all
@@ -232,9 +233,9 @@ class ImageEncoder:
 
 def _most_patches(settings: ProcessorSettings, config: ModelConfig, max_tokens: int) -> int:
     """Return the most patches that a tower may have to compute."""
-    area = settings.patch_size**2 * config.tower.merge_size**2
-    tokens = min(max_tokens, max(1, settings.max_pixels // area))
-    return layout.most_patches(config.tower, tokens)
+    side = settings.patch_size * config.tower.merge_size
+    cells = most_cells(side, settings.min_pixels, settings.max_pixels)
+    return layout.most_patches(config.tower, min(max_tokens, cells))
 
 
 def _jit_encode(

@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 
 from serving.engine.images.decode import ImageError
 
-_DATA = re.compile(r"data:image/[a-zA-Z0-9.+-]{1,32};base64,")
+_DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.ASCII | re.IGNORECASE)
 _PIECE = 1 << 16  # bytes read at a time
 _PORTS = {"http": 80, "https": 443}
 _ONLY = "Only data:image/...;base64 URLs are read by this server"

@@ -32,6 +32,20 @@ def smart_resize(
     return high, wide
 
 
+def most_cells(factor: int, min_pixels: int, max_pixels: int) -> int:
+    """Return a number of factor x factor squares that no image is brought to more of.
+
+    It is above max_pixels / factor^2 where bounds are tight: a narrow image keeps one row of
+    squares, and an image that is enlarged has both sides rounded up.
+    """
+    shrunk = max(max_pixels // factor**2, math.floor(math.sqrt(MAX_RATIO * max_pixels) / factor))
+    area = min_pixels / factor**2
+    narrowest = math.sqrt(area / MAX_RATIO)  # the shorter side, in squares
+    shorter = range(math.ceil(narrowest), math.ceil(math.sqrt(area)) + 1)
+    grown = (short * math.ceil(area / max(short - 1, narrowest)) for short in shorter)
+    return max(1, shrunk, *grown)
+
+
 def shortest_edge(height: int, width: int, edge: int) -> tuple[int, int]:
     """Return height and width with the shorter side `edge` pixels long: CLIP's rule."""
     if width <= height:

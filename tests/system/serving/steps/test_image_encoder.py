@@ -24,7 +24,7 @@ RAW = {
     "image_token_id": IMAGE,
 }
 HALF = (0.5, 0.5, 0.5)
-# Images of 4 to 64 patches: one program.
+# Images of 4 to 64 patches in the smallest program; narrow ones have more than `max_pixels` says.
 SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 1024, 0, HALF, HALF)
 NUM_ROWS = 40
 
@@ -98,10 +98,16 @@ def test_on_a_gpu_an_image_without_an_adapter_takes_a_program_without_any(made, 
 
 
 def test_buckets_end_with_the_largest_image(made):
-    encoder, _, config, model = made
-    assert encoder.buckets == (64,)
-    larger = dataclasses.replace(SETTINGS, max_pixels=4096)
-    assert make_encoder(model, config, larger).buckets == (64, 256)
+    encoder, oracle, config, model = made
+    assert encoder.buckets == (64, 256)
+    smaller = dataclasses.replace(SETTINGS, max_pixels=64)
+    assert make_encoder(model, config, smaller).buckets == (64,)
+    narrow = prepared(8, 160)
+    assert narrow.num_tokens * 64 > SETTINGS.max_pixels
+    rows = tuple(range(narrow.num_tokens))
+    encoder.encode([EncodeImage(narrow, rows, -1)], None)
+    written = np.asarray(encoder.operands.rows)[list(rows)]
+    np.testing.assert_array_equal(written, oracle(narrow.patches))
 
 
 def test_an_admitted_sequence_has_rows_and_positions(made):

@@ -26,6 +26,8 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
 def test_data_urls_are_read_without_leave():
     assert read_source(data_url(DATA), NONE) == DATA
     assert read_source(data_url(DATA, "image/svg+xml"), NONE) == DATA  # the decoder refuses it
+    url = data_url(DATA)
+    assert read_source(url.replace("data:image/png;base64", "DATA:image/PNG;BASE64"), NONE) == DATA
 
 
 @pytest.mark.parametrize(
