@@ -117,7 +117,8 @@ def score(
     `top` gives the k largest values and their ids, the lower id first on a tie, as lax.top_k does.
     """
     normalizer = log_sum_exp(logits)
-    top_values, top_ids = top(logits, min(MAX_LOGPROBS, logits.shape[0]))
+    ordered = jnp.where(logits == 0, 0.0, logits)  # -0.0 ties with 0.0; to lax.top_k it is less
+    top_values, top_ids = top(ordered, min(MAX_LOGPROBS, logits.shape[0]))
     value = logits[jnp.maximum(token, 0)]
     better = jnp.sum((logits > value).astype(jnp.int32))
     return Sampled(token, value - normalizer, better + 1, top_ids, top_values - normalizer)

@@ -11,6 +11,7 @@ from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
 from lora_jax.config import ModelConfig
 from lora_jax.models.weight_sizes import WeightSizes
 from lora_jax.nn.decoder import AbstractCausalLM
+from lora_jax.ops.keep_likely import check_vocab
 from serving.api.config import EngineConfig
 from serving.api.generation_config import GenerationConfig
 from serving.engine.memory.sizing import CacheSize
@@ -49,8 +50,10 @@ def model_info(
 ) -> ModelInfo:
     """Return what to say of the base.
 
-    ValueError for a generation config whose tokens the model does not have.
+    ValueError for a generation config whose tokens the model does not have, and for a vocabulary
+    that the sampler does not take.
     """
+    check_vocab(model_config.vocab_size)
     generation.check_vocab(model_config.vocab_size)
     ends = {*model_config.eos_token_ids, *tokenizer.eos_token_ids, *generation.eos_token_ids}
     if generation.sampling:

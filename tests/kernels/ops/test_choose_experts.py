@@ -77,3 +77,14 @@ def test_portable_is_the_meaning(name):
     )
     np.testing.assert_array_equal(got[1], want[1])
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("name", KINDS)
+def test_zeros_of_either_sign_are_equal(name, implementation):
+    """The kernel compares numbers; a sort would put 0.0 before -0.0."""
+    logits = jnp.full((1, 12), -0.0).at[0, 5:].set(0.0).at[0, 11].set(-1.0)
+    weights, ids = choose_experts(logits, KINDS[name], implementation=implementation)
+    assert ids[0].tolist() == list(range(KINDS[name].top_k))
+    same, _ = choose_experts(logits + 7, KINDS[name], implementation=implementation)
+    np.testing.assert_array_equal(weights, same)

@@ -85,12 +85,21 @@ def test_neutral_values_keep_tokens_whose_weight_is_nothing(name):
 
 def test_weights_of_the_largest_vocabulary_are_summed_exactly():
     """Its tokens are equally likely, or have every low bit."""
-    vocab = (1 << 19) - 1
+    vocab = reference.MOST_TOKENS
     weights = jnp.full(vocab, (1 << 26) - 1, jnp.uint32)
     want = vocab * ((1 << 26) - 1)
     np.testing.assert_allclose(float(reference.weight_sum(weights)), want, rtol=2e-7)
     kept = reference.keep_top_p(jnp.zeros(vocab), jnp.float32(0.5))
     assert np.isfinite(np.asarray(kept)).all()
+
+
+def test_a_larger_vocabulary_is_refused():
+    logits = jnp.zeros((1, reference.MOST_TOKENS + 1))
+    what = "vocabulary of 524,288 tokens; top_p is exact for up to 524,287"
+    with pytest.raises(ValueError, match=what):
+        keep_likely(logits, jnp.zeros(1), jnp.zeros(1, jnp.int32), jnp.ones(1))
+    with pytest.raises(ValueError, match=what):
+        reference.keep_top_p(logits[0], jnp.float32(0.5))
 
 
 def test_image_orders_all_floats():

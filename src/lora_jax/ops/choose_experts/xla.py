@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.config import MoeConfig
+from lora_jax.ops.choose_experts.reference import top_ids
 from lora_jax.ops.row_sum import row_sum
 from lora_jax.typing import Array, Float, Int
 
@@ -16,7 +17,8 @@ def choose_experts(
     The order of the logits is the order of their softmax, so that top-k needs no softmax.
     """
     allowed = _best_groups_only(logits, moe) if moe.num_groups > 1 else logits
-    best, ids = jax.lax.top_k(allowed, moe.top_k)
+    ids = top_ids(allowed, moe.top_k)
+    best = jnp.take_along_axis(allowed, ids, axis=-1)
     highest, _ = jax.lax.top_k(logits, 1)
     weights = jnp.exp(best - highest)
     weights = weights / row_sum(jnp.exp(logits - highest) if moe.softmax_first else weights)
@@ -32,7 +34,7 @@ def _best_groups_only(
     """Return logits with -inf outside the groups whose best expert is among the best."""
     grouped = logits.reshape(logits.shape[0], moe.num_groups, -1)
     best_of_group = jax.lax.top_k(grouped, 1)[0][..., 0]
-    _, best = jax.lax.top_k(best_of_group, moe.topk_groups)
+    best = top_ids(best_of_group, moe.topk_groups)
     groups = jnp.arange(moe.num_groups, dtype=best.dtype)
     chosen = jnp.any(best[:, :, None] == groups[None, None, :], axis=1)
     return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(logits.shape)

@@ -2,9 +2,10 @@
 
 from lora_jax.ops.dispatch import ANY, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.keep_likely import reference, xla
+from lora_jax.ops.keep_likely.reference import MOST_TOKENS, check_vocab
 from lora_jax.typing import Array, Float, Int
 
-__all__ = ["keep_likely"]
+__all__ = ["MOST_TOKENS", "check_vocab", "keep_likely"]
 
 KEEP_LIKELY = Op(
     "keep_likely",
@@ -27,6 +28,8 @@ def keep_likely(
     """Return float32 logits with -inf for the tokens that a row drops: by min_p, top_k, then top_p.
 
     0, 0 and 1 keep everything; top_p is above 0. Tokens that tie with the last one kept stay. A row
-    whose logits are not all numbers, or whose largest is infinite, has no meaning.
+    whose logits are not all numbers, or whose largest is infinite, has no meaning. Raises
+    ValueError for a vocabulary of more than MOST_TOKENS.
     """
+    check_vocab(logits.shape[1])
     return KEEP_LIKELY.call(implementation, logits, min_p, top_k, top_p)

@@ -46,6 +46,16 @@ Search = Callable[[UInt32[Array, "vocab"], UInt32[Array, "vocab"], Float[Array, 
 # Weights are integers up to 2^26 and are added in two halves of 13 bits, exact for vocabularies of
 # less than 2^19 tokens: so no sum depends on its order, which XLA chooses by what is around.
 _WEIGHT_BITS, _HALF_BITS = 26, 13
+MOST_TOKENS = (1 << 32 - _HALF_BITS) - 1
+
+
+def check_vocab(size: int) -> None:
+    """Raise ValueError for a vocabulary whose sums of weights would run over."""
+    if size > MOST_TOKENS:
+        raise ValueError(
+            f"The model has a vocabulary of {size:,} tokens; top_p is exact for up to "
+            f"{MOST_TOKENS:,}. Take a model with a smaller one."
+        )
 
 
 def weight_halves(weights: UInt32[Array, "vocab"]) -> tuple[Array, Array]:
@@ -93,8 +103,9 @@ def keep_top_p(
 ) -> Float[Array, "vocab"]:
     """Return logits with all but the smallest most likely set of probability >= top_p at -inf.
 
-    Probabilities count in steps of 2^-26 of the largest.
+    Probabilities count in steps of 2^-26 of the largest. Raises ValueError as check_vocab does.
     """
+    check_vocab(logits.shape[0])
     image = ordered_image(logits)
     shares = jnp.exp(logits - jnp.max(logits)) * (1 << _WEIGHT_BITS)
     weights = jnp.round(shares).astype(jnp.uint32)

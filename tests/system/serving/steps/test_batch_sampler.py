@@ -96,6 +96,16 @@ def test_pieces_have_the_top_as_a_whole_sort_does(k, vocab):
             np.testing.assert_array_equal(mine, its)
 
 
+@pytest.mark.parametrize("top", [lax.top_k, batch_sampler.top_of_pieces])
+def test_zeros_of_either_sign_tie_as_in_the_greedy_choice(top):
+    logits = jnp.full(30, -2.0).at[3].set(-0.0).at[7].set(0.0)
+    token = sampler.argmax(logits)
+    scored = sampler.score(logits, token, top)
+    assert token == 3
+    assert scored.top_ids[:2].tolist() == [3, 7]
+    assert scored.ranks == 1
+
+
 def test_floats_are_never_summed_by_a_reduction():
     """XLA orders one by the rows around; integers have no order to choose."""
     texts = []

@@ -45,6 +45,12 @@ def test_an_end_token_that_is_not_in_the_vocabulary_is_refused():
         info(GenerationConfig({}, (260,)))
 
 
+def test_a_vocabulary_that_the_sampler_does_not_take_is_refused(monkeypatch):
+    monkeypatch.setattr(MODEL, "vocab_size", 1 << 19)
+    with pytest.raises(ValueError, match="vocabulary of 524,288 tokens; top_p is exact for up to"):
+        info(GenerationConfig())
+
+
 def test_quantised_weights_are_said_and_logged(caplog):
     assert info(GenerationConfig()).quantization is None
     nf4 = SimpleNamespace(quantization=QuantizationConfig("bitsandbytes", "nf4"))
