@@ -34,6 +34,7 @@ import pytest
 from support.checks import array_checks
 from support.kept_logging import kept_logging
 from support.late_files import LateFile, late_file
+from support.processes import left_behind
 
 ROOT = Path(__file__).parents[1]
 
@@ -247,7 +248,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     A case's time is no promise, and machines are busy. `make test` draws the same cases in each
     run, `make test-all` draws others. Where tests read what the compiler dumps, let it compile:
-    jax's key leaves dumping out.
+    jax's key leaves dumping out. What tests start ends with this process.
     """
     if config.pluginmanager.hasplugin("hypothesispytest"):
         from hypothesis import HealthCheck, settings
@@ -256,6 +257,7 @@ def pytest_configure(config: pytest.Config) -> None:
         slow = [HealthCheck.too_slow]
         settings.register_profile("suite", deadline=None, suppress_health_check=slow, **drawn)
         settings.load_profile("suite")
+    left_behind.watch()
     if config.option.markexpr == "aot":
         jax.config.update("jax_enable_compilation_cache", False)
 

@@ -21,6 +21,7 @@ WITHOUT_MODULE = {
     "test_array_checks.py",  # of the checks that tests run under
     "test_as_shipped.py",  # of the compiler
     "test_eager.py",  # of the operations of tests outside jit
+    "test_left_behind.py",  # of the processes that tests start
     "test_layout.py",
     "placement/test_algorithm_1.py",  # an oracle
     "test_requirements.py",
