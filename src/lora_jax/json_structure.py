@@ -10,7 +10,7 @@ _CHUNK = 1 << 18  # bytes looked at together
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 
 
-def too_many_values(data: bytes | memoryview, most: int) -> bool:
+def too_many_values(data: bytes | bytearray | memoryview, most: int) -> bool:
     """Return whether a JSON text has more than `most` values; of other texts anything.
 
     Counted are commas, colons and opening brackets outside of strings: a key counts, too.

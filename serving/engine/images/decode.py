@@ -63,8 +63,9 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     turned = ImageOps.exif_transpose(image) if is_turned else image
     if turned.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in turned.info:
         above = turned.convert("RGBA")
-        ground = Image.new("RGBA", above.size, (255, 255, 255, 255))
-        turned = Image.alpha_composite(ground, above)
+        turned = Image.new("RGB", above.size, (255, 255, 255))
+        # It has the bits of Image.alpha_composite, which holds up all other threads.
+        turned.paste(above, mask=above.getchannel("A"))
     elif turned.mode.startswith("I;16"):
         turned = turned.point(lambda value: value / 256).convert("L")
     return np.asarray(turned if turned.mode == "RGB" else turned.convert("RGB"))

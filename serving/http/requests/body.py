@@ -57,22 +57,21 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     return body
 
 
-async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
+async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", headers=_CLOSE)
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared[:20]) > limit:
         raise too_large
-    chunks, size = [], 0
+    body = bytearray()  # chunks that are joined at the end hold up the event loop
     try:
         async with asyncio.timeout(timeout_s):
             async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
+                if len(body) + len(chunk) > limit:
                     raise too_large
-                chunks.append(chunk)
+                body += chunk
     except TimeoutError:
         raise ApiError(408, "The body took too long to arrive.", headers=_CLOSE) from None
-    return b"".join(chunks)
+    return body
 
 
 # The rest of the body is still on its way, so the connection cannot serve another request.

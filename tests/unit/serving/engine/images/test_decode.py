@@ -106,6 +106,15 @@ def test_transparent_pixels_lie_on_white():
     assert decode(saved(palette, "PNG", transparency=0))[0, 0].tolist() == [255] * 3
 
 
+def test_every_alpha_gives_what_pillow_composes():
+    rgba = np.zeros((256, 256, 4), np.uint8)
+    rgba[..., 0], rgba[..., 3] = np.mgrid[:256, :256]
+    image = Image.fromarray(rgba)
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    want = np.asarray(Image.alpha_composite(white, image).convert("RGB"))
+    np.testing.assert_array_equal(decode(saved(image, "PNG")), want)
+
+
 def test_an_animation_is_its_first_frame():
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
     out = io.BytesIO()

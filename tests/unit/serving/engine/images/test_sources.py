@@ -30,6 +30,15 @@ def test_data_urls_are_read_without_leave():
     assert read_source(url.replace("data:image/png;base64", "DATA:image/PNG;BASE64"), NONE) == DATA
 
 
+def test_base64_of_many_pieces_is_decoded_and_padding_between_them_is_refused(monkeypatch):
+    monkeypatch.setattr(sources, "_BASE64_PIECE", 8)
+    for size in range(1, 40):
+        assert read_source(data_url(bytes(range(size))), NONE) == bytes(range(size))
+    for wrong in ("AAAAAAA=AAAA", "AAAAAA==AAAA", "AAAAAAAAA", "AAAAAAAA=", "AAAAAAAA AAAA"):
+        with pytest.raises(ImageError, match="damaged"):
+            read_source("data:image/png;base64," + wrong, NONE)
+
+
 @pytest.mark.parametrize(
     "url",
     [
