@@ -17,6 +17,10 @@ MAX_HELD_BYTES = 2 << 30  # of the prepared images of all requests
 MAX_ALL_PIXELS = 4 * MAX_PIXELS  # of all images of a request, decoded one after the other
 _TOGETHER = 1 << 18  # characters of URLs whose images one call of a thread prepares
 _INLINE = 1 << 15  # characters of URLs whose images the event loop itself looks up
+_NEEDED = {
+    "text": "must have a string text, and no image_url beside it",
+    "image_url": "must have image_url: a URL, or an object with a url; uuid alone names no image",
+}
 _REMOTE = ("http:", "https:")
 
 
@@ -177,6 +181,8 @@ def parts_of(front: ImageFront, index: int, message: ChatMessage) -> list[dict[s
             parts.append({"type": "image"})
             continue
         if not is_text(part):
+            if part.type in _NEEDED:
+                raise _wrong(f"messages.{index}: a part of type {part.type} {_NEEDED[part.type]}.")
             raise _wrong(
                 f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
                 "this model takes text and image_url."

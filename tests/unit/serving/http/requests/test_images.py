@@ -107,6 +107,17 @@ def test_other_parts_are_refused_by_their_type(kind: str):
         parts_of(FRONT, 0, user({"type": kind, kind: {"url": "u"}}))
 
 
+def test_a_part_that_lacks_its_own_field_is_told_which():
+    for part, message in (
+        ({"type": "text"}, "must have a string text"),
+        ({"type": "text", "text": "a", "image_url": "u"}, "no image_url beside it"),
+        ({"type": "image_url", "uuid": "a"}, "must have image_url"),
+        ({"type": "image_url", "text": "a"}, "must have image_url"),
+    ):
+        with pytest.raises(ApiError, match=message):
+            parts_of(FRONT, 0, user(part))
+
+
 GOOD = url(16, 16)
 REFUSED = {
     "too many": ([image(GOOD)] * 4, 400, r"At most 3 image\(s\) may be provided in one prompt"),
