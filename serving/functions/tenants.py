@@ -157,10 +157,12 @@ class Tenant:
                 self._process = os.pidfd_open(pid)
 
     def kill(self) -> None:
-        """End the process at once, also one that hangs."""
+        """End the process at once, also one that hangs; calls from now on go to the next one."""
+        self.ended = True
         with self._lock, contextlib.suppress(OSError):
             if self._process is not None:
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
+        self.close()
 
     def on_rest(self, rest: Callable[[], None]) -> None:
         """Have `rest` called when this function has let its process go."""

@@ -24,6 +24,7 @@ from lora_jax.adapters.registry import (
     RegistryBusy,
 )
 from lora_jax.adapters.rollout import (
+    ROLLBACK,
     NoWayBack,
     Rollout,
     bucket_of,
@@ -190,8 +191,8 @@ class Rollouts:
         def back(old: Rollout | None) -> Rollout:
             if old is None:
                 raise NoRollout(name)
-            if request_id and old.now.request_id == request_id:
-                return old
+            if request_id and (old.now.request_id, old.now.why) == (request_id, ROLLBACK):
+                return old  # not where the shares were set by a request with this id
             options = {"known": self.versions_of(name), "now": self._clock(), "by": request_id}
             return rolled_back(old, **options)
 

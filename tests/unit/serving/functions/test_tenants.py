@@ -127,10 +127,10 @@ def test_a_tenant_that_does_not_answer_the_engine_is_ended(processes, tenants):
         engine, {"id": 1, "error": "FunctionDied", "tenant": "law", "epoch": law.about["epoch"]}
     )
     assert answers.get(timeout=20)["error"] == "FunctionDied"
+    # Whoever has this answer may call again at once: that call must not go to the dead process.
+    assert law.send({"call": "generate"}) is None
     assert child.wait(20) == -signal.SIGKILL
-    reading = read(law)
-    law.close()
-    reading.join(20)
+    read(law).join(20)
 
 
 def test_with_the_engine_all_end_and_the_next_start_makes_a_new_one(processes, tenants):

@@ -99,6 +99,15 @@ def test_a_repeated_call_rolls_back_once(made):
     assert shares(made) == {"v1": 100}
 
 
+def test_a_rollback_with_the_id_of_the_rollout_before_it_is_no_repeated_call(made):
+    """One id may be that of all calls of a job."""
+    made.set("sql", {"v1": 100}, request_id="job")
+    made.set("sql", {"v1": 50, "v2": 50}, request_id="job")
+    assert made.roll_back("sql", "job").now.served == ("v1",)
+    revision = made.state("sql").revision
+    assert made.roll_back("sql", "job").revision == revision
+
+
 def test_a_bad_version_rolls_itself_back(made, registry, tmp_path, caplog):
     made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.1, "min_requests": 10})
     for _ in range(30):  # of the old version, which no guard looks at, and of weighted sums
