@@ -164,8 +164,9 @@ def plan_text(
         f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
         f"disk           {request.adapters} adapters, {spell_bytes(request.adapters * one)}",
     ]
-    hits = _trace_lines(request, on_device, on_host, one) if request.trace else None
-    lines += [*(hits or _hit_lines(request, on_device, on_host)), *_cost_lines(request, gpus)]
+    ready = min(on_device, on_host)  # what leaves host memory leaves the device
+    hits = _trace_lines(request, ready, on_host, one) if request.trace else None
+    lines += [*(hits or _hit_lines(request, ready, on_host)), *_cost_lines(request, gpus)]
     if request.guide:
         lines += guide_lines(catalogue, sizes.weights, sizes.itemsize)
     return "\n".join(lines)
@@ -238,7 +239,7 @@ def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:
 
 def _hit_lines(request: PlanRequest, on_device: int, on_host: int) -> list[str]:
     shares = zipf(request.adapters, request.zipf)
-    device, host = lru_hits(shares, on_device), lru_hits(shares, max(on_device, on_host))
+    device, host = lru_hits(shares, on_device), lru_hits(shares, on_host)
     best = top_share(shares, on_device)
     return [
         f"requests       Zipf {request.zipf:g}: device {device:.1%}, host {host - device:.1%}, "

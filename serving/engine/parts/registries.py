@@ -70,6 +70,13 @@ def make_registry(
     def warn(folder: str, text: str) -> None:
         logger.warning("Adapter in folder %s: %s", folder, text)
 
+    most = config.max_cpu_loras
+    if most is not None and most < config.max_loras:
+        logger.warning(
+            "max_cpu_loras is %d, max_loras %d: an adapter that leaves host memory leaves the "
+            "device too; at most %d are ready at a time. Raise max_cpu_loras or lower max_loras.",
+            *(most, config.max_loras, most),
+        )
     registry = AdapterRegistry(
         base.catalogue,
         base_names=(config.model_name,),

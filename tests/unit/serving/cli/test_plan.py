@@ -68,6 +68,10 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     assert "host           524 adapters" in text
     assert "the 30 most popular get 53.4%" in text
     assert "rank 256" in text
+    few = dataclasses.replace(engine, max_cpu_loras=10)  # what leaves the host leaves the device
+    text = plan_text(PlanRequest(device_bytes=141e9), few, llama_70b, sizes, on_each)
+    assert ", host 0.0%, disk" in text
+    assert "the 10 most popular get" in text
     small = PlanRequest(adapters=10, zipf=0.0, device_bytes=141e9)
     text = plan_text(small, engine, llama_70b, sizes, on_each)
     assert "device 100.0%, host 0.0%, disk 0.0%" in text

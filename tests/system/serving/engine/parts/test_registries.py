@@ -55,6 +55,14 @@ def test_sums_have_the_limits_of_the_engine(made, caplog):
         compositions.entry([(one, 1.0), (three, 1.0)])
 
 
+def test_a_host_of_fewer_adapters_than_slots_is_said(made, caplog):
+    make, _ = made
+    make(max_cpu_loras=EngineConfig("m").max_loras)
+    assert "max_cpu_loras" not in caplog.text
+    make(max_cpu_loras=1)
+    assert "max_cpu_loras is 1, max_loras 16: an adapter that leaves host" in caplog.text
+
+
 def test_a_host_that_holds_few_of_the_given_adapters_says_so(made, caplog):
     make, paths = made
     registry, _ = make(max_cpu_loras=2)
