@@ -101,7 +101,9 @@ def in_float32(
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g] in float32, w plain, x float32 or bfloat16.
 
-    A row has the same bits whatever the number of rows, by either kernel: few rows or tiles.
+    A row has the same bits whatever the number of rows. One group of bfloat16 rows, as a router
+    has, is multiplied by tensor cores where d_in is a multiple of 32 (csrc f32_parts.cuh): the sums
+    have another order than those of the same x in float32. All other x have one order.
     """
     if isinstance(w, QUANTISED):
         raise Declined(

@@ -1,5 +1,6 @@
 // XLA FFI entry point of the float32 grouped matmul: one launch, fit for CUDA graphs.
 #include "device/ffi_buffers.cuh"
+#include "grouped_matmul/f32_parts_launch.cuh"
 #include "grouped_matmul/grouped_f32_launch.cuh"
 
 namespace lora_jax {
@@ -11,6 +12,9 @@ static ffi::Error GroupedF32As(cudaStream_t stream, ffi::AnyBuffer& x, F32& w, S
   const GroupedF32Args<X> args{static_cast<const X*>(x.untyped_data()), w.typed_data(), sizes.typed_data(), given, y,
                                static_cast<int>(x.dimensions()[0]), static_cast<int>(d[0]), static_cast<int>(d[1]),
                                static_cast<int>(d[2])};
+  if constexpr (sizeof(X) == 2)
+    if (args.groups == 1 && args.d_in % kPartsUnit == 0)
+      return status(launch_f32_parts({args.x, args.w, args.sizes, given, y, args.rows, args.d_out, args.d_in}, stream));
   return status(launch_grouped_f32(args, stream));
 }
 

@@ -125,13 +125,14 @@ def grouped_matmul(
     """y[t] = w[g] @ x[t] + bias[g] for rows sorted by group; float32 sums, rounded once.
 
     x may be bfloat16 where w, and so bias and y, are float32: the bits are those of
-    x.astype(float32). With an addend, of y's dtype or float32, y[t] + addend[t] is summed in
-    float32 and rounded once more: a row whose addend is 0 has the bits that it has without. Rows at
-    or after sum(group_sizes) give exactly 0 and cost nothing. `likely_groups` says how many groups
-    tend to have rows, if not all, and `num_rows`, at least sum(group_sizes), behind which row no
-    group is to be looked for: speed may depend on them, results do not. Where `num_added` is given
-    and 0, all of the addend counts as 0, whatever it holds, and need not be read. A quantised w
-    (`weights.py`) gives the bits of the array [groups, d_out, d_in] that it stands for.
+    x.astype(float32), but where a GPU's tensor cores multiply rows of one group. With an addend, of
+    y's dtype or float32, y[t] + addend[t] is summed in float32 and rounded once more: a row whose
+    addend is 0 has the bits that it has without. Rows at or after sum(group_sizes) give exactly 0
+    and cost nothing. `likely_groups` says how many groups tend to have rows, if not all, and
+    `num_rows`, at least sum(group_sizes), behind which row no group is to be looked for: speed may
+    depend on them, results do not. Where `num_added` is given and 0, all of the addend counts as 0,
+    whatever it holds, and need not be read. A quantised w (`weights.py`) gives the bits of the
+    array [groups, d_out, d_in] that it stands for.
     """
     wide = _as_wide(x, w)
     _check("grouped_matmul", wide, group_sizes, w=w)

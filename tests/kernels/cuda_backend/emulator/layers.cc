@@ -1,6 +1,7 @@
 // Host entry points of the emulated kernels around grouped LoRA and attention, over plain arrays; what csrc/*.cu does for XLA.
 #include "choose_experts/choose_experts.cuh"
 #include "keep_likely/keep_likely.cuh"
+#include "grouped_matmul/f32_parts_launch.cuh"
 #include "grouped_matmul/grouped_f32_launch.cuh"
 #include "lora_gemm/rows.cuh"
 #include "layer_norm/layer_norm.cuh"
@@ -43,6 +44,12 @@ int merge_placed(Bf16* out, const Bf16* w, const Bf16* a_pool, const Bf16* b_poo
 // shape: rows, groups, d_out, d_in, the form or -1 for the one that is chosen, 1 for x in bfloat16.
 int grouped_f32(const void* x, const float* w, const int* sizes, const float* bias, const int* shape, float* y) {
   return shape[5] ? grouped_f32_as<Bf16>(x, w, sizes, bias, shape, y) : grouped_f32_as<float>(x, w, sizes, bias, shape, y);
+}
+
+// shape: rows, d_out, d_in, the form or -1 for the one that is chosen.
+int f32_parts(const Bf16* x, const float* w, const int* num_rows, const float* bias, const int* s, float* y) {
+  const F32PartsArgs p{x, w, num_rows, bias, y, s[0], s[1], s[2]};
+  return s[3] < 0 ? launch_f32_parts(p, nullptr) : launch_f32_parts_as(static_cast<PartsForm>(s[3]), p, nullptr);
 }
 
 int rms_norm(const Bf16* x, const Bf16* addend, const Bf16* weight, int rows, int size, float eps, Bf16* sum, Bf16* y) {
