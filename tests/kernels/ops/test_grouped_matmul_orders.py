@@ -14,9 +14,11 @@ from lora_jax.ops.grouped_matmul.orders import for_kernels
 from lora_jax.ops.grouped_matmul.weights import (
     FRAGMENTS,
     LANES,
+    QUADS,
     ROWS,
     in_fragments,
     in_lanes,
+    in_quads,
     unpacked,
 )
 
@@ -43,6 +45,27 @@ def test_lanes_are_what_the_docstring_says():
     stored = np.asarray(in_lanes(jnp.asarray(codes[::2] | codes[1::2] << 4))).reshape(2, 2, 8)
     for piece, p, i, h in np.ndindex(2, 2, 8, 2):
         assert stored[piece, p, i] >> 4 * h & 15 == codes[32 * piece + 16 * p + 8 * h + i]
+
+
+def test_quads_are_what_the_docstring_says():
+    codes = np.random.default_rng(0).integers(0, 16, 256, np.uint8)
+    stored = np.asarray(in_quads(jnp.asarray(codes[::2] | codes[1::2] << 4)))
+    words = stored.view("<u2").reshape(2, 32)
+    for quad, i, q in np.ndindex(2, 32, 4):
+        assert words[quad, i] >> 4 * q & 15 == codes[128 * quad + 32 * q + i]
+    np.testing.assert_array_equal(unpacked(jnp.asarray(stored), QUADS), codes)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_whole_quads_are_for_kernels_that_read_them(reads, monkeypatch):
+    monkeypatch.setattr(orders.build, "reads_quads", lambda: reads)
+    w = coded(384)
+    moved = for_kernels(w, "cpu")
+    assert moved.order == (QUADS if reads else LANES)
+    moved.check("w")
+    np.testing.assert_array_equal(moved.plain(), w.plain())
+    assert orders.order_of((3, 192), "gpu") == FRAGMENTS
+    assert orders.order_of((3, 48), "cpu") == LANES
 
 
 @pytest.mark.parametrize("backend", ORDERS)
@@ -86,6 +109,6 @@ def test_a_plain_weight_stays():
 
 def test_an_unknown_order_is_refused():
     w = coded(48)
-    for order in ("columns", FRAGMENTS, LANES):
+    for order in ("columns", FRAGMENTS, LANES, QUADS):
         with pytest.raises(ValueError, match=f"order {order} of 48 codes"):
             CodedWeight(w.codes, w.scales, None, SIGNED, w.dtype, order).check("w")

@@ -89,6 +89,12 @@ def loaded() -> ctypes.CDLL:
 
 
 @functools.cache
+def reads_quads() -> bool:
+    """Return whether the kernels are there and read 4-bit codes fastest in the order of quads."""
+    return available() and bool(loaded().lora_jax_reads_quads())
+
+
+@functools.cache
 def rows_address() -> int:
     """Return the address of lora_jax_lora_rows (adapters.cc), for callers without XLA.
 

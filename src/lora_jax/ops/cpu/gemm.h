@@ -183,9 +183,30 @@ inline void run_few_rows(const PackedGemm<D>& g, const GemmItem& item) {
   }
 }
 
+// An item's rows, kQuadRows at a time, times at least eight columns of codes in quads.
+template <class D>
+inline void run_in_quads(const PackedGemm<D>& g, const GemmItem& item) {
+  alignas(64) f32s acc[kQuadRows * kQuadColumns] = {};
+  for (int64_t row = item.row0; row < item.row1; row += kQuadRows) {
+    const int64_t rows = std::min(kQuadRows, item.row1 - row);
+    for (int64_t col = item.col0; col < item.col1; col += kQuadColumns) {
+      col = std::min(col, item.col1 - 8);  // some columns twice
+      const int64_t n = std::min(kQuadColumns, item.col1 - col);
+      g.decoded->dot_quads(rows, g.xs + row, item.group * g.d_out + col, n, acc);
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < n; c += 8) {
+          float sums[8];
+          sum_lanes_8(acc + r * kQuadColumns + c, sums);
+          write_eight(g, item.group, row + r, col + c, std::min<int64_t>(8, n - c), sums);
+        }
+    }
+  }
+}
+
 template <class D>
 void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
   const int64_t rows = item.row1 - item.row0;
+  if (g.decoded && g.decoded->in_quads() && item.col1 - item.col0 >= 8) return run_in_quads(g, item);
   const bool in_registers =
       g.decoded && rows <= kFewRows &&
       g.decoded->in_registers(item.group * g.d_out + item.col0, item.col1 - item.col0);

@@ -6,8 +6,9 @@
 
 namespace lora_jax {
 
-// Weights of one product: plain ones, codes with scales and zeros, or values with scales.
-enum Form : int64_t { kPlain, kCoded, kScaled };
+// Weights of one product: plain ones, codes with scales and zeros, in lanes or in quads, or values
+// with scales.
+enum Form : int64_t { kPlain, kCoded, kScaled, kQuadCoded };
 constexpr int64_t kFacts = 3;  // of a product: its form, and the rows and columns of its blocks
 
 template <class D, ffi::DataType dtype>
@@ -21,7 +22,7 @@ struct Product {
     return ffi::Error::Success();
   }
   ffi::Error coded(const ffi::AnyBuffer& codes, const ffi::AnyBuffer& scales,
-                   const ffi::AnyBuffer& zeros, const float* table) {
+                   const ffi::AnyBuffer& zeros, const float* table, bool quads) {
     if (!all_of<ffi::U8>(codes, zeros)) return WrongTypes("coded_gemm");
     set_sizes(codes.dimensions(), 2);
     auto rows = std::make_unique<CodedRows<D>>(table);
@@ -30,6 +31,9 @@ struct Product {
     rows->d_in = gemm.d_in, rows->span = gemm.d_in / scales.dimensions()[2];
     if (rows->span % kWords)
       return ffi::Error::InvalidArgument("coded_gemm: groups of 32, 64, ... weights");
+    if (quads && (!kReadsQuads || gemm.d_in % kQuads))
+      return ffi::Error::InvalidArgument("coded_gemm: no quads on this CPU, or of this d_in");
+    rows->quads = quads;
     decoded = std::move(rows);
     return ffi::Error::Success();
   }
@@ -68,7 +72,8 @@ ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 group_sizes,
   for (size_t i = 0; i < count; ++i) {
     const int64_t* fact = facts.begin() + kFacts * i;
     std::optional<ffi::AnyBuffer> parts[3];
-    for (int64_t part = 0; part < (fact[0] == kPlain ? 1 : fact[0] == kCoded ? 3 : 2); ++part)
+    const bool coded = fact[0] == kCoded || fact[0] == kQuadCoded;
+    for (int64_t part = 0; part < (fact[0] == kPlain ? 1 : coded ? 3 : 2); ++part)
       if (!(parts[part] = args.next()))
         return ffi::Error::InvalidArgument("grouped_matmul: weights are missing");
     auto bias = args.next();
@@ -77,8 +82,9 @@ ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 group_sizes,
     if (!all_of<dtype>(x, *bias, **y)) return WrongTypes("grouped_matmul");
     Product<D, dtype>& product = products[i];
     ffi::Error error = fact[0] == kPlain ? product.plain(*parts[0])
-                       : fact[0] == kCoded
-                           ? product.coded(*parts[0], *parts[1], *parts[2], tables.begin() + 16 * i)
+                       : coded
+                           ? product.coded(*parts[0], *parts[1], *parts[2], tables.begin() + 16 * i,
+                                           fact[0] == kQuadCoded)
                            : product.scaled(*parts[0], *parts[1], fact[1], fact[2]);
     if (error.failure()) return error;
     Gemm<D>& g = product.gemm;
@@ -103,6 +109,9 @@ ffi::Error GemmCall(ffi::ThreadPool pool, ffi::AnyBuffer x, S32 group_sizes,
                                     .RemainingRets()                                    \
                                     .Attr<ffi::Span<const int64_t>>("facts")            \
                                     .Attr<ffi::Span<const float>>("tables"))
+
+// Whether products take codes in the order of quads, and fastest so.
+extern "C" int32_t lora_jax_reads_quads() { return lora_jax::kReadsQuads; }
 
 LORA_JAX_GEMM(lora_jax_gemm_float32, DotF32, ffi::F32);
 LORA_JAX_GEMM(lora_jax_gemm_bfloat16, DotBF16, ffi::BF16);

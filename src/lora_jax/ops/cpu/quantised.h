@@ -9,6 +9,7 @@
 
 #include "eight_bits.h"
 #include "pairs.h"
+#include "quads.h"
 #include "words.h"
 
 namespace lora_jax {
@@ -33,6 +34,9 @@ struct DecodedRows {
   // Whether dot_in_pairs does what `dot` does for one row, and faster. Its x is that of a TwiceRow.
   virtual bool in_pairs() const { return false; }
   virtual void dot_in_pairs(const X* twice, int64_t row, int64_t n, f32s* acc) const {}
+  // Whether dot_quads serves any number of rows, faster. Its sums lie as quads.h says.
+  virtual bool in_quads() const { return false; }
+  virtual void dot_quads(int64_t m, const X* const* x, int64_t row, int64_t n, f32s* acc) const {}
 };
 
 // Rows of words. R has `from(row, k)`, where the weights from k on stand, kPerByte of them in a
@@ -133,13 +137,26 @@ struct CodedRows : WordRows<D, CodedRows<D>> {
   Scales scales;
   const uint8_t* zeros;  // may be null
   const Values values;   // of the 16 codes
+  bool quads = false;    // the order of codes, only where kReadsQuads
 
   explicit CodedRows(const float* of) : WordRows<D, CodedRows<D>>(1.5), values(of) {}
-  bool in_registers(int64_t, int64_t) const override { return kWordsFor<D>; }
+  bool in_registers(int64_t, int64_t) const override { return kWordsFor<D> && !quads; }
   const uint8_t* from(int64_t row, int64_t k) const { return codes + (row * this->d_in + k) / 2; }
   bool in_pairs() const override { return kPairsFor<D>; }
   void dot_in_pairs(const typename D::X* twice, int64_t row, int64_t n, f32s* acc) const override {
     if constexpr (kPairsFor<D>) dot_columns_in_pairs(*this, twice, row, n, acc);
+  }
+  bool in_quads() const override {
+    return quads && quads_serve<D>(this->span, this->d_in / this->span);
+  }
+  void dot_quads(int64_t m, const typename D::X* const* x, int64_t row, int64_t n,
+                 f32s* acc) const override {
+    if constexpr (kReadsQuads && kWordsFor<D>) dot_in_quads(*this, m, x, row, n, acc);
+  }
+  void decode(int64_t row, int64_t k0, int64_t k1, typename D::X* out) const override {
+    if constexpr (kReadsQuads)
+      if (quads) return decode_quads(*this, row, k0, k1, out);
+    WordRows<D, CodedRows<D>>::decode(row, k0, k1, out);
   }
   // Of groups i and j, in the low and in the high half of vectors.
   auto table_of_two(int64_t i, int64_t j) const {

@@ -138,8 +138,14 @@ struct WordTable {
   WordTable(const Values& values, float scale) : WordTable(_mm512_loadu_ps(values.of), scale) {}
   WordTable(const Values& values, float zero, float scale)
       : WordTable(_mm512_sub_ps(_mm512_loadu_ps(values.of), _mm512_set1_ps(zero)), scale) {}
-  WordTable(__m512 all, float scale)
-      : twice(_mm512_broadcast_i64x4(narrow(_mm512_mul_ps(all, _mm512_set1_ps(scale))))) {}
+  WordTable(__m512 all, float scale) {
+    const __m512 scaled = _mm512_mul_ps(all, _mm512_set1_ps(scale));
+#if defined(__AVX512BF16__) && defined(__AVX512VL__)
+    twice = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
+#else
+    twice = _mm512_broadcast_i64x4(narrow(scaled));
+#endif
+  }
   Words quick(const uint8_t* codes) const {
     const __m512i quads = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3);
     const __m512i shift = _mm512_setr_epi64(0, 0, 0x4000400040004, 0x4000400040004, 0, 0,

@@ -17,7 +17,7 @@ from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul import _gpu_codes
 from lora_jax.ops.grouped_matmul._gpu_codes import Decoding
 from lora_jax.ops.grouped_matmul._gpu_tiles import STEP
-from lora_jax.ops.grouped_matmul.weights import LANES, CodedWeight, ScaledWeight, Weight
+from lora_jax.ops.grouped_matmul.weights import LANES, QUADS, CodedWeight, ScaledWeight, Weight
 from lora_jax.typing import Array, Int
 
 QUANTISED_STEPS = (128, 64)  # of d_in in one stage: the first that divides it
@@ -66,8 +66,8 @@ def _form_of(op: str, w: Weight) -> Form:
         size = w.group_size
         if size % _gpu_codes.CHUNK or (step % size and size % step):
             raise Declined(f"{op} on Mosaic GPU takes no groups of {size} weights")
-        if w.order == LANES:
-            raise Declined(f"{op} on Mosaic GPU takes no codes in the order {LANES}")
+        if w.order in (LANES, QUADS):
+            raise Declined(f"{op} on Mosaic GPU takes no codes in the order {w.order}")
         narrow, zeros = w.scales.dtype == jnp.bfloat16, w.zeros is not None
         decoding = Decoding(w.table, size, narrow, zeros, w.order)
         if zeros and decoding.first_integer is None:

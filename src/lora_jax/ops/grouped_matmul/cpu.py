@@ -11,6 +11,7 @@ from lora_jax.ops.cpu import build
 from lora_jax.ops.dispatch import Declined
 from lora_jax.ops.grouped_matmul.weights import (
     LANES,
+    QUADS,
     ROWS,
     CodedWeight,
     Matrices,
@@ -21,7 +22,7 @@ from lora_jax.ops.grouped_matmul.weights import (
 from lora_jax.typing import Array, Float, Int
 
 CODE_STEP, VALUE_STEP = 32, 16  # weights that the kernel decodes at a time
-_PLAIN, _CODED, _SCALED = range(3)
+_PLAIN, _CODED, _SCALED, _QUAD_CODED = range(4)
 _NO_TABLE = (0.0,) * 16
 
 
@@ -75,13 +76,15 @@ def _products(
 def _form(w: Weight) -> _Form:
     """Return what the kernel is given of a weight; raise Declined where it cannot read it."""
     if isinstance(w, CodedWeight):
-        if w.order not in (LANES, ROWS):
-            raise Declined(f"takes codes in the orders {LANES} and {ROWS}, not {w.order}")
+        served = (LANES, ROWS, QUADS) if build.reads_quads() else (LANES, ROWS)
+        if w.order not in served:
+            raise Declined(f"takes codes in the orders {', '.join(served)}, not {w.order}")
         if w.group_size % CODE_STEP:
             raise Declined(f"takes groups in multiples of {CODE_STEP} weights, not {w.group_size}")
         zeros = jnp.zeros((0, 0, 0), jnp.uint8) if w.zeros is None else w.zeros
-        codes = w.codes if w.order == LANES else in_lanes(w.codes)  # at each call: a slow path
-        return _Form((codes, w.scales, zeros), (_CODED, 0, 0), w.table)
+        codes = in_lanes(w.codes) if w.order == ROWS else w.codes  # at each call: a slow path
+        form = _QUAD_CODED if w.order == QUADS else _CODED
+        return _Form((codes, w.scales, zeros), (form, 0, 0), w.table)
     if isinstance(w, ScaledWeight):
         (rows, cols), d_in = w.block, w.shape[2]
         if d_in % VALUE_STEP or (cols % VALUE_STEP and cols < d_in):

@@ -7,27 +7,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.ops.cpu import build
 from lora_jax.ops.grouped_matmul.weights import (
     FRAGMENT,
     FRAGMENTS,
     LANES,
+    QUAD,
+    QUADS,
     ROWS,
     CodedWeight,
     in_fragments,
     in_lanes,
+    in_quads,
 )
 
 _ORDERS = {"gpu": FRAGMENTS, "cpu": LANES}  # of rows of whole fragments; elsewhere ROWS
-_REORDER = {FRAGMENTS: jax.jit(in_fragments), LANES: jax.jit(in_lanes)}
+_REORDER = {
+    FRAGMENTS: jax.jit(in_fragments),
+    LANES: jax.jit(in_lanes),
+    QUADS: jax.jit(in_quads),
+}
 
 
 def order_of(codes_shape: tuple[int, ...], backend: str | None = None) -> str:
     """Return the order of codes that kernels of a backend, or of the default one, read fastest.
 
-    `codes_shape` is that of one device. Rows of a part of a fragment stay in ROWS.
+    `codes_shape` is that of one device. Rows of a part of a fragment stay in ROWS. QUADS is for
+    CPUs whose kernels say so, and rows of whole quads.
     """
-    whole = codes_shape[-1] % (FRAGMENT // 2) == 0
-    return _ORDERS.get(backend or jax.default_backend(), ROWS) if whole else ROWS
+    if codes_shape[-1] % (FRAGMENT // 2):
+        return ROWS
+    order = _ORDERS.get(backend or jax.default_backend(), ROWS)
+    if order == LANES and codes_shape[-1] % (QUAD // 2) == 0 and build.reads_quads():
+        return QUADS
+    return order
 
 
 def for_kernels(w: Any, backend: str | None = None) -> Any:

@@ -17,8 +17,10 @@ from lora_jax.typing import Array, Float, UInt8
 _BFLOAT16 = {"exponent_bits": 8, "mantissa_bits": 7}
 _SCALES = (jnp.float32, jnp.bfloat16)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-ROWS, FRAGMENTS, LANES = "rows", "fragments", "lanes"  # orders of codes
+ROWS, FRAGMENTS, LANES, QUADS = "rows", "fragments", "lanes", "quads"  # orders of codes
 FRAGMENT = 32  # codes of a row that FRAGMENTS and LANES reorder among themselves
+QUAD = 128  # codes of a row that QUADS reorders among themselves
+_WHOLE = {ROWS: 2, FRAGMENTS: FRAGMENT, LANES: FRAGMENT, QUADS: QUAD}
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +33,10 @@ class CodedWeight:
     2j + 1 the high half. FRAGMENTS is what tensor cores want: of each 32 codes, word t of four has
     the codes of columns 8q + 2t + h, q < 4 and h < 2, in its bits from 16h + 4q on. LANES is what
     byte shuffles of CPUs want: of each 32 codes, byte 8p + i has that of column 16p + i in its low
-    half and that of column 16p + 8 + i in its high half, p < 2 and i < 8. Without `zeros` nothing
-    is subtracted; with them `table` holds integers, so that the difference is exact.
+    half and that of column 16p + 8 + i in its high half, p < 2 and i < 8. QUADS is what word
+    look-ups of AVX-512 want: of each 128 codes, 16-bit word i of 32 has that of column 32q + i in
+    its bits from 4q on, q < 4. Without `zeros` nothing is subtracted; with them `table` holds
+    integers, so that the difference is exact.
     """
 
     codes: Any  # uint8 [*lead, d_out, d_in / 2]
@@ -71,12 +75,10 @@ class CodedWeight:
                 raise ValueError(f"{name}: {part} {array.shape} do not fit codes, want {want}")
         if not groups or self.shape[-1] % groups or self.group_size % 2:
             raise ValueError(f"{name}: {groups} groups do not divide d_in {self.shape[-1]}")
-        if self.order != ROWS and (
-            self.order not in (FRAGMENTS, LANES) or self.shape[-1] % FRAGMENT
-        ):
+        if self.order not in _WHOLE or self.shape[-1] % _WHOLE[self.order]:
             raise ValueError(
-                f"{name}: order {self.order} of {self.shape[-1]} codes, want {ROWS}, or "
-                f"{FRAGMENTS} or {LANES} of a multiple of {FRAGMENT}"
+                f"{name}: order {self.order} of {self.shape[-1]} codes, want {ROWS}, "
+                f"{FRAGMENTS} or {LANES} of a multiple of {FRAGMENT}, or {QUADS} of one of {QUAD}"
             )
         if (
             len(self.table) != 16
@@ -157,6 +159,8 @@ def unpacked(codes: UInt8[Array, "*lead bytes"], order: str) -> UInt8[Array, "*l
         halves = jnp.moveaxis(halves.reshape(*codes.shape[:-1], -1, 4, 2, 4), -1, -3)
     if order == LANES:  # [..., i, h] to [..., h, i]
         halves = jnp.swapaxes(halves.reshape(*codes.shape[:-1], -1, 8, 2), -1, -2)
+    if order == QUADS:  # [..., i, q] to [..., q, i]
+        halves = jnp.swapaxes(halves.reshape(*codes.shape[:-1], -1, 32, 4), -1, -2)
     return halves.reshape(*codes.shape[:-1], -1)
 
 
@@ -171,6 +175,13 @@ def in_lanes(codes: UInt8[Array, "*lead bytes"]) -> UInt8[Array, "*lead bytes"]:
     """Return codes in the order of ROWS in that of LANES; 16 divides `bytes`."""
     halves = unpacked(codes, ROWS).reshape(*codes.shape[:-1], -1, 2, 8)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(codes.shape)
+
+
+def in_quads(codes: UInt8[Array, "*lead bytes"]) -> UInt8[Array, "*lead bytes"]:
+    """Return codes in the order of ROWS in that of QUADS; 64 divides `bytes`."""
+    by_column = unpacked(codes, ROWS).reshape(*codes.shape[:-1], -1, 4, 32)
+    pairs = jnp.swapaxes(by_column, -1, -2).reshape(*codes.shape, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def first_integer(table: tuple[float, ...]) -> int | None:
