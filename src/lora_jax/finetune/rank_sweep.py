@@ -110,6 +110,21 @@ def check_ranks(start: int, lowest: int, highest: int) -> None:
         raise ValueError(f"Ranks from {lowest} to {highest} must hold the first one, {start}.")
 
 
+def check_flags(args: argparse.Namespace) -> None:
+    """Raise ValueError for a quality bar, steps or an output file that cannot be.
+
+    Training takes long: nothing may be found out after it.
+    """
+    if not 0 < args.bar <= 1:
+        raise ValueError(f"--bar must be a fraction above 0 and at most 1, got {args.bar:g}.")
+    if args.perplexity is not None and not 1 <= args.perplexity < math.inf:
+        raise ValueError(f"--perplexity must be a number of at least 1, got {args.perplexity:g}.")
+    if args.steps < 1:
+        raise ValueError(f"--steps must be at least 1, got {args.steps}.")
+    if args.out is not None and not args.out.parent.is_dir():
+        raise ValueError(f"--out: there is no folder {str(args.out.parent)!r}; make it first.")
+
+
 def parts_of(data: pathlib.Path, text: str) -> Split:
     """Return the records of a file, or of one of ESFT's evaluation sets, in two parts.
 
@@ -161,14 +176,15 @@ def main(argv: list[str]) -> None:
     """Run the command."""
     flags = parser()
     args = flags.parse_args(argv)
-    try:  # before the model is loaded
+    try:
         check_ranks(args.start, args.lowest, args.highest)
+        check_flags(args)
         parts = parts_of(args.data, args.text)
+        model, config = load(args.model, dtype="float32")
     except (OSError, ValueError) as error:
         flags.error(str(error))
     warmup = args.steps // 10
     schedule = Schedule(args.steps, 4, 6e-3, warmup_steps=warmup, weight_decay=0.3)
-    model, config = load(args.model, dtype="float32")
     form = read_format(args.model)
     train, heldout = (form.documents(part, "chat") for part in (parts.train, parts.heldout))
     base, measure = trained_perplexity(model, train, heldout, schedule)

@@ -132,6 +132,14 @@ def test_text_of_ones_own_is_a_file_of_records(tmp_path):
         ("{}", [], "mine.jsonl line 1 needs the strings 'prompt' and 'answer'"),
         ('{"prompt": "a", "answer": "b"}', [], "too few records"),
         ('{"prompt": "a", "answer": "b"}', ["--start", "0"], "must hold the first one, 0"),
+        ("", ["--bar", "1.1"], "above 0 and at most 1, got 1.1"),
+        ("", ["--bar", "nan"], "above 0 and at most 1, got nan"),
+        ("", ["--bar", "0"], "above 0 and at most 1, got 0"),
+        ("", ["--perplexity", "0.9"], "at least 1, got 0.9"),
+        ("", ["--perplexity", "nan"], "at least 1, got nan"),
+        ("", ["--perplexity", "inf"], "at least 1, got inf"),
+        ("", ["--steps", "0"], "--steps must be at least 1, got 0"),
+        ("", ["--out", "/no/where.json"], "there is no folder '/no'; make it first"),
     ],
 )
 def test_what_cannot_be_swept_is_told_before_a_model_is_loaded(
@@ -143,6 +151,14 @@ def test_what_cannot_be_swept_is_told_before_a_model_is_loaded(
     with pytest.raises(SystemExit):
         rank_sweep.main(command)
     assert said in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path, capsys):
+    rows = [json.dumps({"prompt": f"p {n * n}", "answer": f"{n:b}"}) for n in range(100)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+    with pytest.raises(SystemExit):
+        rank_sweep.main(["--model", "nowhere", "--data", str(tmp_path / "mine.jsonl")])
+    assert "There is no folder nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.slow
