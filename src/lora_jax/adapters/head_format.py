@@ -14,7 +14,13 @@ from lora_jax import strict_json
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.folder import AdapterFolder
 from lora_jax.adapters.safetensors_file import AdapterTensor
-from lora_jax.adapters.task_head import MAX_LABELS, SCORE, HeadKind, TaskHead
+from lora_jax.adapters.task_head import (
+    MAX_LABEL_TEXT,
+    MAX_LABELS,
+    SCORE,
+    HeadKind,
+    TaskHead,
+)
 from lora_jax.adapters.weights import SiteWeights
 
 HEAD_FILE = "task_head.json"
@@ -22,7 +28,6 @@ WEIGHT, BIAS = (f"base_model.model.{SCORE}.{name}" for name in ("weight", "bias"
 POOLING = "last"  # the state of the last prompt token
 _MAX_BYTES = 1 << 20
 _MAX_VALUES = 4 * MAX_LABELS
-_MAX_LABEL = 256  # characters
 _MAX_QUERIES = 100
 _KEYS = ("kind", "labels", "pooling", "queries")
 
@@ -79,9 +84,9 @@ def _labels(labels: Any) -> list[str]:
     if not isinstance(labels, list) or not 1 <= len(labels) <= MAX_LABELS:
         raise ValueError(f"labels must be a list of 1 to {MAX_LABELS} names.")
     for label in labels:
-        if not isinstance(label, str) or not 0 < len(label) <= _MAX_LABEL:
+        if not isinstance(label, str) or not 0 < len(label) <= MAX_LABEL_TEXT:
             raise ValueError(
-                f"the label {_short(label)} is no text of 1 to {_MAX_LABEL} characters."
+                f"the label {_short(label)} is no text of 1 to {MAX_LABEL_TEXT} characters."
             )
     twice = next((label for i, label in enumerate(labels) if label in labels[:i]), None)
     if twice is not None:

@@ -13,6 +13,7 @@ from lora_jax.adapters.catalogue import WHOLE, LoraCatalogue, LoraModule
 
 SCORE = "score"  # module of the catalogue, and PEFT's name of a classifier's last layer
 MAX_LABELS = 1024
+MAX_LABEL_TEXT = 256  # characters
 _LIKELY = 0.5  # probability from which a label of a multi_label head is told
 _WIDTH_STEP = 64  # logits are computed for a multiple of so many labels
 

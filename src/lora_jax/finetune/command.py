@@ -15,10 +15,10 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     parser = argparse.ArgumentParser(prog=f"python -m lora_jax.finetune.{name}", description=text)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--model", type=_model, required=True, help="checkpoint folder of the base model")
+    add("--model", type=model_folder, required=True, help="checkpoint folder of the base model")
     add(
         "--data",
-        type=_file,
+        type=existing_file,
         nargs="+",
         required=True,
         help="records, as .jsonl or .jsonl.gz files",
@@ -41,7 +41,7 @@ def training_parser(name: str, text: str, learning_rate: float) -> argparse.Argu
     return parser
 
 
-def _model(text: str) -> pathlib.Path:
+def model_folder(text: str) -> pathlib.Path:
     """Return a checkpoint folder, or raise what argparse turns into its message."""
     path = pathlib.Path(text)
     if not (path / "config.json").is_file():
@@ -52,7 +52,7 @@ def _model(text: str) -> pathlib.Path:
     return path
 
 
-def _file(text: str) -> pathlib.Path:
+def existing_file(text: str) -> pathlib.Path:
     """Return a file that is there, or raise what argparse turns into its message."""
     path = pathlib.Path(text)
     if not path.is_file():
@@ -88,5 +88,5 @@ def run(main: Callable[[list[str]], None]) -> None:
     """Run a command; an input that it refuses ends it with status 1 and one line."""
     try:
         main(sys.argv[1:])
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")

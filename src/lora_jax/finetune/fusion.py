@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from lora_jax.finetune.command import model_folder, run
 from lora_jax.finetune.head import HeadParams
 from lora_jax.finetune.lora import DTYPES
 from lora_jax.finetune.lora_params import LoraPair, LoraSpec
@@ -213,11 +214,11 @@ def _digest(folder: pathlib.Path) -> str:
     return found.hexdigest()
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m lora_jax.finetune.fusion")
     add = parser.add_argument
-    add("--model", type=pathlib.Path, required=True)
+    add("--model", type=model_folder, required=True)
     add("--data", type=pathlib.Path, required=True, help="folder that pictures.collect wrote")
     add("--datasets", nargs="+", choices=list(tasks.TASKS), required=True)
     add(
@@ -242,16 +243,21 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len(args.require) != len(args.datasets) or len(set(args.datasets)) != len(args.datasets):
         parser.error("--require needs one accuracy for each of --datasets, which differ")
+    for name, accuracy in zip(args.datasets, args.require, strict=True):
+        if not 0 <= accuracy <= 1:
+            parser.error(f"--require {accuracy} of {name} is no accuracy, 0 to 1")
     if not 0 <= args.rehearsal <= 1:
         parser.error(f"--rehearsal {args.rehearsal} is not a share, 0 to 1")
-    base = picture_adapter.Base.read(args.model)
     parts = tasks.parts(tasks.read_sources(args.data))
+    for name in args.datasets:
+        tasks.check_sources(name, parts[True])
     required = dict(zip(args.datasets, args.require, strict=True))
     order = shuffled(args.datasets, args.seed)
     spec = LoraSpec(args.rank, 2.0 * args.rank, picture_adapter.TEXT_MODULES)
     warmup = min(20, args.steps // 10)
     schedule = Schedule(args.steps, args.batch_rows, args.learning_rate, warmup, seed=args.seed)
     counts = TRAIN_EXAMPLES, HELDOUT
+    base = picture_adapter.Base.read(args.model)
     kept = kept_trainings(args, counts)
     given = base, parts, order, required, spec, schedule, counts
     fusion = fuse_pictures(*given, rehearsal=args.rehearsal, folder=kept)
@@ -275,4 +281,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -23,7 +23,7 @@ from flax import nnx
 
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.task_head import HeadKind, TaskHead
-from lora_jax.finetune.command import run, schedule_of, state_of, training_parser
+from lora_jax.finetune.command import existing_file, run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.forward import states
 from lora_jax.finetune.frozen_base import load_base
@@ -143,10 +143,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     flags = training_parser("head", __doc__ or "", learning_rate=2e-3)
     add = flags.add_argument
-    kinds = [kind for kind in HeadKind if kind is not HeadKind.BOXES]  # those are of images
-    add("--head", type=HeadKind, choices=kinds, required=True, help="kind of the head")
-    add("--eval", type=pathlib.Path, help="held-out records, in the format of --data")
-    add("--adapter", type=pathlib.Path, help="adapter that gets the head; its LoRA stays as it is")
+    add("--head", type=_kind, required=True, help="kind of the head: class, multi_label or count")
+    add("--eval", type=existing_file, help="held-out records, in the format of --data")
+    add("--adapter", type=_adapter, help="adapter that gets the head; its LoRA stays as it is")
     add("--rank", type=int, default=8, help="rank of the LoRA below the head; 0: a head alone")
     add("--alpha", type=float, help="LoRA alpha (default: twice the rank)")
     add("--modules", nargs="+", help="modules with LoRA (default: all but router and lm_head)")
@@ -154,11 +153,28 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
+def _kind(text: str) -> HeadKind:
+    """Return the kind of a head of text, or raise what argparse turns into its message."""
+    kinds = [kind for kind in HeadKind if kind is not HeadKind.BOXES]
+    if text not in kinds:
+        boxes = "; heads of boxes: python -m lora_jax.finetune.pictures.adapter"
+        more = boxes if text == HeadKind.BOXES else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(kinds)}{more}")
+    return HeadKind(text)
+
+
+def _adapter(text: str) -> pathlib.Path:
+    """Return an adapter's folder, or raise what argparse turns into its message."""
+    path = pathlib.Path(text)
+    if not (path / "adapter_config.json").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no folder with adapter_config.json")
+    return path
+
+
 def main(argv: list[str]) -> None:
     """Run the command."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    model, config, quantization = load_base(args.model, None, args.out.parent)
     records = [record for path in args.data for record in read_labelled(path, args.head)]
     head, form = head_of(records, args.head), read_format(args.model)
     settings = (head, form, args.style, args.length)
@@ -166,6 +182,7 @@ def main(argv: list[str]) -> None:
     held = (
         None if args.eval is None else examples_of(read_labelled(args.eval, args.head), *settings)
     )
+    model, config, quantization = load_base(args.model, None, args.out.parent)
     log.info("%d records, %s of %d labels", len(records), head.kind, len(head.labels))
     catalogue, schedule, delta = model.catalogue(config), schedule_of(args), None
     dtype, spec = DTYPES[args.dtype], no_lora()

@@ -4,12 +4,16 @@ import dataclasses
 import gzip
 import json
 import pathlib
+import zlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
-from lora_jax.adapters.task_head import HeadKind, TaskHead
+from lora_jax.adapters.task_head import MAX_LABEL_TEXT, MAX_LABELS, HeadKind, TaskHead
 from lora_jax.finetune.documents import Document, TextFormat
+
+_SHOWN = 8  # labels in a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +28,15 @@ def read_labelled(path: pathlib.Path, kind: HeadKind) -> list[Labelled]:
     """Return the records of a .jsonl or .jsonl.gz file.
 
     Each has `prompt` and `label` (a text, of a count a number), of multi_label `labels`. Raises
-    ValueError naming the file and line of a record that is not so.
+    ValueError naming the file and line of a record that is not so, and a file that is no text.
     """
     data = path.read_bytes()
-    lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8").split("\n")
+    try:
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        kind_of_file = "gzip of UTF-8 text" if path.suffix == ".gz" else "UTF-8 text"
+        raise ValueError(f"{path.name} is not {kind_of_file}: {error}") from error
+    lines = text.split("\n")
     records = [
         _parse(line, kind, f"{path.name} line {number}")
         for number, line in enumerate(lines, 1)
@@ -51,7 +60,7 @@ def write_labelled(path: pathlib.Path, records: Iterable[Labelled], kind: HeadKi
 def _parse(line: str, kind: HeadKind, where: str) -> Labelled:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: numbers of too many digits, too
         raise ValueError(f"{where} is no JSON: {error}") from error
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt:
@@ -61,21 +70,39 @@ def _parse(line: str, kind: HeadKind, where: str) -> Labelled:
         if not isinstance(labels, list) or not all(isinstance(x, str) and x for x in labels):
             raise ValueError(f"{where} needs 'labels', a list of texts, for a {kind} head")
         return Labelled(prompt, tuple(labels))
-    label = row.get("label")
-    if kind is HeadKind.COUNT and type(label) is int and label >= 0:
-        label = str(label)
-    is_count = isinstance(label, str) and label.isascii() and label.isdecimal()
-    if not isinstance(label, str) or not label or (kind is HeadKind.COUNT and not is_count):
-        wanted = "a number from 0 on" if kind is HeadKind.COUNT else "a text, not empty"
+    label = _count(row.get("label")) if kind is HeadKind.COUNT else row.get("label")
+    if not isinstance(label, str) or not label:
+        count = f"a number from 0 to {MAX_LABELS - 1}"
+        wanted = count if kind is HeadKind.COUNT else "a text, not empty"
         raise ValueError(f"{where} needs 'label', {wanted}, for a {kind} head")
     return Labelled(prompt, (label,))
 
 
+def _count(given: Any) -> str | None:
+    """Return a count's label, without leading zeros; None for what is no count that is served."""
+    if isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) < 10:
+        given = int(given)
+    return str(given) if type(given) is int and 0 <= given < MAX_LABELS else None
+
+
 def head_of(records: Sequence[Labelled], kind: HeadKind) -> TaskHead:
-    """Return the head of all labels that records have, in order; of a count up to the largest."""
+    """Return the head of all labels that records have, in order; of a count up to the largest.
+
+    Raises ValueError for labels that no engine serves, and where there is nothing to learn.
+    """
     labels = {label for record in records for label in record.labels}
     if not labels:
         raise ValueError("no record has a label")
+    if len(labels) == 1 and kind is not HeadKind.MULTI_LABEL:
+        raise ValueError(
+            f"every record has the label {next(iter(labels))[:64]!r}; a {kind} head needs two"
+        )
+    if len(labels) > MAX_LABELS:
+        raise ValueError(f"the records have {len(labels)} labels; a head has {MAX_LABELS} at most")
+    if (longest := max(map(len, labels))) > MAX_LABEL_TEXT:
+        raise ValueError(
+            f"a label has {longest} characters; at most {MAX_LABEL_TEXT} are served: shorten it"
+        )
     if kind is HeadKind.COUNT:
         return TaskHead(kind, tuple(str(n) for n in range(max(map(int, labels)) + 1)))
     return TaskHead(kind, tuple(sorted(labels)))
@@ -105,7 +132,12 @@ def examples_of(
     for record in records:
         unknown = next((label for label in record.labels if label not in numbers), None)
         if unknown is not None:
-            raise ValueError(f"the label {unknown!r} is not one of the head's {len(numbers)}")
+            some = ", ".join(map(repr, head.labels[:_SHOWN]))
+            more = ", ..." if len(head.labels) > _SHOWN else ""
+            raise ValueError(
+                f"the label {unknown[:64]!r} is not one of the head's {len(numbers)}, which are "
+                f"the labels of --data: {some}{more}"
+            )
         tokens = form.prompt(record.prompt, style)
         if not 0 < len(tokens) <= length:
             raise ValueError(f"a prompt has {len(tokens)} tokens; --length allows 1 to {length}")

@@ -7,9 +7,11 @@ import json
 
 import numpy as np
 import pytest
+from support.cases.tiny_pictures import sources
 
 from lora_jax.finetune import fusion, training
 from lora_jax.finetune.fusion import fuse, shuffled
+from lora_jax.finetune.pictures import tasks
 
 ORDER = ("a", "b", "c", "d")
 PAIRS = list(itertools.combinations(ORDER, 2))
@@ -131,7 +133,6 @@ def test_a_rollback_gives_back_the_bits(tmp_path, monkeypatch):
     from support.cases import tiny_pictures
 
     from lora_jax.finetune.lora_params import LoraSpec
-    from lora_jax.finetune.pictures import tasks
     from lora_jax.finetune.pictures.adapter import Base
     from lora_jax.finetune.training import Schedule
 
@@ -235,9 +236,26 @@ def test_the_command_writes_an_adapter_of_each_group_and_what_it_scored(
         (["--datasets", "digits", "kind", "--require", "0.5"], "one accuracy for each"),
         (["--datasets", "digits", "digits", "--require", "0.5", "0.5"], "which differ"),
         (["--datasets", "digits", "--require", "1", "--rehearsal", "2"], "2.0 is not a share"),
+        (["--datasets", "digits", "--require", "80"], "80.0 of digits is no accuracy, 0 to 1"),
+        (["--datasets", "digits", "--require", "nan"], "nan of digits is no accuracy"),
+        (["--datasets", "digits", "--require", "1", "--model", "M"], "M is no folder"),
     ],
 )
-def test_flags_that_do_not_fit_are_refused(capsys, flags, message):
+def test_flags_that_do_not_fit_are_refused(capsys, tmp_path, flags, message):
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(SystemExit):
-        fusion.main(["--model", "M", "--data", "D", "--out", "O", *flags])
+        fusion.main(["--model", str(tmp_path), "--data", "D", "--out", "O", *flags])
     assert message in capsys.readouterr().err
+
+
+def test_pictures_that_are_not_there_are_named_before_the_model_is_read(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    flags = ["--model", str(tmp_path), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    asked = [*flags, "--datasets", "digits", "count", "--require", "0.5", "0.5"]
+    with pytest.raises(ValueError, match="has no pictures"):
+        fusion.main(asked)
+    some = {name: source for name, source in sources().items() if name == "digits"}
+    monkeypatch.setattr(tasks, "read_sources", lambda folder: some)
+    with pytest.raises(ValueError, match=r"task 'count' needs emoji\.npz"):
+        fusion.main(asked)
+    assert not (tmp_path / "out").exists()

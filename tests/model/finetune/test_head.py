@@ -114,6 +114,22 @@ def test_a_head_above_lora_is_stored_with_it_and_a_head_for_an_adapter_beside_it
     assert told == {"right": first / len(TEXT), "examples": len(TEXT)}
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--head", "boxes"], "lora_jax.finetune.pictures.adapter"),
+        (["--head", "sum"], "'sum' is not one of class, multi_label, count"),
+        (["--head", "class", "--eval", "none.jsonl"], "there is no file none.jsonl"),
+        (["--head", "class", "--adapter", "none"], "none is no folder with adapter_config.json"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(read_only_folder, capsys, flags, message):
+    own = ["--model", str(read_only_folder), "--data", __file__, "--out", "OUT"]
+    with pytest.raises(SystemExit):
+        trained.main([*own, *flags])
+    assert message in capsys.readouterr().err
+
+
 # Written for this test; none is from the text that the shipped adapters learned.
 SLOTS = ("北京", "上海", "周五", "明天", "后天", "深圳")
 ASKED = {

@@ -1,5 +1,7 @@
 """Labelled text on disk, and as documents whose one target is a row of wanted labels."""
 
+import gzip
+
 import numpy as np
 import pytest
 from support.cases.finetune_cases import make_folder
@@ -36,6 +38,9 @@ def test_what_is_written_is_read(tmp_path, kind, records):
         (HeadKind.COUNT, '{"prompt": "a", "label": -1}', "needs 'label', a number from 0"),
         (HeadKind.COUNT, '{"prompt": "a", "label": "many"}', "needs 'label', a number"),
         (HeadKind.COUNT, '{"prompt": "a", "label": true}', "needs 'label', a number"),
+        (HeadKind.COUNT, '{"prompt": "a", "label": 1024}', "a number from 0 to 1023"),
+        (HeadKind.COUNT, '{"prompt": "a", "label": "9999999999"}', "a number from 0 to 1023"),
+        (HeadKind.COUNT, f'{{"prompt": "a", "label": {"9" * 5000}}}', "line 2 is no JSON"),
         (HeadKind.MULTI_LABEL, '{"prompt": "a", "label": "b"}', "needs 'labels', a list"),
     ],
 )
@@ -49,9 +54,37 @@ def test_a_wrong_line_is_named(tmp_path, kind, line, message):
         read_labelled(file, kind)
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("x.jsonl", b"\xff\xfe", "x.jsonl is not UTF-8 text"),
+        ("x.jsonl.gz", b"\x1f\x8bxx", "x.jsonl.gz is not gzip"),
+        ("x.jsonl.gz", b"{}", "x.jsonl.gz is not gzip"),
+        ("x.jsonl.gz", gzip.compress(b"{}" * 99)[:-12], "x.jsonl.gz is not gzip"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path, name, data, message):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ValueError, match=message):
+        read_labelled(tmp_path / name, HeadKind.CLASS)
+
+
+def test_labels_that_no_engine_serves_are_refused_before_a_training():
+    many = [Labelled("a", (str(n),)) for n in range(1025)]
+    with pytest.raises(ValueError, match="1025 labels; a head has 1024 at most"):
+        head_of(many, HeadKind.CLASS)
+    with pytest.raises(ValueError, match="a label has 257 characters; at most 256"):
+        head_of([*RECORDS, Labelled("a", ("x" * 257,))], HeadKind.CLASS)
+    for kind in (HeadKind.CLASS, HeadKind.COUNT):
+        with pytest.raises(ValueError, match=f"has the label '0'; a {kind} head needs two"):
+            head_of([Labelled("a", ("0",))] * 2, kind)
+    assert head_of([Labelled("a", ("0",))], HeadKind.MULTI_LABEL).labels == ("0",)
+
+
 def test_a_head_has_the_labels_of_its_text(tmp_path):
     assert head_of(RECORDS, HeadKind.CLASS).labels == ("a", "b")
-    (tmp_path / "n.jsonl").write_text('{"prompt": "a", "label": 3}\n{"prompt": "b", "label": "1"}')
+    lines = '{"prompt": "a", "label": 3}\n{"prompt": "b", "label": "01"}'
+    (tmp_path / "n.jsonl").write_text(lines)
     counts = read_labelled(tmp_path / "n.jsonl", HeadKind.COUNT)
     assert head_of(counts, HeadKind.COUNT).labels == ("0", "1", "2", "3")
     with pytest.raises(ValueError, match="no record has a label"):
@@ -66,7 +99,7 @@ def test_examples_are_prompts_as_a_server_has_them(tmp_path):
     for row, (document, record) in enumerate(zip(made.documents, SEVERAL, strict=True)):
         assert document.tokens == (*form.prompt(record.prompt, "chat"), row)
         assert document.num_prompt == len(document.tokens) - 1
-    with pytest.raises(ValueError, match="label 'z' is not one of the head's 2"):
+    with pytest.raises(ValueError, match=r"label 'z' is not one of the head's 2.*: 'a', 'b'"):
         examples_of([Labelled("a", ("z",))], head, form, "chat", 64)
     with pytest.raises(ValueError, match="--length allows 1 to 3"):
         examples_of(SEVERAL, head, form, "chat", 3)

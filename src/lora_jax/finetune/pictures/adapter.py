@@ -24,6 +24,7 @@ from flax import nnx
 from lora_jax.adapters import peft_format
 from lora_jax.adapters.head_format import labels_of
 from lora_jax.adapters.task_head import SCORE, HeadKind, TaskHead, with_head
+from lora_jax.finetune.command import run
 from lora_jax.finetune.documents import TextFormat, read_format
 from lora_jax.finetune.forward import head as lm_head
 from lora_jax.finetune.forward import states
@@ -300,7 +301,7 @@ def parser() -> argparse.ArgumentParser:
     return flags
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
     """Run the command."""
     flags = parser()
     args = flags.parse_args(argv)
@@ -332,4 +333,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,6 +17,7 @@ from lora_jax.finetune.pictures.collect import KINDS, Pictures, load
 FRAMES = 6  # of a task on motion
 MOST_THINGS = 5
 NO_KIND = "none"
+_COLLECT = "python -m lora_jax.finetune.pictures.collect"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,8 +35,18 @@ Sources = dict[str, Pictures]
 
 
 def read_sources(folder: pathlib.Path) -> Sources:
-    """Return the sources that `collect` wrote, those that are there."""
-    return {path.stem: load(path) for path in sorted(folder.glob("*.npz"))}
+    """Return the sources that `collect` wrote, those that are there; ValueError for none."""
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise ValueError(f"{folder} has no pictures (*.npz); {_COLLECT} writes them.")
+    return {path.stem: load(path) for path in files}
+
+
+def check_sources(task: str, sources: Sources) -> None:
+    """Raise ValueError naming the file that a task needs, where its pictures are not there."""
+    source = task if task in ("clothes", "digits", "flags") else "emoji"
+    if source not in sources:
+        raise ValueError(f"The task {task!r} needs {source}.npz, which {_COLLECT} writes.")
 
 
 def parts(sources: Sources) -> dict[bool, Sources]:
@@ -70,7 +81,8 @@ def halves(sources: Sources) -> tuple[Sources, Sources]:
 
 
 def draw(task: str, sources: Sources, count: int, seed: int) -> list[Example]:
-    """Return examples of a task; `sources` are those of one part."""
+    """Return examples of a task; `sources` are those of one part. ValueError as check_sources."""
+    check_sources(task, sources)
     stream = zlib.crc32(task.encode())
     return [TASKS[task](sources, np.random.default_rng((seed, stream, n))) for n in range(count)]
 
