@@ -1,4 +1,4 @@
-// Cuts sorted rows into items of work: runs of rows that share an adapter and an expert.
+// Cuts sorted rows into work items: runs of rows that share an adapter and an expert.
 #pragma once
 #include "device/cta_sort.cuh"
 #include "lora_gemm/units.cuh"

@@ -1,9 +1,9 @@
-// Turns row_to_slot (and row_to_expert) into work items for pair_kernel: one CTA, no host in the loop.
+// Turns row_to_slot (and row_to_expert) into work items for pair_kernel, in one CTA and without the host.
 //
-// A stable radix sort by slot puts the rows of an adapter together; a segment also ends where the
-// expert changes, so rows that come in sorted by expert (row_map) give one segment per adapter and
-// expert, and any other order is right too, in smaller segments. Rows without an adapter go last
-// and into no item. Nothing here knows a module's ranks or rows: one call serves every module.
+// A stable radix sort by slot puts the rows of an adapter together. A segment also ends where the expert
+// changes. So rows that are sorted by expert (row_map) give one segment per adapter and expert; any other order
+// is correct too and gives smaller segments. Rows without an adapter are last and in no item. The items do not
+// depend on a module's ranks or widths, so one call serves every module.
 #pragma once
 #include "adapter_items/row_items.cuh"
 

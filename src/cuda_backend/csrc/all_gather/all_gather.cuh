@@ -1,13 +1,13 @@
-// All-gather and all-to-all between the GPUs of one process, by writes into each other's memory: no host,
-// no library, and nothing that a CUDA graph cannot hold. Copies of values only, so no bit depends on the
-// sizes. In an all-gather a device sends all of x to each peer, in an all-to-all its part of the columns or of the
-// rows.
+// All-gather and all-to-all between the GPUs of one process: each GPU writes into its peers' memory, without
+// the host or a library, and in a form that a CUDA graph can hold. Values are only copied, so no bit depends on
+// the sizes. In an all-gather a device sends all of x to each peer, in an all-to-all the peer's part of the
+// columns or rows.
 //
-// Every device has a memory that its peers write into. A CTA meets only the peers' CTA of its number, and all
-// CTAs of a device count the same exchanges, however many of them an exchange has.
+// Every device has memory that its peers write into. A CTA communicates only with the peers' CTA of the same
+// number. All CTAs of a device count all exchanges, also those that use fewer CTAs.
 //
-// Small messages travel as words with the exchange's number beside them (16 bytes hold 8 of data), so a
-// reader knows each word when it comes, without a fence or a flag. Two slots are enough: a device writes
+// Small messages are words with the exchange's number beside them (16 bytes hold 8 of data), so a reader
+// recognises each word of this exchange without a fence or a flag. Two slots are enough: a device writes
 // a slot again two exchanges later, which it begins only after the peer's answer to the exchange between,
 // and the peer has read the slot before it sends that answer.
 //

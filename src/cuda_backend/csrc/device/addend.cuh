@@ -1,4 +1,4 @@
-// What is added to a rounded product: two numbers of it, of float32 or bfloat16; the sum is rounded again.
+// Addends of a rounded product, two numbers at a time, in float32 or bfloat16; the sum is rounded again.
 #pragma once
 #include "device/ptx.cuh"
 

@@ -1,4 +1,4 @@
-// What the CTAs of a cluster do together.
+// Synchronisation and shared memory between the CTAs of a cluster.
 #pragma once
 #include <cuda_runtime.h>
 

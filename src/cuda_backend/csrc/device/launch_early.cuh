@@ -1,4 +1,5 @@
-// How kernels are launched: as many CTAs as SMs hold, to overlap the kernel before: see let_next_begin and wait_for_previous.
+// Launches kernels with as many CTAs as the SMs hold, overlapping the previous kernel: see let_next_begin and
+// wait_for_previous.
 #pragma once
 #include <cuda_runtime.h>
 

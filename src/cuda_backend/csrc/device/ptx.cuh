@@ -1,4 +1,4 @@
-// The PTX that the kernels speak, one function an instruction.
+// PTX instructions that the kernels use, one function per instruction.
 #pragma once
 #include <cuda.h>
 #include <cuda_bf16.h>

@@ -1,4 +1,5 @@
-// The gated activation, with one arithmetic wherever it is computed: behind products and between launches.
+// The gated activation, silu(gate) * up: the same arithmetic in the epilogue of a product and in a launch of
+// its own.
 #pragma once
 #include "device/ptx.cuh"
 

@@ -1,4 +1,4 @@
-// Tensor maps of bfloat16 whose innermost 128 bytes are swizzled: what every kernel here copies by.
+// Tensor maps of bfloat16 whose innermost 128 bytes are swizzled; every kernel here copies by them.
 #pragma once
 #include "device/tensor_map.cuh"
 

@@ -1,4 +1,4 @@
-// Sums over the lanes of a warp, in one order, and the numbers they are made of.
+// Sums over the lanes of a warp in one fixed order, and conversions of their operands.
 #pragma once
 #include "device/ptx.cuh"
 

@@ -1,7 +1,7 @@
 // Products of a warpgroup (wgmma): 64 rows by N columns, in float32 over bfloat16.
 //
-// A warpgroup issues products, commits them as a group and waits for groups; until then nobody touches
-// their registers, nor the shared memory they read. Sums stand as those of mma m16n8: d[n * 4 + e] is
+// A warpgroup issues products, commits them as a group and waits for groups. Until then no thread may use their
+// registers or write the shared memory that they read. Sums are laid out as those of mma m16n8: d[n * 4 + e] is
 // row g + 8 (e / 2) of the warp's 16, column n * 8 + (lane & 3) * 2 + e % 2, where g is lane / 4.
 #pragma once
 #include "device/ptx.cuh"

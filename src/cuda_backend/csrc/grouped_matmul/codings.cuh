@@ -1,4 +1,5 @@
-// Weights made plain in the registers of mma's first operand: in 8 and 4 bits, and bfloat16 as it is.
+// Decodes weights of 8 and 4 bits in the registers of mma's first operand; bfloat16 weights are used as they
+// are.
 //
 // A stage holds 128 bytes of each row of weights, of bfloat16 twice as much. `ldmatrix` gives a thread four neighbouring bytes of a row.
 // Codes of 4 bits lie in the order that mma wants (`order` in ops/grouped_matmul/weights.py): a word's

@@ -1,6 +1,6 @@
-// Numbers that the host writes while the device computes what comes before them: the device waits until
-// the host has said that they are there, and copies them out of the host's memory. Values that came too
-// late are not copied, and the host is told so in the board's header.
+// Values that the host writes while the device computes the layers before their use. The device waits until the
+// host has posted them, and copies them from host memory. Values that come too late are not copied; the board's
+// header then says so.
 #pragma once
 #include <cuda_runtime.h>
 

@@ -1,4 +1,4 @@
-// q, k and v of one image with q and k turned by their patches' angles, laid as products read them: blocks
+// Lays out q, k and v of one image as the products read them, with q and k rotated by their patches' angles: blocks
 // of 8 patches, and in a block 10 pieces of 8 columns, of which a head of 72 fills 9. The tenth piece is
 // zeros, of v a one and zeros: by it the product with the weights sums these up too.
 #pragma once

@@ -1,8 +1,8 @@
-// The smallest logit of each row that min_p, top_k and top_p keep: a CTA a row.
+// The smallest logit of each row that min_p, top_k and top_p keep; one CTA per row.
 //
 // Thresholds are found by three digits of 11, 11 and 10 bits of the logit's ordered image: a pass counts or
 // weighs the logits by digit. Counts and weights are integers, so that no result depends on the order of sums.
-// With top_k the passes after the second are over the few logits that are left, in shared memory.
+// With top_k the passes after the second read only the remaining logits, from shared memory.
 #pragma once
 #include <cuda_runtime.h>
 

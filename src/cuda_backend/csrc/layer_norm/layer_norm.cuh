@@ -1,6 +1,7 @@
 // y = (x - mean) / sqrt(variance + eps) * weight + bias of rows in bfloat16; a warp has a row.
 //
-// The width alone decides in which order a row's values are added: a thread's own, then threads by halves.
+// The order in which a row's values are added depends on the width alone: first each thread's own, then threads
+// by halves.
 #pragma once
 #include "rms_norm/rms_norm.cuh"
 

@@ -1,6 +1,6 @@
-// Who keeps the CallState of each LoRA call of XLA's programs: XLA makes an owner for a call when it loads the
-// program, and the first launch on a device finds it memory there. So two calls never share one, whatever
-// streams and graphs they run in, and XLA runs one call of a program once at a time.
+// Owners of the CallState of each LoRA call in XLA's programs. XLA makes one owner per call when it loads the
+// program; the first launch on a device allocates its memory there. So two calls never share a state, in any
+// streams or graphs, and XLA runs one call of a program once at a time.
 #pragma once
 #include <memory>
 #include <mutex>

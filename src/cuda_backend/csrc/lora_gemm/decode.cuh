@@ -1,8 +1,8 @@
-// Grouped LoRA of few rows, both phases or the expand alone, by pair_kernel's own arithmetic (lora_gemm/items.cuh),
-// so with its bits.
+// Grouped LoRA of few rows: shrink and expand, or the expand alone. The arithmetic, and so the bits, are those
+// of pair_kernel (lora_gemm/items.cuh).
 //
-// What a small launch takes is mostly latency, so here every CTA holds all items, which come by loads that
-// do not wait for one another, and what a CTA begins with takes no draw. One warp fetches h for the
+// The time of a small launch is mostly latency. So every CTA loads all items, by loads that do not depend on
+// each other, and its first unit is fixed, not drawn from a counter. One warp fetches h for the
 // others, ahead of its use, and polls where it is still missing. Rows of no item become zeros here where y
 // held nothing. Few segments are served by lora_gemm/decode_groups.cuh.
 #pragma once

@@ -1,5 +1,5 @@
-// So few segments that each CTA has a block of the expand's columns, or two; behind a shrink at once (lora_gemm/decode_shrink.cuh)
-// where there is one. See lora_gemm/decode.cuh for the whole.
+// Expand of so few segments that each CTA has one or two blocks of the expand's columns, after the shrink of
+// lora_gemm/decode_shrink.cuh if the call has one. lora_gemm/decode.cuh has the overview.
 //
 // Items of one segment are served together, one by each warp of a CTA, since they multiply the same weights:
 // 64 rows of one adapter would read them eight times from L2, which takes longer than from memory once.

@@ -1,5 +1,5 @@
-// How grouped LoRA of few rows is cut: tables that a CTA holds as a whole, its shrink units and its run of
-// the expand. See lora_gemm/decode.cuh for the kernel.
+// Work division of grouped LoRA of few rows: tables that each CTA holds completely, its shrink units and its
+// run of the expand. lora_gemm/decode.cuh has the kernel.
 #pragma once
 #include "lora_gemm/unit_fetch.cuh"
 

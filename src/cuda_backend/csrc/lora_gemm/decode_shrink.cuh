@@ -1,5 +1,5 @@
-// The shrink of so few items that all of it is on its way from memory at once: a cluster of four CTAs has 16
-// rank rows of an item. See lora_gemm/decode.cuh for the whole.
+// Shrink of so few items that all loads are in flight at once: a cluster of four CTAs has 16 rank rows of an
+// item. lora_gemm/decode.cuh has the overview.
 //
 // The sums have pair_kernel's order: each CTA has the k of one of its warps (k mod 128). All its warps ask for
 // a share of those and put what comes into shared memory as the tensor cores take it; one warp adds it up in

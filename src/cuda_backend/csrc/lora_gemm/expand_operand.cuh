@@ -1,5 +1,5 @@
-// How those who multiply come by the h of an expand unit: with its ticket if it has up to kHeldRows rows, from
-// memory where it was not there then; from where a row warp has brought it if it has more rows.
+// How the multiplying warps get the h of an expand unit. Up to kHeldRows rows: with the unit's ticket, or from
+// memory if h was not ready then. More rows: from the shared memory that a row warp has filled.
 #pragma once
 #include "lora_gemm/units.cuh"
 

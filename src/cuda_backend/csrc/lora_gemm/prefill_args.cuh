@@ -1,4 +1,4 @@
-// What the tile kernels of lora_gemm/prefill_shrink.cuh take, for those who only launch them.
+// Arguments of the tile kernels of lora_gemm/prefill_shrink.cuh, for code that only launches them.
 #pragma once
 #include <cuda_runtime.h>
 

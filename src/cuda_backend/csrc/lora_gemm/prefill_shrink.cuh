@@ -1,8 +1,8 @@
 // The shrink of adapters with many rows on Hopper: h = scaling * x A^T, by tiles.
 //
-// A tile is up to 128 rows of one segment, in any order of rows. Its kernel gives a row the very bits that
-// pair_kernel (lora_gemm/items.cuh) gives it: the same products in each mma, the same order of sums. So which of
-// them serves a segment may follow from the batch, and no result shows it.
+// A tile is up to 128 rows of one segment, in any order of rows. Its kernel gives each row the bits of
+// pair_kernel (lora_gemm/items.cuh): the same products in each mma, the same order of sums. So the choice
+// between the two kernels may depend on the batch without changing a result.
 //
 // A cluster of 4 CTAs works through a tile. Each CTA takes one of the four parts of the sums over k, so that
 // A leaves L2 once a tile. One warp brings A in boxes, three bring rows of x 16 bytes at a time, both stages

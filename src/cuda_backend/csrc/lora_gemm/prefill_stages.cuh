@@ -1,4 +1,4 @@
-// What CTAs that shrink tiles (lora_gemm/prefill_shrink.cuh) have in shared memory, and what they ask for first.
+// Shared memory of CTAs that shrink tiles (lora_gemm/prefill_shrink.cuh), and their first loads.
 #pragma once
 #include "device/cluster.cuh"
 #include "lora_gemm/prefill_args.cuh"

@@ -1,7 +1,7 @@
 // Takes the segments with many rows out of the items and cuts them into tiles: one CTA, once a step.
 //
-// No result depends on which segments these are (see lora_gemm/prefill_shrink.cuh), so the choice may follow what
-// the batch holds: tiles only pay where together they have enough rows.
+// No result depends on which segments these are (see lora_gemm/prefill_shrink.cuh), so the choice may depend on
+// the batch: tiles are faster only if they have enough rows together.
 #pragma once
 #include <climits>
 

@@ -1,4 +1,4 @@
-// The warp that makes out units of grouped LoRA, ahead of their use. See lora_gemm/items.cuh for the whole.
+// The warp that finds the next units of grouped LoRA ahead of their use. lora_gemm/items.cuh has the overview.
 #pragma once
 #include "lora_gemm/units.cuh"
 

@@ -1,5 +1,5 @@
-// How grouped LoRA is cut: items of rows, units of work on them, stages of a unit, and the plan of who
-// does what. See lora_gemm/items.cuh for the whole.
+// Work division of grouped LoRA: items of rows, units of work on them, stages of a unit, and the assignment to
+// warps. lora_gemm/items.cuh has the overview.
 #pragma once
 #include "device/ptx.cuh"
 

@@ -1,5 +1,5 @@
-// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernel of heads: warps turn rows of e4m3 into the
-// bfloat16 that those read, in the order in which the copy engine would have brought it.
+// Pages in 8 bits (lora_jax/ops/kv_rows.py) for the kernel of heads: warps convert rows of e4m3 to bfloat16, in
+// the layout in which the copy engine writes bfloat16 pages.
 //
 // A row's scale is a power of two, so every value is exact in bfloat16, and a result has the bits that pages of
 // bfloat16 with the same values give. A row's tail of 16 bytes begins with its scale, so rows begin at multiples of 16:

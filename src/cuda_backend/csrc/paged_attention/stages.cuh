@@ -1,4 +1,4 @@
-// How pages reach the warps of paged attention, and what a chunk of positions leaves behind.
+// Copies of pages to the warps of paged attention, and the partial results of a chunk of positions.
 //
 // One persistent CTA per SM. Producer warps fill a ring of slots with boxes of 16 positions by
 // tensor copies; consumer warps work through units in step. A chunk's exponentials refer to a base of

@@ -1,5 +1,5 @@
-// What paged attention works through: a unit is a few neighbouring tokens of one sequence and some
-// chunks of positions. One CTA writes the list; every layer of a step reads the same one.
+// Work list of paged attention. A unit is a few neighbouring tokens of one sequence and some chunks of
+// positions. One CTA writes the list; every layer of a step reads the same list.
 //
 // A token's result is the sum of its chunks, put together in their order. A few tokens over a long
 // context are cut into units of one chunk, whose parts combine_kernel puts together; the many tokens

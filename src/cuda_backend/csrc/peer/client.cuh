@@ -1,4 +1,4 @@
-// A client's kernels: rows to the servers' slots, a bounded wait, and the sum of what came back.
+// A client's kernels: write rows to the servers' slots, wait for a bounded time, add the answers.
 #pragma once
 #include "device/launch_early.cuh"
 #include "peer/copy.cuh"

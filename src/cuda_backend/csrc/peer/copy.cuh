@@ -1,4 +1,4 @@
-// Copies by warps, and which row of a batch goes where: shared by all kernels of the transport.
+// Copies by warps, and the destination of each row of a batch: shared by all kernels of the transport.
 #pragma once
 #include "peer/state.cuh"
 #include "device/ptx.cuh"

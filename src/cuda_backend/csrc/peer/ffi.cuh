@@ -1,4 +1,4 @@
-// The transport's custom calls: they unpack buffers and launch; an end is named by a number.
+// The transport's custom calls: they unpack buffers and launch kernels; a number names an endpoint.
 #pragma once
 #include <algorithm>
 #include <mutex>

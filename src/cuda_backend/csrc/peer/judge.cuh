@@ -1,4 +1,4 @@
-// Which of the messages that were taken a rank of the LoRA Server answers, and with which slots.
+// Decides which received messages a rank of the LoRA Server answers, and finds their adapters' slots.
 #pragma once
 #include "peer/ffi.cuh"
 

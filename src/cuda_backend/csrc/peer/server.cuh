@@ -1,4 +1,4 @@
-// A server rank's kernels: the next message of any client, its rows, and the results back.
+// A server rank's kernels: find the next message of any client, read its rows, write back the results.
 #pragma once
 #include "peer/copy.cuh"
 #include "peer/header.cuh"

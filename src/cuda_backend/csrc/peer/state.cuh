@@ -1,4 +1,4 @@
-// What both ends of a device-memory transport keep: slots, counters and the header of a message.
+// State of both endpoints of a device-memory transport: slots, counters and the header of a message.
 //
 // A channel is one client and one server. Its slots and counters lie in memory that both devices
 // have mapped; a payload is written by its sender's kernel over NVLink, then the header, then the

@@ -1,5 +1,5 @@
-// What lies between the projections and attention, in one pass: norms over heads of q and k if the model
-// has them, rotary embedding of both, and k and v at their places in the pages.
+// All work between the projections and attention in one pass: norms over heads of q and k if the model has
+// them, rotary embedding of both, and the writes of k and v into the pages.
 //
 // A warp takes a head of a token, or of many tokens two neighbouring ones, and asks for both before it waits for either:
 // few tokens take the latency of one head, many the memory's bandwidth. Lane l holds pairs (i, i + half) of a head from

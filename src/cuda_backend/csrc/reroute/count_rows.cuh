@@ -1,4 +1,4 @@
-// Where a block's rows of a group begin among those of all blocks: a launch before the sort counts them.
+// Finds where each block's rows of a group begin: a launch before the sort counts the rows of all blocks.
 #pragma once
 #include "reroute/row_sort.cuh"
 

@@ -1,5 +1,5 @@
-// The row map: sorts (token, expert) rows by the matrix that each one uses, and cuts the rows of
-// adapters into items of work. Stable, no host in the loop.
+// The row map: a stable sort of (token, expert) rows by the matrix that each one uses. Cuts the rows of
+// adapters into work items. The host is not involved.
 //
 // A warp counts its run of rows by group and remembers each row's rank among its equals; scans over
 // warps and groups turn counts into places. Rows are put in order in shared memory first, so that what

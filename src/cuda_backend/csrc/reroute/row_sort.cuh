@@ -1,4 +1,4 @@
-// What sorting rows by group is made of: whose a row is, and its rank among its equals.
+// Parts of the sort by group: the group of a row, and its rank among the rows of that group.
 #pragma once
 #include <cuda_runtime_api.h>
 

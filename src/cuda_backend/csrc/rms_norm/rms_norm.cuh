@@ -1,7 +1,7 @@
 // y = x / sqrt(mean(x^2) + eps) * weight of rows in bfloat16; x may first become x + addend, rounded.
 //
-// The width alone decides in which order a row's squares are added: a thread's own, threads by halves of
-// their warp, warps in order.
+// The order in which a row's squares are added depends on the width alone: first each thread's own, then the
+// threads of a warp by halves, then the warps in order.
 #pragma once
 #include "device/warp_sums.cuh"
 

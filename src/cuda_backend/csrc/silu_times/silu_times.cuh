@@ -1,4 +1,5 @@
-// y = silu(gate) up of the first num_rows rows in bfloat16, 0 behind them: a thread takes 8 neighbouring values.
+// y = silu(gate) * up of the first num_rows rows in bfloat16, 0 in the others; one thread computes 8
+// neighbouring values.
 #pragma once
 #include <algorithm>
 

@@ -1,5 +1,5 @@
-// y[r] = x[row_to_row[r]] for the first num_rows rows: a warp copies a row, all of whose loads are under way before
-// its first store.
+// y[r] = x[row_to_row[r]] for the first num_rows rows. A warp copies a row; all loads of the row are issued
+// before its first store.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -9,14 +9,17 @@ from lora_jax.typing import Array, Float, Int
 def all_to_all(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "rows columns"]:
-    """y[:, d * part + c] = x of device d [:, me * part + c]; `group` is not needed."""
+    """y[:, d * part + c] = x_d[:, own * part + c], x_d the x of device d; `group` is not used.
+
+    `own` is the index of the device that computes y; part = columns / devices.
+    """
     return jax.lax.all_to_all(x, axis_name, split_axis=1, concat_axis=1, tiled=True)
 
 
 def all_to_all_rows(
     x: Float[Array, "rows columns"], axis_name: str, group: int
 ) -> Float[Array, "own_rows all_columns"]:
-    """y[r, d * columns + c] = x of device d [me * own_rows + r, c]; `group` is not needed."""
+    """y[r, d * columns + c] = x_d[own * own_rows + r, c]; `x_d`, `own` and `group` as above."""
     return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=1, tiled=True)
 
 
@@ -27,7 +30,10 @@ def all_to_all_owned(
     axis_name: str,
     group: int,
 ) -> Float[Array, "rows part"]:
-    """y[r, c] = x of device owner[r] [its source[r], me * part + c]; `group` is not needed."""
+    """y[r, c] = x_d[source_d[r], own * part + c], d = owner[r]; `source_d` is device d's `source`.
+
+    `x_d`, `own`, `part` and `group` are as in `all_to_all`.
+    """
     devices = jax.lax.axis_size(axis_name)
     by_device = all_to_all(x[source], axis_name, group).reshape(source.shape[0], devices, -1)
     return jnp.take_along_axis(by_device, owner[:, None, None], axis=1)[:, 0]

@@ -25,8 +25,8 @@ def grouped_matmul(
 ) -> Float[Array, "rows d_out"]:
     """y[t] = w[g] @ x[t] + bias[g], g the group of row t; 0 for rows in no group.
 
-    Sums are in float32 and rounded once. A quantised w is first made plain: values in float32,
-    rounded once to the dtype that it stands for.
+    Sums are in float32 and rounded once. A quantised w is dequantised first: its values are
+    computed in float32 and rounded once to the dtype of the plain weight.
     """
     w = plain(w)
     group = row_to_group(group_sizes, x.shape[0])

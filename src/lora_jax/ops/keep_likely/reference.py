@@ -16,7 +16,10 @@ def keep_likely(
     top_k: Int[Array, "rows"],
     top_p: Float[Array, "rows"],
 ) -> Float[Array, "rows vocab"]:
-    """Return logits with the tokens that a row drops at -inf, by min_p, then top_k, then top_p."""
+    """Return logits with dropped tokens at -inf; a row applies min_p, then top_k, then top_p.
+
+    min_p = 0, top_k = 0 and top_p = 1 drop nothing.
+    """
     return jax.vmap(functools.partial(keep_in_row, search=threshold_by_bits))(
         logits, min_p, top_k, top_p
     )
@@ -44,13 +47,13 @@ def keep_min_p(logits: Float[Array, "vocab"], min_p: Float[Array, ""]) -> Float[
 Search = Callable[[UInt32[Array, "vocab"], UInt32[Array, "vocab"], Float[Array, ""]], Array]
 
 # Weights are integers up to 2^26 and are added in two halves of 13 bits, exact for vocabularies of
-# less than 2^19 tokens: so no sum depends on its order, which XLA chooses by what is around.
+# less than 2^19 tokens. So no sum depends on its order, which XLA chooses by the whole program.
 _WEIGHT_BITS, _HALF_BITS = 26, 13
 MOST_TOKENS = (1 << 32 - _HALF_BITS) - 1
 
 
 def check_vocab(size: int) -> None:
-    """Raise ValueError for a vocabulary whose sums of weights would run over."""
+    """Raise ValueError for a vocabulary whose sums of weights would overflow."""
     if size > MOST_TOKENS:
         raise ValueError(
             f"The model has a vocabulary of {size:,} tokens; top_p is exact for up to "
@@ -59,12 +62,12 @@ def check_vocab(size: int) -> None:
 
 
 def weight_halves(weights: UInt32[Array, "vocab"]) -> tuple[Array, Array]:
-    """Return the upper and the lower bits of weights, to be added apart."""
+    """Return the upper and the lower bits of weights, which are summed separately."""
     return weights >> jnp.uint32(_HALF_BITS), weights & jnp.uint32((1 << _HALF_BITS) - 1)
 
 
 def joined(upper: UInt32[Array, ""], lower: UInt32[Array, ""]) -> Float[Array, ""]:
-    """Return the sum of weights whose halves sum to these."""
+    """Return the sum of weights from the sums of their upper and lower halves."""
     return upper.astype(jnp.float32) * (1 << _HALF_BITS) + lower.astype(jnp.float32)
 
 
@@ -76,7 +79,7 @@ def weight_sum(weights: UInt32[Array, "vocab"]) -> Float[Array, ""]:
 def threshold_by_bits(
     image: UInt32[Array, "vocab"], weights: UInt32[Array, "vocab"], wanted: Float[Array, ""]
 ) -> UInt32[Array, ""]:
-    """Return what a Search does, bit by bit.
+    """Return the threshold of a `Search`, found bit by bit.
 
     32 passes over the row find the exact threshold, where sorting it would cost 20 times as much.
     """

@@ -8,14 +8,14 @@ from lora_jax.typing import Array, Float
 
 
 def place_heads(args: PlaceHeadsArgs) -> tuple[Array, Array, Array]:
-    """Return turned(q), and the pages with turned(k) and v at flat slot token_to_page_slot[t].
+    """Return rotated(q), and the pages with rotated(k) and v at flat slot token_to_page_slot[t].
 
-    turned(x)[t] rotates pair (i, i + dim / 2) of each normed head by angle i of token t.
+    rotated(x)[t] rotates pair (i, i + dim / 2) of each normed head by angle i of token t.
     """
     q, k = args.q, args.k
     if args.scales is not None:
         q, k = _normed(q, args.scales[0], args.eps), _normed(k, args.scales[1], args.eps)
-    q, k = _turned(q, args.cos, args.sin), _turned(k, args.cos, args.sin)
+    q, k = _rotated(q, args.cos, args.sin), _rotated(k, args.cos, args.sin)
     places = args.token_to_page_slot
     return q, _written(args.k_pages, k, places), _written(args.v_pages, args.v, places)
 
@@ -29,15 +29,15 @@ def _normed(
     return (wide / jnp.sqrt(mean_square + jnp.float32(eps)) * scale).astype(x.dtype)
 
 
-def _turned(
+def _rotated(
     x: Float[Array, "tokens heads head_dim"],
     cos: Float[Array, "tokens half"],
     sin: Float[Array, "tokens half"],
 ) -> Float[Array, "tokens heads head_dim"]:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _written(pages: Array, new: Array, places: Array) -> Array:

@@ -15,7 +15,7 @@ def row_map(
     num_experts: int,
     adapters: AdapterItems | None = None,
 ) -> RowMap:
-    """Return the stable sort of rows t * k + j by topk_ids[t, j], as it says in the package."""
+    """Return the stable sort of rows t * k + j by topk_ids[t, j], as `RowMap` describes."""
     return _sorted(topk_ids, topk_ids, num_tokens, num_experts, adapters)
 
 
@@ -56,7 +56,7 @@ def _sorted(
     num_groups: int,
     adapters: AdapterItems | None,
 ) -> RowMap:
-    """Return the map of rows by group; in a group they stand as their tokens are visited."""
+    """Return the map of rows by group; in a group, rows are in the order of `adapters`' tokens."""
     tokens, k = topk_ids.shape
     token = jnp.arange(tokens, dtype=jnp.int32)[:, None]
     real = (token < num_tokens) & (groups >= 0) & (groups < num_groups)

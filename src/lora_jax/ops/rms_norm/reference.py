@@ -11,7 +11,10 @@ def add_rms_norm(
     weight: Float[Array, "size"],
     eps: float,
 ) -> tuple[Float[Array, "*rows size"], Float[Array, "*rows size"]]:
-    """Return s, rounded to x's dtype, and the norm of it, computed in float32 and rounded once."""
+    """Return s in x's dtype, and the norm of s, computed in float32 and rounded once.
+
+    Without an addend s is x.
+    """
     s = x if addend is None else x + addend
     wide = s.astype(jnp.float32)
     mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
