@@ -106,6 +106,12 @@ def test_transparent_pixels_lie_on_white():
     assert decode(saved(palette, "PNG", transparency=0))[0, 0].tolist() == [255] * 3
 
 
+def test_grey_of_16_bits_keeps_its_upper_ones():
+    grey = np.array([[0, 256, 513], [0x7FFF, 0x8000, 0xFFFF]], np.uint16)
+    got = decode(saved(Image.fromarray(grey), "PNG"))
+    np.testing.assert_array_equal(got, np.repeat((grey >> 8).astype(np.uint8)[..., None], 3, 2))
+
+
 def test_every_alpha_gives_what_pillow_composes():
     rgba = np.zeros((256, 256, 4), np.uint8)
     rgba[..., 0], rgba[..., 3] = np.mgrid[:256, :256]

@@ -34,8 +34,8 @@ FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_im
 SMALL, WIDE = FRONT.prepare(picture(16, 16)), FRONT.prepare(picture(8, 24))
 
 
-def entry(*modules: str) -> SimpleNamespace:
-    return SimpleNamespace(digest="abc", report=SimpleNamespace(modules=dict.fromkeys(modules)))
+def entry(*modules: str, digest: str = "abc") -> SimpleNamespace:
+    return SimpleNamespace(digest=digest, report=SimpleNamespace(modules=dict.fromkeys(modules)))
 
 
 def test_each_placeholder_becomes_its_image_s_tokens():
@@ -54,6 +54,8 @@ def test_keys_follow_the_adapter_only_where_it_changes_rows():
 
     assert key(None) == key(entry("q_proj", "lm_head"))
     assert key(None) != key(entry("q_proj", "visual.attn.qkv"))
+    of_tower = [key(entry("visual.attn.qkv", digest=digest)) for digest in ("a", "b")]
+    assert of_tower[0] != of_tower[1], "an adapter that was loaded anew has other rows"
     assert key(None) != key(None, "tenant")
     assert len(key(None)) == 32
     assert FRONT.prepare(picture(16, 16)).digest == SMALL.digest != WIDE.digest
@@ -132,6 +134,8 @@ def test_what_does_not_fit_is_named():
         FRONT.placed([1, 99], [], [], None)
     with pytest.raises(ValueError, match="where no image is"):
         FRONT.placed([99, 1, 1, 1], [SMALL], [0], None)
+    with pytest.raises(ValueError, match="where no image is"):  # they overlap
+        FRONT.placed([99] * 7 + [1, 99], [SMALL, SMALL], [0, 3], None)
     with pytest.raises(ImageError, match="takes 64 tokens; at most 40 fit"):
         FRONT.prepare(picture(64, 64))
     with pytest.raises(ImageError, match="too narrow"):

@@ -176,6 +176,15 @@ def test_a_listed_host_at_a_private_address_is_not_reached(port: int, monkeypatc
         read_source(f"http://pictures.test:{port}/a.png?x=1", OPEN)
 
 
+@pytest.mark.parametrize("addresses", [("8.8.8.8", "10.0.0.1"), ("10.0.0.1", "8.8.8.8"), ()])
+def test_a_host_with_any_address_that_is_not_public_is_not_reached(addresses, monkeypatch):
+    entries = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (name, 80)) for name in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: entries)
+    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: pytest.fail("connected"))
+    with pytest.raises(FetchFailed, match="no public address"):
+        read_source("http://pictures.test/a.png", OPEN)
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -206,7 +215,10 @@ def test_files_are_read_inside_the_folder_only(tmp_path: Path):
     policy = MediaPolicy(local_path=str(inside), max_bytes=100)
     assert read_source(f"file://{inside}/a%20b.png", policy) == DATA
     assert read_source(f"file://{inside}/own", policy) == DATA
-    for name in ("link", "../out/secret", "none", ".", "pipe", "a%00b"):
+    (tmp_path / "inner").mkdir()  # its name begins like the folder's
+    (tmp_path / "inner" / "secret").write_bytes(b"secret")
+    names = ("link", "../out/secret", "../inner/secret", "none", ".", "pipe", "a%00b")
+    for name in names:
         with pytest.raises(ImageError, match="no file of the allowed folder"):
             read_source(f"file://{inside}/{name}", policy)
     for host in ("host", "[", "\u2100.x"):  # the last two are no hosts at all
@@ -217,6 +229,15 @@ def test_files_are_read_inside_the_folder_only(tmp_path: Path):
         read_source(f"file://{inside}/big", policy)
     with pytest.raises(ValueError, match="existing folder"):
         MediaPolicy(local_path=str(tmp_path / "none"))
+
+
+def test_a_link_that_replaces_a_file_after_the_check_is_not_followed(tmp_path: Path, monkeypatch):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "in" / "a.png").symlink_to(tmp_path / "secret")
+    monkeypatch.setattr(sources.os.path, "realpath", lambda path: path)  # what it saw before
+    with pytest.raises(ImageError, match="no file of the allowed folder"):
+        read_source(f"file://{tmp_path}/in/a.png", MediaPolicy(local_path=str(tmp_path / "in")))
 
 
 def test_a_url_that_is_none_is_refused(monkeypatch):
