@@ -113,9 +113,9 @@ def rolled_out(
     new = [version for version in buckets if version not in order]
     order += sorted(new, key=lambda version: -buckets[version])  # stable
     kept = {version: buckets.get(version, 0) for version in order if version in known}
-    kept = dict([*kept.items()][-MOST_VERSIONS:])
-    if sum(kept.values()) != BUCKETS:
-        raise ValueError(f"a rollout has at most {MOST_VERSIONS} versions.")
+    idle = [version for version, count in kept.items() if not count]
+    for version in idle[: max(0, len(kept) - MOST_VERSIONS)]:  # the oldest
+        del kept[version]
     if guard == "keep":
         guard = None if old is None else old.now.guard
     checked = guard if guard is None or isinstance(guard, Guard) else guard_of(guard)

@@ -153,6 +153,25 @@ def test_wrong_shares_say_what_is_wrong(said, named):
         rolled_out(out(v1=100), said, known=known)
 
 
+def test_of_more_than_16_versions_the_oldest_without_a_share_are_forgotten():
+    known = [f"v{n}" for n in range(17)]
+    state = rolled_out(None, dict.fromkeys(known[:16], 6.25), known=known)
+    assert len(state.now.buckets) == 16
+    state = rolled_out(state, {"v16": 100}, known=known)
+    assert [*state.now.buckets] == known[1:]
+    state = rolled_out(state, {"v0": 50, "v16": 50}, known=known)  # one that is back
+    assert [*state.now.buckets] == ["v0", *known[2:]]
+    assert state.now.served == ("v0", "v16")
+    assert rolled_back(state, known=known).now.served == ("v0",)
+
+
+@pytest.mark.parametrize("versions", [{"v1": 99}, {"v1": 50, "v2": 60}, {"v1": 50, "a b": 50}])
+def test_a_state_whose_shares_cannot_be_is_refused(versions):
+    said = out(v1=100).as_json()
+    with pytest.raises(ValueError, match="versions"):
+        rollout_of({**said, "versions": versions})
+
+
 @pytest.mark.parametrize("field", ["versions", "guard", "since", "why", "history", "revision"])
 def test_states_that_are_none_are_refused(field):
     said = out(v1=100).as_json()

@@ -44,6 +44,29 @@ def test_other_limits(guard, one):
     assert broken(guard, Outcomes()) is None
 
 
+def test_means_are_over_what_was_measured_and_may_be_the_limit():
+    guard = Guard(4, ttft_s=0.5, mean_logprob=-2.0)
+    told = Outcome(ttft_s=0.5, logprob_sum=-6.0, num_logprobs=3)  # both at their limits
+    kept = [told] * 2 + [Outcome()] * 2
+    assert broken(guard, seen(kept)) is None
+    slow, unlikely = Outcome(ttft_s=0.6), Outcome(logprob_sum=-7.0, num_logprobs=3)
+    assert broken(guard, seen([*kept, slow])) == "ttft_s 0.5333 is over 0.5 after 5 requests"
+    assert "mean_logprob -2.111 is under -2 after 5" in str(broken(guard, seen([*kept, unlikely])))
+
+
+def test_limits_may_be_the_ends_of_their_ranges():
+    assert guard_of({"error_rate": 0}).min_requests == 20
+    said = {"error_rate": 1, "length_rate": 0, "ttft_s": 1e6, "mean_logprob": -1000}
+    assert guard_of({**said, "min_requests": 1}).min_requests == 1
+    assert guard_of({**said, "min_requests": 10**9, "mean_logprob": 0, "ttft_s": 0})
+    wrong = {"min_requests": 10**9 + 1, "ttft_s": 1e6 + 1, "mean_logprob": -1001, "length_rate": 2}
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=name):
+            guard_of({**said, name: value})
+    with pytest.raises(ValueError, match=r"needs a limit: one of error_rate, length_rate, ttft_s"):
+        guard_of({})
+
+
 def test_what_comes_as_json_goes_out_as_json():
     said = {"min_requests": 200, "error_rate": 0.02}
     assert guard_of(said) == Guard(200, error_rate=0.02)
