@@ -27,7 +27,8 @@ def make_dummy(
 ) -> tuple[AbstractCausalLM, ModelConfig]:
     """Return the model of a folder's config with random weights, the same ones every time.
 
-    Matrices are normal with deviation d_in**-0.5, norms are 1, biases normal with BIAS_STD.
+    Matrices are normal with deviation d_in**-0.5, norms are 1, biases normal with BIAS_STD. All
+    numbers are ones of `dtype`, as in a checkpoint, also of a router, which is kept in float32.
     `dtype` None is the config's, float32 where it names none. Raises ValueError as `load` does.
     """
     config = read_config(Path(path))
@@ -38,7 +39,8 @@ def make_dummy(
         axes, shape = param.get_metadata()["logical_axes"], tuple(param.shape)
         mean, deviation = _moments(str(name[-1]), shape)
         key = jax.random.key(SEED + index, impl="rbg")
-        draw = _drawer(stored_shape(param, config), jnp.dtype(param.dtype), jax.local_devices()[0])
+        dtypes = wanted, jnp.dtype(param.dtype)
+        draw = _drawer(stored_shape(param, config), *dtypes, jax.local_devices()[0])
         drawn = draw(key, mean, deviation)
         if split is not None:  # drawn in parts, the values would be others
             rows = shape[0] - drawn.shape[0]
@@ -65,12 +67,15 @@ def _moments(name: str, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.lru_cache(maxsize=64)
-def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, device: Any):  # a jax.Device
-    """Return a program that draws one parameter on a device; equal ones are compiled once."""
+def _drawer(shape: tuple[int, ...], dtype: jnp.dtype, kept: jnp.dtype, device: Any):  # a jax.Device
+    """Return a program that draws one parameter on a device; equal ones are compiled once.
+
+    Its numbers are ones of `dtype`; the parameter itself has the dtype `kept`.
+    """
 
     def draw(key, mean, deviation):
         # In its own dtype: an expert tensor in float32 beside it would need thrice its bytes.
         noise = jax.random.normal(key, shape, dtype)
-        return noise * deviation.astype(dtype) + mean.astype(dtype)
+        return (noise * deviation.astype(dtype) + mean.astype(dtype)).astype(kept)
 
     return jax.jit(draw, out_shardings=jax.sharding.SingleDeviceSharding(device))

@@ -30,17 +30,15 @@ def parameter(
     dtype: jnp.dtype,
     *,
     coded: bool = False,
-    drawn_as: jnp.dtype | None = None,
 ) -> nnx.Param:
     """Return a random normal weight with its logical axes, from which its sharding follows.
 
-    Its numbers are some that `drawn_as` has too, as those of a checkpoint in that dtype are. With
-    `coded` only products read it: a checkpoint's quantised weight may take its place. `rngs`
+    With `coded` only products read it: a checkpoint's quantised weight may take its place. `rngs`
     without a stream give zeros, for a caller that needs shapes alone: a draw is slow to trace.
     """
     if len(rngs):
         drawn = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STD
-        value = drawn.astype(drawn_as or dtype).astype(dtype)
+        value = drawn.astype(dtype)
     else:
         value = jnp.zeros(shape, dtype)
     return nnx.Param(value, logical_axes=axes, coded=coded)

@@ -38,14 +38,12 @@ ROWS_OF_ZEROS = 4096
 
 
 class Router(nnx.Module):
-    """Logits of every expert, in float32 whatever the model's `dtype`."""
+    """Logits of every expert, in float32 whatever the model's dtype."""
 
-    def __init__(
-        self, hidden: int, moe: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, hidden: int, moe: MoeConfig, layer: int, *, rngs: nnx.Rngs):
         self.layer = layer
         shape, wide = (moe.num_experts, hidden), jnp.dtype(jnp.float32)
-        self.weight = parameter(rngs, shape, (None, "embed"), wide, drawn_as=dtype)
+        self.weight = parameter(rngs, shape, (None, "embed"), wide)
         self.bias = constant_parameter(0.0, shape[:1], (None,), wide) if moe.bias else None
 
     def __call__(
@@ -256,7 +254,7 @@ class MoeBlock(nnx.Module):
         self, hidden: int, moe: MoeConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
     ):
         self.moe = moe
-        self.router = Router(hidden, moe, layer, dtype=dtype, rngs=rngs)
+        self.router = Router(hidden, moe, layer, rngs=rngs)
         self.experts = Experts(hidden, moe, layer, dtype=dtype, rngs=rngs)
         self.shared_experts = (
             Mlp(

@@ -52,7 +52,13 @@ def test_dtype_is_the_config_s_or_the_caller_s(tmp_path):
     base = tiny_esft.write_moe(tmp_path / "base", "qwen3_moe")
     raw = json.loads((base / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert named(make_dummy(tmp_path)[0])["embed.weight"].dtype == jnp.bfloat16
+    narrow = named(make_dummy(tmp_path)[0])
+    assert narrow["embed.weight"].dtype == jnp.bfloat16
+    routers = [value for name, value in narrow.items() if name.endswith("router.weight")]
+    assert routers
+    for router in routers:
+        assert router.dtype == jnp.float32
+        np.testing.assert_array_equal(router, router.astype(jnp.bfloat16).astype(jnp.float32))
     assert named(make_dummy(tmp_path, dtype="float32")[0])["embed.weight"].dtype == jnp.float32
     with pytest.raises(ValueError, match="float16 is not supported"):
         make_dummy(tmp_path, dtype="float16")
