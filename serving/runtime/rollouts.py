@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,6 +166,8 @@ class Rollouts:
     ) -> Rollout:
         """Give versions their shares in percent; versions with a share are read into memory.
 
+        Either all of them have a task head or none.
+
         `guard` "keep" leaves the guard as it is; None takes it away. Raises ValueError for names,
         versions, shares or a guard that cannot be, what `AdapterRegistry.resolve` raises for a
         version that cannot be read, and OSError where the change cannot be kept. Then nothing has
@@ -177,9 +179,20 @@ class Rollouts:
         now = self._clock()
         options = {"known": known, "guard": guard, "now": now, "request_id": request_id}
         wanted = rolled_out(self._current().get(name), versions, **options)
-        for version in wanted.now.served:
-            self._registry.resolve(joined(name, version))
+        self._check_together(name, wanted.now.served)
         return self._changed(name, lambda old: rolled_out(old, versions, **options))
+
+    def _check_together(self, name: str, versions: Iterable[str]) -> None:
+        """Read versions that get a share; ValueError where requests for one fail with the other."""
+        has, lacks = [], []
+        for version in versions:
+            report = self._registry.resolve(joined(name, version)).report
+            (lacks if report.head is None else has).append(version)
+        if has and lacks:
+            raise ValueError(
+                f"version {has[0]!r} has a task head and {lacks[0]!r} has none: requests for "
+                "one fail with the other. Give shares to versions of one kind."
+            )
 
     def roll_back(self, name: str, request_id: str = "") -> Rollout:
         """Take the newest version's users back to older ones; requests under way end on theirs.

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from support.doubles.fake_engine import FakeRegistry, write_fake_adapters
@@ -191,6 +192,16 @@ def test_a_version_that_cannot_be_read_gets_no_share(made, registry):
     assert made.states() == {}
 
 
+def test_versions_with_and_without_a_task_head_do_not_share_users(made, registry, monkeypatch):
+    resolve, head = registry.resolve, SimpleNamespace(report=SimpleNamespace(head=object()))
+    monkeypatch.setattr(registry, "resolve", lambda n, *a: head if "v2" in n else resolve(n, *a))
+    with pytest.raises(ValueError, match="'v2' has a task head and 'v1' has none: requests for"):
+        made.set("sql", {"v1": 95, "v2": 5})
+    assert made.states() == {}
+    assert made.set("sql", {"v2": 100}).now.served == ("v2",)
+    assert made.set("sql", {"v1": 60, "v3": 40}).now.served == ("v1", "v3")
+
+
 def test_versions_with_a_share_cannot_be_unloaded(made):
     made.set("sql", {"v1": 95, "v2": 5})
     with pytest.raises(ValueError, match="'sql@v2' has 5% of 'sql'"):
@@ -280,7 +291,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from serving.runtime.rollouts import Rollouts
 names = [SimpleNamespace(name=f"sql@v{n}") for n in (1, 2)]
-made = Rollouts(SimpleNamespace(known=lambda: names, resolve=lambda name: None))
+entry = SimpleNamespace(report=SimpleNamespace(head=None))
+made = Rollouts(SimpleNamespace(known=lambda: names, resolve=lambda name: entry))
 made.keep_in(sys.argv[1])
 for share in range(1, 100):
     made.set("sql", {"v1": 100 - share, "v2": share})
