@@ -17,6 +17,7 @@ from lora_jax.rank_rows import rows_nbytes
 from serving import launch
 from serving.api.config import EngineConfig
 from serving.api.device_sizes import for_device
+from serving.cli.guide import adapter_bytes, attention_of
 from serving.cli.plan import DeviceSizes, ModelSizes, PlanRequest, plan_text, read_request
 from serving.engine.memory import memory_budget
 from serving.engine.memory.jax_share import share_of
@@ -95,6 +96,70 @@ def test_a_steps_own_arrays_are_left_free_for(llama_70b):
     assert tokens(10**9, **given) == tokens(0, **given)
     with pytest.raises(ValueError, match=r"and a step's own arrays \(\d+ bytes\) leave no room"):
         tokens(20 * 10**9)
+
+
+def fields_of(kind, layers, hidden, kv_heads, vocab, **more):
+    name = {"llama": "Llama", "qwen3_moe": "Qwen3Moe", "mixtral": "Mixtral"}[kind]
+    return {
+        "model_type": kind,
+        "architectures": [f"{name}ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": 32,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "hidden_act": "silu",
+        **more,
+    }
+
+
+QWEN = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+QWEN |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+# Values of one rank in a layer, summed by hand: attention, the rest; bytes of a token in KV pages.
+REAL = {
+    "Llama-3.1-8B": (
+        fields_of("llama", 32, 4096, 8, 128256, intermediate_size=14336),
+        (4096 + 4096) * 2 + (4096 + 1024) * 2,
+        3 * (4096 + 14336),
+        131072,
+    ),
+    "Qwen3-30B-A3B": (
+        fields_of("qwen3_moe", 48, 2048, 4, 151936, intermediate_size=6144, **QWEN),
+        (2048 + 4096) * 2 + (2048 + 512) * 2,
+        128 * 3 * (2048 + 768) + (2048 + 128),  # experts, router
+        98304,
+    ),
+    "Mixtral-8x7B": (
+        fields_of(
+            *("mixtral", 32, 4096, 8, 32000),
+            intermediate_size=14336,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
+        (4096 + 4096) * 2 + (4096 + 1024) * 2,
+        8 * 3 * (4096 + 14336) + (4096 + 8),
+        131072,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_bytes_of_real_models_are_those_counted_by_hand(name):
+    fields, attention, rest, per_token = REAL[name]
+    config = from_hf(fields)
+    model = model_class(config.model_type)
+    catalogue, layers = model.catalogue(config), fields["num_hidden_layers"]
+    head = fields["hidden_size"] + fields["vocab_size"]
+    for rank in (1, 16, 64):
+        some = adapter_bytes(catalogue, rank, 2, attention_of(catalogue))
+        assert some == rank * layers * attention * 2
+        whole = adapter_bytes(catalogue, rank, 2)
+        assert whole == rank * (layers * (attention + rest) + head) * 2
+    assert model.kv_shape(config).bytes_per_token(jnp.dtype(jnp.bfloat16)) == per_token
 
 
 def test_devices_that_are_asked_for_are_those_of_the_plan(llama_70b):
