@@ -1,6 +1,6 @@
 """Sampling parameters of a request, with every number checked. No jax.
 
-The bounds are vLLM's where it has one; the rest keep one request from hurting the shared engine.
+The bounds are vLLM's where it has any; the others keep one request from delaying the rest.
 """
 
 import dataclasses
@@ -120,10 +120,10 @@ class Sampling:
 
     `top_k` 0 or -1 and `top_p` 1 mean off. `max_tokens` 0 scores the prompt only and so needs
     `echo` or `prompt_logprobs`. Without a `seed` the engine draws one per request.
-    `structured_outputs` may be an object with vLLM's fields: it binds the answer, which then ends
-    where its grammar does. `min_tokens` and `ignore_eos` hold an earlier end back where the
-    grammar leaves a choice. `allowed_token_ids` are the only tokens of an answer, `bad_words` are
-    words that it never completes; both act beside everything else.
+    `structured_outputs` may be an object with vLLM's fields: the answer follows the structure and
+    ends with it. `min_tokens` and `ignore_eos` delay the end only if the structure allows more
+    text. An answer consists of `allowed_token_ids` only and never completes one of `bad_words`;
+    both work with all other parameters.
     """
 
     max_tokens: int = 16

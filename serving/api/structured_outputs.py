@@ -18,9 +18,9 @@ class StructuredOutputs:
 
     `json` is a JSON schema (an object or its text), `regex` matches the whole answer, `choice`
     lists the answers, `grammar` is in Lark's or GBNF's syntax, `json_object` is any object, and
-    `structural_tag` binds what stands between tags (`structures` and `triggers`). JSON may have
+    `structural_tag` restricts the text between tags (`structures` and `triggers`). JSON may have
     spaces and line breaks between its parts unless `disable_any_whitespace` is set;
-    `whitespace_pattern` is a regex of what may stand there.
+    `whitespace_pattern` is a regex of the allowed white space.
     """
 
     json: str | Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)

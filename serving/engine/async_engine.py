@@ -29,13 +29,14 @@ from serving.text.tokenizer import Tokenizer
 
 
 class AsyncEngine:
-    """An `Engine` whose answers are awaited, in any number of event loops.
+    """An `Engine` for asyncio programs, in any number of event loops.
 
-    It closes the engine, which stays usable beside it: `engine.stats()`, `engine.rollout(...)`.
+    `close` also closes the engine. Until then the engine's own methods can be used too:
+    `engine.stats()`, `engine.rollout(...)`.
     """
 
     def __init__(self, engine: Engine):
-        """`engine` is ready; to make one takes long, so make it before the event loop runs."""
+        """Wrap a started engine. Start it before the event loop runs, because that takes long."""
         if not isinstance(engine, Engine):
             raise TypeError(
                 f"AsyncEngine takes an Engine, got {type(engine).__name__}: write "
@@ -68,8 +69,9 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """Yield the answer to a prompt as it grows; the last one is `finished`.
 
-        Arguments are those of `Engine.generate`, for one prompt. What arrives while the caller is
-        busy comes as one output. Leaving the iteration, or canceling its task, aborts the request.
+        Arguments are those of `Engine.generate`, for one prompt. Tokens that arrive while the
+        caller is busy are in one output. Ending the iteration early, or canceling its task, aborts
+        the request.
         Raises what `Engine.generate` raises, and ValueError for a `request_id` that is in use.
         """
         given = {"adapter": adapter, "sampling": sampling, "images": images}
@@ -96,7 +98,7 @@ class AsyncEngine:
         images: Any = None,
         session: str | None = None,
     ) -> AsyncGenerator[Piece]:
-        """Yield the pieces of the answer as they are made; else as `generate`."""
+        """Yield the pieces of the answer as they are made; otherwise like `generate`."""
         answer = _Answer(self.engine, self._mailbox, request_id)
         given = {"adapter": adapter, "sampling": sampling, "images": images}
         num_open = (await answer.hand_in(prompt, session, **given)).sampling.n
@@ -144,7 +146,7 @@ class AsyncEngine:
     async def load_adapter(
         self, name: str, path: str | os.PathLike[str], **options: Any
     ) -> AdapterInfo:
-        """Do what `Engine.load_adapter` does; other requests go on."""
+        """Do what `Engine.load_adapter` does, without blocking the event loop."""
         return await asyncio.to_thread(self.engine.load_adapter, name, path, **options)
 
     async def unload_adapter(self, name: str) -> None:

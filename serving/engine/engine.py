@@ -56,9 +56,9 @@ Piece = OutputDelta  # what `stream` yields: `.text` is the next piece of text
 
 
 class Engine:
-    """One base model with its adapters, ready to serve; any thread may call any method.
+    """One base model with its adapters; any thread may call any method.
 
-    Owns a thread and device memory until `close`.
+    The engine owns a thread and device memory until `close`.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Engine:
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
-        With `lora_server` the experts' part of LoRA adapters is there; with `backbone` the weights
-        stay in another process's memory, which the engine reads, and with `turns` it has the
-        device in turn with other processes. With `gang`, of which this process is rank 0, the model
-        is over the devices of all its members. Raises ValueError for a config, model or adapter
-        that cannot be served, and ConnectionError when the server cannot be reached or does not
-        fit.
+        With `lora_server` the experts' part of LoRA adapters is on that server. With `backbone` the
+        weights are in another process's memory, which the engine reads; with `turns` the engine
+        shares the device with other processes in turns. With `gang`, of which this process is rank
+        0, the model is split over the devices of all members. Raises ValueError for a config, model
+        or adapter that cannot be served, and ConnectionError when the server cannot be reached or
+        does not match.
         """
         config = config_of(model, fields)
         self._parts: EngineParts = build_parts(
@@ -127,14 +127,14 @@ class Engine:
         """Return one answer per prompt, in order.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`. Its
-        images come in its dict (`multi_modal_data`) or in `images`, a list for one prompt, a list
-        of lists for several; the prompt holds the model's placeholder for each of them. One
-        adapter name (None: the base model; {"law": 0.7, "formal": 0.5}: a weighted sum) or sampling
-        (None: `default_sampling`) stands for all prompts. vLLM's call works too: a sampling in
-        second place, `sampling_params`, and `lora_request` with the name of a loaded adapter. A
-        rollout gives the user whom `session` names always the same version. Raises KeyError for an
-        unknown adapter, ValueError or TypeError for bad input, RequestFailed when the engine could
-        not finish one.
+        images are in its dict (`multi_modal_data`) or in `images`, a list for one prompt, a list of
+        lists for several; the prompt contains the model's placeholder for each image. `adapter` is
+        a name, None for the base model, or a weighted sum such as {"law": 0.7, "formal": 0.5};
+        `sampling` of None is `default_sampling`. One adapter or sampling applies to all prompts.
+        vLLM's call works too: a sampling as the second argument, `sampling_params`, and
+        `lora_request` with the name of a loaded adapter. In a rollout, requests with the same
+        `session` get the same version. Raises KeyError for an unknown adapter, ValueError or
+        TypeError for bad input, RequestFailed when the engine could not finish a request.
         """
         adapter, sampling = adapter_and_sampling(adapter, sampling, sampling_params, lora_request)
         sampling = self.default_sampling() if sampling is None else sampling
@@ -152,8 +152,8 @@ class Engine:
     ) -> list[Classification]:
         """Return the answer of the adapter's task head to each prompt, in order.
 
-        One forward pass over the prompt; nothing is generated. Arguments are those of `generate`.
-        Raises what `generate` raises, and ValueError for what has no task head.
+        A request is one forward pass over the prompt. Arguments and errors are those of `generate`;
+        an adapter without a task head is a ValueError too.
         """
         adapter, _ = adapter_and_sampling(adapter, None, None, lora_request)
         given = prompts, images, adapter, HEAD_SAMPLING, use_tqdm, session
@@ -198,9 +198,9 @@ class Engine:
     ) -> list[RequestOutput]:
         """Return the answer to each conversation, a list of messages, or to the only one.
 
-        A content is a text or parts: {"type": "text", "text": ...} and {"type": "image", "image":
-        ...} with an image as `generate` takes it. `options` are `chat_prompts`' own, such as
-        add_generation_prompt, and `generate`'s. Raises what `generate` raises.
+        A message's content is a text or a list of parts: {"type": "text", "text": ...} and {"type":
+        "image", "image": ...} with an image as `generate` takes it. `options` and errors are those
+        of `generate`; further options those of `chat_prompts`, such as add_generation_prompt.
         """
         chat_options = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
         vllm = (options.get(name) for name in ("sampling_params", "lora_request"))
@@ -224,7 +224,7 @@ class Engine:
     ) -> Iterator[Piece]:
         """Return an iterator over the pieces of the answer as they are made.
 
-        The request is handed in before this returns; giving up the iteration aborts it.
+        The request is submitted before this returns; ending the iteration early aborts it.
         """
         default = self.default_sampling()
         tokenizer_of = functools.partial(self.tokenizer_of, session=session)
@@ -326,8 +326,8 @@ class Engine:
     ) -> AdapterInfo:
         """Read an adapter folder and publish it under a name; blocks while files are read.
 
-        With `replace` the name's old weights serve the requests they were admitted with, new
-        requests get the new ones. `pinned` keeps it on the device. Raises AdapterRejected (a
+        With `replace`, running requests finish on the old weights and new requests get the new
+        ones. `pinned` keeps the adapter on the device. Raises AdapterRejected (a
         ValueError), AdapterExists or AdapterNotFound, and then nothing has changed.
         """
         entry = self.registry.load(name, path, replace=replace, pinned=pinned, confined=False)
@@ -335,7 +335,7 @@ class Engine:
         return self._info(entry)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a name: new requests for it fail at once, running ones finish, then it goes.
+        """Remove a name: new requests for it fail at once, and running ones finish first.
 
         Raises AdapterNotFound (a KeyError), and ValueError for a version with a share of a rollout.
         """
@@ -354,9 +354,9 @@ class Engine:
     ) -> Rollout:
         """Give loaded versions of an adapter their shares in percent: rollout("sql", v1=95, v2=5).
 
-        Versions whose names are no Python names go into `versions`. `guard` has the fields of
-        `lora_jax.adapters.rollout_guard.Guard`; "keep" leaves the guard as it is, None takes it
-        away. A user keeps a version; a raised share of a newer version moves users to it only.
+        Versions whose names are no Python identifiers go into `versions`. `guard` has the fields of
+        `lora_jax.adapters.rollout_guard.Guard`; "keep" leaves the guard as it is, None removes it.
+        A user keeps a version; if the share of a newer version is raised, users only move to it.
         Raises ValueError, and then nothing has changed.
         """
         given = {} if versions is None else versions
@@ -364,14 +364,14 @@ class Engine:
         return self.rollouts.set(name, given, guard)
 
     def rollback(self, name: str) -> Rollout:
-        """Take the newest version's users back to older ones; running requests end on theirs.
+        """Move the newest version's users to older versions; running requests keep theirs.
 
-        Raises KeyError for an adapter without a rollout, ValueError where nothing is older.
+        Raises KeyError for an adapter without a rollout, ValueError without an older version.
         """
         return self.rollouts.roll_back(name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """Return all known adapters in order of name, also those read again on their next use."""
+        """Return all known adapters in order of name, including those evicted from memory."""
         return [self._info(entry) for entry in self.registry.known()]
 
     def _info(self, entry: AdapterEntry | EvictedAdapter) -> AdapterInfo:
@@ -385,7 +385,7 @@ class Engine:
 
     @property
     def end(self) -> Future[Exception | None]:
-        """Done when the engine has ended, with the error that ended it; None: `close` did."""
+        """Done when the engine has ended, with the error that ended it, or None after `close`."""
         return self._loop.end
 
     def stats(self) -> EngineStats:

@@ -67,29 +67,32 @@ class Agent:
         """Load the backbone and start the zygote; `fields` are those of `EngineConfig` for every
         function.
 
-        With `memory_bytes` processes of functions hold no more together, the backbone aside: idle
-        ones of little value end for one that is called; where all are busy it is DeviceFull.
+        `memory_bytes` limits the memory of all function processes together, without the backbone:
+        idle functions of least value end for one that is called; if all are busy, its call raises
+        DeviceFull.
 
         With `http` (settings of `messages.http_fields`, and budgets_folder) functions answer HTTP
         too, over the connections of `Function.connect`.
 
-        Functions that promise a first token in `ttft_slo_s` have the device in turns, those first
-        that have least time left. None: on an accelerator 5 times the measured prefill of one
-        request; a CPU's cores are shared without turns.
+        With `ttft_slo_s`, the target of the first token in seconds, functions use the device in
+        turns; the one with the least time left is first. None: on an accelerator 5 times the
+        measured prefill of one request; on a CPU no turns.
 
-        By `isolation` "process" each function has an engine of its own. By "server" all are rows of
-        one engine, and each adapter is in a process of its own (`tenants`); by "none" the adapters
-        are in the engine too. `max_tenants` are the most adapters of that engine at a time.
+        With `isolation` "process" each function has its own engine. With "server" one engine
+        batches the rows of all functions, and each adapter is in a separate process (`tenants`).
+        With "none" the adapters are in the engine too. `max_tenants` is the largest number of
+        adapters of that engine at a time.
 
-        With `verify_s` a process hashes the backbone at such intervals and when a function dies
-        (`guard`); where bytes have changed it is loaded anew and functions start again over it.
+        With `verify_s` a process hashes the backbone at this interval, in seconds, and when a
+        function dies (`guard`). If bytes have changed, the backbone is loaded again and functions
+        are restarted.
 
-        With `keep_alive_s` a function without calls for so long loses its process, unless its next
-        call is expected by the rate of the last ones (`policies.predict`); when that call is
-        expected, the process is started ahead of it. None: functions stay.
+        With `keep_alive_s` the process of a function ends after so many seconds without a call,
+        unless the rate of the last calls predicts the next one (`policies.predict`). A process is
+        also started ahead of a predicted call. None: functions stay.
 
-        Raises ValueError for a model that cannot be shared and for a field that does not exist,
-        ConnectionError where a process ends.
+        Raises ValueError for a model that cannot be shared and for an unknown field,
+        ConnectionError if a process ends.
         """
         self.model = str(Path(model).resolve())
         if not Path(self.model, "config.json").is_file():
@@ -190,8 +193,8 @@ class Agent:
     ) -> Function:
         """Start a function of one adapter folder, or of the base model; return when it is ready.
 
-        A `lazy` one is not started before its first call. `name` is the folder's own where none is
-        given. A name that runs already is that function.
+        A `lazy` function is started at its first call. The default of `name` is the folder's name.
+        If the name already has a function of this adapter, that function is returned.
         Raises ValueError for an adapter that cannot be served, and for a name that another
         adapter's function has.
         """

@@ -26,9 +26,9 @@ def function(
 ) -> Function:
     """Return the function of an adapter folder, over a backbone that this process loads once.
 
-    Without `model` the base is the folder of the name in adapter_config.json, here or around the
-    adapter. `fields` are those of `EngineConfig`. Raises
-    ValueError where there is no such folder, and what `connect` raises.
+    Without `model` the base model is the folder that adapter_config.json names, in the current
+    folder or a parent of the adapter's. `fields` are those of `EngineConfig`. Raises ValueError if
+    there is no such folder, and what `connect` raises.
     """
     return connect(base_of(adapter) if model is None else model, adapter, name=name, **fields)
 
@@ -74,9 +74,11 @@ class App:
     def function[Event, Answer](
         self, adapter: _Path | None = None, *, name: str | None = None
     ) -> Callable[[Callable[[Event, Function], Answer]], Callable[[Event], Answer]]:
-        """Return a decorator: the handler then takes its event alone, and is given its function.
+        """Return a decorator of a handler(event, model); the decorated handler takes the event
+        only.
 
-        None is the base model. The first call starts the function's process.
+        `model` is the adapter's function; an adapter of None is the base model. The first call
+        starts the function's process.
         """
 
         def decorate(handler: Callable[[Event, Function], Answer]) -> Callable[[Event], Answer]:
