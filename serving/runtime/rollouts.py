@@ -320,6 +320,8 @@ class Rollouts:
         try:
             text = "" if mark is None else (self._folder / FILE).read_text(encoding="utf-8")
             self._states = _parse(json.loads(text)) if text else {}
+            with self._count_lock:
+                self._judged.clear()  # a rollback that could not be kept is not in the file
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             why = f"there is no field {error}" if isinstance(error, KeyError) else error
             wrong = f"{self._folder.name}/{FILE} holds no rollouts ({why}); move it away to "

@@ -231,6 +231,68 @@ def test_a_full_disk_loses_nothing(made, monkeypatch, tmp_path):
     wait_until(lambda: shares(made) == {"v1": 100})
 
 
+def test_a_rollback_that_was_not_kept_is_done_again_when_others_write_the_file(
+    made, registry, monkeypatch, tmp_path, caplog
+):
+    """Their file has the bad version's share, of a revision on which the guard has acted."""
+    made.set("sql", {"v1": 95, "v2": 5}, {"error_rate": 0.0, "min_requests": 1})
+
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_whole", full)
+        made.finished("sql@v2", Outcome(failed=True))
+        wait_until(lambda: shares(made) == {"v1": 100})
+        assert "The rollout of sql is not kept: No space left on device" in caplog.text
+    registry.load("law@v1", "one")
+    other = Rollouts(registry)
+    other.keep_in(tmp_path / "state")
+    other.set("law", {"v1": 100})
+    assert shares(made) == {"v1": 95, "v2": 5}
+    made.finished("sql@v2", Outcome(failed=True))
+    wait_until(lambda: shares(made) == {"v1": 100})
+    assert shares(other) == {"v1": 100}
+
+
+def test_changes_of_several_processes_are_all_kept(registry, tmp_path):
+    names = [f"a{n}" for n in range(40)]
+    for name in names:
+        registry.load(f"{name}@v1", "one")
+
+    def change(mine):
+        rollouts = Rollouts(registry)
+        rollouts.keep_in(tmp_path / "state")
+        for name in mine:
+            rollouts.set(name, {"v1": 100})
+
+    threads = [threading.Thread(target=change, args=(names[n::4],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    last = Rollouts(registry)
+    last.keep_in(tmp_path / "state")
+    assert sorted(last.states()) == sorted(names)
+
+
+def test_a_folder_that_cannot_be_locked_keeps_no_change(made, tmp_path):
+    made.set("sql", {"v1": 95, "v2": 5})
+    (tmp_path / "state" / module.LOCK).unlink()
+    (tmp_path / "state" / module.LOCK).mkdir()
+    with pytest.raises(IsADirectoryError):
+        made.set("sql", {"v2": 100})
+    assert shares(made) == {"v1": 95, "v2": 5}
+
+
+def test_without_a_folder_changes_last_as_long_as_the_process(registry):
+    made = Rollouts(registry)
+    made.set("sql", {"v1": 95, "v2": 5})
+    assert made.roll_back("sql").now.served == ("v1",)
+    with pytest.raises(ValueError, match="'a b' is no name of an adapter"):
+        made.set("a b", {"v1": 100})
+
+
 @pytest.mark.parametrize("wrong", ["the lock", "the file"])
 def test_a_guard_acts_where_the_folder_cannot_be_used(made, monkeypatch, tmp_path, caplog, wrong):
     """Before: its thread ended with an error, and the bad version went on."""
