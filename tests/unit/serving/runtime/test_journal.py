@@ -73,6 +73,29 @@ def test_changed_files_are_refused_by_name_and_the_rest_is_served(root, tmp_path
         assert client.post("/v1/completions", json={"model": "sql", "prompt": "x"}).is_success
 
 
+def test_a_replay_replaces_what_is_there_and_reads_below_the_folder_only(root, tmp_path):
+    engine = FakeEngine(root)
+    law, sql = (engine.registry.load("a", name, replace=True) for name in ("law", "sql"))
+    assert names(engine) == {"a": sql.digest}
+    assert replay(Changes({"a": Loaded("law", law.digest)}), engine.registry) == {}
+    assert names(engine) == {"a": law.digest}
+    write_fake_adapters(tmp_path / "outside", "secret")
+    failures = replay(Changes({"b": Loaded("../outside/secret", DIGEST)}), engine.registry)
+    assert "outside of the adapter folder" in failures["b"]
+    assert names(engine) == {"a": law.digest}
+
+
+@pytest.mark.parametrize("field", ["path", "pinned"])
+def test_an_entry_of_a_wrong_kind_is_no_journal(tmp_path, field):
+    made = Journal(tmp_path)
+    made.loaded("a", Loaded("x", DIGEST))
+    content = json.loads((tmp_path / journal.FILE).read_text().partition("\n#")[0])
+    content["loaded"]["a"][field] = 5
+    (tmp_path / journal.FILE).write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="wrong entry of 'a'"):
+        made.read()
+
+
 def test_a_load_that_cannot_be_recorded_is_not_acknowledged(root, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
