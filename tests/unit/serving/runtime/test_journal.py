@@ -204,6 +204,18 @@ def test_a_load_in_place_on_a_full_disk_keeps_the_old_weights_now_and_after_a_re
         assert made.read().loaded["a"].digest == old.digest
 
 
+def test_a_load_takes_its_name_from_the_unloaded_and_out_of_quarantine(tmp_path, monkeypatch):
+    made = Journal(tmp_path)
+    for name in ("a", "b"):
+        made.unloaded(name)
+    forgotten = []
+    monkeypatch.setattr(made.attempts, "forget", lambda *which: forgotten.append(which))
+    with made.loading("a", Loaded("x", DIGEST)):
+        pass
+    assert made.read() == Changes({"a": Loaded("x", DIGEST)}, ("b",))
+    assert forgotten == [("a", DIGEST)]
+
+
 def test_unloaded_names_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "_MOST_UNLOADED", 3)
     changes = Changes()
