@@ -20,12 +20,30 @@ _LEAVE_S = 20.0  # for a server to end by itself
 
 def watch() -> None:
     """Have what this process starts from now on end after it, and what that starts."""
-    with open("/proc/self/stat") as file:  # a number of a process is given again
-        started = file.read().rpartition(")")[2].split()[19]
-    mark = f"{os.getpid()}-{started}"
+    mark = _mark(os.getpid())
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, start_new_session=True)
     os.environ[MARK] = mark
+
+
+def _mark(process: int) -> str:
+    """Return a process's number and when it began: its number is given again.
+
+    Raises OSError for one that has ended, also where nobody has asked how.
+    """
+    with open(f"/proc/{process}/stat") as file:
+        state, *rest = file.read().rpartition(")")[2].split()
+    if state in "ZX":
+        raise ProcessLookupError(f"process {process} has ended")
+    return f"{process}-{rest[18]}"
+
+
+def _wait_ended(process: int, mark: str) -> None:
+    with contextlib.suppress(OSError):  # there are kernels without these descriptors
+        select.select([os.pidfd_open(process)], [], [])
+    with contextlib.suppress(OSError):
+        while _mark(process) == mark:
+            time.sleep(0.2)
 
 
 def marked(mark: str) -> Iterator[int]:
@@ -51,7 +69,6 @@ def end(mark: str, leave_s: float = _LEAVE_S) -> None:
 
 
 def _main(process: int, mark: str) -> None:
-    parent = os.pidfd_open(process)
     if os.fork():
         return  # a child would be counted by tests that look for theirs
     null = os.open(os.devnull, os.O_RDWR)
@@ -59,7 +76,7 @@ def _main(process: int, mark: str) -> None:
         os.dup2(null, stream)  # whoever reads pytest's output waits for nothing else
     for sent_to_all in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sent_to_all, signal.SIG_IGN)
-    select.select([parent], [], [])
+    _wait_ended(process, mark)
     end(mark)
 
 
