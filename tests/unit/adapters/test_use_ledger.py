@@ -2,8 +2,10 @@
 
 import random
 
+import pytest
+
 from lora_jax.adapters.host_room import HostCopy, least_valuable
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.use_ledger import UseLedger, read_seconds
 
 
 def test_uses_bytes_and_the_level_make_the_value():
@@ -81,3 +83,30 @@ def test_more_requests_hit_than_with_the_longest_unused_first():
     lru, lru_s = simulated(lambda ledger, d, size: 0.0)
     assert gdsf > 1.1 * lru, (gdsf, lru)
     assert gdsf_s < 0.95 * lru_s
+
+
+@pytest.mark.parametrize(("digests", "each"), [(1, 1000), (100, 1600)])
+def test_counts_are_halved_after_1000_uses_or_16_for_each_digest(digests, each):
+    ledger, halved = UseLedger(), []
+    for number in range(1, 3 * each):
+        ledger.used(str(number % digests))
+        if ledger.num_halvings > len(halved):
+            halved.append(number)
+    assert halved == [each, 2 * each]
+
+
+def test_a_read_takes_time_to_open_and_time_for_its_bytes():
+    assert read_seconds(0) == pytest.approx(0.005)
+    assert read_seconds(500_000_000) == pytest.approx(1.005)
+    ledger = UseLedger()
+    for digest in ("small", "large"):
+        ledger.used(digest)
+    assert ledger.value("small", 10**6) > ledger.value("large", 10**9) > 0  # a byte costs less
+
+
+def test_weights_without_a_name_leave_nothing_behind():
+    ledger = UseLedger()
+    ledger.used("one")
+    ledger.read("one")
+    ledger.forget("one")
+    assert (ledger.last_use("one"), ledger.take_read("one")) == (0, False)
