@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.waiting import wait_until
@@ -64,3 +65,25 @@ def test_a_thread_may_take_its_name_again_and_errors_give_it_back():
         pass
     assert not turns._reading
     assert not turns._waiting
+
+
+def test_of_two_turns_that_end_at_once_both_are_taken():
+    """The later deadline looks first, and again when the earlier one has begun."""
+    turns, both = ReadTurns(2), threading.Barrier(2)
+    with turns._changed:
+        turns._reading.update(one=0, two=0)
+
+    def read(name, deadline):
+        with turns.turn(name, deadline):
+            both.wait(20)
+
+    with ThreadPoolExecutor(2) as pool:
+        reads = []
+        for count, (name, deadline) in enumerate({"late": 2.0, "early": 1.0}.items(), 1):
+            reads.append(pool.submit(read, name, deadline))
+            wait_until(lambda count=count: len(turns._waiting) == count)
+        with turns._changed:
+            turns._reading.clear()
+            turns._changed.notify_all()
+        for one in reads:
+            one.result(60)
