@@ -4,6 +4,7 @@ import numpy as np
 
 from lora_jax.adapters.kinds import AdapterKind
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, SiteWeights
+from serving.lora_server import host_parts
 from serving.lora_server.host_parts import HostParts
 
 PART_BYTES = 2 * 6 * 4  # two matrices of six numbers
@@ -96,3 +97,13 @@ def test_one_that_is_larger_than_all_is_held_alone():
     parts.release("one")
     assert parts.num_bytes == 0
     assert parts.hold(part("two"))
+
+
+def test_uses_are_known_of_so_many_that_left_and_of_all_that_are_back(monkeypatch):
+    monkeypatch.setattr(host_parts, "_MOST_GONE", 2)
+    parts = HostParts(PART_BYTES)
+    for digest in ("one", "two", "three", "four", "two", "five", "six"):
+        parts.put(part(digest))
+    known = [d for d in ("one", "two", "three", "four", "five", "six") if parts._ledger.last_use(d)]
+    assert known == ["two", "five", "six"]
+    assert parts.get("six") is not None
