@@ -28,6 +28,8 @@ def byte_alphabet() -> dict[str, int]:
 
 
 _ALPHABET = byte_alphabet()
+# Latin-1 characters that stand for no byte become one that Latin-1 has not.
+_IN_LATIN1 = dict.fromkeys(range(256), 0xFFFF) | {ord(c): b for c, b in _ALPHABET.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +43,10 @@ class DecodingRule:
 
 def byte_level(token: str) -> bytes:
     """The bytes that a byte-level token stands for; a token in plain text stands for itself."""
-    if all(char in _ALPHABET for char in token):
-        return bytes(_ALPHABET[char] for char in token)
-    return token.encode("utf-8", "replace")
+    try:
+        return token.translate(_IN_LATIN1).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode("utf-8", "replace")
 
 
 def byte_fallback(token: str) -> bytes:

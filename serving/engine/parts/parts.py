@@ -266,7 +266,9 @@ def _build(
     on_read = metrics.tiers.read, tokenizers.fitted
     registry, compositions = make_registry(config, base, residencies, *on_read)
     end_ids = info.end_token_ids
-    with ThreadPoolExecutor(1, thread_name_prefix="adapters") as pool:
+    with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
+        # Two seconds for 152,000 tokens, in which programs are compiled or read by other threads.
+        grammars = pool.submit(_make_grammars, config, tokenizer, info)
         loading = pool.submit(load_adapters, registry, adapters)
         if not base.source.is_shared:  # else programs are read, not compiled, while files are
             loading.result()
@@ -290,7 +292,6 @@ def _build(
     options["extents"] = None if base.pool is None else base.pool.extents
     options["num_logit_rows"] = rows
     scheduler = make_scheduler(config, base.size, residencies, end_ids, num_rows, **options)
-    grammars = _make_grammars(config, tokenizer, info)
     loop = EngineLoop(
         LoopParts(
             runner,
@@ -299,7 +300,7 @@ def _build(
             residencies,
             metrics,
             compilations,
-            grammars,
+            grammars.result(),
             config.adapter_load_chunks_per_step,
             rollouts.finished,
             compositions,
@@ -312,7 +313,7 @@ def _build(
     front = None
     if base.images is not None:
         front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
-    observers = metrics, compilations, loop, info, front, grammars
+    observers = metrics, compilations, loop, info, front, grammars.result()
     kept = config, tokenizer, tokenizers, registry, rollouts, compositions, residencies
     return EngineParts(*kept, *observers, gang, scheduler.remember_prefixes, primary)
 

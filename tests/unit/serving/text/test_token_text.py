@@ -108,3 +108,14 @@ def test_unknown_steps_are_refused(step):
 def test_the_older_spelling_of_metaspace():
     old = {"type": "Metaspace", "replacement": "▁", "add_prefix_space": False}
     assert text_of(old, ["▁a"]) == " a"
+
+
+def test_a_token_in_plain_text_stands_for_itself():
+    """Any character that stands for no byte makes it one, of Latin-1 too."""
+    alphabet = byte_alphabet()
+    for code in (*range(0x180), 0xFFFF, 0x1F600):
+        char = chr(code)
+        own = bytes([alphabet[char]]) if char in alphabet else char.encode()
+        assert byte_level(char) == own
+        assert byte_level(f"a{char}") == (b"a" + own)
+    assert byte_level("Ġ \ud800") == "Ġ ?".encode()
