@@ -162,6 +162,36 @@ def test_bytes_of_real_models_are_those_counted_by_hand(name):
     assert model.kv_shape(config).bytes_per_token(jnp.dtype(jnp.bfloat16)) == per_token
 
 
+def test_the_lines_of_a_real_model_are_those_counted_by_hand():
+    fields, attention, rest, per_token = REAL["Llama-3.1-8B"]
+    config = from_hf(fields)
+    catalogue = model_class(config.model_type).catalogue(config)
+    weights, one = 16_060_522_496, 16 * (32 * (attention + rest) + 4096 + 128256) * 2
+    flags = {"max_loras": 30, "max_lora_rank": 16, "max_total_adapter_bytes": 10**10}
+    sizes = model_sizes(weights, per_token, 2, step=10**9)
+    text = plan_text(PlanRequest(), EngineConfig("m", **flags), catalogue, sizes, None)
+    tokens = (int(0.9 * 80e9) - weights - 30 * one) // (16 * per_token) * 16
+    host = 10**10 // one
+    assert text.splitlines()[5:-2] == [
+        f"one adapter    rank 16 on all modules: {one / 1e6:.1f} MB; {weights // one} of them take "
+        "what the model takes",
+        "devices        1 of 80 GB",
+        "step           1 GB for a step's own arrays",
+        f"adapter slots  {30 * one / 1e9:.2f} GB: 30 adapters",
+        f"KV cache       {tokens * per_token / 1e9:.1f} GB: {tokens} tokens",
+        f"host           {host} adapters, {host * one / 1e9:.2f} GB",
+        f"disk           1000 adapters, {1000 * one / 1e9:.1f} GB",
+    ]
+    assert text.splitlines()[1].startswith(f"  rank 4       on all modules: {one / 4e6:.0f} MB")
+    large = dataclasses.replace(sizes, weights=80 * 10**9 * 9 // 10)  # as much as one has for it
+    with pytest.raises(AssertionError, match="2 devices"):
+        plan_text(PlanRequest(), EngineConfig("m", **flags), catalogue, large, two_devices)
+
+
+def two_devices(size):
+    raise AssertionError(f"{size} devices")
+
+
 def test_devices_that_are_asked_for_are_those_of_the_plan(llama_70b):
     engine = EngineConfig(model="m", max_loras=4, tensor_parallel_size=2)
     sizes, on_each = model_sizes(16_000_000_000, KV, 2), halves(llama_70b)
