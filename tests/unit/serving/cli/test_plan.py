@@ -64,7 +64,8 @@ def test_the_plan_counts_devices_tiers_and_money(llama_70b):
     held = 80 * 30 * 16 * 2 * (2 * 4 * 8192 + 2 * 8192 + 2 * 1024)
     assert f"adapter slots  {held / 1e9:.3g} GB: 30 adapters" in text
     left = int(2 * 0.9 * 141e9) - 141_000_000_000 - held
-    assert f": {left // KV // 16 * 16} tokens" in text  # whole pages
+    tokens = left // KV // 16 * 16  # whole pages
+    assert f"KV cache       {tokens * KV / 1e9:.3g} GB: {tokens} tokens" in text
     assert "2,920 a month" in text
     assert "host           524 adapters" in text
     assert "the 30 most popular get 53.4%" in text
