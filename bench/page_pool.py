@@ -99,7 +99,7 @@ SMALL = Case(
 LARGE = Case(
     shape=dataclasses.replace(tier_throughput.LLAMA_8B, num_layers=16, max_positions=4096),
     budget=3 << 30,
-    shares=(0.25, 0.4, 0.55),
+    shares=(0.25, 0.4, 0.55, 0.7),
     adapters=128,
     rank=16,
     documents=0,
