@@ -206,7 +206,8 @@ inline void run_in_quads(const PackedGemm<D>& g, const GemmItem& item) {
 template <class D>
 void run_gemm_item(const PackedGemm<D>& g, const GemmItem& item) {
   const int64_t rows = item.row1 - item.row0;
-  if (g.decoded && g.decoded->in_quads() && item.col1 - item.col0 >= 8) return run_in_quads(g, item);
+  if (g.decoded && rows <= kMostQuadRows && item.col1 - item.col0 >= 8 && g.decoded->in_quads())
+    return run_in_quads(g, item);
   const bool in_registers =
       g.decoded && rows <= kFewRows &&
       g.decoded->in_registers(item.group * g.d_out + item.col0, item.col1 - item.col0);

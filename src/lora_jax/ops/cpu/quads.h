@@ -13,6 +13,7 @@ namespace lora_jax {
 
 constexpr int64_t kQuads = 128;            // codes that are reordered among themselves, in 64 bytes
 constexpr int64_t kQuadRows = 8;           // of x at a time
+constexpr int64_t kMostQuadRows = 32;      // more rows are faster by blocks of decoded weights
 constexpr int64_t kQuadColumns = 24;       // whose sums wait together
 constexpr int64_t kQuadGroups = 512;       // of a column, at most
 constexpr int64_t kQuadsAhead = 16 << 10;  // bytes from codes that are multiplied to those fetched

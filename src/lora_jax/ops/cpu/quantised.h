@@ -14,7 +14,7 @@
 
 namespace lora_jax {
 
-constexpr int64_t kFewRows = 4;  // more rows are faster by blocks
+constexpr int64_t kFewRows = kLanes == 16 ? 8 : 4;  // more rows are faster by blocks
 
 // Rows of matrices that are not plain. Row n of matrix g is row g * d_out + n.
 template <class D>
@@ -34,7 +34,7 @@ struct DecodedRows {
   // Whether dot_in_pairs does what `dot` does for one row, and faster. Its x is that of a TwiceRow.
   virtual bool in_pairs() const { return false; }
   virtual void dot_in_pairs(const X* twice, int64_t row, int64_t n, f32s* acc) const {}
-  // Whether dot_quads serves any number of rows, faster. Its sums lie as quads.h says.
+  // Whether dot_quads serves, for up to kQuadRows at a time. Its sums lie as quads.h says.
   virtual bool in_quads() const { return false; }
   virtual void dot_quads(int64_t m, const X* const* x, int64_t row, int64_t n, f32s* acc) const {}
 };
@@ -69,6 +69,12 @@ struct WordRows : DecodedRows<D> {
         case 2: return dot_columns<2>(x, row, n, acc);
         case 3: return dot_columns<3>(x, row, n, acc);
         case 4: return dot_columns<4>(x, row, n, acc);
+#ifdef __AVX512F__
+        case 5: return dot_columns<5>(x, row, n, acc);
+        case 6: return dot_columns<6>(x, row, n, acc);
+        case 7: return dot_columns<7>(x, row, n, acc);
+        case 8: return dot_columns<8>(x, row, n, acc);
+#endif
       }
   }
 
@@ -76,7 +82,7 @@ struct WordRows : DecodedRows<D> {
   template <int M>
   void dot_columns(const X* const* x, int64_t row, int64_t n, f32s* acc) const {
     constexpr int kSums = kLanes == 16 ? 16 : 8;
-    constexpr int C = std::min(kCols, M <= 2 ? kSums / 2 : kSums / 4);
+    constexpr int C = std::min(kCols, M <= 2 ? kSums / 2 : M <= 4 ? kSums / 4 : kSums / 8);
     int64_t c = 0;
     for (; c + C <= n; c += C) dot_some<M, C>(x, row + c, acc + c);
     for (; c < n; ++c) dot_some<M, 1>(x, row + c, acc + c);
