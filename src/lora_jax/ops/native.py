@@ -34,11 +34,11 @@ CPP_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-DNDEBUG", "-w")  # and -
 # GCC 12 tunes AVX2 code for the CPU that `-march` names, and some of its tunings are slow. On Zen 3
 # 64 rows times a matrix of 2048 x 768 took with Haswell's 0.79 to 0.84 of the time of znver3's, and
 # in bfloat16 0.89 of the generic one's and 0.57 of skylake's, with equal bits (bench/README.md).
-# With SSE alone Haswell's is up to 1.5 times as slow as the generic one: there the compiler's choice
-# stands.
+# With SSE alone Haswell's is up to 1.5 times as slow as the generic one: there the compiler's
+# choice stands.
 AVX2_TUNING = ("-mtune=haswell",)
-# GCC 12 takes AMD Zen 5 for Zen 3, whose tuning moves the addresses of a loop between registers of
-# two kinds. Products of 4-bit codes took 0.8 to 1.0 of the time with Ice Lake's, plain ones as long.
+# GCC 12 takes AMD Zen 5 for Zen 3, whose tuning moves a loop's addresses through vector registers.
+# Products of 4-bit codes took 0.8 to 1.0 of the time with Ice Lake's, plain ones as long.
 AVX512_TUNING = ("-mtune=icelake-server",)
 
 

@@ -149,7 +149,7 @@ inline void run_by_eight(const PackedGemm<D>& g, const GemmItem& item, const Dot
     dot(col, n, acc);
     float sums[8];
     sum_lanes_8(acc, sums);
-    write_eight(g, item.group, item.row0, col, n, sums);
+    write_sums(g, item.group, item.row0, col, n, sums);
   }
 }
 
@@ -193,12 +193,11 @@ inline void run_in_quads(const PackedGemm<D>& g, const GemmItem& item) {
       col = std::min(col, item.col1 - 8);  // some columns twice
       const int64_t n = std::min(kQuadColumns, item.col1 - col);
       g.decoded->dot_quads(rows, g.xs + row, item.group * g.d_out + col, n, acc);
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t c = 0; c < n; c += 8) {
-          float sums[8];
-          sum_lanes_8(acc + r * kQuadColumns + c, sums);
-          write_eight(g, item.group, row + r, col + c, std::min<int64_t>(8, n - c), sums);
-        }
+      for (int64_t r = 0; r < rows; ++r) {
+        alignas(64) float sums[kQuadColumns];
+        for (int64_t c = 0; c < n; c += 8) sum_lanes_8(acc + r * kQuadColumns + c, sums + c);
+        write_sums(g, item.group, row + r, col, n, sums);
+      }
     }
   }
 }

@@ -150,7 +150,7 @@ class Panels {
     for (int64_t r = 0; r < m; ++r) {
       alignas(64) float sums[kPanel];
       sum_lanes_8(acc + r * kPanel, sums);
-      write_eight(g_, item_.group, row + r, col, n, sums);
+      write_sums(g_, item_.group, row + r, col, n, sums);
     }
   }
 

@@ -30,10 +30,10 @@ struct GemmItem {
   int64_t product, group, row0, row1, col0, col1;
 };
 
-// Writes n <= 8 sums of a row from column `col` on.
+// Writes n sums of a row from column `col` on.
 template <class D>
-inline void write_eight(const Gemm<D>& g, int64_t group, int64_t row, int64_t col, int64_t n,
-                        const float* sums) {
+inline void write_sums(const Gemm<D>& g, int64_t group, int64_t row, int64_t col, int64_t n,
+                       const float* sums) {
   const typename D::T* bias = g.bias ? g.bias + group * g.d_out + col : nullptr;
   typename D::T* y = g.y + row * g.d_out + col;
   for (int64_t c = 0; c < n; c += kLanes) {

@@ -27,13 +27,11 @@ inline bool quads_serve(int64_t span, int64_t groups) {
   return kWordsFor<D> && groups <= kQuadGroups && (span == 32 || span == 64 || span % kQuads == 0);
 }
 
-// Writes 32 weights, those of bits 4 q and up of a quad's words, as rows are packed.
-inline void put_quad(const WordTable& table, const uint8_t* quad, int64_t q, uint16_t* out) {
-  const __m512i index = _mm512_srl_epi16(_mm512_loadu_si512(quad), _mm_cvtsi64_si128(4 * q));
+// Writes the 32 weights of indices as rows are packed.
+inline void put_words(const WordTable& table, __m512i index, uint16_t* out) {
   _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, table.twice));
 }
-inline void put_quad(const FloatTable& table, const uint8_t* quad, int64_t q, float* out) {
-  const __m512i index = _mm512_srl_epi16(_mm512_loadu_si512(quad), _mm_cvtsi64_si128(4 * q));
+inline void put_words(const FloatTable& table, __m512i index, float* out) {
   for (int half = 0; half < 2; ++half) {
     const __m256i words = half ? _mm512_extracti64x4_epi64(index, 1) : _mm512_castsi512_si256(index);
     // A look-up reads the low four bits of an index.
@@ -44,12 +42,16 @@ inline void put_quad(const FloatTable& table, const uint8_t* quad, int64_t q, fl
 // What `decode` of a CodedRows writes, of codes in quads.
 template <class R, class X>
 inline void decode_quads(const R& rows, int64_t row, int64_t k0, int64_t k1, X* out) {
+  const uint8_t* const from = rows.from(row, 0);
   typename R::Tables at(rows, row);
   at.next(k0 / rows.span);
   for (int64_t k = k0, end = (k0 / rows.span + 1) * rows.span; k < k1; at.next(), end += rows.span) {
     const auto table = at.table(0);
-    for (const int64_t stop = std::min(k1, end); k < stop; k += kWords, out += kWords)
-      put_quad(table, rows.from(row, k / kQuads * kQuads), k % kQuads / kWords, out);
+    for (const int64_t stop = std::min(k1, end); k < stop; k += kWords, out += kWords) {
+      const __m512i quad = _mm512_loadu_si512(from + k / kQuads * (kQuads / 2));
+      const __m128i shift = _mm_cvtsi32_si128(int(k % kQuads / kWords * 4));
+      put_words(table, _mm512_srl_epi16(quad, shift), out);
+    }
   }
 }
 
