@@ -1,5 +1,7 @@
 """Weighted sums of adapters as one adapter, and sums that cannot be."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -140,6 +142,13 @@ def test_a_pair_counts_both():
     two = AdapterEntry("e", AdapterKind.ESFT, "2", 1, experts(l1=(1,)), False, "e")
     pair = pair_of(one, two, "e" * 64, "a*1+e*1")
     assert (pair.digest, pair.report.kind, pair.report.weight_bytes) == ("e" * 64, "pair", 200)
+
+
+def test_what_an_adapter_has_beside_lora_is_not_composed():
+    more = dataclasses.replace(REPORT, brings=("DoRA", "a bias"), folder="/a/dora")
+    parts = [(lora(q_proj=site(1)), 0.7), (AdapterWeights({}, more), 0.5)]
+    with pytest.raises(ValueError, match=r"with DoRA, a bias \(/a/dora\) is not composed with"):
+        sum_of(parts, "e" * 64, "one*0.7+dora*0.5", max_rank=8)
 
 
 def test_digests_know_weights_and_order():
