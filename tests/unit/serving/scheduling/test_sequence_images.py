@@ -64,6 +64,15 @@ def test_images_in_known_prefixes_need_no_rows():
     assert images.give(make((0, 4, b"c")))
 
 
+def test_an_image_that_a_known_prefix_cuts_needs_rows():
+    images = SequenceImages(4)
+    sequence = make((0, 4, b"a"))
+    sequence.num_computed = 3
+    assert images.give(sequence)
+    assert len(sequence.image_rows[0]) == 4
+    assert len(images.take_encodes()) == 1
+
+
 def test_a_cut_image_keeps_its_rows():
     images = SequenceImages(4)
     sequence = make((2, 4, b"a"))
