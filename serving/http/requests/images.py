@@ -46,6 +46,17 @@ def part_kind(part: ContentPart) -> str:
     return "image_url" if part.image_url else next(iter(part.model_extra or {}), "none")
 
 
+def not_taken(index: int, part: ContentPart, kinds: tuple[str, ...]) -> ApiError:
+    """Return the answer to a part that is no good one of the `kinds` that the model takes."""
+    if part.type in kinds:
+        return _wrong(f"messages.{index}: a part of type {part.type} {_NEEDED[part.type]}.")
+    takes = "text only" if kinds == ("text",) else " and ".join(kinds)
+    return _wrong(
+        f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
+        f"this model takes {takes}."
+    )
+
+
 def urls_of(messages: list[ChatMessage]) -> Iterator[str]:
     """Yield the URLs of all images, in order."""
     for message in messages:
@@ -181,12 +192,7 @@ def parts_of(front: ImageFront, index: int, message: ChatMessage) -> list[dict[s
             parts.append({"type": "image"})
             continue
         if not is_text(part):
-            if part.type in _NEEDED:
-                raise _wrong(f"messages.{index}: a part of type {part.type} {_NEEDED[part.type]}.")
-            raise _wrong(
-                f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
-                "this model takes text and image_url."
-            )
+            raise not_taken(index, part, ("text", "image_url"))
         if front.placeholder in (part.text or ""):
             raise _wrong(
                 f"messages.{index}: the text holds {front.placeholder!r}, which stands for an "

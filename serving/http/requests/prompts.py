@@ -9,7 +9,7 @@ from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.bounds import Bounds
-from serving.http.requests.images import is_text, part_kind, parts_of
+from serving.http.requests.images import is_text, not_taken, parts_of
 from serving.http.requests.protocol import MAX_PROMPTS, ChatMessage
 from serving.http.requests.template_options import TemplateOptions
 from serving.http.requests.tools import template_calls
@@ -234,10 +234,5 @@ def _content(engine: AbstractEngine, index: int, message: ChatMessage) -> dict[s
         return {"role": message.role, "content": content or ""}
     for part in content:
         if not is_text(part):
-            raise ApiError(
-                400,
-                f"messages.{index}: a part of type {part_kind(part)[:64]!r} is not supported; "
-                "this model takes text only.",
-                param="messages",
-            )
+            raise not_taken(index, part, ("text",))
     return {"role": message.role, "content": "\n".join(part.text or "" for part in content)}

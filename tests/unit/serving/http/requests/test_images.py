@@ -19,7 +19,7 @@ from serving.engine.images.sources import FetchFailed, MediaPolicy
 from serving.http.errors import ApiError
 from serving.http.lanes import Lane
 from serving.http.requests import images as module
-from serving.http.requests.images import image_url, parts_of, read_images, urls_of
+from serving.http.requests.images import image_url, not_taken, parts_of, read_images, urls_of
 from serving.http.requests.protocol import ChatMessage, ContentPart
 
 HALF = (0.5, 0.5, 0.5)
@@ -116,6 +116,9 @@ def test_a_part_that_lacks_its_own_field_is_told_which():
     ):
         with pytest.raises(ApiError, match=message):
             parts_of(FRONT, 0, user(part))
+    nothing, image = (ContentPart.model_validate({"type": t}) for t in ("text", "image_url"))
+    assert "must have a string text" in str(not_taken(0, nothing, ("text",)))
+    assert "takes text only" in str(not_taken(0, image, ("text",)))
 
 
 GOOD = url(16, 16)
