@@ -191,3 +191,11 @@ def test_without_adapters_a_digest_is_an_error():
     assert gate.enter(make(0, ""), 0.0)
     with pytest.raises(ValueError, match="serves no adapters"):
         gate.enter(make(1, "a"), 0.0)
+
+
+def test_patience_counts_from_the_first_miss_and_not_from_the_clocks_beginning():
+    fixture, miss = Gate(), make(2, "c")
+    assert fixture.round(100.0, make(0, "a"), make(1, "b"), miss) == [True, True, False]
+    for now, starving in ((101.0, False), (104.9, False), (105.0, True)):
+        assert fixture.round(now, miss) == [False]
+        assert fixture.gate.is_starving == starving
