@@ -11,8 +11,8 @@ import hashlib
 import os
 import secrets
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _DIGEST_SUFFIX = ".sha256"
@@ -100,7 +100,7 @@ def is_unchanged(path: Path) -> bool:
         return False
 
 
-def _has_digest(path: Path, file: BinaryIO) -> bool:
+def _has_digest(path: Path, file: BufferedReader) -> bool:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
     return digest_path(path).read_text().split()[:1] == [digest]
 
