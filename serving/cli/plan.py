@@ -141,7 +141,8 @@ def plan_text(
     gpus = _devices(engine, request, sizes)
     of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
     room = _room(engine, request, sizes, of_device, gpus)
-    if not engine.kv_cache_memory_bytes:  # as the server does it
+    counted = not engine.kv_cache_memory_bytes  # as by the server
+    if counted:
         step = sizes.step_bytes(room.kv.max_model_len, gpus)
         room = _room(engine, request, sizes, of_device, gpus, step)
     budget, kv = room.adapters, room.kv
@@ -158,7 +159,10 @@ def plan_text(
         f"one adapter    rank {request.rank} on {', '.join(request.modules) or 'all modules'}: "
         f"{spell_bytes(one)}; {sizes.weights // one} of them take what the model takes",
         f"devices        {gpus} of {spell_bytes(int(request.device_bytes))}",
-        f"step           {spell_bytes(gpus * kv.step_bytes)} for a step's own arrays",
+    ]
+    if counted:
+        lines.append(f"step           {spell_bytes(gpus * kv.step_bytes)} for a step's own arrays")
+    lines += [
         f"adapter slots  {spell_bytes(slots)}: {on_device} adapters",
         f"KV cache       {spell_bytes(gpus * tokens * of_device.kv_per_token)}: {tokens} tokens",
         f"host           {on_host} adapters, {spell_bytes(on_host * one)}",
@@ -195,9 +199,13 @@ def _room(
     budget = memory_of_adapters(engine, largest, free, ASKED_LORA_SHARE)
     whole = rows_nbytes(saved_rows(of_device.catalogue), sizes.itemsize)
     if budget + whole >= free:
+        others = "weights and adapter slots"
+        if step:
+            others = f"weights, {spell_bytes(step)} for a step's own arrays and adapter slots"
         raise ValueError(
             f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
-            "pages beside weights and adapter slots; lower max_loras or max_lora_rank."
+            f"pages beside {others}; lower max_loras or max_lora_rank, or raise "
+            "--tensor-parallel-size."
         )
     left = free - budget - whole
     kv = cache_size(engine, of_device.kv_per_token, sizes.max_positions, left, step)

@@ -87,8 +87,8 @@ def test_a_steps_own_arrays_are_left_free_for(llama_70b):
         config = dataclasses.replace(engine, **changes)
         sizes = model_sizes(120_000_000_000, KV, 2, step)
         text = plan_text(request, config, llama_70b, sizes, on_each)
-        shown = 0 if "kv_cache_memory_bytes" in changes else 2 * step
-        assert f"step           {spell_bytes(shown)}" in text
+        shown = f"step           {spell_bytes(2 * step)} for"
+        assert (shown in text) == ("kv_cache_memory_bytes" not in changes)
         return int(text.partition("KV cache")[2].split()[2])
 
     most = tokens(0)
@@ -97,6 +97,9 @@ def test_a_steps_own_arrays_are_left_free_for(llama_70b):
     assert tokens(10**9, **given) == tokens(0, **given)
     with pytest.raises(ValueError, match=r"and a step's own arrays \(\d+ bytes\) leave no room"):
         tokens(20 * 10**9)
+    full = {"max_loras": 1, "max_lora_rank": 1024, "lora_memory_bytes": 10 * 10**9}
+    with pytest.raises(ValueError, match=r"2 devices .* 11 GB for a step's own arrays and adapter"):
+        tokens(11 * 10**9, **full)
 
 
 def fields_of(kind, layers, hidden, kv_heads, vocab, **more):
