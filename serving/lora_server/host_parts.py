@@ -21,7 +21,8 @@ class HostParts:
         self._lock = threading.Lock()
         self._parts: dict[str, AdapterWeights] = {}
         self._sizes: dict[str, int] = {}  # bytes of each
-        self._held: set[str] = set()  # for a load
+        self._expected: set[str] = set()  # for a load: `release` has not come yet
+        self._held: set[str] = set()  # of these, those that are here
         self._ledger = UseLedger()
         self._gone: collections.OrderedDict[str, None] = collections.OrderedDict()
 
@@ -38,14 +39,25 @@ class HostParts:
             self._put(part)
             self._make_room()
 
+    def expect(self, digest: str) -> None:
+        """Let `hold` hold a part from now on, until `release`."""
+        with self._lock:
+            self._expected.add(digest)
+
     def hold(self, part: AdapterWeights) -> bool:
-        """Keep a part until `release`; False: those that are held leave no room for it.
+        """Keep an expected part until `release`; False: those that are held leave no room for it.
 
         It is a use of a part that was not here. The only one that is held may be larger than all
-        that may be kept.
+        that may be kept. A part that is not expected any more is kept as others are: its load was
+        given up while it was read, and no `release` follows.
         """
         num_bytes = _num_bytes(part)
         with self._lock:
+            if part.digest not in self._expected:
+                if part.digest not in self._parts:
+                    self._put(part)
+                    self._make_room()
+                return False
             others = sum(self._sizes[digest] for digest in self._held - {part.digest})
             if others and others + num_bytes > self._byte_budget:
                 return False
@@ -61,8 +73,9 @@ class HostParts:
             return self._parts[digest] if digest in self._held else None
 
     def release(self, digest: str) -> None:
-        """Keep a part no longer than others; one that is not held is left alone."""
+        """Keep a part no longer than others, also one that is still read."""
         with self._lock:
+            self._expected.discard(digest)
             self._held.discard(digest)
             self._make_room()
 

@@ -40,12 +40,13 @@ class ParallelCaller:
             number, said = self._sent(name, arguments)
             wait([said], self.limit_s)
             if self._given_up(number):
-                said.set_exception(TimeoutError(f"no answer to {name} within {self.limit_s:g} s"))
-            return value_of(said.result())
+                raise TimeoutError(f"no answer to {name} within {self.limit_s:g} s")
+            answered = said.result()
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
             raise ConnectionError(f"The other process has gone: {error}") from error
+        return value_of(answered)
 
     def close(self) -> None:
         """End the connection; calls under way raise ConnectionError."""

@@ -107,10 +107,11 @@ class RankServer:
         """Have the part of the adapter in `folder` in host memory for `load`, until `forget`.
 
         Several threads may read, each another adapter. Where the parts of others leave no room in
-        `host_bytes`, this one is not kept, and `load` reads it again. Raises ValueError when the
-        files are refused or are not those of `digest`.
+        `host_bytes`, this one is not kept, and `load` reads it again. A `forget` while it is read
+        counts. Raises ValueError when the files are refused or are not those of `digest`.
         """
         begun = time.monotonic()
+        self._parts.expect(digest)
         part, read_s = self._part(folder, digest, self._parts.hold)
         self._parts.hold(part)  # one that was here, too
         return PartLoad(read_s, time.monotonic() - begun)

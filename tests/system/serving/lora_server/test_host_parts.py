@@ -65,8 +65,15 @@ def test_what_is_larger_than_all_is_not_kept():
     assert parts.num_bytes == 0
 
 
+def expecting(byte_budget):
+    parts = HostParts(byte_budget)
+    for digest in ("one", "two", "three"):
+        parts.expect(digest)
+    return parts
+
+
 def test_parts_that_are_held_stay_within_the_same_bytes_and_leave_when_they_are_released():
-    parts = HostParts(2 * PART_BYTES)
+    parts = expecting(2 * PART_BYTES)
     parts.put(part("kept"))
     one, two = part("one"), part("two")
     assert parts.hold(one)
@@ -89,7 +96,7 @@ def test_parts_that_are_held_stay_within_the_same_bytes_and_leave_when_they_are_
 
 
 def test_one_that_is_larger_than_all_is_held_alone():
-    parts = HostParts(PART_BYTES - 1)
+    parts = expecting(PART_BYTES - 1)
     assert parts.hold(part("one"))
     assert parts.hold(part("one"))
     assert not parts.hold(part("two"))
@@ -107,3 +114,14 @@ def test_uses_are_known_of_so_many_that_left_and_of_all_that_are_back(monkeypatc
     known = [d for d in ("one", "two", "three", "four", "five", "six") if parts._ledger.last_use(d)]
     assert known == ["two", "five", "six"]
     assert parts.get("six") is not None
+
+
+def test_a_part_whose_load_was_given_up_while_it_was_read_is_not_held():
+    parts = HostParts(2 * PART_BYTES)
+    parts.expect("late")
+    parts.release("late")
+    assert not parts.hold(part("late"))
+    assert not parts.any_held
+    assert parts.get("late") is not None  # as one of the others
+    parts.expect("late")
+    assert parts.hold(part("late"))

@@ -286,6 +286,20 @@ def test_a_part_that_was_fetched_is_loaded_without_its_files_until_it_is_forgott
         server.load(1, tmp_path / "nowhere", digest, 3)
 
 
+def test_a_fetch_that_is_forgotten_before_it_ends_leaves_nothing_held(running, monkeypatch):
+    server, digest, read = running.server, running.digests["a0"], running.server._read
+
+    def given_up(folder, digest):
+        server.forget(digest)
+        return read(folder, digest)
+
+    server._parts = HostParts(0)
+    monkeypatch.setattr(server, "_read", given_up)
+    assert server.fetch(running.adapters["a0"], digest).read_s > 0
+    assert not server._parts.any_held
+    assert server._parts.num_bytes == 0
+
+
 def test_parts_that_are_fetched_take_no_bytes_beside_the_bound(running):
     server, digests = running.server, running.digests
     server._parts = HostParts(1)
