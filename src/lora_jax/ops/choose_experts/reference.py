@@ -17,7 +17,7 @@ def choose_experts(
     their norm of order `topk_norm`, if any, and multiplied by `weight_scale`.
     """
     p = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    ids = top_ids(_allowed(logits, moe), moe.top_k)
+    _, ids = top_k(_allowed(logits, moe), moe.top_k)
     if moe.softmax_first:
         weights = jnp.take_along_axis(p, ids, axis=-1)
     else:
@@ -28,12 +28,17 @@ def choose_experts(
     return weights * jnp.float32(moe.weight_scale), ids
 
 
-def top_ids(values: Float[Array, "tokens n"], k: int) -> Int[Array, "tokens k"]:
-    """Return the places of the k largest values, of equal ones the lower place first.
+def top_k(
+    values: Float[Array, "tokens n"], k: int
+) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
+    """Return the k largest values and their places, of equal ones the lower place first.
 
-    -0.0 equals 0.0; to lax.top_k it is less.
+    -0.0 equals 0.0, and is returned as 0.0; to lax.top_k it is less. The derivative of a value is
+    1, also of a zero.
     """
-    return jax.lax.top_k(jnp.where(values == 0, 0.0, values), k)[1]
+    to_zero = jax.lax.stop_gradient(jnp.where(values == 0, -values, 0.0))
+    largest, places = jax.lax.top_k(values + to_zero, k)
+    return largest, places
 
 
 def _allowed(
@@ -43,6 +48,6 @@ def _allowed(
     if moe.num_groups <= 1:
         return logits
     grouped = logits.reshape(logits.shape[0], moe.num_groups, -1)
-    best = top_ids(jnp.max(grouped, axis=-1), moe.topk_groups)
+    _, best = top_k(jnp.max(grouped, axis=-1), moe.topk_groups)
     kept = jnp.any(jax.nn.one_hot(best, moe.num_groups, dtype=bool), axis=1)
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(logits.shape)

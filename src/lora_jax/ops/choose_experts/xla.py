@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.config import MoeConfig
-from lora_jax.ops.choose_experts.reference import top_ids
+from lora_jax.ops.choose_experts.reference import top_k
 from lora_jax.ops.row_sum import row_sum
 from lora_jax.typing import Array, Float, Int
 
@@ -17,8 +17,7 @@ def choose_experts(
     The order of the logits is the order of their softmax, so that top-k needs no softmax.
     """
     allowed = _best_groups_only(logits, moe) if moe.num_groups > 1 else logits
-    ids = top_ids(allowed, moe.top_k)
-    best = jnp.take_along_axis(allowed, ids, axis=-1)
+    best, ids = top_k(allowed, moe.top_k)
     highest, _ = jax.lax.top_k(logits, 1)
     weights = jnp.exp(best - highest)
     weights = weights / row_sum(jnp.exp(logits - highest) if moe.softmax_first else weights)
@@ -34,7 +33,7 @@ def _best_groups_only(
     """Return logits with -inf outside the groups whose best expert is among the best."""
     grouped = logits.reshape(logits.shape[0], moe.num_groups, -1)
     best_of_group = jax.lax.top_k(grouped, 1)[0][..., 0]
-    best = top_ids(best_of_group, moe.topk_groups)
+    _, best = top_k(best_of_group, moe.topk_groups)
     groups = jnp.arange(moe.num_groups, dtype=best.dtype)
     chosen = jnp.any(best[:, :, None] == groups[None, None, :], axis=1)
     return jnp.where(chosen[:, :, None], grouped, -jnp.inf).reshape(logits.shape)
