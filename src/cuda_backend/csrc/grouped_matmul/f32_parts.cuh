@@ -1,7 +1,9 @@
 // y = w x + bias by tensor cores, x in bfloat16, w and y in float32, of one group: a router's logits.
 //
-// A weight is cut into three bfloat16 numbers whose sum it is, as long as its last bit is not below 2^-133: its products
-// are exact then, and only sums are rounded. Weights that are bfloat16 numbers have parts of zeros, which are left out.
+// A weight is cut into three bfloat16 numbers whose sum it is, if it is finite, not above the largest bfloat16 number, and
+// its last bit not below 2^-133: its products are exact then, and only sums are rounded. Other weights give NaN or lose
+// bits. Weights that are bfloat16 numbers have parts of zeros, which are left out; an infinite x gives NaN by those that
+// are not.
 //
 // A row's sums have one order, whatever stands next to it. d_in is cut into units of 32 values and these into 16 slices of
 // neighbours. A slice is a chain of tensor-core products: unit by unit, of a unit two steps of 16 values, of a step the
