@@ -1,4 +1,4 @@
-"""What tests have started ends with the process that runs them."""
+"""Processes that tests have started end with the process that runs the tests."""
 
 import contextlib
 import os
