@@ -67,10 +67,16 @@ def test_a_miss_is_late_for_a_tenth_of_a_second_or_until_it_enters():
     assert fixture.gate.late(0.09) == {first}
 
 
-def test_one_adapter_is_asked_for_once_a_round():
-    fixture = Gate()
-    assert fixture.round(0.0, make(0, "c"), make(1, "c")) == [False, False]
+def test_one_adapter_is_asked_for_once_a_round(monkeypatch):
+    fixture, asked = Gate(), []
+    acquire = fixture.residency.acquire
+    monkeypatch.setattr(fixture.residency, "acquire", lambda a: asked.append(a) or acquire(a))
+    waiting = make(0, "c"), make(1, "c")
+    assert fixture.round(0.0, *waiting) == [False, False]
+    assert asked == ["c"]
     assert fixture.residency.loads == ["a", "b", "c"]
+    assert fixture.round(1.0, *waiting) == [True, True]  # each is counted as a user of it
+    assert asked == ["c"] * 3
 
 
 def test_leaving_lets_the_adapter_go_and_is_for_holders_only():
