@@ -84,8 +84,8 @@ ENGINE_HELP = {
     "for its adapter, in seconds.",
     "adapter_load_chunks_per_step": "Maximum pieces of adapters that are written to the device "
     "between two steps.",
-    "compile_base_only_steps": "Compile steps for batches without adapters too. Without "
-    "them the start takes half the time.",
+    "compile_base_only_steps": "Compile steps for batches without adapters too. They "
+    "are faster than those with LoRA; the first start takes longer.",
     "speculative_config": "Draft tokens by n-gram lookup in the text, such as "
     '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, '
     '"prompt_lookup_min": 2}. Default: {}, no speculation.',

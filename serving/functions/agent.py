@@ -42,7 +42,6 @@ _START_S = 600.0  # to build an engine, on a slow machine
 FIELDS = {
     "max_loras": 1,
     "structured_outputs": False,
-    "compile_base_only_steps": False,  # all its requests have its adapter
     "enable_prefix_caching": True,
     "max_num_seqs": 16,
 }

@@ -56,7 +56,7 @@ class Changes:
         return Changes({**others, name: entry}, tuple(n for n in self.unloaded if n != name))
 
     def with_same(self, name: str, other: "Changes") -> "Changes":
-        """Return the changes with what others say of one name, if only nothing."""
+        """Return these changes with one name as `other` has it: loaded, unloaded or not there."""
         loaded = {n: e for n, e in self.loaded.items() if n != name}
         gone = tuple(n for n in self.unloaded if n != name)
         if name in other.loaded:

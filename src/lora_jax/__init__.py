@@ -6,9 +6,9 @@
 - `lora_jax.memory`: virtual memory of host and devices
 - `lora_jax.finetune`: training and export of adapters
 
-The server and the engine are in the package `serving`. `lora_jax.function` is the decorator of
-`serving.functions`. It is imported at its first use, because this package imports nothing of
-`serving` otherwise.
+The server and the engine are in the package `serving`. `lora_jax.function(adapter)` returns an
+isolated function of an adapter (`serving.functions`). It is imported at its first use, because this
+package imports nothing of `serving` otherwise.
 """
 
 import importlib

@@ -16,9 +16,11 @@ from serving.engine.memory.storage import kv_dtype
 from serving.steps.step_programs import token_buckets
 
 _SAMPLER_COPIES = 7  # of a row's logits in float32; compiled programs have 5 or 6
-# Sums of chunks of 256 positions and more that attention keeps apart on a Hopper GPU: of the tokens
-# of a step that decodes, of one with prompts, and of latents.
-_PARTS, _PROMPT_PARTS, _LATENT_PARTS, _CHUNK, _PROMPT_TOKENS = 65536, 16384, 8192, 256, 256
+# Attention on a Hopper GPU has a partial result for each token and chunk of positions. The most:
+_PARTS = 65536  # in a step that decodes
+_PROMPT_PARTS = 16384  # in a step with prompts: one of _PROMPT_TOKENS and more
+_LATENT_PARTS = 8192  # over latents
+_CHUNK, _PROMPT_TOKENS = 256, 256  # positions of a chunk, at least; tokens
 _CARRIED = 3  # of a token's hidden state: the residual, what a map reads and what it gives
 
 

@@ -175,9 +175,10 @@ def matmul(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "rows d_out"]:
-    """y[t] = w @ x[t] + bias for t < num_rows, exactly 0 for the rest, which cost nothing.
+    """y[t] = w @ x[t] + bias for t < num_rows, exactly 0 for the other rows, which cost nothing.
 
-    x may be bfloat16 where w is float32, as in `grouped_matmul`; the rest then costs on a GPU.
+    x may be bfloat16 where w is float32, as in `grouped_matmul`. A GPU's kernel for that case
+    computes the other rows too.
     """
     if w.ndim != 2 or num_rows.ndim != 0:
         raise ValueError(f"matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
