@@ -238,24 +238,28 @@ def _show_plan(options: Options, text: str) -> None:
         itemsize = lora_dtype(options.engine, dtype).itemsize
         device_bytes, catalogue = int(request.device_bytes), model.catalogue(config)
 
+        def engine_on(size: int) -> EngineConfig:
+            return dataclasses.replace(options.engine, tensor_parallel_size=size)
+
         def share(size: int) -> float:
-            engine = dataclasses.replace(options.engine, tensor_parallel_size=size)
-            return share_of(engine, config, device_bytes)
+            return share_of(engine_on(size), config, device_bytes)
+
+        def sized(size: int) -> EngineConfig:
+            return for_device(
+                engine_on(size),
+                on_cpu=False,
+                device_bytes=int(share(size) * device_bytes),
+                alone=True,
+                has_experts=config.moe is not None,
+            )
 
         per_token, positions = kv.bytes_per_token(in_cache), config.max_positions
 
         def step(context: int, size: int) -> int:
-            sizes_of = engine, config, kv.local(size), dtype, context, size
+            sizes_of = sized(size), config, kv.local(size), dtype, context, size
             return step_bytes(*sizes_of, traced=False)
 
         sizes = ModelSizes(weights, per_token, itemsize, positions, share, step)
-        engine = for_device(
-            options.engine,
-            on_cpu=False,
-            device_bytes=int(share(options.engine.tensor_parallel_size) * device_bytes),
-            alone=True,
-            has_experts=config.moe is not None,
-        )
 
         def on_each(size: int) -> DeviceSizes:
             """Return what each of so many devices has. Raises ValueError if sizes do not divide."""
@@ -266,6 +270,7 @@ def _show_plan(options: Options, text: str) -> None:
             per_token = kv.local(size).bytes_per_token(in_cache)
             return DeviceSizes(widths.catalogue(catalogue), per_token)
 
+        engine = sized(options.engine.tensor_parallel_size)
         print(plan_text(request, engine, catalogue, sizes, on_each))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error

@@ -10,7 +10,8 @@ line. "guide" adds the tables of the guide "LoRA and QLoRA for Serving" for the 
 
 Sizes that a server would have are those of its own flags: --max-loras, --max-lora-rank,
 --max-cpu-loras, --max-total-adapter-bytes, --gpu-memory-utilization, --lora-memory-bytes,
---tensor-parallel-size; without the last one, as few devices as hold the weights. No jax.
+--tensor-parallel-size; without the last one, as few devices as have room for weights, a step's own
+arrays, adapter slots and KV pages. No jax.
 """
 
 import collections
@@ -33,11 +34,13 @@ from serving.engine.memory.sizing import (
     CacheSize,
     cache_size,
     free_bytes,
+    longest_wanted,
     whole_adapters,
 )
 from serving.engine.memory.sizing import adapter_bytes as memory_of_adapters
 
 _RANKS = (4, 16, 64, 256)
+_MOST_DEVICES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,14 +141,14 @@ def plan_text(
     `on_each` tells what each of so many devices, at least 2, has of the model.
     """
     one = adapter_bytes(catalogue, request.rank, sizes.itemsize, request.modules)
-    gpus = _devices(engine, request, sizes)
-    of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
-    room = _room(engine, request, sizes, of_device, gpus)
-    counted = not engine.kv_cache_memory_bytes  # as by the server
-    if counted:
-        step = sizes.step_bytes(room.kv.max_model_len, gpus)
-        room = _room(engine, request, sizes, of_device, gpus, step)
-    budget, kv = room.adapters, room.kv
+    longest_wanted(engine, sizes.max_positions)  # an error that no number of devices mends
+
+    def room_on(gpus: int) -> _Room:
+        of_device = DeviceSizes(catalogue, sizes.kv_per_token) if gpus == 1 else on_each(gpus)
+        return _room_with_step(engine, request, sizes, of_device, gpus)
+
+    room = _asked_room(engine, request, sizes, room_on)
+    gpus, of_device, budget, kv = room.gpus, room.of_device, room.adapters, room.kv
     limits = engine.max_loras, engine.max_lora_rank, sizes.itemsize
     spec = size_slots(of_device.catalogue, *limits, budget)
     rows = rows_per_adapter(part_of(of_device.catalogue, request.modules), request.rank)
@@ -160,7 +163,7 @@ def plan_text(
         f"{spell_bytes(one)}; {sizes.weights // one} of them take what the model takes",
         f"devices        {gpus} of {spell_bytes(int(request.device_bytes))}",
     ]
-    if counted:
+    if _counts_step(engine):
         lines.append(f"step           {spell_bytes(gpus * kv.step_bytes)} for a step's own arrays")
     lines += [
         f"adapter slots  {spell_bytes(slots)}: {on_device} adapters",
@@ -178,10 +181,69 @@ def plan_text(
 
 @dataclasses.dataclass(frozen=True)
 class _Room:
-    """What weights leave of one device."""
+    """What weights leave of each of some devices."""
 
+    gpus: int
+    of_device: DeviceSizes
     adapters: int  # bytes
     kv: CacheSize
+
+
+class _NoRoomError(ValueError):
+    """So many devices do not hold the model and what it needs beside; more of them may."""
+
+
+def _asked_room(
+    engine: EngineConfig,
+    request: PlanRequest,
+    sizes: ModelSizes,
+    room_on: Callable[[int], _Room],
+) -> _Room:
+    """Return the room on as many devices as are asked for, else on the fewest that have it.
+
+    `room_on` raises _NoRoomError, or ValueError for a split that the server refuses.
+    """
+    gpus = engine.tensor_parallel_size
+    if gpus > 1:
+        return room_on(gpus)
+    why: _NoRoomError | None = None
+    while gpus <= _MOST_DEVICES:
+        if gpus * _usable(engine, request, sizes, gpus) > sizes.weights:
+            try:
+                return room_on(gpus)
+            except _NoRoomError as error:
+                why = why or error
+            except ValueError as error:
+                if why is None:
+                    raise
+                raise ValueError(f"{why} {gpus} devices cannot have it: {error}") from error
+        gpus *= 2
+    raise why or _NoRoomError(_without_room(_MOST_DEVICES, request, sizes, engine))
+
+
+def _room_with_step(
+    engine: EngineConfig,
+    request: PlanRequest,
+    sizes: ModelSizes,
+    of_device: DeviceSizes,
+    gpus: int,
+) -> _Room:
+    """Return the room on so many devices beside a step's own arrays. Raises _NoRoomError."""
+    if gpus * _usable(engine, request, sizes, gpus) <= sizes.weights:
+        raise _NoRoomError(_without_room(gpus, request, sizes, engine))
+    given = engine, request, sizes, of_device, gpus
+    try:
+        room = _room(*given)
+        if not _counts_step(engine):
+            return room
+        return _room(*given, sizes.step_bytes(room.kv.max_model_len, gpus))
+    except ValueError as error:
+        raise _NoRoomError(*error.args) from error
+
+
+def _counts_step(engine: EngineConfig) -> bool:
+    """Return whether room is left for a step's own arrays, as by the server."""
+    return not engine.kv_cache_memory_bytes
 
 
 def _room(
@@ -203,13 +265,12 @@ def _room(
         if step:
             others = f"weights, {spell_bytes(step)} for a step's own arrays and adapter slots"
         raise ValueError(
-            f"{gpus} devices of {spell_bytes(int(request.device_bytes))} have no room for KV "
-            f"pages beside {others}; lower max_loras or max_lora_rank, or raise "
-            "--tensor-parallel-size."
+            f"{_spell(gpus, request)} no room for KV pages beside {others}; lower max_loras or "
+            "max_lora_rank, or raise --tensor-parallel-size."
         )
     left = free - budget - whole
     kv = cache_size(engine, of_device.kv_per_token, sizes.max_positions, left, step)
-    return _Room(budget, kv)
+    return _Room(gpus, of_device, budget, kv)
 
 
 def _usable(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes, gpus: int) -> float:
@@ -217,20 +278,17 @@ def _usable(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes, gpus:
     return engine.gpu_memory_utilization * sizes.jax_share(gpus) * request.device_bytes
 
 
-def _devices(engine: EngineConfig, request: PlanRequest, sizes: ModelSizes) -> int:
-    """Return how many devices have the model; ValueError where those asked for do not hold it."""
-    gpus = engine.tensor_parallel_size
-    if gpus > 1:
-        held = int(gpus * _usable(engine, request, sizes, gpus))
-        if held <= sizes.weights:
-            raise ValueError(
-                f"{gpus} devices have {spell_bytes(held)} for the model's "
-                f"{spell_bytes(sizes.weights)} of weights; raise --tensor-parallel-size."
-            )
-        return gpus
-    while gpus * _usable(engine, request, sizes, gpus) <= sizes.weights and gpus < 1024:
-        gpus *= 2
-    return gpus
+def _without_room(gpus: int, request: PlanRequest, sizes: ModelSizes, engine: EngineConfig) -> str:
+    held = spell_bytes(int(gpus * _usable(engine, request, sizes, gpus)))
+    return (
+        f"{_spell(gpus, request)} {held} for the model's {spell_bytes(sizes.weights)} of weights; "
+        "raise --tensor-parallel-size."
+    )
+
+
+def _spell(gpus: int, request: PlanRequest) -> str:
+    each = spell_bytes(int(request.device_bytes))
+    return f"1 device of {each} has" if gpus == 1 else f"{gpus} devices of {each} have"
 
 
 def _model_lines(catalogue: LoraCatalogue, sizes: ModelSizes) -> list[str]:

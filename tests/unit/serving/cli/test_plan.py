@@ -95,6 +95,7 @@ def test_a_steps_own_arrays_are_left_free_for(llama_70b):
     assert most - 16 <= tokens(2 * 10**9) + 2 * 10**9 * 2 // KV <= most + 16
     given = {"kv_cache_memory_bytes": 1 << 30}
     assert tokens(10**9, **given) == tokens(0, **given)
+    engine = dataclasses.replace(engine, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"and a step's own arrays \(\d+ bytes\) leave no room"):
         tokens(20 * 10**9)
     full = {"max_loras": 1, "max_lora_rank": 1024, "lora_memory_bytes": 10 * 10**9}
@@ -205,8 +206,23 @@ def test_devices_that_are_asked_for_are_those_of_the_plan(llama_70b):
     few = dataclasses.replace(engine, lora_memory_bytes=1 << 30)  # of each device
     assert "adapter slots  2.15 GB" in plan_text(PlanRequest(), few, llama_70b, sizes, on_each)
     small = PlanRequest(device_bytes=1e9)
-    with pytest.raises(ValueError, match=r"2 devices have 1\.8 GB .* raise --tensor-parallel-size"):
+    with pytest.raises(
+        ValueError, match=r"2 devices of 1 GB have 1\.8 GB .* raise --tensor-parallel-size"
+    ):
         plan_text(small, engine, llama_70b, sizes, on_each)
+
+
+def test_devices_that_the_plan_takes_have_steps_as_if_asked_for(capsys, tmp_path):
+    """A step over several devices has fewer tokens, so more KV pages are left."""
+    fields = REAL["Llama-3.1-8B"][0] | {"torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(100 * 10**9)  # without a byte on the disk
+    taken = [str(tmp_path), "--plan", "{}"]
+    assert launch.main(taken) == launch.main([*taken, "--tensor-parallel-size", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("devices        2 of 80 GB") == 2
+    assert text[: len(text) // 2] == text[len(text) // 2 :]
 
 
 def test_a_trace_says_what_requests_find(llama_70b, tmp_path):
@@ -224,8 +240,38 @@ def test_a_trace_says_what_requests_find(llama_70b, tmp_path):
 def test_what_cannot_be_served_is_an_error(llama_70b):
     engine = EngineConfig(model="m", max_loras=1, max_lora_rank=1024)
     request, sizes = PlanRequest(device_bytes=1e9), model_sizes(10**9, 10**5, 2)
-    with pytest.raises(ValueError, match="no room for KV"):
-        plan_text(request, engine, llama_70b, sizes, halves(llama_70b))
+
+    def two_at_most(size):
+        if size > 2:
+            raise ValueError("8 heads do not divide by 4.")
+        return halves(llama_70b)(size)
+
+    said = r"^2 devices of 1 GB have no room for KV .* 4 devices cannot have it: 8 heads do not"
+    with pytest.raises(ValueError, match=said):
+        plan_text(request, engine, llama_70b, sizes, two_at_most)
+    with pytest.raises(ValueError, match=r"^2 devices of 1 GB have no room for KV [^:]*size\.$"):
+        plan_text(request, engine, llama_70b, sizes, lambda _: halves(llama_70b)(2))
+    large = dataclasses.replace(sizes, weights=10**13)
+    with pytest.raises(
+        ValueError, match=r"^1024 devices of 1 GB have 922 GB for the model's 10 TB"
+    ):
+        plan_text(request, engine, llama_70b, large, two_at_most)
+    longer = dataclasses.replace(engine, max_model_len=1 << 18)
+    with pytest.raises(ValueError, match=r"^max_model_len is 262144, .* Lower max_model_len\.$"):
+        plan_text(request, longer, llama_70b, sizes, two_at_most)
+
+
+def test_devices_are_taken_until_a_steps_arrays_have_room(llama_70b):
+    engine, asked = EngineConfig(model="m", max_loras=4), []
+
+    def step(_, devices):  # on one device more than the memory beside 50 GB of weights
+        asked.append(devices)
+        return 30 * 10**9
+
+    sizes = dataclasses.replace(model_sizes(50 * 10**9, KV, 2), step_bytes=step)
+    text = plan_text(PlanRequest(), engine, llama_70b, sizes, halves(llama_70b))
+    assert "devices        2 of 80 GB" in text
+    assert asked == [1, 2]
 
 
 WRONG = [
