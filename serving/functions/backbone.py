@@ -4,13 +4,14 @@ The memory stays as long as somebody holds a descriptor: the agent does, and pas
 function once. So no process with weights mapped for writing is left when functions run.
 """
 
+import contextlib
 import socket
 import sys
 
 import jax
 
 from lora_jax.memory.platforms import for_platform
-from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
+from lora_jax.memory.wire import ShareError, close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
 
 
@@ -31,7 +32,8 @@ def main(connection: socket.socket) -> None:
     send_header(connection, {"manifest": manifest.fields(), **about})
     send_fds(connection, fds)
     close_all(fds)
-    receive_header(connection)  # descriptors in flight are lost if their sender ends too early
+    with contextlib.suppress(ShareError):  # the agent has gone, or could not take them: it says so
+        receive_header(connection)  # descriptors in flight are lost if their sender ends too early
 
 
 if __name__ == "__main__":

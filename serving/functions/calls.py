@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lora_jax.memory.arena import ImportedArena
-from lora_jax.memory.wire import ShareError, close_all, receive_fds, receive_header, send_header
+from lora_jax.memory.wire import (
+    ShareError,
+    close_all,
+    is_readable,
+    receive_fds,
+    receive_header,
+    send_header,
+)
 from serving.engine.engine import Engine
 from serving.functions import rehearsal
 from serving.functions.messages import http_of, output_fields, sampling_of
@@ -121,7 +127,7 @@ class Calls:
             self._send({"private_bytes": private_bytes()})
 
     def _is_asked_within(self, seconds: float) -> bool:
-        return bool(select.select([self._connection], [], [], seconds)[0])
+        return is_readable(self._connection, seconds)
 
     def _adopt(self, number: int) -> None:
         """Give the connection that comes with this call to HTTP; its end is the answer."""

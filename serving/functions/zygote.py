@@ -14,7 +14,6 @@ import functools
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from jax._src import xla_bridge  # plugins are found behind the first device elsewhere
 
-from lora_jax.memory.wire import ShareError, receive_fds, receive_header, send_header
+from lora_jax.memory.wire import ShareError, is_readable, receive_fds, receive_header, send_header
 from lora_jax.ops.cpu.build import available
 from lora_jax.ops.dispatch import Declined, backend_kernel
 from serving.functions import function_process, jail
@@ -93,7 +92,7 @@ def _lacks(idle: "collections.deque[str]") -> bool:
 def _import_until_asked(control: socket.socket, names: "collections.deque[str]") -> None:
     """Import these modules, which are then taken off, while no order waits."""
     wait_s = _QUIET_S
-    while names and not select.select([control], [], [], wait_s)[0]:
+    while names and not is_readable(control, wait_s):
         _import(names.popleft())
         wait_s = 0.0
 

@@ -8,6 +8,8 @@ import contextlib
 import itertools
 import json
 import os
+import resource
+import select
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +42,13 @@ def receive_header(connection: socket.socket) -> dict[str, Any]:
     return fields
 
 
+def is_readable(connection: socket.socket, wait_s: float) -> bool:
+    """Return whether a message, or the other side's end, can be read within `wait_s` seconds."""
+    poll = select.poll()  # select takes no descriptor above 1023
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))
+
+
 def send_fds(connection: socket.socket, fds: Sequence[int]) -> None:
     """Send descriptors, which stay the caller's to close. Raises OSError: the connection broke."""
     for batch in itertools.batched(fds, BATCH):
@@ -53,8 +62,14 @@ def receive_fds(connection: socket.socket, count: int) -> list[int]:
     try:
         while len(received) < count:
             wanted = min(BATCH, count - len(received))
-            data, fds, _, _ = socket.recv_fds(connection, 1, BATCH, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags, _ = socket.recv_fds(connection, 1, BATCH, socket.MSG_CMSG_CLOEXEC)
             received += fds
+            if flags & socket.MSG_CTRUNC and len(fds) < wanted:  # the kernel has dropped the rest
+                limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+                raise ShareError(
+                    f"{len(fds)} of {wanted} descriptors arrived: this process may have {limit} "
+                    "open (ulimit -n); raise that limit, or share fewer models in one process"
+                )
             if len(data) != 1 or len(fds) != wanted:
                 raise ShareError(f"{len(fds)} of {wanted} blocks arrived")
     except BaseException:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 import socket
+import time
 
 import pytest
 from support.processes.process_facts import open_files
@@ -10,6 +12,8 @@ from support.processes.process_facts import open_files
 from lora_jax.memory.wire import (
     BATCH,
     ShareError,
+    close_all,
+    is_readable,
     receive_fds,
     receive_header,
     send_fds,
@@ -47,6 +51,40 @@ def test_descriptors_that_do_not_all_come_are_closed(ends):
     with pytest.raises(ShareError, match="1 of 2 blocks"):
         receive_fds(ends[1], 2)
     assert open_files() <= before
+
+
+def test_descriptors_beyond_the_limit_of_open_files_are_named(ends):
+    before = open_files()
+    fds = [os.memfd_create(str(i)) for i in range(8)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = os.dup(0)  # the first free number
+    os.close(highest)
+    try:
+        send_fds(ends[0], fds)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+        with pytest.raises(ShareError, match=rf"3 of 8 .* may have {highest + 3} open .*ulimit -n"):
+            receive_fds(ends[1], 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        close_all(fds)
+    assert open_files() <= before
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200, reason="few open files")
+def test_a_connection_of_any_number_is_readable_when_something_came(ends):
+    """An agent of many connections gives its processes numbers above 1023."""
+    number = 1100
+    os.dup2(ends[1].fileno(), number)
+    with socket.socket(fileno=number) as end:
+        begin = time.monotonic()
+        assert not is_readable(end, 0.05)
+        assert time.monotonic() - begin >= 0.05
+        assert not is_readable(end, 0)
+        send_header(ends[0], {})
+        assert is_readable(end, 60)
+        receive_header(end)
+        ends[0].shutdown(socket.SHUT_WR)
+        assert is_readable(end, 60)
 
 
 @pytest.mark.parametrize(
