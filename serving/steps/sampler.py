@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lora_jax.ops.keep_likely.reference import keep_min_p, keep_top_k, keep_top_p
+from lora_jax.ops.zeros import unsigned_zeros
 from lora_jax.typing import Array, Bool, Float, Int
 from serving.api.sampling import MAX_LOGPROBS
 from serving.steps.device_state import Row, RowState, row_of
@@ -117,8 +118,7 @@ def score(
     `top` gives the k largest values and their ids, the lower id first on a tie, as lax.top_k does.
     """
     normalizer = log_sum_exp(logits)
-    ordered = jnp.where(logits == 0, 0.0, logits)  # -0.0 ties with 0.0; to lax.top_k it is less
-    top_values, top_ids = top(ordered, min(MAX_LOGPROBS, logits.shape[0]))
+    top_values, top_ids = top(unsigned_zeros(logits), min(MAX_LOGPROBS, logits.shape[0]))
     value = logits[jnp.maximum(token, 0)]
     better = jnp.sum((logits > value).astype(jnp.int32))
     return Sampled(token, value - normalizer, better + 1, top_ids, top_values - normalizer)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from lora_jax.config import MoeConfig
+from lora_jax.ops.zeros import unsigned_zeros
 from lora_jax.typing import Array, Float, Int
 
 
@@ -33,11 +34,9 @@ def top_k(
 ) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
     """Return the k largest values and their places, of equal ones the lower place first.
 
-    -0.0 equals 0.0, and is returned as 0.0; to lax.top_k it is less. The derivative of a value is
-    1, also of a zero.
+    -0.0 equals 0.0, and is returned as 0.0.
     """
-    to_zero = jax.lax.stop_gradient(jnp.where(values == 0, -values, 0.0))
-    largest, places = jax.lax.top_k(values + to_zero, k)
+    largest, places = jax.lax.top_k(unsigned_zeros(values), k)
     return largest, places
 
 
