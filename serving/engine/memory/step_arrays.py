@@ -16,7 +16,8 @@ from serving.engine.memory.storage import kv_dtype
 from serving.steps.step_programs import token_buckets
 
 _SAMPLER_COPIES = 7  # of a row's logits in float32; compiled programs have 5 or 6
-# Attention on a Hopper GPU has a partial result for each token and chunk of positions. The most:
+# Attention on a Hopper GPU has a partial result for each token and chunk of positions. The most, as
+# in cuda_backend.paged_attention, which serving does not import:
 _PARTS = 65536  # in a step that decodes
 _PROMPT_PARTS = 16384  # in a step with prompts: one of _PROMPT_TOKENS and more
 _LATENT_PARTS = 8192  # over latents

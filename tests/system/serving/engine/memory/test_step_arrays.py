@@ -6,7 +6,7 @@ import pytest
 
 from bench.decode_step import QWEN3
 from bench.random_model import LlamaShape, llama_config
-from cuda_backend import ffi
+from cuda_backend import ffi, paged_attention
 from lora_jax.config import from_hf
 from lora_jax.models.registry import model_class
 from serving.api.config import EngineConfig
@@ -61,6 +61,14 @@ def test_without_a_device_attention_counts_as_on_a_gpu(on_hopper, fields, contex
 def test_without_a_device_none_is_asked(monkeypatch):
     monkeypatch.setattr(step_arrays, "paged_attention", lambda *_, **__: pytest.fail("traced"))
     assert planned(LLAMA, 4096, traced=False, max_num_seqs=1) > 0
+
+
+def test_limits_of_attention_without_a_device_are_those_of_the_kernels():
+    mine = (step_arrays._PARTS, step_arrays._PROMPT_PARTS, step_arrays._LATENT_PARTS)
+    hopper = paged_attention
+    assert mine == (hopper.PARTS, hopper.PROMPT_PARTS, hopper.LATENT_PARTS)
+    assert min(hopper.SHORT_CHUNK, hopper.CHUNK) == step_arrays._CHUNK
+    assert hopper.PROMPT_TOKENS == step_arrays._PROMPT_TOKENS
 
 
 def test_a_shorter_sequence_and_more_devices_need_less(on_hopper):
