@@ -31,6 +31,7 @@ from serving.lora_server.lease_metrics import PartLoad
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.read_room import ReadRoom, folder_bytes
 from serving.lora_server.shards import ShardLayout, shard_part
+from serving.lora_server.shared_reads import SharedReads
 from serving.lora_server.transport.base import AbstractServer, Request
 from serving.lora_server.transport.device_server import DeviceServer
 from serving.runtime.compile_counter import CompileCounter
@@ -80,7 +81,7 @@ class RankServer:
         self._programs: DeviceLoop | None = None  # where the transport is the device's
         self._catalogue, self._limits = catalogue, limits
         self._parts = HostParts(host_bytes)
-        self._read_room = ReadRoom()
+        self._read_room, self._reads = ReadRoom(), SharedReads[tuple[AdapterWeights, float]]()
         self._source = weight_source(load_format)
         self._commands: queue.SimpleQueue[tuple[Callable[[], bool], Future[None]]] = (
             queue.SimpleQueue()
@@ -108,7 +109,8 @@ class RankServer:
 
         Several threads may read, each another adapter. Where the parts of others leave no room in
         `host_bytes`, this one is not kept, and `load` reads it again. A `forget` while it is read
-        counts. Raises ValueError when the files are refused or are not those of `digest`.
+        counts. Raises ValueError when the files are refused, are not those of `digest`, or are
+        still read for an earlier call after minutes.
         """
         begun = time.monotonic()
         self._parts.expect(digest)
@@ -333,11 +335,16 @@ class RankServer:
     ) -> tuple[AdapterWeights, float]:
         """Return this rank's part, and the seconds in which it was read; 0.0: the host had it.
 
-        `keep` is told one that was read.
+        `keep` is told one that was read by this thread; a read that is under way is waited for.
         """
         part = self._parts.get(digest)
         if part is not None:
             return part, 0.0
+        return self._reads.read(folder, digest, lambda: self._read_part(folder, digest, keep))
+
+    def _read_part(
+        self, folder: str, digest: str, keep: Callable[[AdapterWeights], object]
+    ) -> tuple[AdapterWeights, float]:
         with self._read_room.hold(folder_bytes(folder)):
             begun = time.monotonic()
             weights = self._read(folder, digest)

@@ -20,6 +20,7 @@ from lora_jax.memory.driver import DriverMemory
 from serving.lora_server.host_parts import HostParts
 from serving.lora_server.rank import ServerRank
 from serving.lora_server.server import RankServer
+from serving.lora_server.shared_reads import SharedReads
 from serving.lora_server.spec import design
 from serving.lora_server.transport import device_memory
 from serving.lora_server.transport.base import PushRows, Request, Status
@@ -298,6 +299,31 @@ def test_a_fetch_that_is_forgotten_before_it_ends_leaves_nothing_held(running, m
     assert server.fetch(running.adapters["a0"], digest).read_s > 0
     assert not server._parts.any_held
     assert server._parts.num_bytes == 0
+
+
+def test_an_adapter_that_is_asked_for_again_while_it_is_read_is_read_once(running, monkeypatch):
+    """As after a caller that has given a hung disk up."""
+    server, digest, read = running.server, running.digests["a0"], running.server._read
+    begun, free, times = threading.Event(), threading.Event(), []
+
+    def hung(folder, digest):
+        times.append(folder)
+        begun.set()
+        assert free.wait(30)
+        return read(folder, digest)
+
+    monkeypatch.setattr(server, "_read", hung)
+    server._reads = SharedReads(0.0)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(server.fetch, running.adapters["a0"], digest)
+        assert begun.wait(30)
+        with pytest.raises(ValueError, match="look at the disk of its host"):
+            server.fetch(running.adapters["a0"], digest)
+        server.forget(digest)
+        free.set()
+        assert first.result(30).read_s > 0
+    assert len(times) == 1
+    assert not server._parts.any_held
 
 
 def test_parts_that_are_fetched_take_no_bytes_beside_the_bound(running):
