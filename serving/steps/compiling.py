@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +30,14 @@ _MORE = 4  # on a device with so much free memory for each of them, where XLA tr
 _MORE_BYTES = 2 << 30
 
 
+class _Bar(tqdm):
+    """A bar whose lock is of this process's threads.
+
+    tqdm's own is also a semaphore of processes, which a process that is killed leaves behind: its
+    parent would warn of it at its end.
+    """
+
+
 def compile_all(
     programs: Iterable[Lowered | KeptProgram], names: SequenceOf[str], *, progress: bool
 ) -> list[Compiled]:
@@ -38,7 +47,8 @@ def compile_all(
     where stderr is no terminal, lines of the log say how many there are and name each that is done.
     """
     is_terminal = sys.stderr.isatty()
-    bar = tqdm(
+    _Bar.set_lock(threading.RLock())
+    bar = _Bar(
         total=len(names), desc="Compile", unit="program", disable=not (progress and is_terminal)
     )
     at_work: dict[int, str] = {}

@@ -229,3 +229,13 @@ def test_a_program_that_cannot_be_made_does_not_hold_up_those_behind_it(caplog):
     assert cold == []
     assert "No program for 8 tokens lora: no memory" in caplog.text
     assert take_read(cold) is None
+
+
+def test_no_semaphore_of_processes_is_made(monkeypatch):
+    """The parent of an instance that is killed while it compiles would warn of it."""
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", None)
+    monkeypatch.delattr("tqdm.std.TqdmDefaultWriteLock.mp_lock", raising=False)
+    monkeypatch.delattr("tqdm.std.tqdm._lock", raising=False)
+    program = Program()
+    compile_all([program], ["one"], progress=True)
+    assert program.done.is_set()
