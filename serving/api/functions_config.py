@@ -1,8 +1,12 @@
 """Configuration of isolated functions behind one command. No jax."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 _KEEP_ALIVE_S = 300.0
+_FOLDER, _PREFIX = "functions", "functions_"
+_SECONDS = {"keep_alive_s": 1e9, "ttft_slo_s": 1e6, "verify_s": 1e6}  # the most of each
 ISOLATIONS = ("none", "server", "process")
 
 
@@ -19,20 +23,8 @@ class FunctionsConfig:
     functions_verify_s: float | None = None  # between two hashes of the backbone; None: never
 
     def __post_init__(self) -> None:
-        if not 0 < self.functions_keep_alive_s <= 1e9:
-            raise ValueError(
-                f"functions_keep_alive_s must be in (0, 1e9], got {self.functions_keep_alive_s}."
-            )
-        memory = self.functions_memory_bytes
-        if memory is not None and memory < 1:
-            raise ValueError(f"functions_memory_bytes must be at least 1, got {memory}.")
-        slo_s = self.functions_ttft_slo_s
-        if slo_s is not None and not 0 < slo_s < 1e6:
-            raise ValueError(f"functions_ttft_slo_s must be in (0, 1e6), got {slo_s}.")
-        verify_s = self.functions_verify_s
-        if verify_s is not None and not 0 < verify_s < 1e6:
-            raise ValueError(f"functions_verify_s must be in (0, 1e6), got {verify_s}.")
-        self._check_isolation()
+        names = (field.name for field in dataclasses.fields(self) if field.name != _FOLDER)
+        check_options({name: getattr(self, name) for name in names})
         given = [
             f"--{field.name.replace('_', '-')}"
             for field in dataclasses.fields(self)
@@ -44,20 +36,39 @@ class FunctionsConfig:
                 "adapters, or leave them out."
             )
 
-    def _check_isolation(self) -> None:
-        level, most = self.functions_isolation, self.functions_max_tenants
-        if level not in ISOLATIONS:
-            allowed = ", ".join(ISOLATIONS)
-            raise ValueError(f"functions_isolation must be one of {allowed}, got {level!r}.")
-        if most is not None and not 1 <= most <= 256:
-            raise ValueError(f"functions_max_tenants must be in 1..256, got {most}.")
-        if level == "process" and most is not None:
-            raise ValueError(
-                "functions_max_tenants is a size of isolation server or none: leave it out, or set "
-                "--functions-isolation."
-            )
-        if level != "process" and self.functions_ttft_slo_s is not None:
-            raise ValueError(
-                "functions_ttft_slo_s gives functions turns; with functions_isolation "
-                f"{level} one engine batches them all: leave it out."
-            )
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value out of bounds, or that contradicts another one.
+
+    `given` are an agent's options by name, with or without the prefix of the flags; the error has
+    the name that was given.
+    """
+    names = {name.removeprefix(_PREFIX): name for name in given}
+    values = {short: given[name] for short, name in names.items()}
+    for short, most in _SECONDS.items():
+        value = values[short]
+        if value is not None and not (_is_number(value, int | float) and 0 < value <= most):
+            raise ValueError(f"{names[short]} must be in (0, {most:g}] seconds, got {value!r}.")
+    for short, least, most in (("memory_bytes", 1, 1 << 62), ("max_tenants", 1, 256)):
+        value = values[short]
+        if value is not None and not (_is_number(value, int) and least <= value <= most):
+            bound = f"in {least}..{most}" if short == "max_tenants" else f"at least {least}"
+            raise ValueError(f"{names[short]} must be an integer {bound}, got {value!r}.")
+    level = values["isolation"]
+    if level not in ISOLATIONS:
+        allowed = ", ".join(ISOLATIONS)
+        raise ValueError(f"{names['isolation']} must be one of {allowed}, got {level!r}.")
+    if level == "process" and values["max_tenants"] is not None:
+        raise ValueError(
+            f"{names['max_tenants']} is a size of {names['isolation']} server or none: leave it "
+            f"out, or set {names['isolation']}."
+        )
+    if level != "process" and values["ttft_slo_s"] is not None:
+        raise ValueError(
+            f"{names['ttft_slo_s']} gives functions turns; with {names['isolation']} {level} one "
+            "engine batches them all: leave it out."
+        )
+
+
+def _is_number(value: object, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)

@@ -21,7 +21,7 @@ from typing import Any
 
 from lora_jax.memory.wire import send_fds, send_header
 from serving.api.config import EngineConfig
-from serving.api.functions_config import ISOLATIONS
+from serving.api.functions_config import check_options
 from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
 _START_S = 600.0  # to build an engine, on a slow machine
 # Sizes of one function, where nothing else is asked for.
-FIELDS = {
+FIELDS: dict[str, Any] = {
     "max_loras": 1,
     "structured_outputs": False,
     "enable_prefix_caching": True,
@@ -94,6 +94,9 @@ class Agent:
         Raises ValueError for a model that cannot be shared and for an unknown field,
         ConnectionError if a process ends.
         """
+        options = {"keep_alive_s": keep_alive_s, "memory_bytes": memory_bytes}
+        options |= {"ttft_slo_s": ttft_slo_s, "verify_s": verify_s}
+        check_options(options | {"isolation": isolation, "max_tenants": max_tenants})
         self.model = str(Path(model).resolve())
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
@@ -102,27 +105,13 @@ class Agent:
             near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ", whose fields are the sizes."
             raise ValueError(f"{unknown[0]!r} is no field of EngineConfig{hint}")
-        self._fields = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
-        if ttft_slo_s is not None and not 0 < ttft_slo_s < 1e6:
-            raise ValueError(f"ttft_slo_s must be in (0, 1e6) seconds, got {ttft_slo_s}.")
-        if isolation not in ISOLATIONS:
-            allowed = ", ".join(ISOLATIONS)
-            raise ValueError(f"isolation must be one of {allowed}, got {isolation!r}.")
-        if isolation == "process" and max_tenants is not None:
-            raise ValueError(
-                "max_tenants is a size of isolation 'server' and 'none': leave it out."
-            )
-        if verify_s is not None and not 0 < verify_s < 1e6:
-            raise ValueError(f"verify_s must be in (0, 1e6) seconds, got {verify_s}.")
+        dtype = None if dtype == "auto" else dtype
+        self._fields: dict[str, Any] = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
+        EngineConfig(self.model, **self._fields)  # raises ValueError, before anything is loaded
         self._guard: Guard | None = None
         self._tenants: Tenants | None = None
         self._tenant_sizes: dict[str, Any] | None = None
         if isolation != "process":
-            if ttft_slo_s is not None:
-                raise ValueError(
-                    f"ttft_slo_s gives functions turns; with isolation {isolation!r} one engine "
-                    "batches them all: leave it out."
-                )
             most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
             apart = isolation == "server"
             self._tenant_sizes = DEFAULTS | {"max_tenants": most} if apart else None
@@ -194,21 +183,28 @@ class Agent:
         """Start a function of one adapter folder, or of the base model; return when it is ready.
 
         A `lazy` function is started at its first call. The default of `name` is the folder's name.
-        If the name already has a function of this adapter, that function is returned.
+        If the name already has a function of this adapter, that function is returned, or a new one
+        where it was closed.
         Raises ValueError for an adapter that cannot be served, and for a name that another
         adapter's function has.
         """
+        if not isinstance(name, str | None):
+            raise TypeError(f"The name of a function must be a str, got {name!r}.")
         folder = None if adapter is None else str(Path(adapter).resolve())
         name = name or (Path(folder).name if folder else "base")
         with self._naming:
-            is_new = name not in self._functions
+            held = self._functions.get(name)
+            is_new = held is None or held.state == "closed"
             if is_new:
                 self._functions[name] = Function(name, lambda: self._start(name, folder), lazy=True)
                 self._folders[name] = folder
             if self._folders[name] != folder:
+                serves, wanted = (
+                    "the base model" if one is None else f"the adapter {one}"
+                    for one in (self._folders[name], folder)
+                )
                 raise ValueError(
-                    f"Function {name!r} has the adapter {self._folders[name]}, not {folder}: give "
-                    "another name."
+                    f"Function {name!r} has {serves}, not {wanted}: give another name."
                 )
             function = self._functions[name]
         if is_new and not lazy:
@@ -223,7 +219,8 @@ class Agent:
             function.begin()
         except BaseException:
             with self._naming:
-                self._functions.pop(function.name, None)
+                if self._functions.get(function.name) is function:
+                    del self._functions[function.name]
             function.close()
             raise
 
@@ -384,7 +381,7 @@ def connect(
     Functions of the same model and `fields` share one backbone; all end with this process. Raises
     what Agent and Agent.function raise.
     """
-    key = str(Path(model).resolve()), json.dumps(fields, sort_keys=True)
+    key = str(Path(model).resolve()), json.dumps(fields, sort_keys=True, default=repr)
     with _connecting:
         if key not in _connected:
             _connected[key] = Agent(model, **fields)

@@ -17,6 +17,7 @@ from lora_jax.memory.wire import (
     receive_header,
     send_header,
 )
+from serving.api.sampling import Sampling
 from serving.engine.engine import Engine
 from serving.functions import rehearsal
 from serving.functions.messages import http_of, output_fields, sampling_of
@@ -168,13 +169,13 @@ class Calls:
     def _do(self, call: dict[str, Any]) -> Any:
         adapter = call.get("adapter", self._adapter)
         if call["call"] == "generate":
-            sampling = [sampling_of(fields) for fields in call["sampling"]]
+            sampling = [self._sampling(fields) for fields in call["sampling"]]
             return [
                 output_fields(output)
                 for output in self._engine.generate(call["prompts"], adapter, sampling)
             ]
         if call["call"] == "stream":
-            (sampling,) = (sampling_of(fields) for fields in call["sampling"])
+            (sampling,) = (self._sampling(fields) for fields in call["sampling"])
             for piece in self._engine.stream(call["prompts"][0], adapter, sampling):
                 self._send({"id": call["id"], "piece": piece.text})
             return None
@@ -187,6 +188,10 @@ class Calls:
         if call["call"] == "metrics":
             return "" if self._http is None else self._http.metrics_text()
         raise ValueError(f"Unknown call {call['call']!r}.")
+
+    def _sampling(self, fields: dict[str, Any] | None) -> Sampling:
+        """Return the sampling of a call; the model's default where it has none."""
+        return self._engine.default_sampling() if fields is None else sampling_of(fields)
 
     def _take(self, call: dict[str, Any]) -> None:
         """Take an adapter or its process in, or let one go, unless a newer one has its name."""

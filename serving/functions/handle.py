@@ -12,6 +12,7 @@ from typing import Any
 
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.sampling import Sampling
+from serving.engine.inputs.generate_arguments import Prompt, as_list, broadcast, given_prompt
 from serving.functions.messages import output_of, sampling_fields
 from serving.functions.policies.predict import Arrivals
 from serving.functions.running import Running
@@ -122,31 +123,42 @@ class Function:
 
     def generate(
         self,
-        prompts: str | Sequence[Any],
+        prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
     ) -> list[RequestOutput]:
         """Return one answer per prompt, as `Engine.generate` does.
 
-        A prompt is a text or a list of token ids. Raises ValueError for bad input, RequestFailed,
-        and FunctionDied.
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
+        `sampling` of None is the model's default; one applies to all prompts. Raises ValueError and
+        TypeError for bad input, RequestFailed, and FunctionDied.
         """
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
-        if given and isinstance(given[0], int):
-            given = [given]
-        many = [sampling or Sampling()] if isinstance(sampling, Sampling | None) else sampling
-        fields = [sampling_fields(one) for one in many]
-        fields = fields * len(given) if len(fields) == 1 else fields
+        given = [self._sent(prompt) for prompt in as_list(prompts)]
+        fields: list[Any] = [None] * len(given)
+        if sampling is not None:
+            many = broadcast("sampling", sampling, len(given), (Sampling,))
+            fields = [sampling_fields(one) for one in many]
         answer = self._call({"call": "generate", "prompts": given, "sampling": fields})
         return [output_of(output) for output in answer]
 
-    def stream(self, prompt: Any, sampling: Sampling | None = None) -> Iterator[str]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
         """Return an iterator over the pieces of the answer's text as they are made.
 
         The call is sent before this returns; the iterator raises what `generate` raises.
         """
-        fields = [sampling_fields(sampling or Sampling())]
-        call = {"call": "stream", "prompts": [prompt], "sampling": fields}
+        (one,) = broadcast("sampling", sampling, 1, (Sampling, type(None)))
+        fields = [None if one is None else sampling_fields(one)]
+        call = {"call": "stream", "prompts": [self._sent(prompt)], "sampling": fields}
         return self._pieces(self._send(call))
+
+    def _sent(self, prompt: Prompt) -> str | list[int] | dict[str, Any]:
+        """Return a prompt as it is sent. Raises ValueError and TypeError for one that is none."""
+        given = given_prompt(prompt)
+        if given.images:
+            raise ValueError(f"Function {self.name!r} takes no images: leave multi_modal_data out.")
+        if given.ids is None:
+            return given.text or ""
+        ids = list(given.ids)
+        return ids if given.text is None else {"prompt": given.text, "prompt_token_ids": ids}
 
     def _pieces(self, answers: "queue.SimpleQueue[dict[str, Any]]") -> Iterator[str]:
         while "piece" in (answer := answers.get()):

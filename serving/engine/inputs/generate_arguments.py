@@ -1,7 +1,8 @@
 """Arguments of `Engine.generate` in the forms that people write them, vLLM's among them. No jax."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from serving.api.sampling import Sampling
@@ -44,17 +45,30 @@ def _of_mapping(prompt: Mapping[str, Any]) -> GivenPrompt:
 
 
 def _ids(prompt: Any) -> tuple[int, ...]:
+    if isinstance(prompt, bytes | bytearray):
+        raise TypeError("A prompt is a text or token ids, got bytes: decode them to a str.")
     try:
         ids = tuple(prompt)
     except TypeError:
         ids = (prompt,)
-    wrong = [i for i in ids if isinstance(i, bool) or not hasattr(i, "__index__")]
+    wrong = [i for i in ids if isinstance(i, bool) or not _is_integer(i)]
     if wrong:
         raise TypeError(
             f"A prompt is a text, token ids, or a dict with {' or '.join(_KEYS)}; got "
             f"{type(wrong[0]).__name__} where a token id should be."
         )
-    return tuple(int(i) for i in ids)
+    return tuple(operator.index(i) for i in ids)
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is one integer, also one of an array."""
+    if getattr(value, "ndim", 0):  # an array of one element can be an index, too
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _images_of(prompt: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -88,8 +102,13 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts; a text, a dict or a list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
-    return [listed] if listed and isinstance(listed[0], int) else listed  # type: ignore[list-item]
+    if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise TypeError(
+            f"prompts must be a text, token ids, a dict with {' or '.join(_KEYS)}, or a list of "
+            f"them, got {type(prompts).__name__}."
+        )
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and _is_integer(listed[0]) else listed
 
 
 Adapter = str | Mapping[str, float] | None  # a name, or weights by name

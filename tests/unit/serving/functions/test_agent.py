@@ -115,6 +115,71 @@ def test_a_base_that_does_not_load_ends_the_zygote(tmp_path, monkeypatch):
     assert not [one for one in agent_module._agents if one.model == str(tmp_path)]
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"max_num_seqs": 0}, r"max_num_seqs must be in \[1, 1024\], got 0"),
+        ({"max_lora_rank": "8"}, "max_lora_rank must be an integer, got '8'"),
+        ({"dtype": "float13"}, "dtype must be one of auto, float32, bfloat16, got 'float13'"),
+        ({"keep_alive_s": "5"}, "keep_alive_s must be in .* got '5'"),
+        ({"memory_bytes": -5}, "memory_bytes must be an integer at least 1"),
+    ],
+)
+def test_sizes_that_no_engine_takes_are_refused_before_anything_is_loaded(
+    fields, words, tmp_path, monkeypatch
+):
+    monkeypatch.delattr(agent_module, "Zygote")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=words):
+        Agent(tmp_path, **fields)
+
+
+def test_the_dtype_auto_is_the_checkpoint_s(tmp_path, monkeypatch):
+    asked = []
+
+    def publish(model, dtype):
+        asked.append(dtype)
+        raise ConnectionError
+
+    quiet = SimpleNamespace(kill=lambda: None, close=lambda: None)
+    monkeypatch.setattr(agent_module, "Zygote", lambda: quiet)
+    monkeypatch.setattr(agent_module, "Published", publish)
+    (tmp_path / "config.json").write_text("{}")
+    for dtype in ("auto", None, "bfloat16"):
+        with pytest.raises(ConnectionError):
+            Agent(tmp_path, dtype=dtype)
+    assert asked == [None, None, "bfloat16"]
+
+
+def test_a_function_that_was_closed_is_made_anew_under_its_name(tmp_path):
+    """`with lora_jax.function(path) as fn` twice in one program."""
+    ends = []
+
+    def start(name, folder):
+        ours, theirs = socket.socketpair()
+        ends.append(theirs)
+        return Running(ours, len(ends), {})
+
+    agent = bare(_start=start)
+    with agent.function(tmp_path / "law") as first:
+        assert agent.function(tmp_path / "law") is first
+    with agent.function(tmp_path / "law") as second:
+        assert second is not first
+        assert second.state == "running"
+        assert agent.functions == {"law": second}
+    for end in ends:
+        end.close()
+
+
+def test_names_of_functions_that_are_taken_or_none(tmp_path):
+    agent = bare()
+    agent.function(tmp_path / "base", lazy=True)
+    with pytest.raises(ValueError, match=r"'base' has the adapter /.*base, not the base model"):
+        agent.function()
+    with pytest.raises(TypeError, match="name of a function must be a str, got 5"):
+        agent.function(name=5)
+
+
 def test_functions_of_one_model_and_sizes_share_a_backbone(tmp_path, monkeypatch):
     made = []
 
@@ -133,6 +198,8 @@ def test_functions_of_one_model_and_sizes_share_a_backbone(tmp_path, monkeypatch
     assert len(made) == 1
     connect(tmp_path, max_num_seqs=3)
     assert len(made) == 2
+    connect(tmp_path, dtype=float)  # no JSON; an agent refuses it by name
+    assert made[-1] == {"dtype": float}
 
 
 def test_the_keeper_of_functions_ends_with_its_agent():

@@ -14,6 +14,7 @@ from support.waiting import wait_until
 
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from serving.api.outputs import RequestFailed
+from serving.api.sampling import Sampling
 from serving.functions import calls as function_calls
 from serving.functions import rehearsal
 from serving.functions.calls import Calls
@@ -28,8 +29,14 @@ class NoEngine:
 
     config, end = TRACED, Future()
 
+    def default_sampling(self):
+        return Sampling(max_tokens=77)
+
     def generate(self, prompts, adapter, sampling):
         raise ValueError(f"{adapter} got {len(prompts)} prompts, {sampling[0].max_tokens}")
+
+    def stream(self, prompt, adapter, sampling):
+        raise ValueError(f"{adapter} got {prompt}, {sampling.max_tokens}")
 
 
 class StuckEngine:
@@ -149,6 +156,15 @@ def test_bad_calls_are_answered_and_the_next_ones_too():
         ours.shutdown(socket.SHUT_RDWR)
         thread.join(60)
     assert not thread.is_alive()
+
+
+def test_a_call_without_sampling_has_the_model_s_default():
+    """Of generation_config.json, as `Engine.generate` without one."""
+    with answering(NoEngine()) as call:
+        answer = call(call="generate", prompts=["a"], sampling=[None])
+        assert answer["text"] == "law got 1 prompts, 77"
+        answer = call(call="stream", prompts=["a"], sampling=[None])
+        assert answer["text"] == "law got a, 77"
 
 
 class Outputs:

@@ -6,10 +6,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed
+from serving.api.sampling import Sampling
 from serving.functions.handle import Function, FunctionDied, FunctionRefused
 from serving.functions.running import Running
 
@@ -60,6 +62,56 @@ def test_calls_get_their_own_answers():
     with pytest.raises(ConnectionError, match="'f' is closed"):
         function.generate("x")
     function.close()
+
+
+def test_prompts_and_samplings_are_sent_as_an_engine_takes_them():
+    """No sampling is the model's default, which the function's process knows."""
+    sent = []
+
+    def note(connection: socket.socket) -> None:
+        while True:
+            try:
+                call = receive_header(connection)
+            except OSError:
+                return
+            sent.append((call["prompts"], call["sampling"]))
+            send_header(connection, {"id": call["id"], "value": []})
+
+    two = Sampling(max_tokens=2)
+    both = {"prompt": "a", "prompt_token_ids": [1]}
+    with Function("f", lambda: process(note)) as function:
+        function.generate("a")
+        function.generate(np.array([1, 2]), two)
+        function.generate(["a", np.array([[3]])[0], {"prompt": "b"}, both], [two] * 4)
+        list(function.stream((1, 2)))
+        list(function.stream("a", two))
+        for prompts, sampling, words in (
+            (None, None, "prompts must be a text, token ids, .* got NoneType"),
+            (5, None, "prompts must be .* got int"),
+            (b"abc", None, "prompts must be .* got bytes"),
+            ([b"abc"], None, "got bytes: decode them"),
+            ([[1, "a"]], None, "got str where a token id should be"),
+            ("a", {"max_tokens": 3}, "sampling must be Sampling or a list of them, got dict"),
+            ("a", [3], "sampling must hold Sampling, got int"),
+        ):
+            with pytest.raises(TypeError, match=words):
+                function.generate(prompts, sampling)
+        with pytest.raises(TypeError, match="got str where a token id"):
+            function.stream(["a"])
+        with pytest.raises(TypeError, match="sampling must be Sampling or None"):
+            function.stream("a", 3)
+        with pytest.raises(ValueError, match="'f' takes no images"):
+            function.generate({"prompt": "a", "multi_modal_data": {"image": "x.png"}})
+        with pytest.raises(ValueError, match="1 prompts but 2 values of sampling"):
+            function.generate("a", [two] * 2)
+    set_two = {"max_tokens": 2}
+    assert sent == [
+        (["a"], [None]),
+        ([[1, 2]], [set_two]),
+        (["a", [3], "b", both], [set_two] * 4),
+        ([[1, 2]], [None]),
+        (["a"], [set_two]),
+    ]
 
 
 def test_a_process_that_dies_is_replaced_and_says_so_to_its_calls():

@@ -44,6 +44,9 @@ def test_forms_of_a_prompt(prompt, want):
         (["a"], TypeError, "got str where a token id"),
         ([True], TypeError, "got bool"),
         (None, TypeError, "got NoneType"),
+        (b"ab", TypeError, "got bytes: decode them to a str"),
+        (np.array([[1, 2]]), TypeError, "got ndarray where a token id"),
+        (np.array([1.5]), TypeError, "got float64 where a token id"),
     ],
 )
 def test_what_is_no_prompt(prompt, kind, words):
@@ -75,6 +78,12 @@ def test_one_prompt_or_several():
     assert as_list({"prompt": "a"}) == [{"prompt": "a"}]
     assert as_list(["a", [1], {"prompt": "b"}]) == ["a", [1], {"prompt": "b"}]
     assert as_list([]) == []
+    (ids,) = as_list(np.array([1, 2]))  # ids of one prompt, not two prompts of one token
+    assert given_prompt(ids) == GivenPrompt(None, (1, 2))
+    assert len(as_list([np.array([1]), np.array([2])])) == 2
+    for wrong, kind in ((None, "NoneType"), (5, "int"), (b"ab", "bytes")):
+        with pytest.raises(TypeError, match=f"prompts must be a text, .* got {kind}"):
+            as_list(wrong)
 
 
 def test_vllm_s_order_and_names():
