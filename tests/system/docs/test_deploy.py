@@ -263,6 +263,10 @@ def test_probes_ask_for_routes_that_need_no_key():
     assert pod["spec"]["terminationGracePeriodSeconds"] > limit_s
 
 
+# Of a pod, without features that a cluster's administrator enables; volumes of a claim are one.
+KNATIVE_TAKES = {"containerConcurrency", "timeoutSeconds", "containers", "volumes"}
+
+
 def test_knative_s_contract_port_probes_one_copy_and_time_to_end():
     """The port that Knative puts into PORT is the one that is listened on."""
     (service,) = documents("kubernetes/functions.knative.yaml")
@@ -280,6 +284,13 @@ def test_knative_s_contract_port_probes_one_copy_and_time_to_end():
     scales = template["metadata"]["annotations"]
     assert scales["autoscaling.knative.dev/min-scale"] == "0"
     assert scales["autoscaling.knative.dev/max-scale"] == "1"
+    assert {*template["spec"]} <= KNATIVE_TAKES
+    assert container["securityContext"]["runAsNonRoot"]
+    # There is no startup probe: until the port is open, the liveness probe would end the container.
+    ready, alive = container["readinessProbe"], container["livenessProbe"]
+    assert alive["initialDelaySeconds"] >= ready["periodSeconds"] * ready["failureThreshold"]
+    assert scales["serving.knative.dev/progress-deadline"] == "20m"
+    assert alive["initialDelaySeconds"] < 20 * 60
 
 
 def test_the_pool_holds_the_pods_and_objectives_belong_to_it():
