@@ -27,6 +27,7 @@ DTYPES = {
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),  # powers of two: scales
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
@@ -87,6 +88,12 @@ class CheckpointTensor:
                 f"{self.name} has {stored_bytes} bytes, which are no {dtype.name} {tuple(shape)}."
             )
         return dataclasses.replace(self, dtype=dtype, shape=tuple(shape))
+
+    def member(self, place: int) -> "CheckpointTensor":
+        """Return the tensor at a place of the first axis."""
+        member_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        offset = self.offset + place * member_bytes
+        return dataclasses.replace(self, shape=self.shape[1:], offset=offset)
 
     def whole(self) -> np.ndarray:
         """Return all elements."""

@@ -5,7 +5,8 @@ first 24 columns. Any box of a source can be read alone, into memory that the ca
 that a sharded parameter never needs its whole self on the host.
 
 A source of quantised matrices has a `form`: then the parts of its device form can be read too, by
-the same leading axes and rows. Sources that change columns have none, and give plain values.
+the same leading axes and rows. Sources that change columns have none, and give plain values; but
+transposed FP8 experts have one.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import numpy as np
 from lora_jax.models import mxfp4
 from lora_jax.models.checkpoint import AbstractTensor, Checkpoint, Index
 from lora_jax.models.quantised.forms import BFLOAT16, E2M1, CodedForm, Form
+from lora_jax.models.quantised.fp8 import Fp8Stack
 
 
 @runtime_checkable
@@ -165,7 +167,7 @@ class Slice:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(_Plain):
+class Transpose:
     """The last two axes exchanged."""
 
     of: Source
@@ -183,6 +185,19 @@ class Transpose(_Plain):
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         *lead, rows, columns = index
         self.of.read(files, (*lead, columns, rows), np.swapaxes(out, -1, -2))
+
+    def form(self, files: Checkpoint) -> Form | None:
+        turned = self._turned(files)
+        return None if turned is None else turned.form
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        turned = self._turned(files)
+        assert turned is not None, f"a source without a form has no {part}"
+        turned.read_part(part, index, out)
+
+    def _turned(self, files: Checkpoint) -> Fp8Stack | None:
+        stored = files[self.of.name] if isinstance(self.of, Tensor) else None
+        return stored.turned() if isinstance(stored, Fp8Stack) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,7 +229,7 @@ class Unflatten(_Plain):
 
 
 @dataclasses.dataclass(frozen=True)
-class Oriented(_Plain):
+class Oriented:
     """[..., rows, columns], whichever of the two the file has as the last axis.
 
     `straight` are the sizes wanted. Where they are equal, `sibling`, which the file turns alike,
@@ -238,6 +253,12 @@ class Oriented(_Plain):
 
     def read(self, files: Checkpoint, index: Index, out: np.ndarray) -> None:
         self._source(files).read(files, index, out)
+
+    def form(self, files: Checkpoint) -> Form | None:
+        return self._source(files).form(files)
+
+    def read_part(self, files: Checkpoint, part: str, index: Index, out: np.ndarray) -> None:
+        self._source(files).read_part(files, part, index, out)
 
     def _source(self, files: Checkpoint) -> Source:
         rules = self.of, self.straight

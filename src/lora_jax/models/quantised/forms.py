@@ -14,7 +14,12 @@ from lora_jax.ops.grouped_matmul import CodedWeight, ScaledWeight
 
 BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
-_SCALES = (FLOAT32, BFLOAT16, np.dtype(np.float16))  # what files may store scales in
+_SCALES = (  # what files may store scales in
+    FLOAT32,
+    BFLOAT16,
+    np.dtype(np.float16),
+    np.dtype(ml_dtypes.float8_e8m0fnu),
+)
 _CHUNK_WEIGHTS = 1 << 22  # made plain at a time
 
 

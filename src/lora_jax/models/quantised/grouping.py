@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from lora_jax.config import QuantizationConfig
-from lora_jax.models.checkpoint import Checkpoint, CheckpointTensor
+from lora_jax.models.checkpoint import AbstractTensor, Checkpoint, CheckpointTensor
 from lora_jax.models.quantised import bitsandbytes, fp8, gptq, packed
 from lora_jax.models.quantised.forms import FLOAT8, AbstractQuantisedTensor
 
@@ -61,22 +61,23 @@ def _refuse_others(files: Checkpoint, config: QuantizationConfig | None) -> None
             )
 
 
-_Found = tuple[dict[str, AbstractQuantisedTensor], set[str]]
+_Found = tuple[dict[str, AbstractTensor], set[str]]
 
 
 def _named(tensors: Tensors, config: QuantizationConfig, dtype: np.dtype) -> _Found:
     """Return matrices whose values are in X.weight itself, and every tensor that they use."""
-    matrices: dict[str, AbstractQuantisedTensor] = {}
+    matrices: dict[str, AbstractTensor] = {}
     used: set[str] = set()
-    module = fp8 if config.format == "fp8" else bitsandbytes
     for name in tensors:
-        is_fp8 = config.format == "fp8" and tensors[name].dtype == FLOAT8
-        beside = module.names_of(name, tensors) if name.endswith(_WEIGHT) else ()
-        if not beside and not is_fp8:
-            continue
         if config.format == "fp8":
+            if tensors[name].dtype != FLOAT8:
+                continue
+            beside = fp8.names_of(name, tensors)
             matrices[name] = fp8.read(name, tensors, dtype, config.block)
         else:
+            beside = bitsandbytes.names_of(name, tensors) if name.endswith(_WEIGHT) else ()
+            if not beside:
+                continue
             matrices[name] = bitsandbytes.read(name, tensors, dtype, config.format)
         used |= {name, *beside}
     return matrices, used
@@ -112,7 +113,7 @@ def _of_sites(
     names_of: Callable[[str, Tensors], tuple[str, ...]],
     read: Callable[[str], AbstractQuantisedTensor],
 ) -> _Found:
-    matrices: dict[str, AbstractQuantisedTensor] = {}
+    matrices: dict[str, AbstractTensor] = {}
     used: set[str] = set()
     for name in tensors:
         if name.endswith(f".{part}"):
