@@ -24,9 +24,9 @@ def check_paths(options: Options) -> None:
     if options.quantization not in (None, "", "none", "None"):
         _quantization(engine.model, options.quantization)
     if engine.lora_dir is not None:
-        _folder("--lora-dir", engine.lora_dir)
+        _folder_of_adapters("--lora-dir", engine.lora_dir)
     if options.functions.functions is not None:
-        _folder("--functions", options.functions.functions)
+        _folder_of_adapters("--functions", options.functions.functions)
     for module in options.adapters:
         hint = "give NAME=FOLDER with a folder of this machine, nothing is downloaded"
         _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES, hint)
@@ -47,8 +47,7 @@ def check_paths(options: Options) -> None:
 def _model(given: str) -> None:
     """Check the folder of the base model, and that it is no adapter's."""
     path = Path(given).absolute()
-    is_adapter = any((path / name).is_file() for name in CONFIG_FILES)
-    if is_adapter and not (path / "config.json").is_file():
+    if _is_adapter(path) and not (path / "config.json").is_file():
         raise ValueError(
             f"the model: {path} is an adapter; give the folder of its base model, and the adapter "
             f"as --lora-modules NAME={given}"
@@ -91,6 +90,21 @@ def _folder(
         raise ValueError(f"{what}: {path} {kind}; {hint}")
     if holding and not any((path / name).is_file() for name in holding):
         raise ValueError(f"{what}: {path} has no {' or '.join(holding)}")
+
+
+def _folder_of_adapters(what: str, given: str) -> None:
+    """Check a folder whose folders are adapters: one that is an adapter itself has none."""
+    _folder(what, given)
+    path = Path(given).absolute()
+    if _is_adapter(path) and not any(map(_is_adapter, path.iterdir())):
+        raise ValueError(
+            f"{what}: {path} is one adapter, and none is below it; give the folder that holds it, "
+            f"{path.parent}"
+        )
+
+
+def _is_adapter(path: Path) -> bool:
+    return any((path / name).is_file() for name in CONFIG_FILES)
 
 
 def _file(what: str, given: str) -> None:

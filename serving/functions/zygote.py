@@ -162,6 +162,8 @@ def _be_function(control: socket.socket, end: int) -> None:
         with socket.socket(fileno=end) as connection:
             function_process.main(connection, lambda: signal.alarm(_END_S))
         status = 0
+    except BrokenPipeError:  # the agent has gone before this process was ready
+        pass
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
     finally:

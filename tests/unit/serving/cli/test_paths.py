@@ -55,6 +55,20 @@ def test_what_leads_nowhere_is_named_with_the_whole_path(model, argv, message):
     assert message.format(model.parent) in str(error.value)
 
 
+@pytest.mark.parametrize("flag", ["--lora-dir", "--functions"])
+def test_one_adapter_is_no_folder_of_adapters(model, flag, tmp_path):
+    """It would be served as a folder in which there is none."""
+    one = tmp_path / "one"
+    for folder in (one, one / "checkpoint"):
+        folder.mkdir()
+        (folder / "adapter_config.json").touch()
+    check(model, flag, str(tmp_path))
+    check(model, flag, str(one))
+    (one / "checkpoint" / "adapter_config.json").unlink()
+    with pytest.raises(ValueError, match=f"{flag}: {one} is one adapter, .* holds it, {tmp_path}"):
+        check(model, flag, str(one))
+
+
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory) -> dict[str, str]:
     """Certificate and key, another key, and the key under a pass phrase."""

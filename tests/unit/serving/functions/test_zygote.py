@@ -53,6 +53,27 @@ def test_what_is_prepared_before_a_fork_touches_no_device():
     subprocess.run(command, check=True, timeout=120)
 
 
+def test_a_function_whose_agent_has_gone_before_it_was_ready_leaves_without_a_word(
+    monkeypatch, capfd
+):
+    def start(connection, on_end):
+        connection.send(b"ready")
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(zygote.function_process, "main", start)
+    monkeypatch.setattr(zygote.os, "_exit", leave)
+    before = signal.getsignal(signal.SIGCHLD)
+    control, other = socket.socketpair()
+    agent, end = socket.socketpair()
+    agent.close()
+    with other, pytest.raises(SystemExit):
+        zygote._be_function(control, end.detach())
+    signal.signal(signal.SIGCHLD, before)
+    assert capfd.readouterr().err == ""
+
+
 HANGS = """
 import os, socket, time
 from serving.functions import zygote
