@@ -45,7 +45,7 @@ from serving.engine.loop.loop_parts import AbstractTurns
 from serving.engine.metrics.stats import EngineStats
 from serving.engine.metrics.tier_metrics import tier_of
 from serving.engine.parts.model_info import ModelInfo
-from serving.engine.parts.parts import EngineParts, build_parts, engine_stats
+from serving.engine.parts.parts import EngineParts, build_parts
 from serving.lora_server.instance import ServerAccess
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.gang import Gang
@@ -390,10 +390,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the engine's counters and gauges."""
-        parts = self._parts
-        return engine_stats(
-            parts.loop, parts.registry, parts.residencies, parts.metrics, parts.compilations
-        )
+        return self._parts.stats()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an idle engine holds anything it should not."""

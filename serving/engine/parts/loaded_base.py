@@ -2,7 +2,10 @@
 
 import dataclasses
 import logging
+import os
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import jax
@@ -18,14 +21,23 @@ from lora_jax.nn.output_norms import OutputNorms
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
-from serving.engine.memory.page_pool import PagePoolParts
-from serving.engine.memory.sizing import CacheSize
-from serving.engine.parts.devices import log_devices
-from serving.engine.parts.image_parts import ImageParts
-from serving.engine.parts.model_info import log_quantised
-from serving.loading.esft_parts import EsftParts
-from serving.lora_server.instance import InstanceSide
-from serving.lora_server.tenant_side import TenantSide
+from serving.engine.memory.given_ranks import usual_rank
+from serving.engine.memory.memory_budget import size_kv_cache
+from serving.engine.memory.page_pool import PagePoolParts, make_page_pool
+from serving.engine.memory.sizing import CacheSize, lora_share
+from serving.engine.parts.brought_parts import take_brought
+from serving.engine.parts.devices import held_locally, local_widths, log_devices
+from serving.engine.parts.engine_start import EngineStart
+from serving.engine.parts.head_parts import take_heads
+from serving.engine.parts.image_parts import ImageParts, take_tower
+from serving.engine.parts.merging import make_merged
+from serving.engine.parts.model_info import catalogue_of, log_quantised
+from serving.engine.parts.needed_sizes import head_labels
+from serving.engine.parts.over_hosts import shared
+from serving.loading.esft_parts import EsftParts, make_esft
+from serving.lora_server.instance import InstanceSide, ServerAccess
+from serving.lora_server.tenant_side import TenantAccess, TenantSide
+from serving.runtime.gang import Gang
 from serving.steps.merged_weights import MergedWeights
 
 logger = logging.getLogger(__name__)
@@ -38,8 +50,13 @@ class LoadedBase:
     model: AbstractCausalLM
     config: ModelConfig
     source: WeightSource
+    weights: WeightSizes
+    dtype: jnp.dtype  # of the embedding, and of what a layer hands on
     catalogue: LoraCatalogue  # all modules that adapters may be on, and their heads
-    dtype: jnp.dtype
+    local_catalogue: LoraCatalogue  # those of which slots hold every adapter; see held_locally
+    num_full_adapters: int  # that slots hold with all modules
+    lora_share: float  # of free memory that adapters take at most
+    usual_rank: int | None  # the largest of adapters; None: up to max_lora_rank
     size: CacheSize
     esft: EsftParts | None
     remote: InstanceSide | TenantSide | None
@@ -49,6 +66,69 @@ class LoadedBase:
     merged: MergedWeights | None
     norms: OutputNorms | None  # where adapters may scale outputs
     pool: PagePoolParts | None = None
+
+
+def load_base(
+    start: EngineStart,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    access: ServerAccess | TenantAccess | None,
+    gang: Gang | None,
+    undo: ExitStack,
+) -> LoadedBase:
+    """Load the weights and set up what lies beside them; `undo` closes what a failed start leaves.
+
+    Raises ValueError for what cannot be served, and ConnectionError when the LoRA Server of
+    `access` cannot be reached or does not fit.
+    """
+    config, split = start.config, start.split
+    model, model_config, dtype, weights = load_model(config, start.source, split)
+    images = take_tower(config, model, model_config, dtype)
+    remote = None if access is None else access.open(config, dtype.name)
+    if remote is not None:
+        undo.callback(remote.close)
+    esft = make_esft(config, model, model_config, split)
+    if esft is not None:
+        undo.callback(esft.room.close)
+    labels = shared(gang, head_labels(config, adapters, remote is not None))
+    modules = catalogue_of(model, model_config)
+    catalogue = take_heads(model, modules, model_config.hidden_size, labels)
+    has_server = remote is not None
+    catalogue, norms = take_brought(model, catalogue, config, adapters, has_server=has_server)
+    merged = make_merged(config, model)  # which names modules as the slots do
+    widths = local_widths(split)
+    local_catalogue, num_full_adapters = held_locally(catalogue, remote, widths)
+    share, rank = lora_share(config, len(adapters)), usual_rank(config, adapters)
+    # KV pages may lie where the experts were.
+    pool = make_page_pool(config, model, model_config, local_catalogue, dtype, esft)
+    if pool is not None:
+        undo.callback(pool.room.close)
+        size = pool.size
+    else:
+        cache_bytes = 0 if images is None else images.cache_bytes
+        beside = num_full_adapters, cache_bytes, config.tensor_parallel_size
+        held = model, model_config, local_catalogue, dtype
+        size = shared(gang, size_kv_cache(config, *held, *beside, share=share, rank=rank))
+    return LoadedBase(
+        model=model,
+        config=model_config,
+        source=start.source,
+        weights=weights,
+        dtype=dtype,
+        catalogue=catalogue,
+        local_catalogue=local_catalogue,
+        num_full_adapters=num_full_adapters,
+        lora_share=share,
+        usual_rank=rank,
+        size=size,
+        esft=esft,
+        remote=remote,
+        split=split,
+        widths=widths,
+        images=images,
+        merged=merged,
+        norms=norms,
+        pool=pool,
+    )
 
 
 def load_model(

@@ -3,14 +3,14 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from lora_jax.adapters.slots import SlotsSpec, init_slots
+from lora_jax.adapters.slots import init_slots
 from lora_jax.adapters.task_head import SCORE
 from serving.api.config import EngineConfig
 from serving.engine.memory.sizing import CacheSize
@@ -19,6 +19,7 @@ from serving.engine.parts.image_parts import make_encoder
 from serving.engine.parts.loaded_base import LoadedBase
 from serving.engine.parts.merging import AUTO
 from serving.engine.parts.over_hosts import teller
+from serving.engine.parts.slot_parts import SlotParts
 from serving.loading.residencies import Residencies
 from serving.runtime import xla_memory
 from serving.runtime.gang import Gang
@@ -37,19 +38,15 @@ _SCORED = 4  # tokens of prompts in a step of a function whose other rows all dr
 def make_runner(
     config: EngineConfig,
     base: LoadedBase,
-    spec: SlotsSpec,
+    adapter_slots: SlotParts,
     end_ids: tuple[int, ...],
-    bringing: Set[int] = frozenset(),
-    gang: Gang | None = None,
-    copies_rows: bool = False,
+    gang: Gang | None,
     *,
     num_logit_rows: int,
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
-    `bringing` are the slots whose adapters have more than LoRA, kept up by the caller; with
-    `gang` the runners of all members are made together. `copies_rows`: a copier writes rank rows.
-    `num_logit_rows` is `logit_rows`.
+    With `gang` the runners of all members are made together. `num_logit_rows` is `logit_rows`.
     """
     start = time.monotonic()
     link = None if base.remote is None else base.remote.link
@@ -69,7 +66,7 @@ def make_runner(
         end_ids=end_ids,
         slots=init_slots(
             base.catalogue,
-            spec,
+            adapter_slots.spec,
             lora_dtype(config, base.dtype),
             base.split,
             None if base.pool is None else base.pool.room.rows.arrays,
@@ -85,12 +82,12 @@ def make_runner(
         split=base.split,
         merged=base.merged,
         mixture=config.lora_merge == AUTO,
-        bringing=bringing,
+        bringing=adapter_slots.bringing,
         tell=teller(gang),
         kept=_kept_steps(config, base),
         pooled=None if base.pool is None else base.pool.room.pages.cache,
         board=make_board(sizes, base.config.vocab_size) if waits else None,
-        row_writer="copier" if copies_rows else "programs",
+        row_writer="copier" if adapter_slots.copies_rows else "programs",
     )
     _warm_up(runner, gang)
     logger.info(

@@ -7,7 +7,7 @@ import pytest
 from support.cases import tiny_checkpoint
 
 from serving.api.config import EngineConfig
-from serving.engine.parts import parts
+from serving.engine.parts import loaded_base
 from serving.engine.parts.parts import build_parts
 
 SHAPE = tiny_checkpoint.TinyShape(hidden=16, width=24, layers=1, max_positions=40)
@@ -69,7 +69,7 @@ def test_small_files_are_checked_before_weights_are_read(model, tmp_path, monkey
     def read_too_early(*_):
         raise AssertionError("the weights were read")
 
-    monkeypatch.setattr(parts, "load_model", read_too_early)
+    monkeypatch.setattr(loaded_base, "load_model", read_too_early)
     adapter = model.parent / "sql"
     with pytest.raises(ValueError, match="rank 2 is above the limit of 1"):
         build_parts(config(model, max_lora_rank=1), {"sql": adapter})
@@ -84,18 +84,3 @@ def test_small_files_are_checked_before_weights_are_read(model, tmp_path, monkey
         build_parts(config(folder), {})
     with pytest.raises(AssertionError, match="the weights were read"):
         build_parts(config(model), {"sql": adapter})
-
-
-def test_without_kernels_steps_are_short_where_no_size_is_given(model, monkeypatch):
-    sizes = []
-
-    def note(config, *_):
-        sizes.append(config.max_num_batched_tokens)
-        raise InterruptedError
-
-    monkeypatch.setattr(parts, "load_model", note)
-    for has_kernels in (True, False):
-        monkeypatch.setattr(parts.cpu_kernels, "available", lambda has=has_kernels: has)
-        with pytest.raises(InterruptedError):
-            build_parts(EngineConfig(str(model)), {})
-    assert sizes == [512, 32]
