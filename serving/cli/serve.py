@@ -201,6 +201,8 @@ def _server(
     chats = engine.tokenizer.has_chat_template
     asked = options.http.has_api_keys, adapters, examples, chats, options.http.demo
     given = logs.ready_lines(url, base, *asked)
+    if options.http.front_secret is not None:  # whose own lines say how a client asks
+        given = [f"Ready: {url} serves {base} to its front alone."]
 
     def ready() -> None:
         logs.log_all(given)

@@ -178,6 +178,17 @@ def test_keys_of_a_file_are_checked_and_what_cannot_be_opened_ends_the_start(eng
     assert not any(engine.alive for engine in engines)
 
 
+def test_an_instance_that_only_its_front_may_ask_tells_nobody_how_to_ask_it(
+    engines, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    asked = Options(EngineConfig(model=str(tmp_path / "m")), HttpSettings(front_secret="s" * 32))
+    refused = served_here(serve, asked, lambda client: client.get("/v1/models").status_code)
+    assert refused == 407
+    assert " serves m to its front alone." in caplog.text
+    assert "curl" not in caplog.text
+
+
 def test_rollouts_that_cannot_be_read_end_the_start(engines, tmp_path):
     state = tmp_path / "state"
     (state / "rollouts.json").write_text("{")
