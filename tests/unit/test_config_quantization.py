@@ -38,7 +38,7 @@ QUANTIZED = [
         QuantizationConfig("gptq", "int4", desc_act=True),
     ),
     (
-        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "GEMM", "format": "gemm"},
         QuantizationConfig("awq", "int4", 64, symmetric=False),
     ),
     (compressed(), QuantizationConfig("compressed-tensors", "int4", 32)),
@@ -57,6 +57,16 @@ QUANTIZED = [
 @pytest.mark.parametrize(("section", "want"), QUANTIZED, ids=range(len(QUANTIZED)))
 def test_quantization_of_every_method(section, want):
     assert from_hf(hub("llama", quantization_config=section)).quantization == want
+
+
+def test_sections_of_old_and_of_outer_configs_are_read():
+    """An older name of compressed-tensors, and a section that stands in text_config alone."""
+    want = QuantizationConfig("compressed-tensors", "int4", 32)
+    assert from_hf(hub("llama", compression_config=compressed())).quantization == want
+    text = {"text_config": {"quantization_config": compressed()}}
+    assert from_hf(hub("llama", **text)).quantization == want
+    both = hub("llama", **text, quantization_config=compressed(group_size=64))
+    assert from_hf(both).quantization == QuantizationConfig("compressed-tensors", "int4", 64)
 
 
 def changed(**changes) -> dict:
@@ -89,7 +99,12 @@ NOT_QUANTIZED = [
         "format 'dense' of 4 bits, type 'int' is not supported",
     ),
     ({"quant_method": "bitsandbytes"}, "read where load_in_4bit is true"),
-    ({"quant_method": ["gptq"]}, "quantization_config .'gptq'. is not supported"),
+    ({"quant_method": ["gptq"]}, "quantization_config: quant_method .'gptq'. is not supported"),
+    ({"bits": 4}, "quant_method None is not supported, only awq, bitsandbytes, compressed-tensors"),
+    ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "format 'gemv' is not supported"),
+    ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemv_fast"}, "checkpoint_format 'ge"),
+    ({"quant_method": "awq", "bits": 4, "backend": "llm-awq"}, "backend 'llm-awq' is not suppor"),
+    ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype 'fp4' is not supported"),
     ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True is"),
     (compressed(**FP8, strategy="block"), "config lacks block_structure"),
     (

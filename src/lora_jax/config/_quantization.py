@@ -21,13 +21,16 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
     """
     section = keys.section("quantization_config")
     if not section.raw:
+        section = keys.section("compression_config")  # an older name of compressed-tensors
+    if not section.raw:
+        section = keys.section("text_config").section("quantization_config")
+    if not section.raw:
         return None
     method = section.get("quant_method", default=None)
     if not isinstance(method, str) or method not in _METHODS:
         allowed = ", ".join(sorted(_METHODS))
         raise ValueError(
-            f"{keys.where}: quantization_config {method!r} is not supported; quant_method must be "
-            f"one of {allowed}."
+            f"{section.where}: quant_method {method!r} is not supported, only {allowed}."
         )
     return _METHODS[method](section)
 
@@ -46,6 +49,7 @@ def _bitsandbytes(keys: Keys) -> QuantizationConfig:
 def _fp8(keys: Keys) -> QuantizationConfig:
     keys.only("fmt", "e4m3", "float8_e4m3fn")
     keys.only("activation_scheme", "dynamic", "static")
+    keys.only("expert_dtype", "fp8")
     return QuantizationConfig("fp8", "fp8", block=_block(keys, "weight_block_size"))
 
 
@@ -81,8 +85,13 @@ def _gptq(keys: Keys) -> QuantizationConfig:
 
 def _awq(keys: Keys) -> QuantizationConfig:
     _only(keys, "bits", keys.size("bits", "w_bit"), 4)
-    version = str(keys.get("version", default="gemm")).lower()
-    _only(keys, "version", version, "gemm")
+    for name in ("version", "format", "checkpoint_format"):  # the same, by release of the tool
+        _only(keys, name, str(keys.get(name, default="gemm")).lower(), "gemm")
+    if keys.get("backend", default=None) == "llm-awq":
+        raise ValueError(
+            f"{keys.where}: backend 'llm-awq' is not supported: it stores codes in an order of its "
+            "own. Only version 'gemm' is."
+        )
     return QuantizationConfig("awq", "int4", group_size=_group_size(keys), symmetric=False)
 
 

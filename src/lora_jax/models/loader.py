@@ -23,6 +23,7 @@ from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models.checkpoint import Checkpoint, Index
 from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised.gptq import GptqTensor
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
 from lora_jax.nn.decoder import AbstractCausalLM
@@ -159,12 +160,14 @@ def plan_load(
 def check_leftovers(plan: dict[str, Source], files: Checkpoint, config: ModelConfig) -> None:
     """Raise ValueError listing tensors that no parameter uses.
 
-    A stored head beside a tied embedding is no leftover as long as both hold the same values.
+    A stored head beside a tied embedding is no leftover as long as both hold the same values. Nor
+    are zero biases of GPTQ's and AWQ's matrices, which their tools write for maps without a bias.
     """
     used = {files[name].name for source in plan.values() for name in source.names()}
     unread = model_class(config.model_type).ignored_weights(config)
     ignored = re.compile("|".join((*IGNORED, *unread)))
     left = [name for name in files.tensors if name not in used and not ignored.fullmatch(name)]
+    left = [name for name in left if not _is_empty_bias(name, files)]
     if config.tie_embeddings and HEAD in left:
         left.remove(HEAD)
         embedding = next(iter(plan["embed.weight"].names()))
@@ -172,6 +175,15 @@ def check_leftovers(plan: dict[str, Source], files: Checkpoint, config: ModelCon
             raise ValueError(f"tie_word_embeddings is set, yet {HEAD} differs from {embedding}.")
     if left:
         raise ValueError(f"Tensors with no place in the model: {_listed(sorted(left))}.")
+
+
+def _is_empty_bias(name: str, files: Checkpoint) -> bool:
+    """Return whether a tensor is a bias of zeros beside a matrix of GPTQ or AWQ."""
+    matrix = f"{name.removesuffix('bias')}weight"
+    if not name.endswith(".bias") or matrix not in files:
+        return False
+    stored = files.tensors[name]
+    return isinstance(files[matrix], GptqTensor) and not stored.whole().any()
 
 
 def same_values(first: Source, second: Source, files: Checkpoint) -> bool:

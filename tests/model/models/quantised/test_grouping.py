@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from support.cases.quantised_checkpoints import LLAMA, MOE, one_map, write_pair
+from support.cases.quantised_checkpoints import LLAMA, MOE, maps_of, one_map, write_pair
 from support.oracles.quantised_files import FORMATS, store
 
 from lora_jax.config import from_hf
@@ -200,6 +200,22 @@ def test_bad_checkpoints_are_refused_by_name(tmp_path):
     }
     with pytest.raises(ValueError, match=r"no place in the model: .*k_scale"):
         load(rewritten(quantised, extra))
+
+
+def test_biases_of_zeros_that_gptq_writes_have_no_place(tmp_path):
+    quantised, _ = write_pair(tmp_path, "gptq", LLAMA)
+    tensors = load_file(quantised / SINGLE)
+    name = "model.layers.0.mlp.up_proj.bias"
+    load(rewritten(quantised, tensors | {name: np.zeros(192, np.float16)}))
+    with pytest.raises(ValueError, match=f"no place in the model: {name}"):
+        load(rewritten(quantised, tensors | {name: np.full(192, 0.5, np.float16)}))
+    norm = "model.layers.0.input_layernorm.bias"
+    with pytest.raises(ValueError, match=f"no place in the model: {norm}"):
+        load(rewritten(quantised, tensors | {norm: np.zeros(128, np.float16)}))
+    biased = {f"model.layers.{n}.self_attn.{m}_proj" for n in range(2) for m in "qkvo"}
+    biases = {f"{at}.bias": np.zeros(maps_of(LLAMA)[at][0], np.float16) for at in biased}
+    model, _ = load(rewritten(quantised, tensors | biases, attention_bias=True))
+    assert "layers.1.attn.v_proj.bias" in parameters(model)
 
 
 @pytest.mark.parametrize("other", ["nf4", "fp8 block", "int4", "gptq"])
