@@ -9,6 +9,7 @@ from serving.api.json_file import read_object
 from serving.api.sampling import Sampling
 
 FILE = "generation_config.json"
+_LENGTH = "max_new_tokens"
 FROM_MODEL, NONE = "auto", "vllm"  # vLLM's words for the model's own file, and for no file
 # Its names are ours but for one; what else a file holds (do_sample, num_beams) changes nothing,
 # here as in vLLM.
@@ -18,17 +19,21 @@ _TO_SAMPLING = {
     "top_k": "top_k",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+    _LENGTH: "max_tokens",
 }
 _EOS = "eos_token_id"
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerationConfig:
-    """Defaults of `Sampling`'s fields, and tokens that end a text besides the model's own."""
+    """Defaults of `Sampling`'s fields, and tokens that end a text besides the model's own.
+
+    `most_tokens` bounds max_tokens of every HTTP request; None: nothing but the context does.
+    """
 
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    most_tokens: int | None = None
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id the model does not have."""
@@ -42,8 +47,9 @@ def read_generation_config(
 ) -> GenerationConfig:
     """Return what the file of `source` ("auto", "vllm" or a folder) says, and over it `override`.
 
-    Ends of a text in the model's own file are the tokenizer's to find. ValueError, naming file and
-    field, for a folder without the file and for a value out of bounds.
+    Ends of a text in the model's own file are the tokenizer's to find. As in vLLM, max_new_tokens
+    of a folder or of `override` also bounds requests; in the model's own file it is a default.
+    ValueError, naming file and field, for a folder without the file and for a value out of bounds.
     """
     folder = Path(model if source == FROM_MODEL else source)
     names = {*_TO_SAMPLING} if source == FROM_MODEL else {*_TO_SAMPLING, _EOS}
@@ -54,7 +60,10 @@ def read_generation_config(
     check_fields(given, f"{folder.name}/{FILE} (--generation-config {NONE} leaves it out)")
     given = {k: v for k, v in (given | dict(override)).items() if v is not None}
     sampling = {ours: given[name] for name, ours in _TO_SAMPLING.items() if name in given}
-    return GenerationConfig(sampling, _ids(given.get(_EOS)))
+    is_bound = source not in (FROM_MODEL, NONE) or _LENGTH in override
+    return GenerationConfig(
+        sampling, _ids(given.get(_EOS)), given.get(_LENGTH) if is_bound else None
+    )
 
 
 def check_fields(given: Mapping[str, Any], where: str) -> None:

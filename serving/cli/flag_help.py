@@ -41,7 +41,8 @@ ENGINE_HELP = {
     "generation_config": "Source of sampling defaults. auto: the model's generation_config.json. "
     "vllm: the API's defaults. DIR: a folder with such a file.",
     "override_generation_config": "Sampling defaults that replace those of --generation-config. "
-    "max_new_tokens in it is a default, not a limit. Default: {}.",
+    "max_new_tokens here or in the file of a DIR bounds the max_tokens of all requests. "
+    "Default: {}.",
     "limit_mm_per_prompt": 'Maximum images of one prompt. Default: {"image": 8}.',
     "mm_processor_kwargs": "Bounds of an image's size, in pixels: min_pixels, max_pixels. "
     "Default: the model's.",

@@ -173,7 +173,7 @@ def _add_http_flags(group) -> None:
     text = "Format of the model's tool calls. hermes: Qwen's too. Default: none."
     group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=text)
     text = (
-        "Format of the model's reasoning, which answers then have as reasoning_content. "
+        "Format of the model's thoughts, which answers then have as reasoning. "
         "Default: none, reasoning stays in content."
     )
     group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)

@@ -38,6 +38,8 @@ TYPES = {
 _PATH = re.compile(r"(?<![\w:/.`~-])~?/(?:[^\s/'\"`,:;()\[\]]+/)*[^\s/'\"`,:;()\[\]]+")
 _FILE_URL = re.compile(r"file:/{1,3}[^\s'\"`,;]+")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
+# Fields that the engine checks, as it knows the vocabulary.
+_FIELD = re.compile(r"(logit_bias|stop_token_ids|allowed_token_ids|bad_words|logprobs)\b")
 _MAX_MESSAGE = 2000  # characters; a longer one would only echo the request
 
 
@@ -104,7 +106,8 @@ def from_exception(error: Exception) -> ApiError:
     if isinstance(error, NotImplementedError):
         return ApiError(501, scrub(str(error)))
     if isinstance(error, ValueError):
-        return ApiError(400, scrub(str(error)))
+        field = _FIELD.match(str(error))
+        return ApiError(400, scrub(str(error)), param=field and field[0])
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     return ApiError(500, "Internal server error.")
@@ -124,9 +127,20 @@ def from_validation(error: ValidationError | RequestValidationError) -> ApiError
     return ApiError(400, "; ".join(shown), param=None if first == "body" else first.split(".")[0])
 
 
-def is_json_error(error: ValidationError) -> bool:
-    """Return whether the body was not JSON at all."""
-    return any(item["type"] == "json_invalid" for item in _details(error))
+def json_error(error: ValidationError) -> ApiError | None:
+    """Return the answer to a body that is not JSON, with the place; None for one that is."""
+    for item in _details(error):
+        if item["type"] == "json_invalid":
+            return ApiError(400, f"The body is not valid JSON: {_json_problem(item['msg'])}.")
+    return None
+
+
+def _json_problem(message: str) -> str:
+    """Return what pydantic says of broken JSON, which repeats nothing of it."""
+    problem = message.removeprefix("Invalid JSON: ")
+    if "hex escape" in problem:
+        problem += ". A character beyond \\uffff has two escapes; one alone is no text"
+    return problem
 
 
 def _details(error: ValidationError | RequestValidationError) -> Sequence[Any]:

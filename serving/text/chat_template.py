@@ -74,7 +74,7 @@ class ChatTemplate:
         if self._wants_parts:
             plain = [{**m, "content": _part(m["content"])} for m in plain]
         fixed = {"messages": plain, "add_generation_prompt": add_generation_prompt}
-        fixed |= {"tools": (variables or {}).get("tools"), "documents": None}
+        fixed |= {name: (variables or {}).get(name) for name in ("tools", "documents")}
         fixed |= self._special_tokens
         try:
             prompt = template.render({**(variables or {}), **fixed})

@@ -37,6 +37,7 @@ class ModelInfo:
     end_token_ids: tuple[int, ...]
     quantization: Mapping[str, Any] | None  # format, and how much of the weights it is
     sampling_defaults: Mapping[str, Any]  # of Sampling's fields, where a request sets none
+    most_tokens: int | None = None  # max_tokens of a request, beside the context's bound
 
 
 def model_info(
@@ -73,6 +74,7 @@ def model_info(
         end_token_ids=tuple(sorted(ends)),
         quantization=quantization_of(model_config, weights),
         sampling_defaults=generation.sampling,
+        most_tokens=generation.most_tokens,
     )
 
 

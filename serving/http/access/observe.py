@@ -32,7 +32,7 @@ UNCOUNTED = frozenset(
 STREAMING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 GENERATING = STREAMING | {"/classify"}
 REQUEST_ID_HEADER = b"x-request-id"
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -157,4 +157,4 @@ class Observe:
 
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+    return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from serving.http.access.observe import REQUEST_ID
 from serving.http.answers.generation import ClientGone, Generation, Piece, usage_of
 from serving.http.answers.json_pieces import json_response
 from serving.http.answers.logprobs import token_text
@@ -110,6 +111,14 @@ class AbstractChoices(AbstractAnswer):
         super().served_by(target)
         if target.version is not None and target.entry is not None:
             self._head["system_fingerprint"] = target.entry.digest[:12]
+
+    def named(self, request_id: str, given: str | None) -> None:
+        """Let the answer's id end with that of the request, or with the one that its body gives.
+
+        A `given` id that could not be a header's is left out.
+        """
+        is_usable = given is not None and REQUEST_ID.fullmatch(given)
+        self.id = self._head["id"] = f"{self.prefix}{given if is_usable else request_id}"
 
     @abstractmethod
     def whole_choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from serving.http.answers.answers import cache_salt
 from serving.http.answers.generation import Generation
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.adapter_view import engine_for
-from serving.http.requests.heads import by_head
+from serving.http.requests.heads import by_head, with_length
 from serving.http.requests.images import read_images
 from serving.http.requests.model_names import Target
 from serving.http.requests.parameters import chat_sampling, fit_context
@@ -21,6 +21,7 @@ from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.template_options import template_options
 from serving.http.requests.tools import auto_parser
 from serving.http.requests.trace import trace_of
+from serving.http.requests.truncation import truncation_of
 from serving.http.server import Server
 from serving.http.settings import HARMONY
 
@@ -44,25 +45,29 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     caller = caller_of(request)
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
-    defaults = server.engine.model_info.sampling_defaults
+    info = server.engine.model_info
     # Refuse bad parameters before any work on the messages.
     asks_head = by_head(body, target)
     parser = auto_parser(body, server.settings.auto_call_parser)
     limit = server.max_model_len
-    sampling = chat_sampling(body, limit, defaults)
+    truncation = truncation_of(body, limit)
+    sampling = chat_sampling(with_length(body, asks_head), limit, info.sampling_defaults)
     grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     salt = cache_salt(caller.salt, body.cache_salt)
     images = await read_images(server.engine, body.messages, server.settings.media, salt)
     engine = engine_for(server.engine, target)
-    prompt = await chat_prompt(engine, body.messages, options, special, images=images)
-    sampling = fit_context(sampling, body, len(prompt.ids), limit)
+    prompt = await chat_prompt(
+        engine, body.messages, options, special, images=images, truncation=truncation
+    )
     is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
     if asks_head:
         sampling = HEAD_SAMPLING
-    elif parser is not None or is_harmony:  # marks of parts are special tokens of some models
-        sampling = dataclasses.replace(sampling, skip_special_tokens=False)
+    else:
+        sampling = fit_context(sampling, body, len(prompt.ids), limit, info.most_tokens)
+        if parser is not None or is_harmony:  # marks of parts are special tokens of some models
+            sampling = dataclasses.replace(sampling, skip_special_tokens=False)
     how = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
     generation = Generation(server.engine, server.mailbox, [prompt], **how)
     generation.submit(target.adapter, [sampling], salt, caller, target.entry, grammar)

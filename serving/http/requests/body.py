@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lora_jax.json_structure import too_many_values
-from serving.http.errors import ApiError, from_validation, is_json_error
+from serving.http.errors import ApiError, from_validation, json_error
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.bounds import SMALL_BODY, Bounds
 from serving.http.requests.protocol import NAMES_ONLY
@@ -48,9 +48,7 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     try:
         body = kind.model_validate_json(raw)
     except ValidationError as error:
-        if is_json_error(error):
-            raise ApiError(400, "The body is not valid JSON.") from None
-        raise from_validation(error) from None
+        raise (json_error(error) or from_validation(error)) from None
     if body.model_extra and logger.isEnabledFor(logging.DEBUG):
         shown = itertools.islice(body.model_extra, _SHOWN)
         logger.debug("Ignored fields: %s", [name[:64] for name in shown])

@@ -53,6 +53,14 @@ def by_head(body: GenerationBody, target: Target) -> bool:
     return True
 
 
+def with_length[B: GenerationBody](body: B, asks_head: bool) -> B:
+    """Return the body to check sampling by: a head writes no token, so 0 of them may be asked."""
+    if not asks_head:
+        return body
+    zero = [name for name in ("max_tokens", "max_completion_tokens") if getattr(body, name) == 0]
+    return body.model_copy(update=dict.fromkeys(zero, 1)) if zero else body
+
+
 def check_classify(body: ClassifyBody, target: Target) -> None:
     """Raise ApiError 400 for a target without a task head, for another head than that, and for
     input that is not one of two.

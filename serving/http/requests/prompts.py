@@ -1,7 +1,7 @@
 """Prompts as lists of token ids, whatever form they came in."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from serving.api.images import PlacedImages, PreparedImage
@@ -13,6 +13,7 @@ from serving.http.requests.images import is_text, not_taken, parts_of
 from serving.http.requests.protocol import MAX_PROMPTS, ChatMessage
 from serving.http.requests.template_options import TemplateOptions
 from serving.http.requests.tools import template_calls
+from serving.http.requests.truncation import Truncation
 
 _SHORT = 2048  # characters that are encoded without leaving the event loop
 _LONG = 1 << 15  # characters that a thread for short work encodes
@@ -29,11 +30,16 @@ class Prompt:
 
 
 async def read_prompts(
-    engine: AbstractEngine, given: Any, add_special_tokens: bool, field: str = "prompt"
+    engine: AbstractEngine,
+    given: Any,
+    add_special_tokens: bool,
+    field: str = "prompt",
+    truncation: Truncation | None = None,
 ) -> list[Prompt]:
     """Return the prompts of a str, [str], [int] or [[int]]; otherwise raise ApiError 400.
 
-    "" is a prompt where the tokenizer puts a begin token in front.
+    "" is a prompt where the tokenizer puts a begin token in front. A prompt that `truncation` cuts
+    may have up to `Bounds.tokens` tokens before, and has no text.
     """
     if given is None or given == []:
         raise ApiError(400, f"{field} must not be empty.", param=field)
@@ -42,21 +48,35 @@ async def read_prompts(
         items = [items]
     if len(items) > MAX_PROMPTS:
         raise ApiError(400, f"{field} has {len(items)} entries of {MAX_PROMPTS}.", param=field)
-    prompts, room = [], max(_MAX_ALL_TOKENS, Bounds.of(engine).context)
+    bounds = Bounds.of(engine)
+    prompts, room = [], max(_MAX_ALL_TOKENS, bounds.context)
+    most = bounds.context if truncation is None else bounds.tokens
     for group in _groups(items):
-        for item, ids in zip(
-            group, await _ids(engine, group, add_special_tokens, field), strict=True
+        for item, given_ids in zip(
+            group, await _ids(engine, group, add_special_tokens, field, most), strict=True
         ):
-            if not ids:
+            if not given_ids:
                 raise ApiError(400, f"{field} must not be empty.", param=field)
-            check_ids(engine, ids, field)
-            prompts.append(Prompt(ids, item if isinstance(item, str) else None))
-            room -= len(ids)
+            check_ids(engine, given_ids, field, most)
+            text = item if isinstance(item, str) else None
+            ids = _cut(engine, given_ids, truncation, add_special_tokens and text is not None)
+            prompts.append(Prompt(ids, text if len(ids) == len(given_ids) else None))
+            room -= len(given_ids)
         if room < 0:
             raise ApiError(
                 400, f"{field} has more than {_MAX_ALL_TOKENS} tokens in all.", param=field
             )
     return prompts
+
+
+def _cut(
+    engine: AbstractEngine, ids: list[int], truncation: Truncation | None, has_begin: bool
+) -> list[int]:
+    """Return the tokens that stay; `has_begin`: the tokenizer may have put some in front."""
+    if truncation is None or len(ids) <= truncation.most:
+        return ids
+    begin = engine.tokenizer.encode("", add_special_tokens=True) if has_begin else []
+    return truncation.cut(ids, begin)
 
 
 def _groups(items: Sequence[Any]) -> Iterator[list[Any]]:
@@ -73,13 +93,13 @@ def _groups(items: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 async def _ids(
-    engine: AbstractEngine, group: list[Any], add_special_tokens: bool, field: str
+    engine: AbstractEngine, group: list[Any], add_special_tokens: bool, field: str, most: int
 ) -> list[list[int]]:
     """Return the tokens of one of the groups."""
     if len(group) == 1:
         item = group[0]
         text = isinstance(item, str)
-        return [await encode(engine, item, add_special_tokens, field=field) if text else item]
+        return [await encode(engine, item, add_special_tokens, most, field) if text else item]
     return await run_in(
         Lane.SHORT,
         lambda: [
@@ -164,20 +184,33 @@ async def chat_prompt(
     add_special_tokens: bool,
     most: int | None = None,
     images: Sequence[PreparedImage] = (),
+    truncation: Truncation | None = None,
 ) -> Prompt:
     """Return the prompt that the server's own template makes of the messages and their images.
 
-    `most` tokens (by default the context) are the bound of `encode`.
+    `most` tokens (by default the context) are the bound of `encode`. `truncation` cuts a prompt
+    without images, which may have up to `Bounds.tokens` tokens before.
     """
     if not messages:
         raise ApiError(400, "messages must not be empty.", param="messages")
-    limit = Bounds.of(engine).context if most is None else most
-    if len(messages) > limit:  # each has a token at least
-        raise too_long(len(messages), limit, "messages")
+    bounds = Bounds.of(engine)
+    if most is None:
+        most = bounds.context if truncation is None else bounds.tokens
+    if len(messages) > most:  # each has a token at least
+        raise too_long(len(messages), most, "messages")
     text = await run_in(Lane.SHORT, _render, engine, messages, options)
     ids = await encode(engine, text, add_special_tokens, most, "messages")
     if not ids:
         raise ApiError(400, "messages must not be empty.", param="messages")
+    if truncation is not None and len(ids) > truncation.most:
+        if images:
+            raise ApiError(
+                400,
+                "truncate_prompt_tokens cuts no prompt with images; send fewer messages.",
+                param="truncate_prompt_tokens",
+            )
+        ids = truncation.cut(ids, [])
+        text = engine.tokenizer.decode(ids, skip_special_tokens=False)
     if engine.images is None:
         return Prompt(ids, text)
     try:
@@ -214,9 +247,17 @@ def _plain(engine: AbstractEngine, index: int, message: ChatMessage) -> dict[str
     more: dict[str, Any] = {}
     if extra.get("tool_calls"):
         more["tool_calls"] = template_calls(index, extra["tool_calls"])
-    if message.role == "tool":
-        more |= {k: v for k in ("tool_call_id", "name") if isinstance(v := extra.get(k), str)}
+    more |= {k: v for k in ("tool_call_id", "name") if isinstance(v := extra.get(k), str)}
+    if message.role == "assistant":
+        more |= _thoughts(extra)
     return {**_content(engine, index, message), **more}
+
+
+def _thoughts(extra: Mapping[str, Any]) -> dict[str, str]:
+    """Return an earlier answer's thoughts, under both names that templates read."""
+    names = ("reasoning", "reasoning_content")
+    text = next((v for name in names if isinstance(v := extra.get(name), str) and v), None)
+    return {} if text is None else dict.fromkeys(names, text)
 
 
 def _content(engine: AbstractEngine, index: int, message: ChatMessage) -> dict[str, Any]:

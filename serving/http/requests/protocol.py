@@ -1,7 +1,7 @@
 """Bodies of requests. Every field may be null; types are strict; unknown fields are ignored.
 
 Numbers are bounded by `Sampling`, which knows what the engine can do. A field that would change
-the answer but is not implemented is refused by name (see `unsupported`).
+the answer but is not implemented is refused by name (see `refused_fields`).
 """
 
 from typing import Annotated, Any, TypeVar
@@ -12,7 +12,6 @@ from pydantic import (
     ConfigDict,
     Field,
     StringConstraints,
-    model_validator,
 )
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from pydantic_core import PydanticCustomError
@@ -90,6 +89,8 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = Field(default=None, max_length=32)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -98,18 +99,12 @@ class GenerationBody(Body):
     head: Annotated[str, StringConstraints(max_length=32)] | None = None  # see requests.heads
     best_of: int | None = None
     priority: int | None = None
-    # Accepted without effect.
+    # What the answer's id ends with, in place of the header X-Request-Id.
     request_id: str | None = Field(default=None, max_length=_MAX_NAME)
     # Who asks, for a rollout of versions.
     user: str | None = Field(default=None, max_length=_MAX_NAME)
     prompt_cache_key: str | None = Field(default=None, max_length=_MAX_NAME)
     safety_identifier: str | None = Field(default=None, max_length=_MAX_NAME)
-
-    @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "GenerationBody":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("Stream options can only be defined when `stream=True`.")
-        return self
 
 
 class CompletionBody(GenerationBody):
@@ -157,6 +152,8 @@ class ChatBody(GenerationBody, TemplateFields):
     messages: Quick[ChatMessage]
     echo: bool | None = None
     reasoning_effort: Annotated[str, StringConstraints(max_length=32)] | None = None
+    include_reasoning: bool | None = None  # false: the answer has no thoughts
+    documents: Quick[dict[str, Any]] | None = None  # what the template shows of them
     tools: Quick[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -173,6 +170,8 @@ class ClassifyBody(TemplateFields):
     input: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
     messages: Quick[ChatMessage] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = Field(default=None, max_length=32)
     use_activation: bool | None = None  # false: logits in place of probabilities
     head: Annotated[str, StringConstraints(max_length=32)] | None = None  # see requests.heads
     cache_salt: CacheSalt | None = None
@@ -296,58 +295,3 @@ def body_schemas() -> dict[str, Any]:
     mode: JsonSchemaMode = "validation"
     _, schemas = models_json_schema([(b, mode) for b in BODIES], ref_template=template)
     return schemas["$defs"]
-
-
-# Fields that would change the answer, and the values that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (),
-    "functions": ([],),
-    "function_call": ("none",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "input_embeds": (),
-    "kv_transfer_params": (),
-    "chat_template": (),
-    "vllm_xargs": ({},),
-    "thinking_token_budget": (),
-    "mm_processor_kwargs": ({},),
-    "media_io_kwargs": ({},),
-    "priority": (0,),
-    "watermarking": (False,),
-    "logprob_token_ids": ([],),
-    "repetition_detection": (),
-    "return_token_offsets": (False,),
-    "return_prompt_text": (False,),
-    "ec_transfer_params": (),
-    "documents": ([],),
-    "audio": (),
-}
-
-
-_OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls")
-
-
-def unsupported(body: Body) -> str | None:
-    """Return the name of a field that asks for what this server does not do, or None."""
-    given = body.model_fields_set  # a request asks for what it names, which is little
-    for name in filter(given.__contains__, _REFUSED):
-        if name in _OF_CHATS and isinstance(body, ChatBody):
-            continue
-        value, harmless = getattr(body, name), _REFUSED[name]
-        if value is not None and not any(type(h) is type(value) and h == value for h in harmless):
-            return name
-    return None

@@ -49,6 +49,7 @@ def template_options(body: TemplateFields, defaults: Mapping[str, Any]) -> Templ
     variables = {**defaults, **_of_effort(body, given), **given}
     if isinstance(body, ChatBody):
         variables |= template_tools(body)
+        variables |= {"documents": body.documents} if body.documents else {}
     return TemplateOptions(adds, continues, variables)
 
 

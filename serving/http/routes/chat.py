@@ -17,6 +17,7 @@ from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
 router = APIRouter()
+_THOUGHTS = "reasoning_content"  # vLLM's name before 0.12; later ones say reasoning
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatBody))
@@ -35,6 +36,7 @@ async def create_chat_completion(request: Request) -> Response:
         generation.echo,
     )
     answer.served_by(generation.target)
+    answer.named(request.state.request_id, body.request_id)
     return await respond(request, server, answer, body.stream)
 
 
@@ -61,6 +63,7 @@ class ChatAnswer(AbstractChoices):
         self._wants_logprobs = bool(body.logprobs)
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self.is_plain &= not self._wants_logprobs
+        self._wants_thoughts = body.include_reasoning is not False
         self._make_reader = reader_of(body, settings, generation)
         self._readers: dict[int, MessageReader] = {}
 
@@ -86,7 +89,7 @@ class ChatAnswer(AbstractChoices):
             "stop_reason": last.stop_reason,
         }
         reader = self._reader(index)
-        choice["message"] |= reader.whole(text, self._echo)
+        choice["message"] |= self._shown(reader.whole(text, self._echo))
         choice["finish_reason"] = reader.finish(last.finish_reason)
         if self._wants_logprobs:
             logprobs = [x for piece in pieces for x in piece.delta.logprobs]
@@ -113,7 +116,7 @@ class ChatAnswer(AbstractChoices):
         delta = piece.delta
         details = self._wants_logprobs or self.return_token_ids
         reader = self._reader(piece.index)
-        shown = reader.feed(delta.text, delta.finish_reason is not None)
+        shown = self._shown(reader.feed(delta.text, delta.finish_reason is not None))
         if not shown and delta.finish_reason is None and not (details and delta.token_ids):
             return None
         choice = self._chunk_choice(piece.index, shown)
@@ -124,6 +127,14 @@ class ChatAnswer(AbstractChoices):
         if self.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
+
+    def _shown(self, parts: dict[str, Any]) -> dict[str, Any]:
+        """Return the parts of a message with thoughts under both of vLLM's names, or without."""
+        if _THOUGHTS not in parts:
+            return parts
+        if self._wants_thoughts:
+            return {**parts, "reasoning": parts[_THOUGHTS]}
+        return {name: part for name, part in parts.items() if name != _THOUGHTS}
 
     def _reader(self, index: int) -> MessageReader:
         """Return the reader of a choice."""

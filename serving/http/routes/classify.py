@@ -10,16 +10,17 @@ from serving.engine.classification import HEAD_SAMPLING
 from serving.http.access.auth import caller_of
 from serving.http.answers.answers import AbstractAnswer, cache_salt, respond
 from serving.http.answers.generation import Generation, Piece
-from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.heads import check_classify
 from serving.http.requests.images import read_images
 from serving.http.requests.prompts import Prompt, chat_prompt, read_prompts
-from serving.http.requests.protocol import ClassifyBody, unsupported
+from serving.http.requests.protocol import ClassifyBody
+from serving.http.requests.refused_fields import check_fields
 from serving.http.requests.session import target_of
 from serving.http.requests.template_options import template_options
+from serving.http.requests.truncation import truncation_of
 from serving.http.server import Server, server_of
 
 router = APIRouter()
@@ -30,8 +31,7 @@ async def classify(request: Request) -> Response:
     """Return label and probabilities of each input, by the adapter's task head."""
     server, caller = server_of(request), caller_of(request)
     body = await read_body(request, ClassifyBody)
-    if name := unsupported(body):
-        raise ApiError(400, f"{name} is not supported.", param=name)
+    check_fields(body)
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     check_classify(body, target)
@@ -49,13 +49,17 @@ async def _prompts(
     server: Server, engine: AbstractEngine, body: ClassifyBody, salt: str
 ) -> list[Prompt]:
     """Return the prompt of each input, or of the conversation."""
+    truncation = truncation_of(body, server.max_model_len)
     if body.messages is None:
         special = True if body.add_special_tokens is None else body.add_special_tokens
-        return await read_prompts(engine, body.input, special, field="input")
+        return await read_prompts(engine, body.input, special, "input", truncation)
     options = template_options(body, server.settings.default_template_kwargs)
     images = await read_images(engine, body.messages, server.settings.media, salt)
     special = bool(body.add_special_tokens)
-    return [await chat_prompt(engine, body.messages, options, special, images=images)]
+    prompt = chat_prompt(
+        engine, body.messages, options, special, images=images, truncation=truncation
+    )
+    return [await prompt]
 
 
 class ClassifyAnswer(AbstractAnswer):

@@ -13,13 +13,14 @@ from serving.http.answers.logprobs import CompletionLogprobs, prompt_logprobs
 from serving.http.interface import AbstractTokenizer
 from serving.http.requests.adapter_view import engine_for
 from serving.http.requests.body import read_body, takes
-from serving.http.requests.heads import by_head
+from serving.http.requests.heads import by_head, with_length
 from serving.http.requests.parameters import completion_sampling, fit_context
 from serving.http.requests.prompts import read_prompts
 from serving.http.requests.protocol import CompletionBody
 from serving.http.requests.session import target_of
 from serving.http.requests.structure import compiled_grammar
 from serving.http.requests.trace import trace_of
+from serving.http.requests.truncation import truncation_of
 from serving.http.server import server_of
 from serving.http.settings import HttpSettings
 
@@ -34,21 +35,24 @@ async def create_completion(request: Request) -> Response:
     target = await target_of(server.names, request, body, caller)
     request.state.adapter = target.adapter
     asks_head = by_head(body, target)
-    sampling = completion_sampling(body, server.engine.model_info.sampling_defaults)
+    info, limit = server.engine.model_info, server.max_model_len
+    truncation = truncation_of(body, limit)
+    sampling = completion_sampling(with_length(body, asks_head), limit, info.sampling_defaults)
     grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
     special = True if body.add_special_tokens is None else body.add_special_tokens
     engine = engine_for(server.engine, target)
-    prompts = await read_prompts(engine, body.prompt, special)
-    limit = server.max_model_len
-    samplings = [fit_context(sampling, body, len(p.ids), limit) for p in prompts]
-    if asks_head:
-        samplings = [HEAD_SAMPLING] * len(prompts)
+    prompts = await read_prompts(engine, body.prompt, special, truncation=truncation)
+    samplings = [HEAD_SAMPLING] * len(prompts)
+    if not asks_head:
+        most = info.most_tokens
+        samplings = [fit_context(sampling, body, len(p.ids), limit, most) for p in prompts]
     options = {"by_head": asks_head, "trace": trace_of(request, server.engine)}
     generation = Generation(server.engine, server.mailbox, prompts, **options)
     salt = cache_salt(caller.salt, body.cache_salt)
     await generation.submit_all(target.adapter, samplings, salt, caller, target.entry, grammar)
     answer = CompletionAnswer(body, generation, target.name, engine.tokenizer, server.settings)
     answer.served_by(target)
+    answer.named(request.state.request_id, body.request_id)
     return await respond(request, server, answer, body.stream)
 
 

@@ -194,6 +194,7 @@ class FakeEngine:
             vocab_size=VOCAB,
             max_model_len=max_model_len,
             sampling_defaults={},
+            most_tokens=None,
             quantization=None,
         )
         self.metrics = SimpleNamespace(registry=CollectorRegistry())

@@ -43,14 +43,22 @@ def test_no_file_says_nothing(model, tmp_path):
 def test_another_folder_s_file(model, tmp_path):
     other = write(tmp_path / "other", {"max_new_tokens": 64, "eos_token_id": 3})
     got = read_generation_config(model, other, {})
-    assert got == GenerationConfig({"max_tokens": 64}, (3,))
+    assert got == GenerationConfig({"max_tokens": 64}, (3,), most_tokens=64)
+
+
+def test_the_model_s_own_length_is_a_default_and_the_operator_s_a_bound(tmp_path):
+    model = write(tmp_path / "model", {"max_new_tokens": 64})
+    assert read_generation_config(model, "auto", {}).most_tokens is None
+    assert read_generation_config(model, "auto", {"max_new_tokens": 9}).most_tokens == 9
+    assert read_generation_config(model, model, {}).most_tokens == 64
+    assert read_generation_config(model, model, {"max_new_tokens": None}).most_tokens is None
 
 
 def test_the_operator_s_values_win_and_null_unsets(model):
     given = {"temperature": 0.2, "top_k": None, "max_new_tokens": 9, "eos_token_id": [1, 2]}
     got = read_generation_config(model, "auto", given)
     want = {"temperature": 0.2, "repetition_penalty": 1.05, "max_tokens": 9}
-    assert got == GenerationConfig(want, (1, 2))
+    assert got == GenerationConfig(want, (1, 2), most_tokens=9)
     assert read_generation_config(model, "vllm", {"top_k": 4}) == GenerationConfig({"top_k": 4})
 
 

@@ -95,3 +95,9 @@ def test_unknown_routes_and_methods_have_the_same_body(client):
         assert answer.status_code == status
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == (status, kind)
+
+
+def test_a_field_that_the_engine_checks_is_named():
+    error = from_exception(ValueError("stop_token_ids token id must be in [0, 9], got 10."))
+    assert (error.status, error.param) == (400, "stop_token_ids")
+    assert from_exception(ValueError("logprobsy")).param is None

@@ -19,16 +19,21 @@ def counts(client) -> list[str]:
     return [line for line in lines if line.startswith("http_requests_total{")]
 
 
-def test_the_client_s_id_comes_back_but_is_not_used_inside(client, engine):
+def test_the_client_s_id_names_the_answer_but_is_not_used_inside(client, engine):
     headers = {"X-Request-Id": "my-id-1"}
     body = {"prompt": "hi", "request_id": "my-id-2"}
     answers = [client.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
     assert [a.headers["x-request-id"] for a in answers] == ["my-id-1"] * 2
     inside = [given.id for given in engine.submitted[-2:]]
     assert len(set(inside)) == 2
-    ids = [a.json()["id"] for a in answers]
-    assert len(set(ids)) == 2
-    assert not any("my-id" in name for name in inside + ids)
+    assert not any("my-id" in name for name in inside)
+    assert [a.json()["id"] for a in answers] == ["cmpl-my-id-2"] * 2
+    for given in (None, "not plain", "x" * 129):
+        body["request_id"] = given
+        answer = client.post("/v1/completions", json=body, headers=headers).json()
+        assert answer["id"] == "cmpl-my-id-1"
+    answer = client.post("/v1/completions", json={"prompt": "hi"})
+    assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
 
 
 def test_ids_that_are_not_plain_are_replaced(client):

@@ -111,3 +111,10 @@ def test_an_encoded_body_is_415_and_not_called_bad_json(client):
     answer = client.post("/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 200
     good(client)
+
+
+def test_broken_json_is_told_with_its_place(client):
+    answer = client.post("/v1/completions", content=b'{"prompt": "x",}', headers=JSON)
+    assert "trailing comma at line 1 column 16" in answer.json()["error"]["message"]
+    answer = client.post("/v1/completions", content=b'{"prompt": "\\ud83d"}', headers=JSON)
+    assert "one alone is no text" in answer.json()["error"]["message"]

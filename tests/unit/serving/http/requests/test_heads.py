@@ -6,8 +6,9 @@ import pytest
 
 from lora_jax.adapters.task_head import HeadKind, TaskHead
 from serving.http.errors import ApiError
-from serving.http.requests.heads import by_head, check_classify
+from serving.http.requests.heads import by_head, check_classify, with_length
 from serving.http.requests.model_names import Target
+from serving.http.requests.parameters import chat_sampling
 from serving.http.requests.protocol import ChatBody, ClassifyBody, CompletionBody
 
 HEAD = TaskHead(HeadKind.CLASS, ("a", "b"))
@@ -59,6 +60,15 @@ def test_what_only_text_has_is_refused(fields):
     (name,) = fields
     assert name in refused(name, by_head, chat(**fields), HEADED)
     assert not by_head(chat(**fields), PLAIN)
+
+
+def test_a_head_may_be_asked_for_no_tokens():
+    body = chat(max_tokens=0, max_completion_tokens=0)
+    with pytest.raises(ApiError, match="max_completion_tokens"):
+        chat_sampling(with_length(body, False), 9, {})
+    chat_sampling(with_length(body, True), 9, {})
+    with pytest.raises(ApiError, match="max_tokens"):
+        chat_sampling(with_length(chat(max_tokens=-1), True), 9, {})
 
 
 def test_logprobs_of_completions_are_numbers():

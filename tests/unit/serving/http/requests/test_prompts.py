@@ -10,6 +10,7 @@ from serving.http.requests import prompts
 from serving.http.requests.prompts import Prompt, chat_prompt, check_ids, read_prompts
 from serving.http.requests.protocol import ChatMessage
 from serving.http.requests.template_options import TemplateOptions
+from serving.http.requests.truncation import LEFT, RIGHT, Truncation
 
 
 def read(given, special: bool = True, context: int = 64) -> list[Prompt]:
@@ -21,6 +22,23 @@ def test_texts_keep_their_text_and_ids_have_none():
     assert read(["a", "b"], special=False) == [Prompt([97], "a"), Prompt([98], "b")]
     assert read([1, 2]) == [Prompt([1, 2], None)]
     assert read([[1], [2]]) == [Prompt([1], None), Prompt([2], None)]
+
+
+def test_a_truncated_prompt_keeps_its_end_and_its_begin_token():
+    engine = FakeEngine(max_model_len=8)
+    cut = lambda given, most, side=LEFT: asyncio.run(  # noqa: E731
+        read_prompts(engine, given, True, truncation=Truncation(most, side))
+    )
+    assert cut(["ab", "abcdefghijkl"], 3) == [
+        Prompt([BOS, 97, 98], "ab"),
+        Prompt([BOS, 107, 108], None),
+    ]
+    assert cut("abcdefghijkl", 3, RIGHT) == [Prompt([BOS, 97, 98], None)]
+    assert cut(list(range(1, 13)), 3) == [Prompt([10, 11, 12], None)]
+    options = TemplateOptions(True, False, {})
+    message = [ChatMessage(role="user", content="hello")]
+    prompt = asyncio.run(chat_prompt(engine, message, options, False, truncation=Truncation(4)))
+    assert (prompt.text, len(prompt.ids)) == ("ant]", 4)
 
 
 def test_long_texts_are_the_same_in_a_thread():
@@ -53,6 +71,29 @@ def test_the_beginning_of_a_long_text_says_that_it_is_too_long(monkeypatch):
     with pytest.raises(ApiError, match=r"Input length \(at least 20000\)"):
         read("a" * 900_000, context=10_000)
     assert encoded == [40_000]
+
+
+def test_names_and_thoughts_of_messages_reach_the_template():
+    seen = []
+    engine = FakeEngine()
+    engine.tokenizer.apply_chat_template = lambda messages, **_: seen.extend(messages) or "x"
+    fields = [
+        {"role": "user", "content": "a", "name": "Ann"},
+        {"role": "assistant", "content": "b", "reasoning": "c"},
+        {"role": "assistant", "content": "b", "reasoning_content": "d", "name": 3},
+        {"role": "user", "content": "e", "reasoning": "f"},
+    ]
+    messages = [ChatMessage.model_validate(m) for m in fields]
+    asyncio.run(chat_prompt(engine, messages, TemplateOptions(True, False, {}), False))
+    thoughts = ["c", "d"]
+    assert seen == [
+        fields[0],
+        *(
+            {"role": "assistant", "content": "b", "reasoning": t, "reasoning_content": t}
+            for t in thoughts
+        ),
+        {"role": "user", "content": "e"},
+    ]
 
 
 @pytest.mark.parametrize("given", [None, [], [[]], [[1], []], [260], [-1], [[0], [10**30]]])

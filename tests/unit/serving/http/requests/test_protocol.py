@@ -11,7 +11,6 @@ from serving.http.requests.protocol import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
-    unsupported,
 )
 
 WRONG = {
@@ -63,13 +62,6 @@ def test_an_integer_is_a_number():
 def test_unknown_fields_are_kept_apart():
     body = CompletionBody.model_validate_json('{"frobnicate": {"a": [1]}, "tools": [1]}')
     assert body.model_extra == {"frobnicate": {"a": [1]}, "tools": [1]}
-    assert unsupported(body) == "tools"
-
-
-def test_what_asks_for_nothing_is_supported():
-    body = CompletionBody.model_validate_json('{"prompt": "a", "tools": null, "suffix": ""}')
-    assert unsupported(body) is None
-    assert unsupported(CompletionBody.model_validate_json('{"priority": 3}')) == "priority"
 
 
 def test_tokens_are_integers():

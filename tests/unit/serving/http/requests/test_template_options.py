@@ -37,6 +37,12 @@ def test_what_the_server_fills_in_is_refused(name):
     assert (error.value.status, error.value.param) == (400, "chat_template_kwargs")
 
 
+def test_documents_are_a_variable_of_the_template():
+    given = [{"title": "a", "text": "b"}]
+    assert options(documents=given).variables == {"documents": given}
+    assert options(documents=[]).variables == {}
+
+
 def test_tokenize_takes_the_same():
     body = TokenizeBody.model_validate({"messages": MESSAGES, "chat_template_kwargs": {"x": 1}})
     assert template_options(body, {}).variables == {"x": 1}

@@ -272,6 +272,23 @@ def test_a_model_calls_tools_by_itself(saying):
     assert list(one["calls"].values()) == functions[:1]
 
 
+def test_thoughts_have_both_names_of_vllm_or_are_left_out(saying):
+    _, client = saying
+    message = chat(client, tools=TOOLS)["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "Music."
+    message = chat(client, tools=TOOLS, include_reasoning=False)["choices"][0]["message"]
+    assert not {"reasoning", "reasoning_content"} & message.keys()
+    assert message["content"] == "Sure."
+    body = {"messages": [USER], "stream": True, "tools": TOOLS}
+    for more, want in (({}, "Music."), ({"include_reasoning": False}, "")):
+        answer = client.post("/v1/chat/completions", json=body | more).text
+        chunks = [json.loads(x[6:]) for x in answer.splitlines() if x.startswith("data: {")]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        for name in ("reasoning", "reasoning_content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == want
+        assert "".join(delta.get("content", "") for delta in deltas) == "Sure."
+
+
 def test_without_tools_calls_are_content(saying):
     engine, client = saying
     text = THOUGHTS_AND_CALLS.partition("</think>\n\n")[2]

@@ -1,0 +1,41 @@
+"""Fields that are not served: refused by name, with what to send in place of them."""
+
+import json
+
+import pytest
+
+from serving.http.errors import ApiError
+from serving.http.requests.protocol import ChatBody, CompletionBody
+from serving.http.requests.refused_fields import check_fields
+
+
+def completion(**fields) -> CompletionBody:
+    return CompletionBody.model_validate_json(json.dumps({"prompt": "a"} | fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_json": {}}, r'guided_json .*: send structured_outputs {"json": SCHEMA}, or resp'),
+        ({"guided_choice": ["a"]}, "guided_choice .* structured_outputs .*choice"),
+        ({"priority": 3}, "priority .*send 0"),
+        ({"chat_template": "x"}, "chat_template .*--chat-template"),
+        ({"use_beam_search": True}, "use_beam_search .*send n"),
+        ({"tools": [1]}, "tools .*/v1/chat/completions"),
+    ],
+)
+def test_a_refusal_says_what_to_send(fields, text):
+    with pytest.raises(ApiError, match=text) as refused:
+        check_fields(completion(**fields))
+    assert (refused.value.status, refused.value.param) == (400, next(iter(fields)))
+
+
+def test_what_asks_for_nothing_is_supported():
+    check_fields(completion(tools=None, suffix="", priority=0, thinking_token_budget=-1))
+    check_fields(completion(length_penalty=1.2))  # it acts on a beam search only
+    check_fields(ChatBody(messages=[], tools=[], tool_choice="none"))
+
+
+def test_the_type_of_a_value_counts():
+    with pytest.raises(ApiError, match="use_beam_search"):
+        check_fields(completion(use_beam_search=0))
