@@ -24,6 +24,7 @@ from serving.http.routes import (
     rollouts,
     tokenize,
 )
+from serving.http.routes.absent import Absent
 from serving.http.routes.description import ABOUT, describe
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
@@ -64,6 +65,7 @@ def create_app(
     if settings.demo:
         app.state.examples = examples or Examples()
         app.include_router(demo.router)
+    app.router.default = Absent(app)
     app.openapi = functools.partial(describe, app)
     install(app)
     # The one added last is the outermost.
