@@ -17,6 +17,7 @@ _CODES = {  # name -> type code of DLPack
     "int32": 0,
     "uint8": 1,
     "uint32": 1,
+    "float8_e4m3fn": 10,
 }
 _NAME = b"dltensor"
 

@@ -50,6 +50,7 @@ def small_moe(tmp_path):
     "name",
     [
         "tiny-moe",
+        "fp8",
         *(pytest.param(n, marks=pytest.mark.long) for n in ("stories260k", "int4", "nf4")),
     ],
 )

@@ -20,6 +20,7 @@ def aligned(num_bytes: int) -> np.ndarray:
 
 
 DTYPES = (ml_dtypes.bfloat16, np.float16, np.float32, np.int32, np.uint32, np.int8, np.uint8)
+DTYPES += (ml_dtypes.float8_e4m3fn,)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
