@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+_CONFIG = "--compilation-config"
 PREFIX = "SERVING_"  # of variables in the environment
 _RENAMED = {  # flags of 0.1.0
     "lora_aside": "lora_separate_stream",
@@ -20,12 +21,14 @@ _NOW = {spell(old): spell(new) for old, new in _RENAMED.items() for spell in _SP
 def plain_words(argv: Sequence[str]) -> list[str]:
     """Return the words with dashes for a flag's underscores.
 
-    -O3 becomes --optimization-level 3, and --flag.key.key VALUE the JSON of --flag.
+    -O3 becomes --optimization-level 3, and --flag.key.key VALUE the JSON of --flag; -O.key is of
+    --compilation-config.
     """
     words: list[str] = []
     nested: dict[str, dict[str, Any]] = {}
     rest = iter(argv)
-    for word in rest:
+    for given in rest:
+        word = _CONFIG + given[2:] if given.startswith("-O.") else given
         flag, equals, value = word.partition("=")
         if word.startswith("-O") and word != "-O":
             words += ["--optimization-level", word[2:].removeprefix("=")]

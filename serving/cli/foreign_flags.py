@@ -15,6 +15,7 @@ from serving.cli.foreign_reasons import (
     OLDER_ALWAYS_SO,
     OLDER_REFUSED,
     OLDER_SPELLINGS,
+    OLDER_SWITCHES,
     REFUSED,
 )
 
@@ -85,8 +86,11 @@ def _tables() -> tuple[dict[str, tuple[tuple[str, ...], str]], dict[str, str]]:
     for key, reason in (ALWAYS_SO | OLDER_ALWAYS_SO).items():
         form, *values = key.split()
         always[form] = tuple(values), reason
-    refused = {form: reason for reason, forms in REFUSED.items() for form in forms.split()}
-    return always, refused | OLDER_REFUSED
+    return always, _by_form(REFUSED) | _by_form(OLDER_REFUSED)
+
+
+def _by_form(reasons: dict[str, str]) -> dict[str, str]:
+    return {form: reason for reason, forms in reasons.items() for form in forms.split()}
 
 
 def _side(fact: Fact, form: str) -> tuple[str, ...]:
@@ -102,8 +106,13 @@ def _harmless(fact: Fact, form: str) -> tuple[str, ...]:
 
 def _older_facts() -> list[Fact]:
     """Return the flags that only older releases and SGLang have."""
-    rows = [Fact(key.split()[0], "value") for key in OLDER_ALWAYS_SO]
-    return rows + [Fact(flag, "list") for flag in OLDER_REFUSED]
+    rows = [_older(*key.split()) for key in OLDER_ALWAYS_SO]
+    refused, switches = _by_form(OLDER_REFUSED), OLDER_SWITCHES.split()
+    return rows + [Fact(form, "switch" if form in switches else "list") for form in refused]
+
+
+def _older(flag: str, *values: str) -> Fact:
+    return Fact(flag, "value" if values else "switch")
 
 
 class ForeignFlag(argparse.Action):

@@ -223,13 +223,76 @@ OLDER_ALWAYS_SO = {
     "--device auto": "JAX picks the device: JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",
     "--guided-decoding-backend auto guidance": "llguidance makes the grammars",
     "--num-scheduler-steps 1": "a step computes one token of each sequence",
+    # Switches.
+    "--enable-reasoning": "--reasoning-parser separates thoughts",
+    "--use-v2-block-manager": "KV pages are managed in one way",
+    "--disable-frontend-multiprocessing": "HTTP and engine are one process; --instances adds some",
+    "--guided-decoding-disable-fallback": "llguidance makes the grammars",
+    "--full-cuda-graph": "a step is always one compiled program",
+    "--multi-step-stream-outputs": "a stream sends each token at once",
+    "--disable-uvicorn-metrics-access-log": "reads of /metrics are not logged",
 }
 OLDER_REFUSED = {
-    "--lora-extra-vocab-size": "use --max-lora-trainable-tokens",
-    "--lora-backend": "kernels are chosen by device and batch",
-    "--swap-space": "a preempted request is computed again, its prefix from the cache",
-    "--mem-fraction-static": "use --gpu-memory-utilization",
-    "--rope-scaling": "config.json in the model's folder sets it; change a copy of that file",
-    "--rope-theta": "config.json in the model's folder sets it; change a copy of that file",
-    "--max-seq-len-to-capture": "a step is always one compiled program",
+    "use --max-lora-trainable-tokens": "--lora-extra-vocab-size",
+    "use --enable-dora-and-bias": "--enable-lora-bias",
+    "use --lora-modules NAME=DIR; a quantised folder is the base": "--qlora-adapter-name-or-path",
+    "adapters are LoRA, ESFT and task heads": (
+        "--enable-prompt-adapter --max-prompt-adapters --max-prompt-adapter-token "
+        "--prompt-adapters --long-lora-scaling-factors"
+    ),
+    "kernels are chosen by device and batch": "--lora-backend",
+    "a preempted request is computed again, its prefix from the cache": (
+        "--swap-space --preemption-mode"
+    ),
+    "use --gpu-memory-utilization": "--mem-fraction-static",
+    "config.json in the model's folder sets it; change a copy of that file": (
+        "--rope-scaling --rope-theta --override-neuron-config --override-pooler-config"
+    ),
+    "a step is always one compiled program": (
+        "--max-seq-len-to-capture --max-context-len-to-capture --cuda-graph-sizes"
+    ),
+    """use --speculative-config '{"method": "ngram", "num_speculative_tokens": N}'""": (
+        "--speculative-model --num-speculative-tokens --speculative-max-model-len "
+        "--speculative-draft-tensor-parallel-size --speculative-disable-by-batch-size "
+        "--speculative-disable-mqa-scorer --speculative-model-quantization "
+        "--ngram-prompt-lookup-max --ngram-prompt-lookup-min --spec-decoding-acceptance-method "
+        "--typical-acceptance-sampler-posterior-threshold "
+        "--typical-acceptance-sampler-posterior-alpha --num-lookahead-slots "
+        "--disable-logprobs-during-spec-decoding"
+    ),
+    "use --distributed-executor-backend ray": "--worker-use-ray --engine-use-ray",
+    "use --mm-processor-cache-gb 0": "--disable-mm-preprocessor-cache",
+    "templates are rendered in threads of the server": (
+        "--tokenizer-pool-size --tokenizer-pool-type"
+    ),
+    "a step is scheduled while the one before it runs": "--disable-async-output-proc",
+    "tokens of a step are bounded by --max-num-batched-tokens": (
+        "--scheduler-delay-factor --max-num-partial-prefills --max-long-partial-prefills"
+    ),
+    "a request sends disable_any_whitespace in structured_outputs": (
+        "--guided-decoding-disable-any-whitespace"
+    ),
+    'a schema says "additionalProperties": false itself': (
+        "--guided-decoding-disable-additional-properties"
+    ),
+    "code from outside this package is not run in the server": "--logits-processor-pattern",
+    "KV pages in 8 bits have a scale for each token, nothing is calibrated": (
+        "--calculate-kv-scales --quantization-param-path"
+    ),
+    "the devices of --tensor-parallel-size share experts in order": (
+        "--num-redundant-experts --eplb-window-size --eplb-step-interval --eplb-log-balancedness"
+    ),
+    "images are decoded and prepared in one way": (
+        "--enable-multimodal-encoder-data-parallel --disable-image-processor --image-input-type "
+        "--image-token-id --image-input-shape --image-feature-size"
+    ),
 }
+# Switches among them; the others have values.
+OLDER_SWITCHES = (
+    "--enable-lora-bias --enable-prompt-adapter --speculative-disable-mqa-scorer "
+    "--disable-logprobs-during-spec-decoding --worker-use-ray --engine-use-ray "
+    "--disable-mm-preprocessor-cache --disable-async-output-proc "
+    "--guided-decoding-disable-any-whitespace --guided-decoding-disable-additional-properties "
+    "--calculate-kv-scales --eplb-log-balancedness --enable-multimodal-encoder-data-parallel "
+    "--disable-image-processor"
+)

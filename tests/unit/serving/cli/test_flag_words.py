@@ -13,6 +13,7 @@ from serving.cli.flag_words import did_you_mean, plain_words, unknown_flags
         (["my_model", "-tp", "1"], ["my_model", "-tp", "1"]),
         (["-O3"], ["--optimization-level", "3"]),
         (["-O=2"], ["--optimization-level", "2"]),
+        (["-O.level=3"], ["--compilation-config", '{"level": 3}']),
         (["--help=Frontend"], ["--help"]),
         (["--f_g.a_b", "1", "--f-g.c.d=x"], ["--f-g", '{"a_b": 1, "c": {"d": "x"}}']),
         (["-cc.mode", "3"], ["-cc", '{"mode": 3}']),

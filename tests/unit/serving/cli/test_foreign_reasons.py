@@ -3,7 +3,13 @@
 from collections import Counter
 
 from serving.cli.foreign_flags import vllm_facts
-from serving.cli.foreign_reasons import ALWAYS_SO, OLDER_ALWAYS_SO, OLDER_REFUSED, REFUSED
+from serving.cli.foreign_reasons import (
+    ALWAYS_SO,
+    OLDER_ALWAYS_SO,
+    OLDER_REFUSED,
+    OLDER_SWITCHES,
+    REFUSED,
+)
 
 
 def test_each_row_is_about_a_flag_of_vllm_and_no_flag_has_two():
@@ -18,4 +24,7 @@ def test_each_row_is_about_a_flag_of_vllm_and_no_flag_has_two():
 def test_older_flags_are_not_among_the_new_ones():
     known = {form for fact in vllm_facts() for form in (*fact.positive, *fact.negative)}
     assert not known & {key.split()[0] for key in OLDER_ALWAYS_SO}
-    assert not known & set(OLDER_REFUSED)
+    refused = [form for forms in OLDER_REFUSED.values() for form in forms.split()]
+    assert not known & set(refused)
+    assert len(refused) == len(set(refused))
+    assert set(refused) >= set(OLDER_SWITCHES.split())
