@@ -26,6 +26,7 @@ from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
 from serving.api.config import EngineConfig
+from serving.api.generation_config import FROM_MODEL, NONE
 from serving.engine.loop.pacing import SWITCH_S
 from serving.engine.parts.needed_sizes import needed_sizes
 from serving.functions import guard_process, jail
@@ -41,6 +42,8 @@ from serving.steps.kept_steps import NotKept
 logger = logging.getLogger(__name__)
 
 _GROWN_S = 5.0  # until the other programs are read and the first calls answered
+# Settings that name a file or folder. Others, such as a parser, may be called as a folder here is.
+_PATHS = "chat_template", "generation_config"
 _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 # Imported here only where the zygote has not done so before its fork.
 CALLS = "serving.functions.calls"  # with the engine
@@ -145,8 +148,8 @@ def _enter_jail(order: dict[str, Any], folders: list[Path]) -> None:
     which it writes only where the order says so; it writes the folder of budgets.
     """
     model, http = Path(order["model"]), order.get("http") or {}
-    named = [order["adapter"], *order["fields"].values(), *http.get("settings", {}).values()]
-    paths = [Path(n) for n in named if isinstance(n, str) and n and os.path.exists(n)]
+    named = [order["adapter"], *(order["fields"].get(name) for name in _PATHS)]
+    paths = [Path(n) for n in named if n and n not in (FROM_MODEL, NONE) and os.path.exists(n)]
     inside = [f for folder in (model, *paths) for f in folder.glob("*") if f.is_file()]
     private = [model, *paths]
     with contextlib.suppress(OSError):  # who uses it says why it cannot be there

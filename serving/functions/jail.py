@@ -29,9 +29,10 @@ _TCP = 0b11  # bind, connect: from version 4
 _SCOPES = 0b11  # abstract sockets, signals: from version 6
 _NO_NEW_PRIVS, _SET_SECCOMP, _FILTER = 38, 22, 2
 _MAX_FILES = 4096
-# Numbers of calls: socket, ptrace, process_vm_readv, process_vm_writev, pidfd_getfd, kcmp.
-_CALLS = {"x86_64": (0xC000003E, (41, 101, 310, 311, 438, 312))}
-_CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 438, 272)
+# Numbers of calls: socket, ptrace, process_vm_readv, process_vm_writev, kcmp, and those of all
+# machines: pidfd_getfd and io_uring_setup, whose rings make sockets without the first one.
+_CALLS = {"x86_64": (0xC000003E, (41, 101, 310, 311, 312, 438, 425))}
+_CALLS["aarch64"] = 0xC00000B7, (198, 117, 270, 271, 272, 438, 425)
 _OTHER_NUMBERS = 1 << 30  # from here on: the same calls, for programs of 32 bits
 _SYSTEM = ("/usr", "/lib", "/lib64", "/sys", "/proc/self", "/proc/cpuinfo", "/proc/meminfo")
 _SYSTEM += ("/proc/stat", "/proc/sys")

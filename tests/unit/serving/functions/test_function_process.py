@@ -1,16 +1,20 @@
 """A function's start: orders that it cannot meet, and what it says of a device without memory."""
 
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
+from support.processes.process_facts import open_files
 from support.processes.server_process import ROOT
 
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.wire import close_all, receive_header, send_fds, send_header
 from lora_jax.models.shared_weights import load_into_arena
-from serving.functions import calls, function_process
+from serving.functions import calls, function_process, jail
 
 MODEL = str(ROOT / "assets" / "stories260k")
 
@@ -33,11 +37,93 @@ def test_orders_that_cannot_be_met_are_answered_with_the_reason(order, words, mo
     with ours, theirs:
         send_header(ours, good | {"manifest": arena.manifest.fields()} | order)
         send_fds(ours, fds)
+        before = open_files()
         function_process.main(theirs)
         answer = receive_header(ours)
+        assert len(open_files() - before) <= 1  # of many of the backbone, that of its file
     close_all(fds)
     assert words in answer["error"]
     assert "Function 'f' cannot start" in answer["error"]
+
+
+def entered(order, monkeypatch):
+    """Return what a process of the order asks its jail for: positions, then names."""
+    asked = []
+    enter = lambda *given, **more: asked.append((given, more)) or ["Landlock"]  # noqa: E731
+    monkeypatch.setattr(function_process.jail, "enter", enter)
+    monkeypatch.setattr(function_process.jail, "code_folders", lambda without: [Path("code")])
+    base = {"name": "f", "fields": {}, "jail": {"memory_bytes": None, "gpus": False}}
+    function_process._enter_jail(base | order, [Path("programs")])
+    ((reads, writes, lists), more) = asked[0]
+    return {str(path) for path in reads}, {str(path) for path in writes}, lists, more
+
+
+def test_a_jail_opens_the_files_that_an_order_names_and_no_others(tmp_path, monkeypatch, caplog):
+    """Adapters of others lie below the model's folder, and folders may be called as settings."""
+    model, law = tmp_path / "model", tmp_path / "model" / "adapters" / "law"
+    chat, generation = tmp_path / "chat.jinja", tmp_path / "generation"
+    for folder in (law, law.parent / "other", generation, tmp_path / "cache"):
+        folder.mkdir(parents=True)
+    for name in ("auto", "hermes", "assistant", "bfloat16", "http:"):
+        (tmp_path / name).mkdir()
+    for file in (model / "config.json", law / "weights", chat, generation / "generation.json"):
+        file.touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(function_process.dispatch, "cache_folder", lambda: tmp_path / "cache")
+    fields = {"dtype": "bfloat16", "chat_template": str(chat), "generation_config": "auto"}
+    settings = {"tool_call_parser": "hermes", "response_role": "assistant"}
+    order = {"model": str(model), "adapter": str(law), "fields": fields}
+    order |= {"http": {"settings": settings, "budgets_folder": "budgets"}}
+    reads, writes, lists, more = entered(order, monkeypatch)
+    own = {str(path) for path in (model / "config.json", law, law / "weights", chat)}
+    assert reads == {"code", str(tmp_path / "cache"), "programs", *own}
+    assert writes == {"budgets"}
+    assert lists == [model]
+    assert more == {"memory_bytes": None, "network": False, "gpus": False, "programs": []}
+    assert "runs without Landlock" in caplog.text
+    fields["generation_config"] = str(generation)
+    files = {str(generation), str(generation / "generation.json")}
+    assert entered(order, monkeypatch)[0] - reads == files
+
+
+def test_a_jail_has_the_limits_of_its_order(monkeypatch):
+    order = {"model": "/nowhere", "adapter": None}
+    more = entered(order | {"jail": {"memory_bytes": 7, "gpus": True}}, monkeypatch)[3]
+    assert more == {"memory_bytes": 7, "network": False, "gpus": True, "programs": []}
+    traced = {"fields": {"otlp_traces_endpoint": "http://127.0.0.1:4317"}}
+    assert entered(order | traced, monkeypatch)[3]["network"]
+    engine = {"manifest": {}, "fields": {"structured_outputs": True}}
+    assert entered(order | engine, monkeypatch)[3]["programs"] == jail.interpreter()
+    tenant = {"fields": {"structured_outputs": True}}
+    assert entered(order | tenant, monkeypatch)[3]["programs"] == []
+    makes = {"programs": {"writes": True}}
+    assert entered(order | makes, monkeypatch)[1] == {"programs"}
+    assert entered(order | {"programs": {"writes": False}}, monkeypatch)[1] == set()
+
+
+LIFE = """
+import os, socket
+from types import SimpleNamespace
+from serving.functions import function_process, jail
+ours, theirs = socket.socketpair()
+order = {"name": "f", "adapter": None, "model": "/nowhere", "fields": {}, "tenant": True}
+order |= {"jail": {"memory_bytes": None, "gpus": False}, "device": "cpu"}
+function_process.receive_header = lambda connection: order
+jail.enter = lambda *given, **more: print("jail") or []
+def run(connection, given, count):
+    with open("/proc/self/status") as status:
+        bound = dict(line.split(":\t", 1) for line in status)
+    print(os.stat("/proc/self/environ").st_uid, bound["NoNewPrivs"].strip())
+    print(function_process.ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+function_process.importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace(run=run))
+function_process.main(theirs)
+"""
+
+
+def test_a_process_shuts_others_out_and_enters_its_jail_before_it_reads_an_adapter():
+    """Then no process of its user may trace it or read its memory."""
+    done = subprocess.run([sys.executable, "-c", LIFE], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["jail", "0", "1", "0"], done.stderr  # files in /proc are root's
 
 
 def late_imports(engine):

@@ -5,6 +5,7 @@ import errno
 import importlib.machinery
 import json
 import os
+import resource
 import struct
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from support.processes.process_facts import open_files
 from serving.functions import jail
 
 CODE = """
-import ctypes, json, os, socket, sys
+import ctypes, json, os, resource, socket, sys
 from serving.functions import jail
 own, other, kept, named, shared = sys.argv[1:]
 files = (f"/etc/{name}" for name in sorted(os.listdir("/etc")) if name not in jail._OF_ETC)
 of_machine = next(path for path in files if os.path.isfile(path) and os.access(path, os.R_OK))
 failed = jail.enter([*jail.code_folders([other]), own], [kept], [named], memory_bytes=2 << 30)
+limits = [resource.getrlimit(kind) for kind in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE)]
 tries = {
     "read own": lambda: open(own + "/file").read(),
     "read other": lambda: open(other + "/file").read(),
@@ -31,6 +33,7 @@ tries = {
     "read shared": lambda: open(shared).read(),
     "random": lambda: open("/dev/urandom", "rb").read(1),
     "write own": lambda: open(own + "/file", "w"),
+    "change own": lambda: open(own + "/file", "r+"),
     "write kept": lambda: open(kept + "/new", "w").write("x"),
     "list named": lambda: os.listdir(named),
     "read named": lambda: open(named + "/file").read(),
@@ -43,6 +46,7 @@ tries = {
     "import": lambda: __import__("sqlite3"),
     "program": lambda: os.execv("/bin/true", ["true"]),
     "memory": lambda: bytearray(4 << 30),
+    "raise": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (jail._MAX_FILES + 1,) * 2),
 }
 libc = ctypes.CDLL(None, use_errno=True)
 def trace():
@@ -53,8 +57,10 @@ for name, attempt in tries.items():
     try:
         attempt()
         said[name] = "done"
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, ValueError) as error:
         said[name] = type(error).__name__
+said |= {"limits": limits, "oom": open("/proc/self/oom_score_adj").read().strip()}
+said["new privileges"] = libc.prctl(39, 0, 0, 0, 0)  # PR_GET_NO_NEW_PRIVS: 1 as they are refused
 print(json.dumps([failed, said]))
 """
 
@@ -81,7 +87,7 @@ def test_what_is_its_own_works(said):
 def test_what_is_others_is_refused(said):
     failed, outcome = said
     files = ("read other", "write own", "read named", "environment", "program")
-    files += ("read machine", "read shared")
+    files += ("read machine", "read shared", "change own")
     if any("Landlock" in what for what in failed):
         files = ()
     calls = ("tcp", "udp", "trace")
@@ -89,6 +95,17 @@ def test_what_is_others_is_refused(said):
         calls = ()
     for name in (*files, *calls):
         assert outcome[name] == "PermissionError", name
+
+
+def test_limits_hold_for_good_and_the_kernel_ends_this_process_first(said):
+    _, outcome = said
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = jail._MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, jail._MAX_FILES)
+    assert outcome["limits"] == [[0, 0], [most, most]]
+    assert outcome["oom"] == "1000"
+    assert outcome["new privileges"] == 1
+    if os.getuid():  # root may raise its limits
+        assert outcome["raise"] == "ValueError"
 
 
 GRAMMAR = """
@@ -157,6 +174,17 @@ def test_a_process_with_gpus_gets_the_files_that_cuda_computes_with(monkeypatch,
     ours = [Path(path).name for path, _ in rules if str(path).startswith(str(tmp_path))]
     assert sorted(ours) == sorted(names)
     assert ("/dev/nvidia-caps", jail._READ | jail._LIST) in rules
+    assert dict(rules)[tmp_path / "nvidia0"] == jail._READ | jail._WRITE | jail._IOCTL
+
+
+def test_rules_let_nothing_be_executed_and_open_names_and_certificates_only_for_a_network():
+    rules = dict(jail._rules([], [], [], gpus=False))
+    assert "/etc/localtime" in rules
+    rights = [*rules.values(), dict(jail._rules([], ["kept"], [], False))["kept"]]
+    assert not any(allowed & jail._EXECUTE for allowed in rights)
+    of_network = {f"/etc/{name}" for name in jail._OF_NETWORK}
+    assert not of_network & rules.keys()
+    assert of_network < dict(jail._rules([], [], [], gpus=False, network=True)).keys()
 
 
 def test_the_current_folder_is_no_folder_of_code_but_for_packages_in_it(monkeypatch, tmp_path):
@@ -181,9 +209,16 @@ def test_folders_of_code_hold_no_private_path(monkeypatch):
     odd = types.ModuleType("odd")
     odd.__path__ = 1  # torch.classes answers any name with something that is no list
     monkeypatch.setitem(sys.modules, "odd", odd)
+    monkeypatch.chdir("/")  # the current folder is none of code for another reason
     package = os.path.dirname(jail.__file__)
     root = os.path.dirname(os.path.dirname(package))
-    folders = {str(folder) for folder in jail.code_folders([root + "/private"])}
+    monkeypatch.syspath_prepend(root)
+    jail._folders_of.cache_clear()
+    try:
+        assert root in map(str, jail.code_folders([]))
+        folders = {str(folder) for folder in jail.code_folders([root + "/private"])}
+    finally:
+        jail._folders_of.cache_clear()
     assert root not in folders
     assert any(package.startswith(folder) for folder in folders)
 
@@ -241,14 +276,55 @@ def test_what_a_kernel_refuses_is_an_error_and_leaves_no_descriptor(tmp_path, re
     assert open_files() <= before
 
 
-def test_a_filter_of_calls_is_for_known_machines_and_leaves_sockets_only_where_asked(monkeypatch):
-    sizes = []
-    for network in (False, True):
-        kernel = Kernel()
-        kernel.prctl = lambda option, mode, head, *_: sizes.append(struct.unpack("<H6xQ", head)[0])
-        kernel.prctl = lambda *given, note=kernel.prctl: note(*given) or 0
-        jail._seccomp(kernel, network)
-    assert sizes[0] - sizes[1] == 4  # four steps look at the family of a socket
+def filtered(machine, network, monkeypatch):
+    """Return the filter of a machine as a function of its architecture, a call and an argument."""
+    made = []
+
+    def prctl(option, mode, head, *_):
+        size, address = struct.unpack("<H6xQ", head)
+        made.extend(struct.iter_unpack("<HBBI", ctypes.string_at(address, 8 * size)))
+        return 0
+
+    monkeypatch.setattr(jail.platform, "machine", lambda: machine)
+    jail._seccomp(types.SimpleNamespace(prctl=prctl), network)
+
+    def verdict(arch: int, number: int, argument: int = 0) -> str:
+        data, held, at = struct.pack("<IIQQ", number, arch, 0, argument), 0, 0
+        while True:
+            code, then, other, value = made[at]
+            at += 1
+            if code == 0x20:
+                (held,) = struct.unpack_from("<I", data, value)
+            elif code == 0x06:
+                return {0x7FFF0000: "allowed", 0x00050001: "refused"}[value]
+            else:
+                at += then if {0x15: held == value, 0x35: held >= value}[code] else other
+
+    return verdict
+
+
+# By the kernel's tables of calls, in this order: read, execve, socket, ptrace, process_vm_readv,
+# process_vm_writev, kcmp, pidfd_getfd, io_uring_setup.
+NUMBERS = {"x86_64": (0xC000003E, (0, 59, 41, 101, 310, 311, 312, 438, 425))}
+NUMBERS["aarch64"] = (0xC00000B7, (63, 221, 198, 117, 270, 271, 272, 438, 425))
+UNIX, *OTHERS = 1, 2, 10, 16, 17, 38, 40, 44  # families: INET, INET6, NETLINK, PACKET, ALG, VSOCK
+
+
+@pytest.mark.parametrize("machine", NUMBERS)
+def test_calls_that_reach_out_of_a_process_are_refused_by_whatever_number(machine, monkeypatch):
+    arch, (read, execve, socket, *others) = NUMBERS[machine]
+    verdict = filtered(machine, False, monkeypatch)
+    open_to_all = filtered(machine, True, monkeypatch)
+    for one in (verdict, open_to_all):
+        assert {one(arch, read), one(arch, execve), one(arch, socket, UNIX)} == {"allowed"}
+        assert {one(arch, number) for number in others} == {"refused"}
+        assert one(0x40000003, read) == "refused"  # the table of 32 bits, which numbers others
+        assert one(arch, (1 << 30) + read) == "refused"
+    assert {verdict(arch, socket, family) for family in (0, *OTHERS)} == {"refused"}
+    assert {open_to_all(arch, socket, family) for family in OTHERS} == {"allowed"}
+
+
+def test_a_filter_of_calls_is_for_known_machines(monkeypatch):
     with pytest.raises(OSError, match="not permitted"):
         jail._seccomp(Kernel(refuses=(jail._SET_SECCOMP,)), False)
     monkeypatch.setattr(jail.platform, "machine", lambda: "riscv64")
