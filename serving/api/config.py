@@ -50,7 +50,7 @@ class EngineConfig:
     max_queue: int = 1024  # waiting sequences; more is QueueFull
     seed: int = 0  # from which requests without a seed get theirs
     max_logprobs: int = MAX_LOGPROBS
-    chat_template: str | None = None  # a Jinja file that replaces the model's template
+    chat_template: str | None = None  # a Jinja file, or its text, in place of the model's
     generation_config: str = FROM_MODEL  # where sampling's defaults are; "vllm": nowhere
     override_generation_config: dict = dataclasses.field(default_factory=dict, hash=False)
     # Images.

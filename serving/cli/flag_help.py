@@ -37,7 +37,8 @@ ENGINE_HELP = {
     "max_queue": "Maximum waiting sequences. A request beyond it gets status 429.",
     "seed": "Seed of the server. Requests without a seed draw theirs from it.",
     "max_logprobs": "Maximum log-probabilities per token that a request may ask for.",
-    "chat_template": "Jinja file that replaces the model's chat template.",
+    "chat_template": "Jinja file, or a template in one line, that replaces the model's chat "
+    "template.",
     "generation_config": "Source of sampling defaults. auto: the model's generation_config.json. "
     "vllm: the API's defaults. DIR: a folder with such a file.",
     "override_generation_config": "Sampling defaults that replace those of --generation-config. "
@@ -167,7 +168,7 @@ METAVARS = {
     "mm_processor_cache_gb": "GIB",
     "lora_merge_theta": "SECONDS",
     "otlp_traces_endpoint": "URL",
-    "chat_template": "FILE",
+    "chat_template": "FILE|TEXT",
     "generation_config": "auto|vllm|DIR",
     "override_generation_config": "JSON",
     "max_model_len": "TOKENS",

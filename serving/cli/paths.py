@@ -13,6 +13,7 @@ from lora_jax import strict_json
 from lora_jax.adapters.reader import CONFIG_FILES
 from serving.api.generation_config import FILE, FROM_MODEL, NONE
 from serving.cli.options import Options
+from serving.text.tokenizer_files import inline_template
 
 _TLS = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs")
 
@@ -32,7 +33,7 @@ def check_paths(options: Options) -> None:
         _folder(f"--lora-modules {module.name}", module.path, CONFIG_FILES, hint)
     if engine.generation_config not in (FROM_MODEL, NONE):
         _folder("--generation-config", engine.generation_config, (FILE,))
-    if engine.chat_template is not None:
+    if engine.chat_template is not None and inline_template(engine.chat_template) is None:
         _file("--chat-template", engine.chat_template)
     if options.cluster.nodes_secret_file is not None:
         _file("--nodes-secret-file", options.cluster.nodes_secret_file)

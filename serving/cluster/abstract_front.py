@@ -19,7 +19,7 @@ from serving.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-PROBES = ("/health", "/ready", "/live")
+PROBES = ("/health", "/ready", "/live", "/ping")
 METRICS = ("/metrics", "/metrics/")
 RETRY_S = "1"
 SHORT_S = 60.0  # for the head of an answer that is no generation
@@ -59,7 +59,7 @@ class AbstractFront(abc.ABC):
 
     async def _answer(self, scope: Scope, receive: Receive, send_: Send) -> None:
         path, method = scope["path"], scope["method"]
-        if path in PROBES and method in ("GET", "HEAD"):
+        if (path in PROBES and method in ("GET", "HEAD")) or (path, method) == ("/ping", "POST"):
             await self._health(path)(scope, receive, send_)
             return
         limits = self._limits

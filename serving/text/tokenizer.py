@@ -14,7 +14,7 @@ from serving.text.tokenizer_backends import (
     SentencePieceBackend,
     TokenizersBackend,
 )
-from serving.text.tokenizer_files import TokenizerFiles
+from serving.text.tokenizer_files import TokenizerFiles, inline_template
 
 _SHORT, _MOST_KEPT = 512, 64  # characters of a text that is kept, and texts
 _KEPT = 1 << 16  # tokens whose text is kept
@@ -209,7 +209,10 @@ def check_files(
 
 def _template(files: TokenizerFiles, given: str | Path | None) -> ChatTemplate | None:
     """Return the given file's chat template, else the model's, if it has one."""
-    source = files.chat_template() if given is None else _read_template(Path(given))
+    if given is None:
+        source = files.chat_template()
+    else:
+        source = inline_template(given) or _read_template(Path(given))
     return None if source is None else ChatTemplate(source, files.special_tokens())
 
 

@@ -1,5 +1,6 @@
 """Reader of the small JSON files beside a tokenizer, in all their dialects. No jax."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -101,3 +102,9 @@ def _added(entry: dict[str, Any], token_id: int) -> AddedToken:
     return AddedToken(
         entry["content"], token_id, **{flag: bool(entry.get(flag, False)) for flag in flags}
     )
+
+
+def inline_template(given: str | Path) -> str | None:
+    r"""Return a template that is no path of one, its \n as line breaks, or None for a path."""
+    is_inline = isinstance(given, str) and "{" in given and not os.path.isfile(given)
+    return str(given).replace("\\n", "\n") if is_inline else None

@@ -13,15 +13,15 @@ from serving.http.access.observe import HttpMetrics
 from serving.http.errors import ApiError
 
 METRICS_PATHS = ("/metrics", "/metrics/")
-PROBE_PATHS = ("/health", "/live", "/ready")
+PROBE_PATHS = ("/health", "/live", "/ping", "/ready")
 
 
 class Authenticate:
     """Put the caller into the request's state, or answer 401, 403 or 429.
 
-    /health, /live and /ready are open to everybody, and so are the demo page and /docs (they hold
-    no data) where the page is served; /metrics is open while there is no key at all. While many
-    wrong keys come, their answers wait.
+    /health, /live, /ping and /ready are open to everybody, and so are the demo page and /docs
+    (they hold no data) where the page is served; /metrics is open while there is no key at all.
+    While many wrong keys come, their answers wait.
     """
 
     def __init__(

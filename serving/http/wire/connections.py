@@ -27,7 +27,7 @@ _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
     b"connection: close\r\ncontent-length: " + str(len(_BUSY)).encode() + b"\r\n\r\n" + _BUSY
 )
-_PROBES = ("/health", "/live", "/ready", "/metrics")
+_PROBES = ("/health", "/live", "/ping", "/ready", "/metrics")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serving.http.errors import ApiError
 
-_OPEN = ("/health", "/live", "/metrics")
+_OPEN = ("/health", "/live", "/metrics", "/ping")
 _RETRY = {"Retry-After": "5", "Connection": "close"}
 
 

@@ -30,6 +30,8 @@ class Front(AbstractFront):
     ("path", "body", "status", "text"),
     [
         ("/health", "", 200, "probe /health"),
+        ("/ping", "", 200, "probe /ping"),
+        ("/ping", "x", 200, "probe /ping"),  # SageMaker's is a POST
         ("/own", "", 200, "own"),
         ("/refused", "", 409, "not now"),
         ("/v1/completions", "abc", 200, "passed abc"),

@@ -131,6 +131,8 @@ def test_chat_template_of_the_model_and_its_replacement(tmp_path):
     (tmp_path / "other.jinja").write_text("other")
     other = Tokenizer(tmp_path, chat_template=tmp_path / "other.jinja")
     assert other.apply_chat_template(messages) == "other"
+    inline = Tokenizer(tmp_path, chat_template="{{ messages[0].content }}\\n.")
+    assert inline.apply_chat_template(messages) == "hi\n."
 
 
 def test_without_a_chat_template_chat_is_refused(tmp_path):

@@ -97,11 +97,13 @@ def test_probes_are_answered_meanwhile():
     async def run():
         drain = Drain(soon)
         drain.is_draining = True
-        probes = [Client(drain, path) for path in ("/live", "/health", "/metrics", "/ready")]
+        probes = [
+            Client(drain, path) for path in ("/live", "/ping", "/health", "/metrics", "/ready")
+        ]
         await asyncio.wait({probe.task for probe in probes})
         return [probe.status for probe in probes]
 
-    assert asyncio.run(run()) == [200, 200, 200, 503]
+    assert asyncio.run(run()) == [200, 200, 200, 200, 503]
 
 
 def test_an_error_of_the_application_passes():
