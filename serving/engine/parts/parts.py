@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -106,12 +107,14 @@ class EngineParts:
         )
 
     def close(self) -> None:
-        """End the loop, and leave devices and other processes."""
+        """End the loop, leave devices and other processes, and free what the engine held."""
         self.loop.close()
         self.leave()
         if self.gang is not None:
             self.gang.close()
         self.compilations.close()
+        # flax leaves cycles around the model's weights, which keep device memory.
+        gc.collect()
 
 
 def build_parts(

@@ -57,7 +57,6 @@ def test_a_closed_engine_that_is_still_referenced_holds_no_weights_and_no_steps(
 
     engine.close()
 
-    gc.collect()  # the checks of annotated arrays leave cycles
     assert [one for one in model if one() is not None] == []
     assert "jit_step" not in alive(made)
     # What a server's last scrape and a notebook may still ask.
