@@ -21,6 +21,7 @@ _NEEDED = {
     "text": "must have a string text, and no image_url beside it",
     "image_url": "must have image_url: a URL, or an object with a url; uuid alone names no image",
 }
+_TEXTS = (None, "text", "input_text", "output_text")  # the last two are of responses
 _REMOTE = ("http:", "https:")
 
 
@@ -34,7 +35,7 @@ def image_url(part: ContentPart) -> str | None:
 
 def is_text(part: ContentPart) -> bool:
     """Return whether a part is text and nothing else."""
-    return part.text is not None and part.type in (None, "text") and part.image_url is None
+    return part.text is not None and part.type in _TEXTS and part.image_url is None
 
 
 def part_kind(part: ContentPart) -> str:

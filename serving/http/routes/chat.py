@@ -102,11 +102,22 @@ class ChatAnswer(AbstractChoices):
         """Return one chunk with the role per choice, and one with what is echoed."""
         deltas = [{"role": self._role, "content": ""}]
         deltas += [{"content": self._echo}] if self._echo else []
-        return [
+        chunks = [
             self.chunk([self._chunk_choice(i, delta)])
             for delta in deltas
             for i in range(self.generation.num_choices)
         ]
+        if self.return_token_ids:
+            chunks[0]["prompt_token_ids"] = self.generation.prompts[0].ids
+        return chunks
+
+    def of(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunk of a piece; the prompt's log-probabilities stand beside its choice."""
+        chunks, logprobs = super().of(piece), piece.delta.prompt_logprobs
+        if self._wants_prompt_logprobs and piece.index == 0 and logprobs is not None:
+            chunks = chunks or [self.chunk([self._chunk_choice(0, {})])]
+            chunks[0]["prompt_logprobs"] = prompt_logprobs(self.text_of, logprobs)
+        return chunks
 
     def text_of_plain(self, piece: Piece) -> str | None:
         return super().text_of_plain(piece) if self._reader(piece.index).is_plain else None

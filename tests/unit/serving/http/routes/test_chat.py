@@ -51,7 +51,7 @@ def test_what_a_request_does_not_set_is_the_model_s_default(client, engine):
 
 
 def test_text_parts_are_text(client):
-    parts = [{"type": "text", "text": "y"}, {"type": "text", "text": "o"}]
+    parts = [{"type": "text", "text": "y"}, {"type": "input_text", "text": "o"}]
     whole = chat(client, messages=[{"role": "user", "content": "y\no"}], max_tokens=3)
     answer = chat(client, messages=[{"role": "user", "content": parts}], max_tokens=3)
     assert answer["choices"] == whole["choices"]
@@ -142,6 +142,17 @@ def test_token_ids_and_prompt_logprobs_stand_beside_the_choices(client):
     assert answer["prompt_token_ids"] == list(PROMPT)
     assert answer["choices"][0]["token_ids"] == letters(list(PROMPT), None, 0, 2)
     assert len(answer["prompt_logprobs"]) == len(PROMPT)
+
+
+def test_token_ids_and_prompt_logprobs_of_a_stream_come_once(client):
+    more = {"max_tokens": 2, "n": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    body = {"messages": [USER], "stream": True} | more
+    answer = client.post("/v1/chat/completions", json=body).text
+    chunks = [json.loads(x[6:]) for x in answer.splitlines() if x.startswith("data: {")]
+    assert [c["prompt_token_ids"] for c in chunks if "prompt_token_ids" in c] == [list(PROMPT)]
+    (logprobs,) = [c["prompt_logprobs"] for c in chunks if "prompt_logprobs" in c]
+    whole = chat(client, max_tokens=2, prompt_logprobs=0)
+    assert logprobs == whole["prompt_logprobs"]
 
 
 def test_a_model_without_a_template_says_so(client, engine, monkeypatch):
