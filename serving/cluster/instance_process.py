@@ -41,6 +41,7 @@ _REPLAY_S = 300.0  # to load all adapters of the journal
 BUDGETS = "budgets"  # of keys, beside the sockets
 _READY = b"ready "
 _REPLAY = b"replay"
+_OF_KILLED = "for want of memory, if nobody has sent the signal: dmesg says so."
 _ARE_YOU_READY = b"GET /ready HTTP/1.1\r\nHost: instance\r\nConnection: close\r\n"
 
 
@@ -122,8 +123,13 @@ class InstanceProcess(AbstractChild):
         except (EOFError, OSError, ValueError):
             pass
         ended = [sentinels[one] for one in news if one in sentinels]
+        last = ended[0] if ended else self
+        why = last.end_by_signal()
         where = f": the process of node {ended[0].rank} has ended" if ended else ""
-        raise ConnectionError(f"Instance {self.number} did not start{where}; its log says why.")
+        if why and not ended:
+            where = ": its process has ended"
+        said = _OF_KILLED if why else "its log says why."
+        raise ConnectionError(f"Instance {self.number} did not start{where}{why}; {said}")
 
     def replay(self) -> dict[str, str]:
         """Let the instance repeat the journal of loads; return what it could not load, and why.

@@ -273,7 +273,8 @@ class LocalCluster:
     def _replace(self, dead: InstanceProcess) -> None:
         why = self._no_host.get(dead.number)
         if why is None:
-            logger.warning("Instance %d has ended; restarting it.", dead.number)
+            how = dead.end_by_signal()
+            logger.warning("Instance %d has ended%s; restarting it.", dead.number, how)
         self.router.set_up(dead.number, False)
         dead.stop()
         try:

@@ -184,7 +184,8 @@ class ServerGroup:
         rank, begun = dead.rank, time.monotonic()
         before = self._addresses.get(rank)
         if (why := self._no_host.get(rank)) is None:
-            logger.warning("Rank %d of the LoRA Server has ended; restarting it.", rank)
+            how = dead.end_by_signal()
+            logger.warning("Rank %d of the LoRA Server has ended%s; restarting it.", rank, how)
         self.coordinator.lose(rank)
         dead.stop()
         try:

@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import enum
+import signal
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -80,6 +81,19 @@ class AbstractChild(abc.ABC):
         """The exit status of a process whose sentinel said that it ends, negative for a signal."""
         self._process.join(self._end_s)  # the sentinel is a little early
         return self._process.exitcode
+
+    def end_by_signal(self, wait_s: float = 1.0) -> str:
+        """Return " (SIGKILL)" or the like if a signal has ended the process, else "".
+
+        It may have a moment to end: who waits for its connection is told earlier.
+        """
+        with contextlib.suppress(ValueError):  # closed meanwhile
+            self._process.join(wait_s)
+            status = self._process.exitcode
+            if status is not None and status < 0:
+                known = {int(number) for number in signal.Signals}
+                return f" ({signal.Signals(-status).name if -status in known else -status})"
+        return ""
 
     def kill(self) -> None:
         """End the process at once; `stop` must still be called."""

@@ -67,6 +67,9 @@ class Role:
 
     kill = die
 
+    def end_by_signal(self):
+        return " (SIGKILL)"
+
     def stop(self, end_s=None):
         self.kill()
         if not self.stopped:
@@ -285,7 +288,7 @@ def test_an_instance_without_a_host_is_tried_again_and_has_a_new_address(
         wait_until(lambda: len(Role.made) == 3 and cluster.paths[0] == where)
         wait_until(lambda: 0 in cluster.router.up)
         assert caplog.text.count("Instance 0 cannot start now: no room") == 1
-        assert caplog.text.count("Instance 0 has ended; restarting it") == 1
+        assert caplog.text.count("Instance 0 has ended (SIGKILL); restarting it") == 1
         assert cluster.roles() == {"instances": [True, True]}
         cluster._end_instances()  # as when the LoRA Server's memory has moved
         wait_until(lambda: len(Role.made) == 5)

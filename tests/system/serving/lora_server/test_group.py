@@ -36,6 +36,9 @@ class Process:
     def pulse(self, limit_s):
         return Pulse.UP
 
+    def end_by_signal(self):
+        return ""
+
     def kill(self):
         end, self._end = self._end, None
         if end is not None:

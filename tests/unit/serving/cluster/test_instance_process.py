@@ -102,6 +102,19 @@ def test_a_follower_that_hangs_while_it_starts_is_killed_and_named(over_two_host
     assert not echo._has_ended
 
 
+@pytest.mark.parametrize(("rank", "named"), [(0, "its process"), (1, "the process of node 1")])
+def test_a_process_that_is_killed_instead_of_starting_may_have_lacked_memory(
+    over_two_hosts, rank, named
+):
+    process, *hosts = over_two_hosts
+    hosts[rank].made[0].finish(-signal.SIGKILL)
+    for end in hosts[rank].ends:
+        end.close()
+    said = rf"did not start: {named} has ended \(SIGKILL\); for want of memory, if nobody"
+    with pytest.raises(ConnectionError, match=said):
+        process.wait_ready()
+
+
 def test_a_follower_that_ends_instead_of_starting_is_named(over_two_hosts):
     process, _, second = over_two_hosts
     second.made[0].finish(1)

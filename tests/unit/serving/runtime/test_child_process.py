@@ -4,6 +4,7 @@ import multiprocessing
 import multiprocessing.connection
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,4 +66,15 @@ def test_a_killed_child_is_seen_and_can_be_stopped():
     child = Child(leave_on_end_of, 60.0)
     child.kill()
     assert multiprocessing.connection.wait([child.sentinel], 60)
+    assert child.end_by_signal() == " (SIGKILL)"
     child.stop()
+    assert child.end_by_signal() == ""  # its handle is closed
+
+
+@pytest.mark.parametrize(
+    ("status", "how"), [(None, ""), (1, ""), (-15, " (SIGTERM)"), (-99, " (99)")]
+)
+def test_only_a_signal_that_has_ended_a_child_is_told(status, how):
+    child = object.__new__(Child)
+    child._process = SimpleNamespace(join=lambda wait_s: None, exitcode=status)
+    assert child.end_by_signal() == how
