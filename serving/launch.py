@@ -29,6 +29,7 @@ from serving.cli.options import Options, is_loopback
 from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
 from serving.cli.start_files import check_start_files
+from serving.cli.vllm_variables import without_effect
 from serving.engine.images.sources import MediaPolicy
 from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
@@ -312,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning(
             "No API key: every client that reaches %s can use this server.", options.host
         )
+    for line in without_effect(os.environ):
+        logger.warning("A variable of vLLM has no effect here. %s.", line)
     try:
         if options.plan is not None:
             _show_plan(options, options.plan)

@@ -335,7 +335,9 @@ def test_keys_that_others_can_read_and_a_missing_one_are_warned_of(fake, monkeyp
     for flag, twin in (("--api-key", "SERVING_API_KEY"), ("--metrics-key", "SERVING_METRICS_KEY")):
         assert f"can read {flag} in the list of processes; better: {twin}" in caplog.text
     assert "No API key" not in caplog.text
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert main(["m", "--host", "0.0.0.0", "--insecure"]) == 0
+    assert "no effect here. VLLM_LOGGING_LEVEL: use --log-level." in caplog.text
     assert "No API key: every client that reaches 0.0.0.0 can use this server." in caplog.text
     assert len(ran) == 2
 
