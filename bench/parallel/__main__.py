@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,22 @@ from lora_jax.sharding import ATTENTION_OUTPUTS
 from serving.engine.parts.devices import make_cpu_devices
 
 PARTS = ("exchange", "bits", "steps", "host", "graphs", "served", "cluster", "remote")
+COMPARING = ("bits", "host")  # parts that take several numbers of devices
 HOST_SIZES = steps.Sizes(position=20)
 TINY_SIZES = steps.Sizes(rows=8, position=20, prompts=2, prompt=12)
 
 
-def parse() -> argparse.Namespace:
-    """Read the command line."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; exits where a part is given more numbers of devices than it takes."""
     parser = argparse.ArgumentParser(prog="python -m bench.parallel", description=__doc__)
     parser.add_argument("part", nargs="?", default="exchange", choices=PARTS)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument(
-        "--devices", type=int, nargs="+", default=[2], help="numbers of devices to measure"
+        "--devices",
+        type=int,
+        nargs="+",
+        default=[2],
+        help="numbers of devices; several for bits and host",
     )
     parser.add_argument("--model", default="qwen3-30b-a3b", choices=[*SPEED, *SMALL])
     parser.add_argument("--layers", type=int, help="number of first layers to build (default: all)")
@@ -65,7 +71,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--long", action="store_true", help="bits of long prompts")
     parser.add_argument("--lock", type=Path, help="lock file shared by parts that run side by side")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    if len(args.devices) > 1 and args.part not in COMPARING:
+        parser.error(
+            f"--devices takes one number for {args.part}, got {' '.join(map(str, args.devices))}: "
+            "run the command once for each"
+        )
+    return args
 
 
 def measure(args: argparse.Namespace, folder: Path, quiet: Quiet) -> dict[str, Any] | list[Any]:

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from support.drivers.scheduler_driver import Driver, limits
 
 from bench.parallel import bits, exchange, graphs, host, served, shapes, steps
+from bench.parallel.__main__ import parse
 from bench.parallel.quiet import Quiet
 from bench.thunks import read_thunks
 from lora_jax.config import from_hf
@@ -115,6 +116,14 @@ def test_thunks_of_a_dump(tmp_path):
 
 
 @pytest.mark.long
+def test_a_part_of_one_number_of_devices_refuses_several(capsys):
+    given = ["--out", "results", "--devices", "1", "2"]
+    assert parse(["bits", *given]).devices == [1, 2]
+    with pytest.raises(SystemExit):
+        parse(["steps", *given])
+    assert "--devices takes one number for steps, got 1 2" in capsys.readouterr().err
+
+
 def test_steps_of_a_tiny_model_draw_the_same_tokens_on_two_devices():
     make_cpu_devices(2)
     raw = shapes.tiny(shapes.QWEN3_30B)
