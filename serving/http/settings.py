@@ -10,7 +10,8 @@ ROLES = ("user", "admin", "metrics")
 NEVER_S = 1e9
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", HARMONY_CALLS)
-REASONING_PARSERS = ("qwen3", HARMONY)
+ALWAYS_THOUGHTS = "deepseek_r1"
+REASONING_PARSERS = ("qwen3", ALWAYS_THOUGHTS, HARMONY)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from serving.http.answers.harmony_reader import HarmonyReader
 from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.requests.protocol import ChatBody
 from serving.http.requests.tools import auto_parser, demanded_calls
-from serving.http.settings import HARMONY, HttpSettings
+from serving.http.settings import ALWAYS_THOUGHTS, HARMONY, HttpSettings
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -22,9 +22,12 @@ class ThoughtReader:
     The text is taken character by character: how it is cut changes nothing.
     """
 
-    def __init__(self, is_open: bool):
-        """`is_open`: the prompt ends with the opening tag."""
+    def __init__(self, is_open: bool, *, always: bool = False):
+        """`is_open`: the prompt ends with the opening tag. `always`: the text begins with thoughts
+        also where no tag opens them.
+        """
         self._state = self._skip if is_open else self._before
+        self._always = always
         self._held = ""  # white space, and the beginning of a tag
         self._tag = ""
         self._after = self._in_thoughts
@@ -36,7 +39,7 @@ class ThoughtReader:
         for char in text:
             self._state(char)
         if ends:
-            is_content = self._state == self._before
+            is_content = self._state == self._before and not self._always
             (self._content if is_content else self._thoughts).append(self._held)
             self._held = ""
         parts = "".join(self._thoughts), "".join(self._content)
@@ -53,6 +56,11 @@ class ThoughtReader:
                 self._state = self._skip
         elif char.isspace() and not self._tag:
             self._held += char
+        elif self._always:
+            held, self._held, self._tag = self._held.lstrip() + char, "", ""
+            self._state = self._in_thoughts
+            for each in held:
+                self._state(each)
         else:
             self._content.append(self._held + char)
             self._held, self._state = "", self._in_content
@@ -110,7 +118,8 @@ class MessageReader:
             self._harmony = HarmonyReader(prompt, with_calls=parser is not None)
         else:
             self._calls = None if parser is None else CALL_PARSERS[parser]()
-            self._thoughts = None if reasoning is None else ThoughtReader(thinks)
+            always = reasoning == ALWAYS_THOUGHTS
+            self._thoughts = None if reasoning is None else ThoughtReader(thinks, always=always)
         self._has_thoughts = reasoning is not None
         readers = self._demanded, self._harmony, self._calls, self._thoughts
         # Whether a piece of the text is a piece of the content.

@@ -46,6 +46,24 @@ def test_thoughts_are_split_off_wherever_a_stream_is_cut(thinks, text, thoughts,
         assert (parts["reasoning_content"], parts["content"]) == (thoughts, content)
 
 
+@pytest.mark.parametrize(
+    ("thinks", "text", "thoughts", "content"),
+    [
+        (False, " Well.\n</think>\n\nYes", "Well.", "Yes"),
+        (False, "<think>\nWell.</think>Yes", "Well.", "Yes"),
+        (True, "Well.</think>Yes", "Well.", "Yes"),
+        (False, "</think>Yes", "", "Yes"),
+        (False, "<thx </thin", "<thx </thin", ""),
+        (False, "<thin", "<thin", ""),
+        (False, "", "", ""),
+    ],
+)
+def test_the_thoughts_of_deepseek_r1_need_no_opening_tag(thinks, text, thoughts, content):
+    for pieces in cuts(text):
+        parts, _ = run(pieces, reasoning="deepseek_r1", thinks=thinks)
+        assert (parts["reasoning_content"], parts["content"]) == (thoughts, content)
+
+
 def test_calls_in_thoughts_are_thoughts():
     text = f"<think>{CALL}</think>\n\nNow.\n{CALL}\n{CALL}"
     for pieces in cuts(text):
