@@ -208,3 +208,23 @@ def test_files_that_pages_name_are_there():
     lost = sorted(f"{page}: {path}" for page, path in named if f"/{path.rstrip('/')}" not in ends)
     assert named
     assert not lost, "\n".join(lost)
+
+
+def folders_of_map() -> list[str]:
+    """The first column of the table of folders in ARCHITECTURE.md."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    return re.findall(r"^\| `([\w./]+)/` \|", text, re.MULTILINE)
+
+
+def test_the_map_names_each_folder_once():
+    """Folders of code at any depth, others at the top; an op's folder is one of `ops/`."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    files = [Path(name) for name in listed.stdout.splitlines()]
+    rooms = {file.parent for file in files if file.suffix == ".py"}
+    rooms = {room for room in rooms if room.parts[:1] in (("src",), ("serving",))}
+    ops = Path("src/lora_jax/ops")
+    rooms = {r for r in rooms if r.parent != ops or r.name == "cpu"}
+    tops = {Path(file.parts[0]) for file in files if len(file.parts) > 1} - {Path("src")}
+    assert sorted(folders_of_map()) == sorted(map(str, rooms | tops))
