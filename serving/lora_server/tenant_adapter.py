@@ -33,7 +33,7 @@ def open_tenant(
     catalogue = model_class(config.model_type).catalogue(config)
     layout = TenantLayout(catalogue)
     limits = reader.AdapterReadLimits(max_rank=max_rank)
-    names = (Path(model).resolve().name,)
+    names = (Path(model).resolve().name, *([config.original] if config.original else []))
     weights = reader.read(Path(folder), catalogue, base_names=names, limits=limits)
     if not isinstance(weights, AdapterWeights) or weights.report.head is not None:
         raise ValueError(

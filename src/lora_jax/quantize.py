@@ -74,7 +74,19 @@ def quantize(
             f"{needs(format_name)}. Leave out --quant-lm-head."
         )
     encode, section = encoder(format_name, {maps[name][1] for name in chosen})
+    said = section(_kept(files, chosen))
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        _write(model, out, chosen, encode, said)
+    except BaseException:
+        shutil.rmtree(out)  # a second run would refuse a folder that holds files
+        raise
+    _log(format_name, chosen, sorted(maps.keys() - chosen))
+    return said
+
+
+def _write(model: Path, out: Path, chosen: set[str], encode: Any, section: dict[str, Any]) -> None:
+    """Write the files of a copy whose `chosen` tensors are encoded."""
     placed: dict[str, str] = {}
     for file in checkpoint_files(model):
         tensors = dict(_encoded(file, chosen, encode))
@@ -85,13 +97,11 @@ def quantize(
         size = sum((out / name).stat().st_size for name in set(placed.values()))
         index = {"metadata": {"total_size": size}, "weight_map": placed}
         (out / INDEX).write_text(json.dumps(index, indent=1))
-    kept = _kept(files, chosen)
     _copy_others(model, out)
     raw = json.loads((model / "config.json").read_text())
-    added = {"quantization_config": section(kept)}
+    # What adapters call the model, which they go on naming (ModelConfig.original).
+    added = {"_name_or_path": model.resolve().name, "quantization_config": section}
     (out / "config.json").write_text(json.dumps(raw | added, indent=2) + "\n")
-    _log(format_name, chosen, sorted(maps.keys() - chosen))
-    return added["quantization_config"]
 
 
 def _log(format_name: str, chosen: set[str], left: list[str]) -> None:

@@ -60,6 +60,7 @@ def test_a_copy_loads_and_is_near_the_original(original, tmp_path, name):
     original_values = np.asarray(plain.experts.gate_proj[...], np.float32)
     error = np.sqrt(np.mean((got - original_values) ** 2) / np.mean(original_values**2))
     assert error < 0.1
+    assert read_config(out).original == "original"
     section = json.loads((out / "config.json").read_text())["quantization_config"]
     kept = next(v for k, v in section.items() if k.startswith(("llm_int8_skip", "modules", "ign")))
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(kept)
@@ -172,6 +173,7 @@ def test_weights_that_cannot_be_encoded_are_refused_by_name(original, tmp_path):
     save_file(tensors, original / "a.safetensors")
     with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
         quantize(original, "fp8", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_model_of_narrow_maps_is_refused(tmp_path):

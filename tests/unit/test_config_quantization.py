@@ -69,6 +69,14 @@ def test_sections_of_old_and_of_outer_configs_are_read():
     assert from_hf(both).quantization == QuantizationConfig("compressed-tensors", "int4", 64)
 
 
+def test_a_quantised_model_names_the_one_that_it_was_made_of():
+    of = {"quantization_config": compressed(), "_name_or_path": "org/whole-7b/"}
+    assert from_hf(hub("llama", **of)).original == "whole-7b"
+    assert from_hf(hub("llama", _name_or_path="org/whole-7b")).original is None
+    for path in ("", 3, None, "/"):
+        assert from_hf(hub("llama", **of | {"_name_or_path": path})).original is None
+
+
 def changed(**changes) -> dict:
     return compressed() | changes
 

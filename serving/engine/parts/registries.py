@@ -53,13 +53,15 @@ def make_registry(
     `on_read` is told how many seconds each read from the disk took; `fitted` may refuse weights.
     """
 
-    folder_name = Path(config.model).resolve().name
+    folder_name, original = Path(config.model).resolve().name, base.config.original
     read_files = base.source.read_adapter  # not `base`: its model goes with the engine's end
 
     def read(*given: Any, **more: Any) -> AnyWeights:
         begun = time.perf_counter()
-        # Adapters name the base as its folder, whatever name it is served under.
-        more["base_names"] = (*more.get("base_names", ()), folder_name)
+        # Adapters name the base as its folder, whatever name it is served under, or the model
+        # that a quantised folder was made of.
+        named = (folder_name,) if original is None else (folder_name, original)
+        more["base_names"] = (*more.get("base_names", ()), *named)
         weights = read_files(*given, **more)
         on_read(time.perf_counter() - begun)
         for text in weights.report.warnings:

@@ -107,7 +107,10 @@ def _read(
     warnings, num_tensors, sites = _warnings(config, base_names), len(tensors), {}
     if head is not None and warnings:
         # LoRA's shapes say that it fits. A head would tell its labels of states it does not know.
-        raise ValueError(f"{CONFIG_FILE}: the task head was {warnings[0]}")
+        raise ValueError(
+            f"{CONFIG_FILE}: the task head was {warnings[0]} If both have the same weights, start "
+            "the server with that name (--served-model-name)."
+        )
     with _telling(warnings), naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)

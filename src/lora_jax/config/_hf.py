@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from lora_jax.config._keys import Keys
@@ -34,12 +35,20 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     keys = Keys(raw, model_type)
     config = _READERS[model_type](keys)
     config = dataclasses.replace(config, quantization=read_quantization(keys))
+    if config.quantization is not None:
+        config = dataclasses.replace(config, original=_original(raw))
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"{model_type}: {config.num_heads} attention heads do not divide among "
             f"{config.num_kv_heads} key-value heads."
         )
     return config
+
+
+def _original(raw: Mapping[str, Any]) -> str | None:
+    """Return the last part of the path from which a tool read the model; None if it is not said."""
+    path = raw.get("_name_or_path")
+    return (PurePosixPath(path).name or None) if isinstance(path, str) else None
 
 
 def known_model_types() -> tuple[str, ...]:

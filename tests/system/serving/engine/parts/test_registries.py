@@ -26,19 +26,19 @@ def made(tmp_path):
     tiny_checkpoint.write_model(tmp_path / "model", shape)
     for name, rank in {"a": 2, "b": 3, "c": 6}.items():
         tiny_checkpoint.write_adapter(tmp_path / name, shape, rank, seed=rank)
-    config = from_hf(json.loads((tmp_path / "model" / "config.json").read_text()))
-    catalogue = model_class("llama").catalogue(config)
+    base = from_hf(json.loads((tmp_path / "model" / "config.json").read_text()))
+    catalogue = model_class("llama").catalogue(base)
     allocator = SlotAllocator(catalogue, 2, size_slots(catalogue, 2, 6, 4).rows)
 
     def make(max_cpu_loras=None, **more):
         limits = {"max_lora_rank": 6, "max_cpu_loras": max_cpu_loras}
         config = EngineConfig(model=str(tmp_path / "model"), **limits)
         source = SimpleNamespace(read_adapter=reader.read)
-        parts = {"catalogue": catalogue, "source": source, "remote": None}
+        parts = {"catalogue": catalogue, "source": source, "remote": None, "config": base}
         residencies = make_residencies(allocator, None, None, on_loaded=lambda seconds: None)
         return make_registry(config, SimpleNamespace(**parts | more), residencies)
 
-    make.catalogue = catalogue
+    make.catalogue, make.base = catalogue, base
     return make, {name: tmp_path / name for name in "abc"}
 
 
@@ -98,3 +98,18 @@ def test_an_adapter_of_another_precision_warns_once_in_the_log(made, caplog):
     assert told[0].startswith(
         "Adapter in folder a: trained over a base in nf4, served over one in 16 or 32"
     )
+
+
+def test_an_adapter_of_the_model_that_a_quantised_one_was_made_of_gives_no_warning(made, caplog):
+    """Nor is its task head refused, which is so for heads of other models."""
+    make, paths = made
+    file = paths["a"] / "adapter_config.json"
+    named = json.loads(file.read_text()) | {"base_model_name_or_path": "org/whole"}
+    file.write_text(json.dumps(named))
+    told = {}
+    for original in (None, "whole"):
+        caplog.clear()
+        load_adapters(make(config=dataclasses.replace(make.base, original=original))[0], paths)
+        told[original] = [r for r in caplog.records if "'org/whole', served on" in r.getMessage()]
+    assert len(told[None]) == 1
+    assert not told["whole"]
