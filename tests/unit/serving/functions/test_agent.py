@@ -3,15 +3,16 @@
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
 
-from lora_jax.memory.wire import send_header
+from lora_jax.memory.wire import receive_header, send_header
 from serving.functions import Agent, jail
 from serving.functions import agent as agent_module
 from serving.functions.agent import _keep
@@ -47,6 +48,7 @@ def test_a_start_holds_up_no_other_and_one_that_fails_leaves_no_name():
         slow = pool.submit(agent.function, name="slow")
         assert reached.wait(60)
         same = pool.submit(agent.function, name="slow")
+        assert not wait([same], 0.05).done  # until there is a process
         assert agent.function(name="slow", lazy=True).state == "starting"
         assert agent.function(name="quick").state == "running"
         with pytest.raises(ValueError, match="rank 99"):
@@ -254,6 +256,117 @@ def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_o
         end.close()
 
 
+class Turns:
+    """Turns of which a process is given one end."""
+
+    def __init__(self):
+        self.opened: list[str] = []
+
+    def open(self, name):
+        self.opened.append(name)
+        return socket.socket()
+
+
+def launched(agent: Agent, order, **given) -> dict:
+    """Return the order that a process gets, from the socket or, with descriptors, from `send`."""
+    asked = []
+
+    def fork(facts):
+        ours, theirs = socket.socketpair()
+        asked.append(theirs)
+        send_header(theirs, {"ready": True})
+        return ours, os.getpid()
+
+    send = lambda connection, order: asked.append(order)  # noqa: E731
+    parts = {"_published": SimpleNamespace(device="cpu", send=send)}
+    parts |= {"_zygote": SimpleNamespace(fork=fork), "_steps": [], "_room": Room(7)}
+    vars(agent).update(parts)
+    agent._launch({"name": "f", "adapter": None} | order, **given)[0].close()
+    with asked[0]:
+        return asked[1] if len(asked) > 1 else receive_header(asked[0])
+
+
+PROCESS, READS = {"kind": "functions", "writes": True}, {"writes": False, "demands": True}
+
+
+@pytest.mark.parametrize(
+    ("isolation", "order", "given", "programs", "is_function"),
+    [
+        ("process", {}, {"programs": READS}, PROCESS | READS, True),
+        ("process", {"http": None}, {"programs": {"writes": True}}, PROCESS, True),
+        ("process", {"guard": True}, {}, PROCESS | {"writes": False}, False),
+        ("server", {}, {}, {"kind": "engines", "writes": True}, True),
+        ("server", {"tenant": True}, {"backbone": False}, {"kind": "engines", "writes": False}, 0),
+        ("none", {}, {}, None, True),
+    ],
+    ids=["function", "maker of programs", "guard", "engine", "tenant", "none"],
+)
+def test_a_process_is_told_what_it_needs_and_no_more(
+    isolation, order, given, programs, is_function
+):
+    """Guards and tenants answer no HTTP, take no turns and write no programs."""
+    http, turns = {"settings": {}, "budgets_folder": "b"}, Turns()
+    agent = bare(_fields={}, _http=http, _isolation=isolation, model="m", _slo_s=0.5, turns=turns)
+    vars(agent)["_tenant_sizes"] = {"max_tenants": 3} if isolation == "server" else None
+    said = launched(agent, order, **given)
+    assert said["programs"] == programs
+    assert said["http"] == (order.get("http", http) if is_function else None)
+    assert said["turns"] == ({"slo_s": 0.5} if is_function else None)
+    assert turns.opened == (["f"] if is_function else [])
+    makes = isolation == "process" and programs["writes"]
+    bounds = {"memory_bytes": None if makes else 7, "gpus": False}
+    assert said["jail"] == (None if isolation == "none" else bounds)
+    assert said.get("tenants") == (agent._tenant_sizes if given.get("backbone", True) else None)
+
+
+def test_a_function_starts_in_room_that_is_made_for_it_and_says_what_it_has_come_to_hold():
+    noted, about = [], {"private_bytes": 5, "start_s": 1.0}
+    ours, theirs = socket.socketpair()
+    room = SimpleNamespace(
+        make=lambda name, functions: noted.append(("make", name)),
+        ready=lambda *given: noted.append(("ready", *given)),
+        grown=lambda *given: noted.append(("grown", *given)),
+    )
+
+    def start(*_, **__):
+        noted.append("start")
+        return ours, 1, about
+
+    maker = SimpleNamespace(start=start, lacked=noted.append)
+    parts = {"_maker": maker, "_published": SimpleNamespace(device="cpu"), "_room": room}
+    with ours, theirs:
+        bare(_fields={}, _guard=None, **parts)._start("law", "l").on_grown(9)
+    assert noted == [("make", "law"), "start", ("ready", "law", 5, 1.0), ("grown", "law", 9)]
+
+
+def test_what_an_agent_started_ends_with_it():
+    closed, kinds = [], ("_guard", "_tenants", "_zygote", "turns", "_published")
+    parts = {kind: SimpleNamespace(close=lambda kind=kind: closed.append(kind)) for kind in kinds}
+    parts |= {"_closing": threading.Event()}
+    agent = bare(**parts, _functions={"law": SimpleNamespace(close=lambda: closed.append("law"))})
+    agent.close()
+    assert closed == ["_guard", "law", "_tenants", "_zygote", "turns", "_published"]
+    assert agent.functions == {}
+    assert agent._closing.is_set()
+
+
+LEFT = """
+from serving.functions import agent
+class Left(agent.Agent):
+    def __init__(self):
+        pass
+    def close(self):
+        print("closed", flush=True)
+left = Left()
+agent._agents.add(left)
+"""
+
+
+def test_an_agent_that_nobody_closed_is_closed_with_its_program():
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "closed\n", done.stderr
+
+
 def test_a_process_that_ends_before_it_is_ready_is_told_with_its_bound():
     def fork(facts):
         ours, theirs = socket.socketpair()
@@ -311,6 +424,22 @@ class Watched:
 
     def warm(self) -> None:
         self.told["warm"].set()
+
+
+def test_a_function_that_does_not_start_ahead_of_its_call_harms_no_other_and_none_starts_late():
+    """Those of one look: the first one fails, the second one starts, then the agent is closed."""
+    now = time.monotonic()
+    functions = {n: Watched((now - 1500, now - 500), True) for n in ("bad", "good", "late")}
+    closing = threading.Event()
+
+    def fail():
+        raise ConnectionError("no process")
+
+    functions["bad"].warm = fail
+    functions["good"].warm = closing.set
+    agent = bare(_functions=functions, _room=Room(None))
+    _keep(weakref.ref(agent), closing, 0.01)
+    assert not functions["late"].told["warm"].is_set()
 
 
 def test_functions_that_nobody_calls_lose_their_process_and_expected_ones_get_theirs():
