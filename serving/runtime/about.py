@@ -10,6 +10,9 @@ from typing import Any
 
 from serving.api.config import EngineConfig
 
+# Bytes of the weights that are compared: so many at so many places of each file, of all files at
+# least so many places. Another model of the same sizes has other bytes at nearly all of them.
+_SAMPLE, _PLACES, _ALL_PLACES = 4096, 64, 1024
 # Fields that may differ: places of a host's own files, and what rank 0 alone reads.
 _OWN = ("model", "lora_dir", "chat_template", "generation_config", "otlp_traces_endpoint")
 # Variables that change what programs compute, or which kernels they have.
@@ -19,16 +22,28 @@ _OF_PROGRAMS = ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_ENABLE_X64", "
 def about_of(config: EngineConfig) -> dict[str, Any]:
     """Return what must be equal in all processes, by the name that a refusal gives it.
 
-    Of the model's files these are config.json, and names and sizes of the weights.
+    Of the model's files these are config.json, names and sizes of the weights, and samples of them.
+    Raises OSError for a file that cannot be read.
     """
     folder = Path(config.model)
-    files = sorted((file.name, file.stat().st_size) for file in folder.glob("*.safetensors"))
-    digest = hashlib.sha256((folder / "config.json").read_bytes() + repr(files).encode())
+    files = sorted(folder.glob("*.safetensors"))
+    sizes = [(file.name, file.stat().st_size) for file in files]
+    digest = hashlib.sha256((folder / "config.json").read_bytes() + repr(sizes).encode())
+    for file, (_, size) in zip(files, sizes, strict=True):
+        _add_samples(digest, file, size, max(_PLACES, _ALL_PLACES // len(files)))
     about = {f"version of {name}": version(name) for name in ("lora-jax", "jax", "jaxlib")}
-    about["the model (config.json, sizes of its weights)"] = digest.hexdigest()[:16]
+    about["the model (config.json, sizes and samples of its weights)"] = digest.hexdigest()[:16]
     fields = dataclasses.asdict(config)
     flags = {f"--{name.replace('_', '-')}": fields[name] for name in fields if name not in _OWN}
     return about | {flag: repr(value) for flag, value in flags.items()}
+
+
+def _add_samples(digest: "hashlib._Hash", path: Path, size: int, places: int) -> None:
+    """Add a file's bytes at places all over it, or all of a small file."""
+    with path.open("rb", buffering=0) as file:
+        for place in range(places):
+            file.seek(place * size // places)
+            digest.update(file.read(min(_SAMPLE, -(-size // places))))
 
 
 def environment_of(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

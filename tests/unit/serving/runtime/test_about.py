@@ -8,6 +8,8 @@ from support.cases.tiny_checkpoint import TinyShape
 from serving.api.config import EngineConfig
 from serving.runtime.about import about_of, difference, environment_of
 
+MODEL = "the model (config.json, sizes and samples of its weights)"
+
 
 def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
     for name, seed in (("a", 0), ("b", 0)):
@@ -20,9 +22,22 @@ def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
     assert differs == {"--max-loras"}
     (tmp_path / "b" / "model.safetensors").write_bytes(b"shorter")
     changed = about_of(moved)
-    assert [name for name in changed if changed[name] != about_of(config)[name]] == [
-        "the model (config.json, sizes of its weights)"
-    ]
+    assert [name for name in changed if changed[name] != about_of(config)[name]] == [MODEL]
+
+
+def test_other_weights_of_the_same_sizes_are_another_model(tmp_path):
+    for seed, name in enumerate("ab"):
+        tiny_checkpoint.write_model(tmp_path / name, TinyShape(layers=1), seed=seed)
+    ours, theirs = (about_of(EngineConfig(str(tmp_path / name))) for name in "ab")
+    assert ours[MODEL] != theirs[MODEL]
+    large = tmp_path / "b" / "model.safetensors"
+    with large.open("wb") as file:  # without a byte on the disk
+        file.truncate(10 << 30)
+    before = about_of(EngineConfig(str(tmp_path / "b")))
+    with large.open("r+b") as file:  # a thousandth of it is another one
+        file.seek(7 << 30)
+        file.write(b"x" * (12 << 20))
+    assert about_of(EngineConfig(str(tmp_path / "b"))) != before
 
 
 def test_what_differs_is_said_with_both_values():
