@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import signal
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -29,6 +30,7 @@ from serving.runtime.visible_gpus import VISIBLE, first_of
 
 logger = logging.getLogger(__name__)
 
+_OF_OTHERS = 0o027  # rights; a group may read, as pods do
 _END_S = 5.0  # of a killed process, which may wait for a driver
 
 
@@ -153,7 +155,14 @@ def answer_calls(connection: Connection, starts: Starts) -> str | None:
 
 def place_of(cluster: ClusterConfig) -> GangPlace:
     """Return this node's place, as the flags say. Raises GangRefused, OSError for the secret."""
-    secret = Path(cluster.nodes_secret_file or "").read_bytes().strip()
+    path = Path(cluster.nodes_secret_file or "")
+    secret, mode = path.read_bytes().strip(), stat.S_IMODE(path.stat().st_mode)
+    if mode & _OF_OTHERS:
+        logger.warning(
+            "Others on this host may read or change --nodes-secret-file %s (mode %o): whoever "
+            "knows the secret runs code on all nodes. chmod 600 %s",
+            *(path, mode, path),
+        )
     address = (cluster.master_addr, cluster.master_port)
     return GangPlace(cluster.node_rank, cluster.nnodes, address, secret)
 

@@ -13,11 +13,19 @@ from support.cases.tiny_checkpoint import TinyShape
 from support.tcp_pair import tcp_pair
 from support.waiting import wait_until
 
+from serving.api.cluster_config import ClusterConfig
 from serving.cli.serve import StartError
 from serving.cluster.far.member import call_bytes
 from serving.cluster.nodes import agent as module
 from serving.cluster.nodes import link
-from serving.cluster.nodes.agent import OwnNode, Starts, about_roles, answer_calls, serve_agent
+from serving.cluster.nodes.agent import (
+    OwnNode,
+    Starts,
+    about_roles,
+    answer_calls,
+    place_of,
+    serve_agent,
+)
 from serving.cluster.nodes.link import FarNode
 from serving.launch import read_options
 from serving.runtime.about import difference
@@ -146,6 +154,16 @@ def test_the_model_is_at_one_path_on_all_nodes(options):
     there = dataclasses.replace(given.engine, model=str(here / "." / ".." / here.name))
     other = about_roles(dataclasses.replace(given, engine=there))
     assert difference(about_roles(given), other, "on rank 0").startswith("the model's path is")
+
+
+@pytest.mark.parametrize(("mode", "is_told"), [(0o600, 0), (0o440, 0), (0o644, 1), (0o660, 1)])
+def test_a_secret_that_others_may_read_or_change_is_warned_of(tmp_path, caplog, mode, is_told):
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32 + "\n")
+    secret.chmod(mode)
+    place = place_of(ClusterConfig(nnodes=2, nodes_secret_file=str(secret)))
+    assert place.secret == b"s" * 32
+    assert caplog.text.count(f"(mode {mode:o}): whoever knows the secret runs code") == is_told
 
 
 def test_an_agent_comes_back_to_a_rank_0_that_was_lost(options, monkeypatch, caplog):
