@@ -77,6 +77,15 @@ def test_a_quantised_model_names_the_one_that_it_was_made_of():
         assert from_hf(hub("llama", **of | {"_name_or_path": path})).original is None
 
 
+def test_scales_of_kv_pages_are_noted():
+    for section in (compressed(), {"quant_method": "fp8"}):
+        for scheme, noted in (("static", True), ({"num_bits": 8}, True), (None, False)):
+            config = from_hf(
+                hub("llama", quantization_config=section | {"kv_cache_scheme": scheme})
+            )
+            assert config.quantization.kv_scales is noted
+
+
 def changed(**changes) -> dict:
     return compressed() | changes
 
@@ -129,7 +138,6 @@ NOT_QUANTIZED = [
     (compressed(actorder="group"), "actorder 'group' is not supported, only None or 'weight'"),
     (compressed(num_bits=8), "format 'pack-quantized' of 8 bits, type 'int' is not supported"),
     (compressed(strategy="tensor"), "strategy 'tensor' is not supported, only 'group' or 'chan"),
-    (changed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is not supported"),
     (changed(sparsity_config={"format": "sparse-24"}), "format 'sparse-24' is not supported"),
     (changed(config_groups={}), "config_groups must be of one format, got none"),
     (

@@ -112,3 +112,8 @@ def log_quantised(config: ModelConfig, weights: WeightSizes) -> None:
         )
     elif config.quantization is not None:
         logger.info("Quantised weights: none, in a model whose files have them.")
+    if config.quantization is not None and config.quantization.kv_scales:
+        logger.info(
+            "Scales of KV pages in the model's files are not used: --kv-cache-dtype fp8 keeps "
+            "pages in 8 bits with scales of its own."
+        )

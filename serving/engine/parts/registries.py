@@ -12,6 +12,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.weights import AnyWeights
+from lora_jax.config import ModelConfig
 from serving.api.config import EngineConfig
 from serving.api.load_format import WeightSource
 from serving.engine.parts.early_checks import limits_of
@@ -36,6 +37,9 @@ class Base(Protocol):
 
     @property
     def catalogue(self) -> LoraCatalogue: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
 
     @property
     def remote(self) -> InstanceSide | TenantSide | None: ...

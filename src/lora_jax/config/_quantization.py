@@ -3,6 +3,7 @@
 Every key that would change a weight is read or refused by name.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
         raise ValueError(
             f"{section.where}: quant_method {method!r} is not supported, only {allowed}."
         )
-    return _METHODS[method](section)
+    found = _METHODS[method](section)
+    return dataclasses.replace(found, kv_scales=bool(section.raw.get("kv_cache_scheme")))
 
 
 def _bitsandbytes(keys: Keys) -> QuantizationConfig:
@@ -116,9 +118,8 @@ def _mxfp4(keys: Keys) -> QuantizationConfig:
 
 
 def _compressed_tensors(keys: Keys) -> QuantizationConfig:
-    for name in ("kv_cache_scheme", "transform_config"):
-        if keys.get(name, default=None):
-            raise ValueError(f"{keys.where}: {name} is not supported.")
+    if keys.get("transform_config", default=None):
+        raise ValueError(f"{keys.where}: transform_config is not supported.")
     sparsity = keys.section("sparsity_config")
     sparsity.only("format", "dense")
     keys.only("quantization_status", "compressed", "frozen")

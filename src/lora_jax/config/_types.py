@@ -74,6 +74,7 @@ class QuantizationConfig:
     desc_act: bool = (
         False  # columns may be grouped in another order, which each map must tell (GPTQ)
     )
+    kv_scales: bool = False  # the files may have scales of KV pages, too, which nothing needs
 
 
 @dataclasses.dataclass(frozen=True)

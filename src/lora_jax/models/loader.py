@@ -37,6 +37,8 @@ from lora_jax.ops.grouped_matmul.weights import ROWS
 from lora_jax.sharding import Split, weight_sharding
 
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
+# Of KV pages in 8 bits, in the names of llm-compressor, AutoFP8 and ModelOpt. Pages have their own.
+_KV_SCALES = (r".*\.self_attn\.(q|k|v|kv)_scale", r".*\.[kv]_proj\.(output|k|v)_scale")
 HEAD = "lm_head.weight"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")  # what plain weights are stored in
 _MOST_NAMES = 20  # listed in an error
@@ -165,6 +167,8 @@ def check_leftovers(plan: dict[str, Source], files: Checkpoint, config: ModelCon
     """
     used = {files[name].name for source in plan.values() for name in source.names()}
     unread = model_class(config.model_type).ignored_weights(config)
+    if config.quantization is not None and config.quantization.kv_scales:
+        unread = (*unread, *_KV_SCALES)
     ignored = re.compile("|".join((*IGNORED, *unread)))
     left = [name for name in files.tensors if name not in used and not ignored.fullmatch(name)]
     left = [name for name in left if not _is_empty_bias(name, files)]

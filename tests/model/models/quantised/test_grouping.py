@@ -200,6 +200,15 @@ def test_bad_checkpoints_are_refused_by_name(tmp_path):
     }
     with pytest.raises(ValueError, match=r"no place in the model: .*k_scale"):
         load(rewritten(quantised, extra))
+    section = FORMATS["int4"].section | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+    load(rewritten(quantised, extra, quantization_config=section))
+    at = "model.layers.1.self_attn"
+    names = (*(f"{at}.{n}_scale" for n in ("q", "v", "kv")), f"{at}.k_proj.k_scale")
+    more = {name: np.ones(1, np.float32) for name in (*names, f"{at}.v_proj.output_scale")}
+    load(rewritten(quantised, extra | more, quantization_config=section))
+    wrong = extra | {f"{at}.o_proj.k_scale": np.ones(1, np.float32)}
+    with pytest.raises(ValueError, match=r"no place in the model: .*o_proj\.k_scale\.$"):
+        load(rewritten(quantised, wrong, quantization_config=section))
 
 
 def test_biases_of_zeros_that_gptq_writes_have_no_place(tmp_path):

@@ -67,3 +67,8 @@ def test_quantised_weights_are_said_and_logged(caplog):
         assert "2.0 M in nf4 (bitsandbytes), 4.50 bits each; 1.0 M others" in caplog.text
         log_quantised(nf4, WEIGHTS)
     assert "Quantised weights: none" in caplog.text
+    assert "KV pages" not in caplog.text
+    with caplog.at_level("INFO"):
+        kept = QuantizationConfig("fp8", "fp8", kv_scales=True)
+        log_quantised(SimpleNamespace(quantization=kept), sizes)
+    assert "Scales of KV pages in the model's files are not used: --kv-cache-dtype" in caplog.text
