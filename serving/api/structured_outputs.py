@@ -10,6 +10,9 @@ MAX_GRAMMAR_CHARS = 1 << 17
 MAX_JSON_DEPTH = 64
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+# Thoughts before the structure, which end with </think>: none, those that the prompt opens, those
+# that <think> opens where there are any, those that need no tag to begin.
+NO_THOUGHTS, OPENED, OPTIONAL, ALWAYS = THOUGHTS = ("", "opened", "optional", "always")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +23,8 @@ class StructuredOutputs:
     lists the answers, `grammar` is in Lark's or GBNF's syntax, `json_object` is any object, and
     `structural_tag` restricts the text between tags (`structures` and `triggers`). JSON may have
     spaces and line breaks between its parts unless `disable_any_whitespace` is set;
-    `whitespace_pattern` is a regex of the allowed white space.
+    `whitespace_pattern` is a regex of the allowed white space. `thoughts` is one of THOUGHTS: what
+    may come before the structure; no request says so itself.
     """
 
     json: str | Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
@@ -31,6 +35,7 @@ class StructuredOutputs:
     structural_tag: str | Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    thoughts: str = NO_THOUGHTS
     kind: str = dataclasses.field(init=False, default="")
     text: str = dataclasses.field(init=False, default="")  # of the structure; JSON but for regex
     digest: str = dataclasses.field(init=False, default="")
@@ -46,8 +51,11 @@ class StructuredOutputs:
             value = getattr(self, field)
             if value is not None and not isinstance(value, kind):
                 raise ValueError(f"structured_outputs.{field} must be a {kind.__name__}.")
+        if self.thoughts not in THOUGHTS:
+            raise ValueError(f"structured_outputs.thoughts must be one of {THOUGHTS}.")
         text = _text_of(given[0], getattr(self, given[0]))
         options = [getattr(self, option) for option in _OPTIONS]
+        options += [self.thoughts] if self.thoughts else []
         if len(text) + len(self.whitespace_pattern or "") > MAX_GRAMMAR_CHARS:
             raise ValueError(
                 f"structured_outputs.{given[0]} must have at most {MAX_GRAMMAR_CHARS} characters, "
@@ -64,7 +72,7 @@ class StructuredOutputs:
             return value
         if not isinstance(value, Mapping):
             raise ValueError("structured_outputs must be an object with one of " + _LISTED)
-        fields = {field.name for field in dataclasses.fields(cls) if field.init}
+        fields = {field.name for field in dataclasses.fields(cls) if field.init} - {"thoughts"}
         unknown = next((name for name in value if name not in fields), None)
         if unknown is not None:
             shown = f"{unknown!r:.60}"

@@ -11,7 +11,8 @@ NEVER_S = 1e9
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls
 TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", HARMONY_CALLS)
 ALWAYS_THOUGHTS = "deepseek_r1"
-REASONING_PARSERS = ("qwen3", ALWAYS_THOUGHTS, HARMONY)
+THINK_TAGS = ("qwen3", ALWAYS_THOUGHTS)
+REASONING_PARSERS = (*THINK_TAGS, HARMONY)
 
 
 @dataclasses.dataclass(frozen=True)

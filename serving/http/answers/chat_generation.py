@@ -17,7 +17,7 @@ from serving.http.requests.parameters import chat_sampling, fit_context
 from serving.http.requests.prompts import chat_prompt, plain_messages, text_of
 from serving.http.requests.protocol import ChatBody
 from serving.http.requests.session import target_of
-from serving.http.requests.structure import compiled_grammar
+from serving.http.requests.structure import after_thoughts, compiled_grammar, thinks_first
 from serving.http.requests.template_options import template_options
 from serving.http.requests.tools import auto_parser
 from serving.http.requests.trace import trace_of
@@ -52,7 +52,9 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     limit = server.max_model_len
     truncation = truncation_of(body, limit)
     sampling = chat_sampling(with_length(body, asks_head), limit, info.sampling_defaults)
-    grammar = await compiled_grammar(server.engine, body, sampling.structured_outputs)
+    outputs, thinker = sampling.structured_outputs, server.settings.reasoning_parser
+    waits = outputs is not None and thinks_first(body, thinker)  # for the prompt
+    grammar = None if waits else await compiled_grammar(server.engine, body, outputs)
     options = template_options(body, server.settings.default_template_kwargs)
     special = bool(body.add_special_tokens)  # templates write their own special tokens
     salt = cache_salt(caller.salt, body.cache_salt)
@@ -61,7 +63,11 @@ async def chat_generation(request: Request, server: Server, body: ChatBody) -> C
     prompt = await chat_prompt(
         engine, body.messages, options, special, images=images, truncation=truncation
     )
-    is_harmony = grammar is None and server.settings.reasoning_parser == HARMONY
+    if outputs is not None and waits:
+        outputs = after_thoughts(outputs, thinker, prompt.text or "")
+        sampling = dataclasses.replace(sampling, structured_outputs=outputs)
+        grammar = await compiled_grammar(server.engine, body, outputs)
+    is_harmony = grammar is None and thinker == HARMONY
     if asks_head:
         sampling = HEAD_SAMPLING
     else:

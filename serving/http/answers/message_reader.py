@@ -137,33 +137,33 @@ class MessageReader:
 
     def feed(self, text: str, ends: bool) -> dict[str, Any]:
         """Return the delta of a message that a piece brings; `ends`: it is the last piece."""
-        if self._demanded is not None:
-            demanded = joined(self._demanded.feed(text))
-            return {"tool_calls": demanded} if demanded else {}
         thoughts, content = "", text
         deltas: list[dict[str, Any]] = []
         if self._harmony is not None:
             thoughts, content, deltas = self._harmony.feed(text, ends)
         if self._thoughts is not None:
             thoughts, content = self._thoughts.feed(text, ends)
+        if self._demanded is not None:
+            deltas, content = joined(self._demanded.feed(content)), ""
+            return _shown(thoughts, content, deltas)
         if self._calls is not None:
             content, deltas = self._calls.feed(content)
             if ends:
                 content += self._calls.finish()
         deltas = [delta for delta in deltas if self._parallel or not delta["index"]]
-        parts = {"reasoning_content": thoughts, "content": content, "tool_calls": deltas}
-        return {name: part for name, part in parts.items() if part}
+        return _shown(thoughts, content, deltas)
 
     def whole(self, text: str, echo: str) -> dict[str, Any]:
         """Return the message of a whole text; `echo` comes before its content."""
         read = self.feed(text, ends=True)
         calls = [call.as_json() for call in self.calls]
+        thoughts = {"reasoning_content": read.get("reasoning_content")}
         if self._demanded is not None:
-            return {"content": None, "tool_calls": calls}
+            return {"content": None, "tool_calls": calls} | (thoughts if self._has_thoughts else {})
         content = echo + read.get("content", "")
         message: dict[str, Any] = {"content": content or None if calls else content}
         if self._has_thoughts:
-            message["reasoning_content"] = read.get("reasoning_content")
+            message |= thoughts
         return message | ({"tool_calls": calls} if calls else {})
 
     def finish(self, reason: FinishReason | None) -> str | None:
@@ -173,16 +173,25 @@ class MessageReader:
         return "tool_calls" if self.calls else reason
 
 
+def _shown(thoughts: str, content: str, calls: list[Any]) -> dict[str, Any]:
+    """Return the parts of a delta that are not empty."""
+    parts = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
+    return {name: part for name, part in parts.items() if part}
+
+
 def reader_of(
     body: ChatBody, settings: HttpSettings, generation: Generation
 ) -> Callable[[], MessageReader]:
     """Return what makes a reader for each choice of a chat that is in the engine."""
     demanded, prompt = demanded_calls(body), generation.prompts[0].text or ""
-    is_bound = generation.samplings[0].structured_outputs is not None
+    outputs, reasoning = generation.samplings[0].structured_outputs, settings.reasoning_parser
+    is_closed = reasoning == ALWAYS_THOUGHTS and prompt.rstrip().endswith("</think>")
+    if generation.by_head or is_closed or (outputs is not None and not outputs.thoughts):
+        reasoning = None
     return functools.partial(
         MessageReader,
         auto_parser(body, settings.auto_call_parser),
-        None if is_bound or generation.by_head else settings.reasoning_parser,
+        reasoning,
         thinks=prompt.rstrip().endswith("<think>"),
         prompt=prompt,
         parallel=body.parallel_tool_calls is not False,

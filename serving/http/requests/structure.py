@@ -1,14 +1,16 @@
 """The answer's structure from a body: its `response_format` and `structured_outputs`."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from serving.api.structured_outputs import StructuredOutputs
+from serving.api.structured_outputs import ALWAYS, OPENED, OPTIONAL, StructuredOutputs
 from serving.http.errors import ApiError, scrub
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.protocol import ChatBody, GenerationBody
 from serving.http.requests.tools import demanded_calls
+from serving.http.settings import ALWAYS_THOUGHTS, THINK_TAGS
 
 _FIELDS = {  # of each type of response_format
     "text": (),
@@ -49,6 +51,25 @@ def _of_body(body: GenerationBody) -> StructuredOutputs | None:
             param="response_format",
         )
     return _checked("response_format", fields)
+
+
+def thinks_first(body: ChatBody, parser: str | None) -> bool:
+    """Return whether thoughts may come before the body's structure, as in vLLM.
+
+    They do under a reasoning parser whose tags are text, unless the body wants no thoughts.
+    """
+    return parser in THINK_TAGS and body.include_reasoning is not False
+
+
+def after_thoughts(
+    outputs: StructuredOutputs, parser: str | None, prompt: str
+) -> StructuredOutputs:
+    """Return the structure behind thoughts; without them where the prompt has closed them."""
+    end = prompt.rstrip()
+    if end.endswith("</think>"):
+        return outputs
+    thoughts = ALWAYS if parser == ALWAYS_THOUGHTS else OPTIONAL
+    return dataclasses.replace(outputs, thoughts=OPENED if end.endswith("<think>") else thoughts)
 
 
 async def compiled_grammar(

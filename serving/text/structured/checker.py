@@ -65,6 +65,7 @@ class Checker:
             fields: dict[str, Any] = {"kind": outputs.kind, "text": outputs.text}
             fields["disable_any_whitespace"] = outputs.disable_any_whitespace
             fields["whitespace_pattern"] = outputs.whitespace_pattern
+            fields["thoughts"] = outputs.thoughts
             answer = self._ask(fields, self._limit_s)
         if "refused" in answer:
             raise GrammarRefused(answer["refused"])

@@ -21,6 +21,21 @@ MAX_TAGS = 256
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 
 
+# Of StructuredOutputs.thoughts. The tags are text: a tokenizer may have tokens for them or not.
+# Few blanks, as above.
+_BEFORE = {
+    "opened": "start: thoughts SPACES @structure",
+    "optional": "start: (OPEN thoughts SPACES)? @structure",
+    "always": "start: OPEN? thoughts SPACES @structure",
+}
+_THOUGHTS = r"""
+thoughts[lazy]: THOUGHTS
+OPEN: "<think>"
+THOUGHTS: /(?s:.*)<\/think>/
+SPACES: /[ \t\r\n]{0,4}/
+"""
+
+
 def grammar_text(outputs: StructuredOutputs) -> str:
     """Return llguidance's grammar; ValueError for a structure that does not say one.
 
@@ -28,11 +43,20 @@ def grammar_text(outputs: StructuredOutputs) -> str:
     question: see `checker`.
     """
     text = _text(outputs)
+    if outputs.thoughts:
+        return _after_thoughts(text, _BEFORE[outputs.thoughts])
     if not text.startswith("{"):
         return _OPTIONS + text
     (bound,) = json.loads(text)["grammars"]  # Lark alone has options, and sets them for all
     start = {"name": "start", "lark_grammar": f"{_OPTIONS}start: @{bound['name']}"}
     return json.dumps({"grammars": [start, bound]})
+
+
+def _after_thoughts(text: str, start: str) -> str:
+    """Return the grammar of answers that begin as the rule `start` says."""
+    bound = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+    first = {"name": "start", "lark_grammar": f"{_OPTIONS}{start}{_THOUGHTS}"}
+    return json.dumps({"grammars": [first, {**bound, "name": "structure"}]})
 
 
 def _text(outputs: StructuredOutputs) -> str:

@@ -78,3 +78,13 @@ def test_sampling_takes_an_object_with_the_fields():
     assert dataclasses.replace(sampling, max_tokens=3).structured_outputs.kind == "regex"
     with pytest.raises(ValueError, match="must be an object"):
         Sampling(structured_outputs="a+")
+
+
+def test_thoughts_are_another_structure_that_no_request_asks_for():
+    plain, behind = (StructuredOutputs(regex="a", thoughts=t) for t in ("", "opened"))
+    assert plain == StructuredOutputs(regex="a")
+    assert plain.digest != behind.digest
+    with pytest.raises(ValueError, match="'thoughts' is not supported"):
+        StructuredOutputs.of({"regex": "a", "thoughts": "opened"})
+    with pytest.raises(ValueError, match="thoughts must be one of"):
+        StructuredOutputs(regex="a", thoughts="some")

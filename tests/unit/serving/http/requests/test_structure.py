@@ -2,6 +2,10 @@
 
 import pytest
 
+from serving.api.structured_outputs import StructuredOutputs
+from serving.http.requests.protocol import ChatBody
+from serving.http.requests.structure import after_thoughts, thinks_first
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
@@ -96,3 +100,27 @@ def test_a_pointer_into_the_schema_is_no_path_of_the_server(client, engine, monk
     monkeypatch.setattr(engine.grammars, "find", refuse)
     answer = chat(client, **of_schema(schema={"$ref": "#/nope"}))
     assert answer.json()["error"]["message"] == "response_format: Pointer '/nope' does not exist"
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "thoughts"),
+    [
+        ("qwen3", "assistant\n", "optional"),
+        ("qwen3", "assistant\n<think>\n", "opened"),
+        ("qwen3", "assistant\n<think>\n\n</think>\n\n", ""),
+        ("deepseek_r1", "assistant\n", "always"),
+        ("deepseek_r1", "assistant\n<think>", "opened"),
+        ("deepseek_r1", "</think>", ""),
+    ],
+)
+def test_the_prompt_says_which_thoughts_come_before_a_structure(parser, prompt, thoughts):
+    assert after_thoughts(StructuredOutputs(regex="a"), parser, prompt).thoughts == thoughts
+
+
+def test_no_thoughts_without_a_parser_of_tags_or_when_they_are_not_wanted():
+    body = ChatBody(messages=[])
+    assert [thinks_first(body, p) for p in ("qwen3", "deepseek_r1", None, "openai_gptoss")] == [
+        *(True, True),
+        *(False, False),
+    ]
+    assert not thinks_first(ChatBody(messages=[], include_reasoning=False), "qwen3")

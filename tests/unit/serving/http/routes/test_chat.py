@@ -323,8 +323,33 @@ def test_a_prompt_can_open_the_thoughts(saying):
     assert (message["reasoning_content"], message["content"]) == (None, engine.said)
 
 
-def test_a_structure_has_no_thoughts(saying):
+def test_a_structure_and_demanded_calls_come_after_thoughts(saying):
+    engine, client = saying
+    engine.said = '<think>\nMusic.\n</think>\n\n"a"'
+    body = {"structured_outputs": {"json": {"const": "a"}}}
+    message = chat(client, **body)["choices"][0]["message"]
+    assert (message["reasoning"], message["content"]) == ("Music.", '"a"')
+    assert engine.submitted[-1].sampling.structured_outputs.thoughts == "optional"
+    parts, _ = streamed(client, **body)
+    assert (parts["reasoning_content"], parts["content"]) == ("Music.", '"a"')
+
+    engine.said = '<think>Music.</think>[{"name": "play", "parameters": {"what": "jazz"}}]'
+    choice = chat(client, tools=TOOLS, tool_choice="required")["choices"][0]
+    assert (choice["message"]["reasoning"], choice["finish_reason"]) == ("Music.", "tool_calls")
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "play"
+    parts, _ = streamed(client, tools=TOOLS, tool_choice="required")
+    assert (parts["reasoning_content"], len(parts["calls"])) == ("Music.", 1)
+
+
+def test_a_structure_alone_has_no_thoughts(saying):
+    """The prompt has closed them, or the body wants none."""
     engine, client = saying
     engine.said = "<think>"
     body = {"structured_outputs": {"choice": ["<think>"]}}
-    assert chat(client, **body)["choices"][0]["message"]["content"] == "<think>"
+    closed = [USER, {"role": "assistant", "content": "<think>\n\n</think>\n\n"}]
+    for more in (
+        {"include_reasoning": False},
+        {"messages": closed, "continue_final_message": True},
+    ):
+        assert chat(client, **body, **more)["choices"][0]["message"]["content"] == "<think>"
+        assert not engine.submitted[-1].sampling.structured_outputs.thoughts

@@ -172,3 +172,8 @@ def test_an_answer_is_read_in_a_process_with_many_descriptors():
         line = Checker(vocabulary(), LIMIT_S)._line(process, time.monotonic() + 60)
     assert line == b"{}"
     os.close(write)
+
+
+def test_thoughts_before_a_structure_reach_the_process(checker):
+    text = checker.check(StructuredOutputs(regex="a", thoughts="opened")).text
+    assert "thoughts SPACES @structure" in text

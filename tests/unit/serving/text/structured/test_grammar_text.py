@@ -33,6 +33,9 @@ SCHEMA = {
 }
 
 
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+
+
 @pytest.mark.parametrize(
     ("text", "fitting"),
     [
@@ -173,3 +176,43 @@ def test_bad_tags_are_refused_by_name(change, named):
 def test_a_grammar_that_is_none():
     with pytest.raises(ValueError, match=r"structured_outputs\.grammar"):
         grammar_text(StructuredOutputs(grammar="???"))
+
+
+JSON = '{"a":1}'
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "text", "fitting"),
+    [
+        ("opened", 'Well {"a": 3} <b>\n</think>\n\n' + JSON, True),
+        ("opened", f"</think>{JSON}", True),
+        ("opened", JSON, False),  # the thoughts go on
+        ("opened", f"a</think>{JSON}</think>{JSON}", False),
+        ("opened", "a</think>x", False),
+        ("optional", JSON, True),
+        ("optional", f"<think>so</think>\n\n{JSON}", True),
+        ("optional", f"<think>so</think>\n\n\n\n\n{JSON}", False),
+        ("optional", f"\n{JSON}", False),  # blanks without end are none
+        ("optional", f"so </think>{JSON}", False),
+        ("always", f"so </think>{JSON}", True),
+        ("always", f"<think>so</think>{JSON}", True),
+        ("always", JSON, False),
+    ],
+)
+def test_thoughts_come_before_a_structure(fits, thoughts, text, fitting):
+    assert fits(text, json=SCHEMA, thoughts=thoughts) is fitting
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"regex": "[0-9]+"}, "12"),
+        ({"choice": ["a", "b"]}, "b"),
+        ({"grammar": '%llguidance {"no_forcing": true}\nstart: "x" y\ny: /[a-z]+/'}, "xab"),
+        ({"grammar": 'start: %json {"type": "null"}'}, "null"),
+        ({"structural_tag": TAG}, f"so <f>{JSON}</f>"),
+    ],
+)
+def test_every_kind_of_structure_may_have_thoughts_before_it(fits, fields, text):
+    assert fits(f"<think>q</think>\n{text}", thoughts="optional", **fields)
+    assert fits(text, thoughts="optional", **fields)
