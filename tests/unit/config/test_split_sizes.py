@@ -48,12 +48,16 @@ def test_parts_are_as_wide_as_a_device_s_kernels_want():
     check_divides(wide, 2, "ep")
     with pytest.raises(ValueError, match=r"intermediate_size 320 \(parts of 64\) must divide"):
         check_divides(wide, 2, "ep", unit=64)
+    wider = config_of("llama", hidden_size=256, intermediate_size=384, head_dim=64)
+    check_divides(wider, 2, "ep", unit=64)
 
 
 def test_the_output_of_attention_is_whole_where_its_weight_is_small_beside_the_experts():
     sizes = {"moe_intermediate_size": 24, "num_experts": 16, "head_dim": 8}
     assert attention_output(config_of("qwen3_moe", **sizes)) == "whole"  # 32 * 32 <= 3 * 16 * 24
     assert attention_output(config_of("qwen3_moe", **sizes | {"num_experts": 8})) == "parts"
+    equal = {"moe_intermediate_size": 32, "num_experts": 12, "head_dim": 9}  # 36 * 32 = 3 * 12 * 32
+    assert attention_output(config_of("qwen3_moe", **equal)) == "whole"
     assert attention_output(config_of("llama")) == "parts"
     latent = {"n_routed_experts": 16, "moe_intermediate_size": 24, "v_head_dim": 8}
     assert attention_output(config_of("deepseek_v2", **latent)) == "whole"

@@ -25,3 +25,8 @@ def test_an_instance_that_is_alone_is_on_all_nodes():
     assert seats_of(instances=1, devices=6, ranks=0, nodes=3) == {
         (INSTANCE, 0): (Seat(0, 0, 2), Seat(1, 0, 2), Seat(2, 0, 2))
     }
+
+
+def test_an_instance_that_has_ranks_beside_it_is_on_one_node():
+    assert [len(some) for some in seats_of(1, 2, 1, 2).values()] == [1, 1]
+    assert [len(some) for some in seats_of(2, 2, 1, 2).values()] == [1, 1, 1]
