@@ -5,7 +5,7 @@ host memory, and one copy leaves for each that comes; for this there are no file
 same weights at once under another digest. *resolve* is what a caller's thread does, under Python's
 lock: the look-up, the copy to evict, the entry. *follow* is what the engine's thread does, between
 two steps and while no request can be handed in. *read* is what the files of a shipped adapter take
-the caller's thread, with and without a known layout (`lora_jax.adapters.file_layouts`).
+the caller's thread, with and without a known layout (`lora_jax.adapters.formats.file_layouts`).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from bench import record
 from bench.adapter_load import adapter, catalogue
 from bench.adapter_tiers import ADAPTER, MODEL
 from lora_jax.adapters import reader
-from lora_jax.adapters.file_layouts import FileLayouts
+from lora_jax.adapters.formats.file_layouts import FileLayouts
 from lora_jax.adapters.host_copier import HostCopier
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.registry import AdapterRegistry, RegistryLimits

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from bench.esft_model import DRAWN, MultiEsftModel
 from bench.esft_steps import Row
-from lora_jax.adapters import esft_format
-from lora_jax.adapters.folder import PIECE_BYTES
+from lora_jax.adapters.formats import esft_format
+from lora_jax.adapters.formats.folder import PIECE_BYTES
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
 from serving.loading.expert_loading import ExpertLoadJob
 

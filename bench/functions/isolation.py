@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lora_jax.adapters.peft_format import CONFIG_FILE
+from lora_jax.adapters.formats.peft_format import CONFIG_FILE
 from serving import Sampling
 from serving.api.functions_config import ISOLATIONS
 from serving.functions import Agent, Function

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from lora_jax.adapters import reader
 from lora_jax.adapters.dummy import DummyAdapters
-from lora_jax.adapters.file_layouts import FileLayouts
+from lora_jax.adapters.formats.file_layouts import FileLayouts
 from lora_jax.adapters.weights import AnyWeights
 from lora_jax.config import ModelConfig
 from lora_jax.models import load, make_dummy

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lora_jax.adapters import peft_format
-from lora_jax.adapters.folder import AdapterFolder
-from lora_jax.adapters.head_format import HEAD_FILE
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.head_format import HEAD_FILE
 from serving.functions.agent import connect
 from serving.functions.handle import Function
 

@@ -12,6 +12,7 @@ from support.processes.server_process import ROOT
 # Nothing to run in them: names of types, and a dataclass that every model test fills.
 WITHOUT_TEST = {
     "src/lora_jax/typing.py",
+    "src/lora_jax/adapters/added_tokens.py",
     "src/lora_jax/batch.py",
     "serving/engine/loop/loop_parts.py",
     "serving/steps/operands.py",

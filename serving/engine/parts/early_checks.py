@@ -8,12 +8,12 @@ from pathlib import Path
 
 from lora_jax.adapters.adapter_folders import check_folders
 from lora_jax.adapters.entries import RegistryLimits
-from lora_jax.adapters.esft_format import CONFIG_FILE
-from lora_jax.adapters.folder import AdapterFolder
-from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_format import CONFIG_FILE as PEFT_FILE
-from lora_jax.adapters.peft_format import read_config
-from lora_jax.adapters.vocabulary import needs
+from lora_jax.adapters.formats.esft_format import CONFIG_FILE
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.peft_config import PeftConfig
+from lora_jax.adapters.formats.peft_format import CONFIG_FILE as PEFT_FILE
+from lora_jax.adapters.formats.peft_format import read_config
+from lora_jax.adapters.formats.peft_vocabulary import needs
 from serving.api.config import EngineConfig
 from serving.engine.parts.pairs import why_only_lora
 

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from lora_jax.adapters.head_format import labels_of
-from lora_jax.adapters.vocabulary import MOST_TOKENS, needs
+from lora_jax.adapters.formats.head_format import labels_of
+from lora_jax.adapters.formats.peft_vocabulary import needs
+from lora_jax.adapters.vocabulary import MOST_TOKENS
 from serving.api.config import EngineConfig
 from serving.engine.parts.early_checks import brought_by
 from serving.engine.parts.pairs import GAINS, INT8, VOCABULARY, why_only_lora

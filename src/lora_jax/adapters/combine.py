@@ -21,9 +21,19 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lora_jax import strict_json
-from lora_jax.adapters import peft_experts, safetensors_file
 from lora_jax.adapters.composition import MOST_WEIGHT
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.formats import peft_experts, safetensors_file
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.peft_config import PeftConfig
+from lora_jax.adapters.formats.peft_format import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    PeftReadLimits,
+    check_files,
+    read_config,
+)
+from lora_jax.adapters.formats.peft_names import LoraPair, pair_up
+from lora_jax.adapters.formats.safetensors_file import FileLimits
 from lora_jax.adapters.merge_methods import (
     COMBINATION_TYPES,
     SIGN_METHODS,
@@ -31,16 +41,6 @@ from lora_jax.adapters.merge_methods import (
     Pair,
     combine_pairs,
 )
-from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_format import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    PeftReadLimits,
-    check_files,
-    read_config,
-)
-from lora_jax.adapters.peft_names import LoraPair, pair_up
-from lora_jax.adapters.safetensors_file import FileLimits
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 MOST_ADAPTERS = 16

@@ -14,11 +14,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lora_jax.adapters import peft_format, reader
+from lora_jax.adapters import reader
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
-from lora_jax.adapters.file_layouts import FileLayouts
-from lora_jax.adapters.folder import AdapterFolder
-from lora_jax.adapters.peft_config import PeftConfig
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.file_layouts import FileLayouts
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.peft_config import PeftConfig
 from lora_jax.adapters.reader import AdapterReadLimits
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
 

@@ -3,11 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from lora_jax.adapters import esft_format, peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.file_layouts import FileLayouts
-from lora_jax.adapters.folder import AdapterFolder
-from lora_jax.adapters.head_format import HEAD_FILE
+from lora_jax.adapters.formats import esft_format, peft_format
+from lora_jax.adapters.formats.file_layouts import FileLayouts
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.head_format import HEAD_FILE
 from lora_jax.adapters.weights import AnyWeights
 
 CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them makes an adapter

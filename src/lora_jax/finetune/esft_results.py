@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from lora_jax.adapters import esft_format
+from lora_jax.adapters.formats import esft_format
 from lora_jax.adapters.weights import ExpertWeights
 from lora_jax.finetune.documents import Document, read_format
 from lora_jax.finetune.esft_export import merge_checkpoint

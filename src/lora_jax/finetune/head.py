@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.task_head import HeadKind, TaskHead
 from lora_jax.finetune.command import existing_file, run, schedule_of, state_of, training_parser
 from lora_jax.finetune.documents import read_format

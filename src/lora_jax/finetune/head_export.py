@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from lora_jax.adapters.head_format import BIAS, HEAD_FILE, POOLING, WEIGHT
-from lora_jax.adapters.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from lora_jax.adapters.formats.head_format import BIAS, HEAD_FILE, POOLING, WEIGHT
+from lora_jax.adapters.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from lora_jax.adapters.task_head import SCORE, TaskHead
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
-from lora_jax.adapters.peft_format import BASE_QUANTIZATION
+from lora_jax.adapters.formats.peft_format import BASE_QUANTIZATION
 from lora_jax.finetune.lora_params import FUSED, GATE, UP, LoraParams, LoraSpec
 
 DOWN = "experts.down_proj"

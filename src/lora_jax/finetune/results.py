@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.lora_params import LoraDelta, loaded_delta
 from lora_jax.finetune.perplexity import Evaluator

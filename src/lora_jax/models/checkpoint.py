@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 
-from lora_jax.adapters.safetensors_file import not_safetensors
+from lora_jax.adapters.formats.safetensors_file import not_safetensors
 
 Index = tuple[range, ...]  # one range per axis
 

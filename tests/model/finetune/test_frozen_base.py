@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.cases.finetune_cases import RECORDS, WIDE_CONFIG, dense, make_folder
 
-from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import UNQUANTISED
+from lora_jax.adapters.formats import peft_format
 from lora_jax.finetune import lora
 from lora_jax.finetune.attention import product
 from lora_jax.finetune.frozen_base import load_base

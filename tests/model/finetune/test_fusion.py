@@ -190,7 +190,7 @@ class Training:
 def test_the_command_writes_an_adapter_of_each_group_and_what_it_scored(
     picture_folder, picture_data, tmp_path, monkeypatch, capsys
 ):
-    from lora_jax.adapters import peft_format
+    from lora_jax.adapters.formats import peft_format
     from lora_jax.finetune.pictures import adapter
 
     prompts = {"clothes": "Which clothes are these?", "digits": "Which digit is this?"}

@@ -7,7 +7,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.task_head import SCORE, HeadKind, TaskHead, with_head
 from lora_jax.finetune.head_export import add_head
 

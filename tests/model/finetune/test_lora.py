@@ -14,7 +14,7 @@ from support.cases.finetune_cases import (
     share_compiled_step,
 )
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.finetune import lora
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.lora_params import LoraSpec, loaded_delta

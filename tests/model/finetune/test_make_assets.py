@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.cases.finetune_cases import CONFIG, trace_training, write_domain
 
-from lora_jax.adapters import esft_format, peft_format
+from lora_jax.adapters.formats import esft_format, peft_format
 from lora_jax.config import from_hf
 from lora_jax.finetune import esft, lora, make_assets, pretrain
 from lora_jax.finetune.documents import read_format

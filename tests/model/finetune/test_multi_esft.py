@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.cases.finetune_cases import RECORDS, make_esft, make_folder
 
-from lora_jax.adapters import esft_format
+from lora_jax.adapters.formats import esft_format
 from lora_jax.finetune.documents import read_format
 from lora_jax.finetune.esft_export import merge_checkpoint
 from lora_jax.finetune.multi_esft import MultiEsftModel

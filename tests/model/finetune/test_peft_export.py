@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from support.cases.finetune_cases import CONFIG, dense, random_pairs
 from support.drivers.model_driver import random_model
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.finetune.lora_params import (
     LoraSpec,
     loaded_delta,

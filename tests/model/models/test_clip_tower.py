@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_jax.adapters.peft_names import find_target
+from lora_jax.adapters.formats.peft_names import find_target
 from lora_jax.config import from_hf
 from lora_jax.models.llava import Llava
 

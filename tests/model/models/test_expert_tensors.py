@@ -8,7 +8,7 @@ from support.cases.quantised_checkpoints import MOE, write_pair
 from support.cases.tiny_checkpoint import TinyShape, write_model
 from support.drivers.model_driver import Driver, fill_slots, highest_rank, random_sites
 
-from lora_jax.adapters import esft_format
+from lora_jax.adapters.formats import esft_format
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory
 from lora_jax.memory.virtual import OutOfPages

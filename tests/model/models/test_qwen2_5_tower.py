@@ -3,7 +3,7 @@
 import pytest
 from support.drivers.vision_driver import QWEN_TEXT
 
-from lora_jax.adapters.peft_names import find_target
+from lora_jax.adapters.formats.peft_names import find_target
 from lora_jax.config import from_hf
 from lora_jax.models.qwen2_5_vl import Qwen25VL
 

@@ -4,7 +4,7 @@ import pytest
 from support.cases.tiny_qwen3_vl import ROPE, VISION
 from support.drivers.vision_driver import QWEN_TEXT
 
-from lora_jax.adapters.peft_names import find_target
+from lora_jax.adapters.formats.peft_names import find_target
 from lora_jax.config import from_hf
 from lora_jax.models.qwen3_vl import Qwen3VL
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from support.cases.adapter_cases import write_adapter
 
-from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraModule
-from lora_jax.adapters.peft_names import find_target
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.peft_names import find_target
 from lora_jax.config import from_hf
 from lora_jax.models.llama import Llama
 from lora_jax.models.sources import Oriented, Slice, Stack, Tensor, Transpose, weight

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.cases.brought_cases import FIXTURES
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.gains import with_gains
 from lora_jax.models.loader import load
 from lora_jax.nn.output_norms import OutputNorms

@@ -6,7 +6,7 @@ import pytest
 from support.cases import adapter_cases as cases
 from support.cases.head_cases import write_head
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.lora_load_job import LoraLoadJob
 from lora_jax.adapters.slots import init_slots, size_slots

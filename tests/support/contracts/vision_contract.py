@@ -31,7 +31,7 @@ from support.drivers.vision_driver import (
     prompt_of,
 )
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.config import ModelConfig
 from lora_jax.models import load
 from lora_jax.nn.decoder import AbstractCausalLM

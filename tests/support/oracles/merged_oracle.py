@@ -13,8 +13,8 @@ from flax import nnx
 from support.cases.adapter_cases import write_adapter
 from support.drivers.model_driver import Sites
 
-from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.formats import peft_format
 from lora_jax.config import ModelConfig
 from lora_jax.models import model_class
 

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from support.processes.server_process import ROOT
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.task_head import with_head
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import gains, peft_format
+from lora_jax.adapters import gains
 from lora_jax.adapters.catalogue import EXPERTS, WHOLE
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.slots import rows_per_adapter

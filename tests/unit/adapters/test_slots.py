@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.adapters.lora_allocator import SlotAllocator
 from lora_jax.adapters.lora_load_job import LoraLoadJob

@@ -7,7 +7,7 @@ import numpy as np
 from support.cases import adapter_cases as cases
 from support.processes.server_process import ROOT
 
-from lora_jax.adapters import peft_format
+from lora_jax.adapters.formats import peft_format
 from lora_jax.adapters.weights import AdapterWeights, SiteWeights
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config

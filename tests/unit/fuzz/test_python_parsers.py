@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.cases.transport_cases import open_client, open_servers, terms_of
 
-from lora_jax.adapters import esft_config, peft_config, safetensors_file
+from lora_jax.adapters.formats import esft_config, peft_config, safetensors_file
 from serving.http.access.key_file import read_keys_file
 from serving.http.access.keys import KeyRing
 from serving.http.settings import HttpSettings

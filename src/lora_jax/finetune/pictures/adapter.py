@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lora_jax.adapters import peft_format
-from lora_jax.adapters.head_format import labels_of
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.head_format import labels_of
 from lora_jax.adapters.task_head import SCORE, HeadKind, TaskHead, with_head
 from lora_jax.finetune.command import run
 from lora_jax.finetune.documents import TextFormat, read_format

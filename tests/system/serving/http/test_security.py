@@ -45,9 +45,9 @@ def test_nothing_unpickles_and_no_route_takes_tensors(real_client):
 
 
 def test_nothing_runs_code_from_files_and_no_check_is_an_assert():
-    readers = [*ROOT.glob("src/lora_jax/adapters/peft_*.py")]
+    readers = [*ROOT.glob("src/lora_jax/adapters/formats/peft_*.py")]
     readers += [ROOT / "src/lora_jax/adapters/registry.py"]
-    readers += [ROOT / "src/lora_jax/adapters/safetensors_file.py"]
+    readers += [ROOT / "src/lora_jax/adapters/formats/safetensors_file.py"]
     for path in [*ROOT.glob("serving/http/**/*.py"), *readers]:
         for node in ast.walk(ast.parse(path.read_text())):
             assert not isinstance(node, ast.Assert), path.name

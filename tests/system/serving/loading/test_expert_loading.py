@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from support.cases import tiny_esft
 
-from lora_jax.adapters import esft_format
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertSizes
+from lora_jax.adapters.formats import esft_format
 from lora_jax.adapters.lora_load_job import LoadFailed
 from lora_jax.adapters.weights import PROJECTIONS
 from lora_jax.memory.host import HostMemory

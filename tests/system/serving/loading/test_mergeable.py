@@ -7,7 +7,7 @@ import pytest
 from support.cases.adapter_cases import llama, moe, site_delta, weights
 from support.cases.head_cases import write_head
 
-from lora_jax.adapters.peft_format import read
+from lora_jax.adapters.formats.peft_format import read
 from lora_jax.adapters.task_head import with_head
 from serving.loading.mergeable import Mergeable, delta_norm
 

@@ -3,7 +3,7 @@
 import pytest
 from support.cases import tiny_esft
 
-from lora_jax.adapters import esft_format
+from lora_jax.adapters.formats import esft_format
 from lora_jax.models import load
 from serving.api.config import EngineConfig
 from serving.loading.esft_parts import make_esft

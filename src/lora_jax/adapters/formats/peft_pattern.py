@@ -8,8 +8,8 @@ automaton whose state is a set of places in the pattern, which takes one step fo
 
 import re
 
-from lora_jax.adapters.pattern_automaton import Automaton, Budget
-from lora_jax.adapters.pattern_syntax import Parser, PatternRefused
+from lora_jax.adapters.formats.pattern_automaton import Automaton, Budget
+from lora_jax.adapters.formats.pattern_syntax import Parser, PatternRefused
 
 __all__ = ["Budget", "Pattern", "PatternRefused"]
 

@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_format
-from lora_jax.adapters.file_layouts import FileLayouts
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.file_layouts import FileLayouts
 from lora_jax.adapters.weights import AdapterWeights
 
 CATALOGUE = cases.llama()

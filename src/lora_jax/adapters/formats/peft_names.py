@@ -8,7 +8,7 @@ import dataclasses
 import re
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
-from lora_jax.adapters.safetensors_file import AdapterTensor
+from lora_jax.adapters.formats.safetensors_file import AdapterTensor
 
 KV_B = ("kv_b_proj.k", "kv_b_proj.v")
 _LORA = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.weight)?")

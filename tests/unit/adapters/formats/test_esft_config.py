@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lora_jax.adapters import esft_config
+from lora_jax.adapters.formats import esft_config
 
 RELEASED = [("intent", 124), ("law", 153), ("summary", 128), ("translation", 83)]
 GOOD = {"experts": {"2": [5, 1], "10": [], "1": [0]}, "shared_experts": False}

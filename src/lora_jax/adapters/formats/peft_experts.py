@@ -15,8 +15,8 @@ import re
 import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
-from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_names import LoraPair, Target, find_target
+from lora_jax.adapters.formats.peft_config import PeftConfig
+from lora_jax.adapters.formats.peft_names import LoraPair, Target, find_target
 from lora_jax.adapters.weights import SiteWeights
 
 GATE, UP, DOWN = "experts.gate_proj", "experts.up_proj", "experts.down_proj"

@@ -8,8 +8,8 @@ from safetensors.numpy import save_file
 from support.cases import adapter_cases as cases
 from support.cases.head_cases import write_head
 
-from lora_jax.adapters import peft_format
-from lora_jax.adapters.head_format import HEAD_FILE, labels_of, parse
+from lora_jax.adapters.formats import peft_format
+from lora_jax.adapters.formats.head_format import HEAD_FILE, labels_of, parse
 from lora_jax.adapters.task_head import SCORE, HeadKind, head_logits, with_head
 
 CATALOGUE = with_head(cases.llama(), 16, 3)

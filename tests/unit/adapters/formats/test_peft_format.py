@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_format
 from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
+from lora_jax.adapters.formats import peft_format
 from lora_jax.config import from_hf
 from lora_jax.models.registry import model_class
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.formats.folder import AdapterFolder
 from lora_jax.json_structure import too_many_values
 
 DTYPES = {

@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from lora_jax.adapters import (
-    gains,
+from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
+from lora_jax.adapters.formats import (
     head_format,
     peft_config,
     peft_experts,
+    peft_gains,
+    peft_vocabulary,
     safetensors_file,
-    vocabulary,
 )
-from lora_jax.adapters.added_tokens import read_added
-from lora_jax.adapters.catalogue import UNQUANTISED, LoraCatalogue
-from lora_jax.adapters.file_layouts import FileLayouts, LayoutSearch
-from lora_jax.adapters.folder import AdapterFolder, pickle_hint
+from lora_jax.adapters.formats.file_layouts import FileLayouts, LayoutSearch
+from lora_jax.adapters.formats.folder import AdapterFolder, pickle_hint
+from lora_jax.adapters.formats.peft_config import PeftConfig
+from lora_jax.adapters.formats.peft_experts import Fused
+from lora_jax.adapters.formats.peft_names import KV_B, LoraPair, Target, find_target, pair_up
+from lora_jax.adapters.formats.safetensors_file import FileLimits, WholeFile, naming
+from lora_jax.adapters.formats.tokenizer_files import read_added
 from lora_jax.adapters.kinds import AdapterKind
-from lora_jax.adapters.peft_config import PeftConfig
-from lora_jax.adapters.peft_experts import Fused
-from lora_jax.adapters.peft_names import KV_B, LoraPair, Target, find_target, pair_up
-from lora_jax.adapters.safetensors_file import FileLimits, WholeFile, naming
 from lora_jax.adapters.task_head import SCORE, TaskHead
 from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleReport, SiteWeights
 
@@ -114,22 +114,22 @@ def _read(
     with _telling(warnings), naming(WEIGHTS_FILE):
         if head is not None:
             sites[SCORE, 0] = head_format.take_site(tensors, head, catalogue)
-        of_outputs = gains.take_tensors(tensors, config)
-        rows = vocabulary.take_rows(tensors, config, catalogue)
+        of_outputs = peft_gains.take_tensors(tensors, config)
+        rows = peft_vocabulary.take_rows(tensors, config, catalogue)
         if head is None or tensors:  # a head alone has no LoRA
             pairs = pair_up(tensors)
             sites |= read_sites(pairs, config, catalogue)
         else:
             pairs = {}
         check_ranks(sites, limits.max_rank)
-        found = gains.raw_gains(of_outputs, pairs, config, sites, catalogue)
-        vocabulary.check_alone(rows, sites.keys() | found.keys())
+        found = peft_gains.raw_gains(of_outputs, pairs, config, sites, catalogue)
+        peft_vocabulary.check_alone(rows, sites.keys() | found.keys())
     added = read_added(folder) if rows.sites else ()
     warnings += _precision_warnings(metadata, catalogue)
     report = make_report(folder, sites, config, num_tensors, warnings, head)
     report = dataclasses.replace(
         report,
-        brings=gains.words_of(found) + rows.words,
+        brings=peft_gains.words_of(found) + rows.words,
         weight_bytes=report.weight_bytes + rows.num_bytes,
         added_tokens=added,
     )

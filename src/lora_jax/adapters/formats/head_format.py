@@ -12,8 +12,8 @@ import numpy as np
 
 from lora_jax import strict_json
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.folder import AdapterFolder
-from lora_jax.adapters.safetensors_file import AdapterTensor
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.safetensors_file import AdapterTensor
 from lora_jax.adapters.task_head import (
     MAX_LABEL_TEXT,
     MAX_LABELS,

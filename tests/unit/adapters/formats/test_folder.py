@@ -6,8 +6,8 @@ import os
 import numpy as np
 import pytest
 
-from lora_jax.adapters import folder as folder_module
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.formats import folder as folder_module
+from lora_jax.adapters.formats.folder import AdapterFolder
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support.cases import tiny_esft
 
-from lora_jax.adapters import esft_format
-from lora_jax.adapters.esft_format import EsftReadLimits
+from lora_jax.adapters.formats import esft_format
+from lora_jax.adapters.formats.esft_format import EsftReadLimits
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 

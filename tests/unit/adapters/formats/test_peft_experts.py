@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters import peft_experts, peft_format
+from lora_jax.adapters.formats import peft_experts, peft_format
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.20.0", "0.21.2"])

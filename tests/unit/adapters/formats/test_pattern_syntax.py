@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_jax.adapters.peft_pattern import Pattern, PatternRefused
+from lora_jax.adapters.formats.peft_pattern import Pattern, PatternRefused
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from lora_jax.adapters import esft_config, safetensors_file
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.folder import AdapterFolder, pickle_hint
+from lora_jax.adapters.formats import esft_config, safetensors_file
+from lora_jax.adapters.formats.folder import AdapterFolder, pickle_hint
+from lora_jax.adapters.formats.peft_names import find_target
+from lora_jax.adapters.formats.safetensors_file import AdapterTensor, FileLimits
 from lora_jax.adapters.kinds import AdapterKind
-from lora_jax.adapters.peft_names import find_target
-from lora_jax.adapters.safetensors_file import AdapterTensor, FileLimits
 from lora_jax.adapters.weights import PROJECTIONS, AdapterReport, ExpertWeights, ModuleReport
 
 CONFIG_FILE = "expert_cfg.json"

@@ -14,7 +14,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from lora_jax import strict_json
-from lora_jax.adapters.peft_pattern import Budget, Pattern, PatternRefused
+from lora_jax.adapters.formats.peft_pattern import Budget, Pattern, PatternRefused
+from lora_jax.adapters.vocabulary import EMBEDDING, PARTS
 
 # Says nothing about what the tensors do: training, bookkeeping, or which tensors exist.
 _METADATA = frozenset(
@@ -60,7 +61,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 # These leave the base weights alone and mean plain B A afterwards.
 _INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _BIASES = ("none", "all", "lora_only")
-VOCABULARY = ("embed_tokens", "lm_head")  # modules whose rows are tokens
 _MAX_CONFIG_MATCHES = 1_000_000  # patterns x modules; real files stay below 10^5
 _MAX_PATTERNS = 1000
 _MAX_VALUES = 1 << 17  # JSON values of the file
@@ -82,7 +82,7 @@ class PeftConfig:
     use_dora: bool = False
     lora_bias: bool = False
     has_bias: bool = False  # biases of the base were trained
-    # Of the modules of VOCABULARY: tokens whose rows were trained, and those that were saved whole.
+    # Of PARTS of the vocabulary: tokens whose rows were trained, and those that were saved whole.
     token_ids: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     saved: tuple[str, ...] = ()
     ties_weights: bool = False  # a tied head follows a saved embedding
@@ -165,17 +165,17 @@ def _take_more(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_token_ids(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return trainable_token_indices by module of VOCABULARY, and take the key out."""
+    """Return trainable_token_indices by module of the vocabulary, and take the key out."""
     key = "trainable_token_indices"
     given = config.pop(key, None)
     if given is None:
         return {}
-    by_module = given if isinstance(given, dict) else {VOCABULARY[0]: given}
+    by_module = given if isinstance(given, dict) else {EMBEDDING: given}
     ids_of: dict[str, tuple[int, ...]] = {}
     for path, ids in by_module.items():
         name = path.rpartition(".")[2]
-        if name not in VOCABULARY or name in ids_of:
-            raise ValueError(f"{key} names {_short(path)}; {' and '.join(VOCABULARY)} are served.")
+        if name not in PARTS or name in ids_of:
+            raise ValueError(f"{key} names {_short(path)}; {' and '.join(PARTS)} are served.")
         if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
             raise ValueError(f"{key} of {name} is {_short(ids)}, not a list of token ids.")
         if len(set(ids)) < len(ids):
@@ -185,13 +185,13 @@ def _take_token_ids(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _take_saved(config: dict[str, Any]) -> tuple[str, ...]:
-    """Return the modules of VOCABULARY that were saved whole, and take them out."""
+    """Return the modules of the vocabulary that were saved whole, and take them out."""
     saved = config.get("modules_to_save")
     if not isinstance(saved, list):
         return ()
     names = {name: name.rpartition(".")[2] for name in saved if isinstance(name, str)}
-    config["modules_to_save"] = [n for n in saved if names.get(n) not in VOCABULARY]
-    return tuple(name for name in VOCABULARY if name in names.values())
+    config["modules_to_save"] = [n for n in saved if names.get(n) not in PARTS]
+    return tuple(name for name in PARTS if name in names.values())
 
 
 def _target_modules(config: dict[str, Any]) -> tuple[str, ...]:

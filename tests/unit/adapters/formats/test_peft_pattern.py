@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.peft_pattern import Pattern
+from lora_jax.adapters.formats.peft_pattern import Pattern
 
 NAME = "base.model.layers.11.self_attn.q_proj"
 # As PEFT, its users and its tests write them.

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 
-from lora_jax.adapters.peft_names import find_target, pair_up
-from lora_jax.adapters.safetensors_file import AdapterTensor
+from lora_jax.adapters.formats.peft_names import find_target, pair_up
+from lora_jax.adapters.formats.safetensors_file import AdapterTensor
 
 
 def test_every_real_header_pairs_up_or_names_the_orphan(real_data):

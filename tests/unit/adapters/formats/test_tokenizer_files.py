@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from lora_jax.adapters.added_tokens import AddedToken, read_added
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.added_tokens import AddedToken
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.tokenizer_files import read_added
 
 CALL = AddedToken("<call>", 7, special=True)
 WORD = AddedToken("wörd", 9, special=False, lstrip=True)

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from lora_jax.adapters.catalogue import LoraCatalogue
-from lora_jax.adapters.folder import AdapterFolder
+from lora_jax.adapters.formats.folder import AdapterFolder
+from lora_jax.adapters.formats.peft_experts import GATE, UP, are_apart
+from lora_jax.adapters.formats.safetensors_file import WholeFile, all_finite
 from lora_jax.adapters.host_rows import HostRun
-from lora_jax.adapters.peft_experts import GATE, UP, are_apart
-from lora_jax.adapters.safetensors_file import WholeFile, all_finite
 from lora_jax.adapters.weights import (
     AdapterReport,
     AdapterWeights,

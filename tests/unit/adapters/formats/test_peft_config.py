@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lora_jax.adapters import peft_config
+from lora_jax.adapters.formats import peft_config
 
 REAL_CONFIGS = {
     "peft_llama32_3b_r32.json": None,

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from lora_jax.adapters.pattern_automaton import Budget
-from lora_jax.adapters.peft_pattern import Pattern
+from lora_jax.adapters.formats.pattern_automaton import Budget
+from lora_jax.adapters.formats.peft_pattern import Pattern
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from lora_jax.adapters.pattern_syntax import (
+from lora_jax.adapters.formats.pattern_syntax import (
     Anchor,
     Char,
     Choice,

@@ -10,8 +10,8 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters import folder
-from lora_jax.adapters.safetensors_file import FileLimits, parse, read_file, read_header
+from lora_jax.adapters.formats import folder
+from lora_jax.adapters.formats.safetensors_file import FileLimits, parse, read_file, read_header
 
 LIMITS = FileLimits(max_header_bytes=4096, max_tensors=8)
 
