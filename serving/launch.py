@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
-from serving.api.config import EngineConfig
+from serving.api.config import GIVEN_MODULES, EngineConfig
 from serving.api.functions_config import FunctionsConfig
 from serving.cli.flag_layers import ParserWithSource, read_layers
 from serving.cli.flag_values import lora_module
@@ -77,6 +77,9 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     uvicorn = {name: given[name] for name in uvicorn_names if name in given}
     if "uvicorn_log_level" in given:
         uvicorn["log_level"] = given["uvicorn_log_level"]
+    others = "lora_dir" in given or given.get("enable_runtime_lora")
+    if given.get("lora_modules") and not (others or cluster.lora_server):
+        given.setdefault("lora_target_modules", GIVEN_MODULES)
     return Options(
         engine=_engine_config(model, given),
         http=_http_settings(given),

@@ -11,6 +11,7 @@ from serving.api.speculative_config import SpeculativeConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
 LORA_DTYPES = ("auto", "int8")
+GIVEN_MODULES = ("auto",)  # lora_target_modules: what adapters given at the start change
 KV_DTYPES = ("auto", "fp8")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "sjf")
@@ -62,6 +63,8 @@ class EngineConfig:
     # Adapters.
     max_loras: int = 16  # resident LoRA adapters
     max_lora_rank: int = 64
+    # Modules that adapters may change, as PEFT names them, or GIVEN_MODULES; None: all.
+    lora_target_modules: tuple[str, ...] | None = None
     # Labels of the largest task head; 0: no heads, None: those of the adapters given at the start.
     max_lora_cls_labels: int | None = None
     # Adapters with DoRA and biases; None: if adapters given at the start have them.
@@ -110,6 +113,7 @@ class EngineConfig:
             if not isinstance(value := getattr(self, field), bool | None):
                 raise ValueError(f"{field} must be true or false, got {value!r}.")
         self._check_devices()
+        self._check_modules()
         SpeculativeConfig.of(self.speculative_config)  # raises ValueError
         if not isinstance(self.override_generation_config, dict):
             raise ValueError(
@@ -148,6 +152,19 @@ class EngineConfig:
                 "kv_offloading_size keeps pages of the prefix cache: set it to 0, or turn "
                 "enable_prefix_caching on."
             )
+
+    def _check_modules(self) -> None:
+        """Raise ValueError for names that are none; keep a list as a tuple."""
+        names = self.lora_target_modules
+        if names is None:
+            return
+        listed = isinstance(names, list | tuple) and names
+        if not listed or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(
+                f'lora_target_modules must be a list of names such as ["q_proj", "v_proj"], got '
+                f"{names!r}."
+            )
+        object.__setattr__(self, "lora_target_modules", tuple(names))
 
     def _check_devices(self) -> None:
         """Raise ValueError for what needs several devices."""

@@ -324,6 +324,9 @@ def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> Non
         _plain_type(field.type),
         texts[field.name],
     )
+    if typing.get_origin(kind) is tuple:
+        group.add_argument(flag, nargs="+", metavar=_metavar(field.name, str), help=text)
+        return
     if kind is dict:
         group.add_argument(flag, type=json_object, metavar="JSON", help=text)
         return

@@ -110,7 +110,6 @@ REFUSED = {
         "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers "
         "--weight-transfer-config"
     ),
-    "adapters may change any module that the model has": "--lora-target-modules",
     "a batch may mix any adapters; --compile-base-only-steps compiles steps without adapters": (
         "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras"
     ),

@@ -34,6 +34,7 @@ from serving.engine.parts.merging import make_merged
 from serving.engine.parts.model_info import catalogue_of, log_quantised
 from serving.engine.parts.needed_sizes import head_labels
 from serving.engine.parts.over_hosts import shared
+from serving.engine.parts.target_parts import take_targets
 from serving.loading.esft_parts import EsftParts, make_esft
 from serving.lora_server.instance import InstanceSide, ServerAccess
 from serving.lora_server.tenant_side import TenantAccess, TenantSide
@@ -90,7 +91,7 @@ def load_base(
     if esft is not None:
         undo.callback(esft.room.close)
     labels = shared(gang, head_labels(config, adapters, remote is not None))
-    modules = catalogue_of(model, model_config)
+    modules = take_targets(model, catalogue_of(model, model_config), config, adapters, gang)
     catalogue = take_heads(model, modules, model_config.hidden_size, labels)
     has_server = remote is not None
     catalogue, norms = take_brought(model, catalogue, config, adapters, has_server=has_server)

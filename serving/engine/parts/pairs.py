@@ -34,6 +34,7 @@ def check_pairs(config: EngineConfig, model: ModelConfig, beside: Beside) -> Non
     check_merging(config, model, has_server=has_server)
     check_heads(config, has_server=has_server)
     check_brought(config, has_server=has_server)
+    check_targets(config, has_server=has_server)
     check_split(config, model, has_server=has_server)
 
 
@@ -168,6 +169,16 @@ def check_brought(config: EngineConfig, *, has_server: bool) -> None:
         raise ValueError(
             f"{VOCABULARY[1]} does not go with lora_dtype int8, which has a scale for each rank "
             f"row: leave {VOCABULARY[1]} out, or the other."
+        )
+
+
+def check_targets(config: EngineConfig, *, has_server: bool) -> None:
+    """Raise ValueError where modules were chosen of adapters that a LoRA Server holds."""
+    if has_server and config.lora_target_modules is not None:
+        raise ValueError(
+            "lora_target_modules is for adapters that the instances hold, and a LoRA Server "
+            "computes whole layers of experts: leave lora_target_modules out, or start without "
+            "--lora-server."
         )
 
 

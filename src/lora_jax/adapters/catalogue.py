@@ -6,6 +6,7 @@ layer. Models build a catalogue; the readers of adapter files resolve names agai
 
 import dataclasses
 import re
+from collections.abc import Collection
 
 UNQUANTISED = "none"  # LoraCatalogue.quantization
 OUTPUTS, EXPERTS, WHOLE = "outputs", "experts", "whole"  # LoraModule.split
@@ -63,11 +64,18 @@ class LoraCatalogue:
     tied_head: bool = False  # lm_head is the embedding; told where adapters may bring rows of them
     most_saved: int = 0  # whole embeddings and heads of all adapters on the device
     only_lora: str = ""  # option with which adapters bring nothing but LoRA; "": they may
+    # Modules of the base model that no adapter of this engine may change with LoRA; see `only`.
+    closed: dict[str, LoraModule] = dataclasses.field(default_factory=dict)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Distinct vector widths; adapter slots keep one pool of rank rows per width."""
         return tuple(sorted({w for m in self.modules.values() for w in (m.d_in, m.d_out)}))
+
+    @property
+    def of_base(self) -> dict[str, LoraModule]:
+        """All modules of the base model, those that are closed to LoRA too."""
+        return self.modules | self.closed
 
     @property
     def module_names(self) -> tuple[str, ...]:
@@ -78,6 +86,16 @@ class LoraCatalogue:
         if self.only_lora:
             return f"that does not go with {self.only_lora}. Start one without it, with {room}"
         return f"start it with {room}"
+
+    def only(self, names: Collection[str]) -> "LoraCatalogue":
+        """Return the catalogue in which adapters may change these modules alone."""
+        kept = {name: module for name, module in self.modules.items() if name in names}
+        closed = {name: module for name, module in self.of_base.items() if name not in kept}
+        return dataclasses.replace(self, modules=kept, closed=closed)
+
+    def opened(self) -> "LoraCatalogue":
+        """Return the catalogue without what `only` took, to read files that may have LoRA on it."""
+        return dataclasses.replace(self, modules=self.of_base, closed={})
 
     def without_experts(self) -> "LoraCatalogue":
         """Return the catalogue of all modules but the experts'."""

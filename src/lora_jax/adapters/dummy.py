@@ -21,6 +21,7 @@ from lora_jax.adapters.formats.file_layouts import FileLayouts
 from lora_jax.adapters.formats.folder import AdapterFolder
 from lora_jax.adapters.formats.peft_config import PeftConfig
 from lora_jax.adapters.reader import AdapterReadLimits
+from lora_jax.adapters.target_modules import check_open
 from lora_jax.adapters.weights import AdapterWeights, AnyWeights, SiteWeights
 
 _BANK_VALUES = 1 << 28  # half a gigabyte: more than a CPU's caches hold
@@ -58,12 +59,13 @@ class DummyAdapters:
         config, matrices = peft_format.read_config(folder), _Matrices(self._random())
         sites = {
             (module.name, layer): matrices.site(module, config)
-            for module in catalogue.modules.values()
+            for module in catalogue.of_base.values()
             for layer in module.layers
             if module.name.rpartition(".")[2] in config.target_modules
         }
         if not sites:
             raise ValueError(f"{peft_format.CONFIG_FILE}: no target module is one of the model's.")
+        check_open(sites, catalogue)
         peft_format.check_ranks(sites, (limits or AdapterReadLimits()).max_rank)
         report = peft_format.make_report(folder, sites, config, 2 * len(sites), ())
         return self._in_shared_block(AdapterWeights(sites, report))

@@ -8,6 +8,7 @@ from lora_jax.adapters.formats import esft_format, peft_format
 from lora_jax.adapters.formats.file_layouts import FileLayouts
 from lora_jax.adapters.formats.folder import AdapterFolder
 from lora_jax.adapters.formats.head_format import HEAD_FILE
+from lora_jax.adapters.target_modules import check_open
 from lora_jax.adapters.weights import AnyWeights
 
 CONFIG_FILES = (peft_format.CONFIG_FILE, esft_format.CONFIG_FILE)  # one of them makes an adapter
@@ -61,7 +62,9 @@ def read(
         if HEAD_FILE in files:
             raise ValueError(f"{HEAD_FILE} would be lost: an ESFT adapter has no task head here.")
         most = esft_format.EsftReadLimits(limits.max_file_bytes)
-        return esft_format.read(path, catalogue, limits=most, root=root)
+        return esft_format.read(path, catalogue.opened(), limits=most, root=root)
     most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
     given = {"base_names": base_names, "limits": most, "layouts": layouts}
-    return peft_format.read_folder(folder, catalogue, **given)
+    found = peft_format.read_folder(folder, catalogue.opened(), **given)
+    check_open(found.sites, catalogue)
+    return found

@@ -48,7 +48,7 @@ def with_vocabulary(
     All adapters together may have `most_saved` whole embeddings and heads; a head is `tied` if it
     is the base's embedding.
     """
-    hidden, vocab = catalogue.modules[HEAD].d_in, catalogue.modules[HEAD].d_out
+    hidden, vocab = catalogue.of_base[HEAD].d_in, catalogue.of_base[HEAD].d_out
     added = []
     if most_tokens:
         rank = {"layers": (0,), "split": WHOLE, "most_rank": most_tokens}

@@ -63,6 +63,7 @@ FEATURES = {
     "tokens and saved modules": Feature(
         {"max_lora_trainable_tokens": 32, "max_lora_modules_to_save": 1}, keeps_bits=True
     ),
+    "chosen modules": Feature({"lora_target_modules": ("auto",)}, keeps_bits=True),
     "structured outputs": Feature({"structured_outputs": True}, keeps_bits=True),
     "speculation": Feature({"speculative_config": SPECULATIVE}, keeps_bits=True),
     "merged modes": Feature({"lora_merge": "exact"}),
@@ -95,6 +96,7 @@ REFUSED = {
     ("tokens and saved modules", "adapters in 8 bits"): "max_lora_modules_to_save does not go with",
     ("tokens and saved modules", "several devices"): "does not go with tensor_parallel_size",
     ("tokens and saved modules", "LoRA Server"): "does not go with a LoRA Server",
+    ("chosen modules", "LoRA Server"): "lora_target_modules is for adapters that the instances",
     ("images", "LoRA Server"): "has none in this config",
     ("images", "shared backbone"): "a model that takes images",
     ("merged modes", "merged primary"): "set one of them",

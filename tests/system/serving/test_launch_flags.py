@@ -32,6 +32,21 @@ def test_defaults_are_safe():
     assert got.access_log
 
 
+@pytest.mark.parametrize(
+    ("more", "modules"),
+    [
+        ([], ("auto",)),
+        (["--lora-target-modules", "q_proj", "v_proj"], ("q_proj", "v_proj")),
+        (["--lora-dir", "d"], None),
+        (["--enable-runtime-lora"], None),
+        (["--lora-server", "1"], None),
+    ],
+)
+def test_where_no_other_adapters_can_come_lora_is_on_what_they_change(more, modules):
+    assert options("--lora-modules", "x=p", *more).engine.lora_target_modules == modules
+    assert options().engine.lora_target_modules is None
+
+
 # A value other than the default, for flags whose text is not enough.
 VALUES = {
     "nnodes": "2",

@@ -132,7 +132,7 @@ def _rows(tensor: AdapterTensor, ids: tuple[int, ...], catalogue: LoraCatalogue)
             f"takes {room}: "
             + catalogue.what_to_change(f"max_lora_trainable_tokens of {len(ids)} or more.")
         )
-    head = catalogue.modules[HEAD]
+    head = catalogue.of_base[HEAD]
     outside = [token for token in ids if token >= head.d_out]
     if outside:
         raise ValueError(
@@ -181,7 +181,7 @@ def _saved(
 
 def _whole(tensor: AdapterTensor, catalogue: LoraCatalogue) -> np.ndarray:
     """Return a whole matrix as one row [1, 1, vocab * hidden]; ValueError where it does not fit."""
-    head = catalogue.modules[HEAD]
+    head = catalogue.of_base[HEAD]
     if tensor.shape != (head.d_out, head.d_in):
         raise ValueError(
             f"{tensor.name} has shape {tensor.shape}; the base has {(head.d_out, head.d_in)}. A "

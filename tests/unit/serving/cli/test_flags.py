@@ -30,6 +30,8 @@ def test_every_engine_field_is_a_flag_with_help():
             assert read(f"--{flag}", '{"top_k": 3}') == {field.name: {"top_k": 3}}
         elif field.type is str or field.type == str | None:
             assert read(f"--{flag}", "x") == {field.name: "x"}
+        elif field.name == "lora_target_modules":
+            assert read(f"--{flag}", "q_proj", "v_proj") == {field.name: ["q_proj", "v_proj"]}
         else:
             assert read(f"--{flag}", "7") == {field.name: 7}
 

@@ -43,7 +43,6 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--tokenizer", "other"], "the model's folder"),
         (["--enable-expert-parallel"], "set tensor_parallel_size"),
         (["--enable-eplb"], "share experts in order"),
-        (["--lora-target-modules", "q_proj", "v_proj"], "any module"),
         (["--lora-backend=triton"], "chosen by device"),
         (["--mem-fraction-static=0.8"], "--gpu-memory-utilization"),
         (["--spec-model", "x"], "copied from the text: --speculative-config"),

@@ -1,0 +1,51 @@
+"""Modules that adapters of an engine may change, where they are not all."""
+
+import logging
+import os
+from collections.abc import Mapping
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.target_modules import modules_changed, modules_named
+from lora_jax.nn.decoder import AbstractCausalLM
+from serving.api.config import GIVEN_MODULES, EngineConfig
+from serving.engine.parts.over_hosts import shared
+from serving.runtime.gang import Gang
+
+logger = logging.getLogger(__name__)
+
+
+def take_targets(
+    model: AbstractCausalLM,
+    catalogue: LoraCatalogue,
+    config: EngineConfig,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    gang: Gang | None,
+) -> LoraCatalogue:
+    """Return the catalogue of lora_target_modules, which the model then knows.
+
+    Raises ValueError for a name of no module.
+    """
+    if config.lora_target_modules is None:
+        return catalogue
+    kept = shared(gang, _kept(catalogue, config.lora_target_modules, adapters))
+    if not kept:
+        return catalogue
+    catalogue = catalogue.only(kept)
+    model.module_names = catalogue.module_names
+    if catalogue.closed:
+        logger.info("Adapters may have LoRA on %s alone.", ", ".join(catalogue.module_names))
+    return catalogue
+
+
+def _kept(
+    catalogue: LoraCatalogue,
+    names: tuple[str, ...],
+    adapters: Mapping[str, str | os.PathLike[str]],
+) -> frozenset[str] | None:
+    """Return the modules that the names stand for; None or empty: all."""
+    if names == GIVEN_MODULES:
+        return modules_changed(adapters.values(), catalogue)
+    try:
+        return modules_named(names, catalogue)
+    except ValueError as error:
+        raise ValueError(f"lora_target_modules: {error}") from None

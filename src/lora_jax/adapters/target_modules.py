@@ -1,0 +1,137 @@
+"""Which modules of a base model adapters may change, by the names that PEFT's configs give. No jax.
+
+A module that no adapter of an engine may change leaves no trace of LoRA in its programs and no room
+in its pools of rank rows: vLLM's --lora-target-modules.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.formats.esft_format import CONFIG_FILE as ESFT_FILE
+from lora_jax.adapters.formats.peft_config import HEAD_NAMES
+from lora_jax.adapters.formats.peft_names import KV_B
+
+_MAX_CONFIG_BYTES = 1 << 20
+_GROUP_NAME = re.compile(r"\?P<\w+>")
+# Changes that target_modules does not tell of.
+_MORE = ("target_parameters", "trainable_token_indices")
+
+
+def modules_named(names: Iterable[str], catalogue: LoraCatalogue) -> frozenset[str]:
+    """Return the modules that `names` stand for, each as an item of PEFT's target_modules.
+
+    "gate_proj" stands for every module whose path in files ends with it, "mlp.gate" for the router;
+    a module's own name, such as "experts.down_proj", for that one. Raises ValueError for a name of
+    no module, listing the others.
+    """
+    found: set[str] = set()
+    for name in names:
+        if not (modules := _modules_of(name, catalogue)):
+            known = ", ".join(sorted(spelled(catalogue)))
+            raise ValueError(
+                f"{name!r} is no module of {catalogue.model_type} that adapters may change. Those "
+                f"are {known}."
+            )
+        found |= modules
+    return frozenset(found)
+
+
+def modules_changed(
+    folders: Iterable[str | os.PathLike[str]], catalogue: LoraCatalogue
+) -> frozenset[str] | None:
+    """Return the modules that the adapters' configs name; None where one does not say it plainly.
+
+    That is a pattern in place of a list, a name that is no module's, whole matrices beside LoRA, a
+    config that cannot be read: loading it tells what is wrong. Only the configs are read. ESFT
+    adapters and task heads change none.
+    """
+    found: set[str] = set()
+    for folder in folders:
+        if (names := _targets_of(Path(folder))) is None:
+            return None
+        for name in names:
+            if not (modules := _modules_of(name, catalogue)):
+                return None
+            found |= modules
+    return frozenset(found)
+
+
+def check_open(sites: Iterable[tuple[str, int]], catalogue: LoraCatalogue) -> None:
+    """Raise ValueError for LoRA on modules (with their layers) that the catalogue has closed."""
+    closed = sorted({name for name, _ in sites} & catalogue.closed.keys())
+    if closed:
+        names = ", ".join(closed)
+        raise ValueError(
+            f"the adapter has LoRA on {names}, for which this engine has no room: name {names} in "
+            "--lora-target-modules (lora_target_modules), too."
+        )
+
+
+def spelled(catalogue: LoraCatalogue) -> dict[str, frozenset[str]]:
+    """Return the last names of paths in files, such as "q_proj", and the modules of each."""
+    found: dict[str, set[str]] = {}
+    for tail, modules in _tails(catalogue):
+        for name in _words(tail[-1]):
+            found.setdefault(name, set()).update(modules)
+    return {name: frozenset(modules) for name, modules in found.items()}
+
+
+def _modules_of(name: str, catalogue: LoraCatalogue) -> frozenset[str]:
+    parts = name.split(".")
+    found = {name} & catalogue.modules.keys()
+    for tail, modules in _tails(catalogue):
+        if len(parts) <= len(tail) and re.fullmatch(r"\.".join(tail[-len(parts) :]), name):
+            found |= modules
+    return frozenset(found)
+
+
+def _tails(catalogue: LoraCatalogue) -> list[tuple[list[str], frozenset[str]]]:
+    """Return each spelling cut at its dots, and the modules of the catalogue that it stands for."""
+    tails = []
+    for rule in catalogue.rules:
+        names = set(rule.split or ((rule.module,) if rule.module else ()))
+        if names & {"kv_b_proj", *KV_B}:
+            names = set(KV_B)
+        names &= catalogue.modules.keys()
+        if names:
+            pattern = _GROUP_NAME.sub("?:", rule.pattern.pattern)
+            tails.append((_cut(pattern), frozenset(names)))
+    return tails
+
+
+def _cut(pattern: str) -> list[str]:
+    """Return the parts of a path's regular expression, cut at the dots outside of groups."""
+    parts, depth, begin = [], 0, 0
+    for at, character in enumerate(pattern):
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and pattern.startswith(r"\.", at):
+            parts.append(pattern[begin:at])
+            begin = at + 2
+    return [*parts, pattern[begin:]]
+
+
+def _words(part: str) -> list[str]:
+    """Return the names that a part such as "(?:gate_proj|w1)" matches; none for other patterns."""
+    inner = part.removeprefix("(?:").removesuffix(")") if part.startswith("(?:") else part
+    return [word for word in inner.split("|") if re.fullmatch(r"\w+", word)]
+
+
+def _targets_of(folder: Path) -> list[str] | None:
+    """Return target_modules of an adapter of plain LoRA; None where that does not say all."""
+    if (folder / ESFT_FILE).is_file():
+        return []
+    try:
+        with (folder / "adapter_config.json").open("rb") as content:
+            found: Any = json.loads(content.read(_MAX_CONFIG_BYTES))
+        targets, saved = found["target_modules"], found.get("modules_to_save") or ()
+        more = any(found.get(key) for key in _MORE) or not set(saved) <= set(HEAD_NAMES)
+        if more or not isinstance(targets, list):
+            return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return targets if targets and all(isinstance(name, str) for name in targets) else None
