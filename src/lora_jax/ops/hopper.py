@@ -1,16 +1,22 @@
 """Requirements of the Mosaic GPU kernels on the machine: a Hopper GPU."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Int
 
-Interpret = plgpu.InterpretGPUParams | bool | None
+if TYPE_CHECKING:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    Interpret = plgpu.InterpretGPUParams | bool | None
+else:
+    # Kernels import Mosaic, which takes 0.3 s. Backends ask here for the sizes of a GPU alone, also
+    # in the process that functions are forked from, and a start waits for that.
+    Interpret = Any
 
 CAPABILITY = "9.0"
 NUM_SMS = 132  # of an H100 SXM and an H200: what is assumed where no GPU is at hand
@@ -61,6 +67,8 @@ def at_own_width(
     Tiles are `sides` times `columns` wide. A copied row is one run of bytes: unlike a block of
     rows it is not cut where the array ends, but goes on into the next row.
     """
+    from jax.experimental import pallas as pl  # as above
+
     wide = columns * sides
     last = (total - 1) // wide
     left = [min(columns, max(0, total - last * wide - s * columns)) for s in range(sides)]

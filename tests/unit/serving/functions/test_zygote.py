@@ -33,6 +33,10 @@ import threading
 from jax._src import xla_bridge
 from serving.functions import jail, zygote
 assert not {"flax", "serving.engine.engine"} & set(sys.modules)
+zygote._prepare("gpu", False)  # a GPU's first function imports Mosaic and the engine itself
+assert "cuda_backend.grouped_matmul" in sys.modules
+early = {"jax.experimental.pallas.mosaic_gpu", "flax", "serving.engine.engine"} & set(sys.modules)
+assert not early, early
 zygote._prepare("cpu", False)
 idle = zygote.collections.deque(zygote._IDLE)
 zygote._import_all(idle)
