@@ -76,6 +76,8 @@ def check_fields(given: Mapping[str, Any], where: str) -> None:
             allowed = ", ".join([*_TO_SAMPLING, _EOS])
             raise ValueError(f"{where}: {name} is not one of {allowed}.")
         try:
+            if name == _LENGTH and value == 0 and not isinstance(value, bool):
+                raise ValueError(f"{name} must be at least 1, got 0.")
             if value is not None and name != _EOS:
                 Sampling(**{_TO_SAMPLING[name]: value})
             _ids(value if name == _EOS else None)

@@ -98,6 +98,10 @@ def _file_argv(parser: ParserWithSource, path: str) -> list[str]:
         name = str(key).replace("-", "_")
         if name not in flags:
             parser.error(f"unknown flag {key!r}{did_you_mean(name, list(flags))}")
+        if value is None:  # as if it were left out: no key is called None
+            continue
+        if isinstance(value, list) and None in value:
+            parser.error(f"{key} has an entry that is null")
         if isinstance(value, dict) and _is_list(parser, flags[name]):
             value = [f"{name}={entry}" for name, entry in value.items()]
         elif isinstance(value, dict):
@@ -115,12 +119,17 @@ def _flag_argv(parser: ParserWithSource, flag: str, value: Any) -> list[str]:
     action = parser._option_string_actions[flag]
     if action.nargs != 0:
         if _is_list(parser, flag):
-            return [flag, *map(str, value if isinstance(value, list) else [value])]
+            return [flag, *map(_word, value if isinstance(value, list) else [value])]
         return [f"{flag}={json.dumps(value) if isinstance(value, list) else value}"]
     wanted = _TRUTH.get(str(value).lower())
     if wanted is None:
         parser.error(f"{flag} must be true or false, not {value!r}")
     return [flag] if wanted else _opposite(action, flag)
+
+
+def _word(value: Any) -> str:
+    """Return an entry of a list as it stands on the command line."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
 def _opposite(action: argparse.Action, flag: str) -> list[str]:

@@ -66,6 +66,7 @@ def test_the_operator_s_values_win_and_null_unsets(model):
     ("content", "problem"),
     [
         ({"temperature": -1}, r"other/generation_config.json .*: temperature must be in"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"top_k": "many"}, "top_k must be an integer"),
         ({"max_new_tokens": -1}, "max_new_tokens must be in"),
         ({"eos_token_id": "end"}, "eos_token_id must be a token id or a list of them, got 'end'"),

@@ -54,6 +54,24 @@ def test_adapters_as_a_mapping_in_the_file(tmp_path):
     assert got["enable_prefix_caching"] is False
 
 
+def test_null_in_the_file_is_as_if_left_out(tmp_path, capsys):
+    """No key is called None."""
+    path = tmp_path / "c.yaml"
+    path.write_text("api-key: null\nmax-model-len:\nport: 3\n")
+    assert read(["--config", str(path)]) == {"config": str(path), "port": 3}
+    path.write_text("api-key: [a, null]\n")
+    with pytest.raises(SystemExit):
+        read(["--config", str(path)])
+    assert "api-key has an entry that is null" in capsys.readouterr().err
+
+
+def test_adapters_as_a_list_of_objects_in_the_file(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("lora-modules: [{name: a, path: x}, b=y]\n")
+    given = read(["--config", str(path)])["lora_modules"]
+    assert [json.loads(given[0]), given[1]] == [{"name": "a", "path": "x"}, "b=y"]
+
+
 def test_an_object_is_json_or_a_mapping_in_the_file(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("override-generation-config: {top_p: 0.9, eos_token_id: [1, 2]}\n")
