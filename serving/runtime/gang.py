@@ -4,7 +4,6 @@ All members end together: when one has gone or is silent, every other ends its p
 what starts it to start a new generation. Nothing is waited for, since the devices wait too.
 """
 
-import ipaddress
 import logging
 import os
 import queue
@@ -23,6 +22,7 @@ from serving.runtime.gang_stream import (
     Connection,
     GangPlace,
     gather_followers,
+    is_loopback,
     join_leader,
 )
 
@@ -56,7 +56,7 @@ class Gang:
         """
         self.rank, self.size = place.rank, place.size
         self._lost, self._silent_s = lost, silent_s
-        self._is_far = not _is_loopback(place.address[0])
+        self._is_far = not is_loopback(place.address[0])
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._closing = threading.Event()
@@ -78,7 +78,7 @@ class Gang:
 
     def start_jax(self) -> None:
         """Let jax see the devices of all members; before it looks at any."""
-        if self._is_far and _is_loopback(name := socket.gethostname()):
+        if self._is_far and is_loopback(name := socket.gethostname()):
             logger.warning(
                 "This host's name, %s, is an address of this host alone: CPU devices of other "
                 "hosts cannot reach it. Let the name be the host's own address (/etc/hosts).",
@@ -209,11 +209,3 @@ def _free_port(host: str) -> int:
     with socket.socket() as sock:
         sock.bind((host, 0))
         return sock.getsockname()[1]
-
-
-def _is_loopback(host: str) -> bool:
-    """Return whether a name or an address leads to the host that asks, as far as it is known."""
-    try:
-        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-    except (OSError, ValueError):
-        return False

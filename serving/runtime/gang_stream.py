@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import hashlib
 import hmac
+import ipaddress
 import json
 import logging
 import math
@@ -188,6 +189,25 @@ def listen(address: tuple[str, int]) -> socket.socket:
         ) from None
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a name or an address leads to the host that asks, as far as it is known."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def reach_of(host: str) -> str:
+    """Return a sentence about a --master-addr that leads each host to itself, else ""."""
+    if not is_loopback(host):
+        return ""
+    return (
+        f" {host} is this host's own loopback: other hosts do not find rank 0 there. Give all "
+        "nodes the address that host 0 has on the network as --master-addr, unless they are all "
+        "on this host."
+    )
+
+
 def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection, str]:
     """Return the connection to rank 0, and where jax's coordinator is.
 
@@ -211,8 +231,11 @@ def join_leader(place: GangPlace, about: Mapping[str, Any]) -> tuple[Connection,
                 ) from None
             if not is_said and time.monotonic() > began + _QUIET_S:
                 is_said = True
-                text = "Rank 0 does not answer at %s:%d yet (%s); node %d waits up to %g s for it."
-                logger.warning(text, *place.address, error, place.rank, place.wait_s)
+                text = (
+                    "Rank 0 does not answer at %s:%d yet (%s); node %d waits up to %g s for it.%s"
+                )
+                more = reach_of(place.address[0])
+                logger.warning(text, *place.address, error, place.rank, place.wait_s, more)
             time.sleep(_RETRY_S)
 
 

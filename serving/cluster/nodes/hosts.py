@@ -28,7 +28,14 @@ from serving.cluster.far.switchboard import Switchboard
 from serving.cluster.nodes.agent import OwnNode, about_roles, place_of
 from serving.cluster.nodes.link import AbstractNode, FarNode
 from serving.cluster.nodes.seats import INSTANCE, RANK, Role, Seat, seats_of
-from serving.runtime.gang_stream import Connection, GangPlace, GangRefused, listen, welcome
+from serving.runtime.gang_stream import (
+    Connection,
+    GangPlace,
+    GangRefused,
+    listen,
+    reach_of,
+    welcome,
+)
 from serving.runtime.leaving import leave
 from serving.runtime.role_host import AbstractRoleHost, AbstractRoleHosts
 
@@ -173,7 +180,8 @@ class NodeHosts(AbstractRoleHosts):
     def _wait_for_all(self) -> None:
         end_s, (host, port) = time.monotonic() + self._place.wait_s, self._place.address
         others = ", ".join(map(str, range(1, self._place.size)))
-        logger.info("Rank 0 waits at %s:%d for node %s.", host, port, others)
+        text = "Rank 0 waits at %s:%d for node %s.%s"
+        logger.info(text, host, port, others, reach_of(host))
         with self._changed:
             while missing := sorted(set(range(self._place.size)) - set(self._nodes)):
                 if self._refused:

@@ -20,6 +20,7 @@ from serving.runtime.gang_stream import (
     GangRefused,
     gather_followers,
     join_leader,
+    reach_of,
 )
 
 SECRET, OTHER = b"s" * 32, b"t" * 32
@@ -189,7 +190,15 @@ def test_a_node_that_waits_for_rank_0_says_so_once(port, monkeypatch, caplog):
         join_leader(place(port, 1, wait_s=0.2), ABOUT)
     said = f"Rank 0 does not answer at 127.0.0.1:{port} yet"
     assert caplog.text.count(said) == 1
-    assert "node 1 waits up to 0.2 s for it" in caplog.text
+    assert "node 1 waits up to 0.2 s for it. 127.0.0.1 is this host's own loopback" in caplog.text
+
+
+def test_a_name_that_leads_each_host_to_itself_is_told(monkeypatch):
+    """As a host's own name does where /etc/hosts says 127.0.1.1."""
+    names = {"head": "127.0.1.1", "head.network": "10.0.0.1"}
+    monkeypatch.setattr(module.socket, "gethostbyname", names.__getitem__)
+    assert reach_of("head").startswith(" head is this host's own loopback: other hosts do not find")
+    assert reach_of("head.network") == ""
 
 
 def test_a_short_secret_is_refused(port):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import logging
 import os
 import signal
 import socket
@@ -93,9 +94,11 @@ def started(host, echo):
     return process, ours, int(ours.recv_bytes().removeprefix(b"pid "))
 
 
-def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_path):
+def test_roles_run_on_their_nodes_and_a_lost_node_comes_back(port, echo, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     agent = Agent(port)
     hosts = new_hosts(port)
+    assert "for node 1. 127.0.0.1 is this host's own loopback: other hosts do not" in caplog.text
     (first,), second = hosts.instance(0), hosts.server_rank(0)
     assert (first.address, second.address) == ("127.0.0.1", "127.0.0.1")
     assert first.has_own_gpus
