@@ -211,7 +211,7 @@ def test_what_a_head_cannot_give_is_refused_by_name(client, more, param):
         ({"model": "h0", "input": "x", "messages": []}, 400),
         ({"model": "h0", "input": [[9999]]}, 400),
         ({"model": "h0", "input": "x" * 97}, 400),
-        ({"model": "h0", "input": "x", "truncate_prompt_tokens": 4}, 400),
+        ({"model": "h0", "input": "x", "truncate_prompt_tokens": 0}, 400),
         ({"adapters": [{"name": "h0", "weight": 0.5}], "input": "x"}, 400),
     ],
 )
