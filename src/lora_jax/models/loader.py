@@ -298,10 +298,10 @@ def _absent(source: Source, files: Checkpoint) -> list[str]:
 
 def _integers(source: Source, files: Checkpoint) -> list[str]:
     """Return what is wrong with tensors of integers; only a quantised form gives them a meaning."""
-    if source.form(files) is not None:
+    stored = [t for t in (files[name] for name in source.names()) if t.dtype.kind in "iu"]
+    if not stored or source.form(files) is not None:
         return []
-    stored = (files[name] for name in source.names())
-    return [f"{t.name} holds {t.dtype}, not floats" for t in stored if t.dtype.kind in "iu"]
+    return [f"{t.name} holds {t.dtype}, not floats" for t in stored]
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

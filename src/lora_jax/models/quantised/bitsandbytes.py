@@ -4,7 +4,8 @@
 whatever dtype quant_storage names. Beside it stand `absmax` (one scale per `blocksize` weights),
 `quant_map` (the 16 values) and, as JSON bytes, `quant_state.bitsandbytes__nf4` (or `__fp4`). Nested
 scales are codes themselves: absmax[i] = nested_quant_map[code] * nested_absmax[i // 256] +
-nested_offset.
+nested_offset. Where `blocksize` does not divide a row, blocks continue in the next one: maps of a
+vision tower, which are made plain, may have such rows.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lora_jax.models.checkpoint import CheckpointTensor
+from lora_jax.models.checkpoint import CheckpointTensor, Index
 from lora_jax.models.quantised.forms import (
     FLOAT32,
     FP4,
@@ -22,6 +23,7 @@ from lora_jax.models.quantised.forms import (
     UINT8,
     AbstractQuantisedTensor,
     CodedForm,
+    chunks,
     expect,
     finite,
 )
@@ -74,6 +76,53 @@ class BitsandbytesTensor(AbstractQuantisedTensor):
         return self.nested.values(scales, flat)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class StraddlingTensor:
+    """One matrix in NF4 or FP4 with blocks that continue in the next row: no device form has them.
+
+    `form` raises ValueError, so that only parameters that are made plain can be read.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    dtype: np.dtype  # of the model: plain values are rounded to it
+    table: tuple[float, ...]
+    codes: CheckpointTensor  # uint8 [d_out, d_in / 2]
+    absmax: CheckpointTensor  # [ceil(d_out * d_in / blocksize)]
+    nested: _Nested | None
+    blocksize: int
+
+    @property
+    def form(self) -> CodedForm:
+        raise ValueError(
+            f"{self.name}: rows of {self.shape[1]} weights are not whole blocks of "
+            f"{self.blocksize}; a block must not continue in the next row. Keep this map in 16 "
+            "bits (llm_int8_skip_modules)."
+        )
+
+    def read_part(self, part: str, index: Index, out: np.ndarray) -> None:
+        raise AssertionError(f"{self.name} has no form and no part {part}")
+
+    def read(self, index: Index, out: np.ndarray) -> None:
+        """Fill `out` with plain values, rounded to the model's dtype and then to out's."""
+        (rows, columns), width = index, self.shape[1]
+        scales, table = self._scales(), np.array(self.table, np.float32)
+        for start, chunk in chunks(rows, width):
+            packed = self.codes.rows(chunk)
+            codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(len(chunk), width)
+            blocks = (np.array(chunk)[:, None] * width + np.arange(width)) // self.blocksize
+            values = (table[codes] * scales[blocks]).astype(self.dtype)
+            chosen = values[:, columns.start : columns.stop : columns.step]
+            out[start : start + len(chunk)] = chosen.astype(out.dtype)
+
+    def _scales(self) -> np.ndarray:
+        """Return float32 [blocks]."""
+        stored = self.absmax.whole()
+        if self.nested is None:
+            return finite(stored, self.absmax.name)
+        return self.nested.values(stored, np.arange(len(stored)))
+
+
 def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, ...]:
     """Return the tensors beside X.weight that belong to it; none if it is not quantised."""
     names = [f"{name}.{part}" for part in (*_PARTS, *_NESTED)]
@@ -83,7 +132,7 @@ def names_of(name: str, tensors: Mapping[str, CheckpointTensor]) -> tuple[str, .
 
 def read(
     name: str, tensors: Mapping[str, CheckpointTensor], dtype: np.dtype, format_name: str
-) -> BitsandbytesTensor:
+) -> BitsandbytesTensor | StraddlingTensor:
     """Return the matrix X.weight; `format_name` is the config's, nf4 or fp4.
 
     Raises:
@@ -102,23 +151,19 @@ def read(
         )
     d_out, d_in = _shape(name, state)
     blocksize = _size(name, state, "blocksize")
-    if d_in % blocksize:
-        raise ValueError(
-            f"{name}: rows of {d_in} weights are not whole blocks of {blocksize}; a block must not "
-            "continue in the next row. Keep this map in 16 bits (llm_int8_skip_modules)."
-        )
+    if d_in % 2:
+        raise ValueError(f"{name}: rows of {d_in} weights, an odd number, are not supported.")
     _check_table(name, tensors[f"{name}.quant_map"], kinds[0])
-    groups = (d_out, d_in // blocksize)
-    nested = _nested(name, tensors, state, groups)
-    return BitsandbytesTensor(
-        name,
-        (d_out, d_in),
-        dtype,
-        TABLES[kinds[0]],
-        tensors[name].seen_as(UINT8, (d_out, d_in // 2)),
-        tensors[f"{name}.absmax"].seen_as(FLOAT32 if nested is None else UINT8, groups),
-        nested,
-    )
+    blocks, table = -(-d_out * d_in // blocksize), TABLES[kinds[0]]
+    nested = _nested(name, tensors, state, blocks)
+    codes = tensors[name].seen_as(UINT8, (d_out, d_in // 2))
+    absmax, scale = tensors[f"{name}.absmax"], FLOAT32 if nested is None else UINT8
+    if d_in % blocksize:
+        absmax = absmax.seen_as(scale, (blocks,))
+        parts = (table, codes, absmax, nested, blocksize)
+        return StraddlingTensor(name, (d_out, d_in), dtype, *parts)
+    absmax = absmax.seen_as(scale, (d_out, d_in // blocksize))
+    return BitsandbytesTensor(name, (d_out, d_in), dtype, table, codes, absmax, nested)
 
 
 def _state(stored: CheckpointTensor) -> dict[str, Any]:
@@ -161,9 +206,9 @@ def _nested(
     name: str,
     tensors: Mapping[str, CheckpointTensor],
     state: dict[str, Any],
-    groups: tuple[int, int],
+    count: int,
 ) -> _Nested | None:
-    """Return how scales are coded, None where they are float32."""
+    """Return how `count` scales are coded, None where they are float32."""
     present = [part for part in _NESTED if f"{name}.{part}" in tensors]
     if not present and tensors[f"{name}.absmax"].dtype == FLOAT32:
         return None
@@ -175,7 +220,7 @@ def _nested(
     # Not even NaN is at most the largest float32.
     if not isinstance(offset, int | float) or not abs(offset) <= _LARGEST:
         raise ValueError(f"{name}: the quant_state's nested_offset is {offset!r}, not a number.")
-    blocks = -(-groups[0] * groups[1] // blocksize)
+    blocks = -(-count // blocksize)
     absmax, table = (tensors[f"{name}.{part}"] for part in _NESTED)
     expect(table, FLOAT32, (256,))
     expect(absmax, FLOAT32, (blocks,))

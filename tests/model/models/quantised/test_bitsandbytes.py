@@ -4,11 +4,15 @@ import dataclasses
 import json
 import re
 
+import ml_dtypes
 import numpy as np
 import pytest
-from support.cases.quantised_checkpoints import one_map
-from support.oracles.quantised_files import random_nf4
+from safetensors.numpy import save_file
+from support.cases.quantised_checkpoints import MOE, maps_of, one_map, plain_tensors
+from support.oracles.quantised_files import FORMATS, random_nf4
 
+from lora_jax.models import load
+from lora_jax.models.checkpoint import SINGLE
 from lora_jax.models.quantised import with_quantised
 from lora_jax.models.quantised.forms import FP4
 
@@ -33,6 +37,42 @@ def test_codes_in_another_storage(tmp_path):
     case = stored()
     tensors = case.tensors | {"weight": case.tensors["weight"].reshape(-1, 2).view(np.float16)}
     np.testing.assert_array_equal(read(tmp_path, tensors), case.values)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_blocks_that_continue_in_the_next_row_are_read_where_a_map_is_plain(tmp_path, nested):
+    case = random_nf4((70, 96), np.random.default_rng(1), nested=nested)
+    files, config = one_map(tmp_path, "nf4", case.tensors)
+    found = with_quantised(files, config, FLOAT32)
+    assert list(found.tensors) == ["a.b.weight"]
+    out = np.empty((11, 45), np.float32)
+    found["a.b.weight"].read((range(3, 25, 2), range(1, 91, 2)), out)
+    np.testing.assert_array_equal(out, case.values[3:25:2, 1:91:2])
+    with pytest.raises(ValueError, match=r"a\.b\.weight: rows of 96 weights are not whole blocks"):
+        _ = found["a.b.weight"].form
+
+
+def test_a_map_that_stays_in_codes_has_whole_blocks(tmp_path):
+    """A router is plain and may have any; a product of codes needs a scale for each row."""
+    config = MOE | {"moe_intermediate_size": 96}
+    tensors = plain_tensors(config, np.random.default_rng(0))
+    for name, shape in maps_of(config).items():
+        tensors |= {f"{name}.weight": np.zeros(shape, np.float32)}
+    down = "model.layers.0.mlp.experts.{}.down_proj"
+    case = random_nf4((128, 96), np.random.default_rng(1))
+    for name in (down.format(expert) for expert in range(8)):
+        tensors |= {f"{name}.{part}": tensor for part, tensor in case.tensors.items()}
+    save_file(tensors, tmp_path / SINGLE)
+    said = config | {"quantization_config": FORMATS["nf4"].section}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(
+        ValueError, match=r"0\.down_proj\.weight: rows of 96 .*llm_int8_skip_modules"
+    ):
+        load(tmp_path)
+    model, _ = load(tmp_path, plain=True)
+    values = np.asarray(model.layers[0].mlp.experts.down_proj[...], np.float32)
+    want = case.values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(values[5], want)
 
 
 def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path):
@@ -80,8 +120,8 @@ REFUSED = {
     "lacks quant_map": without("weight.quant_map"),
     "lacks one of quant_state": without(STATE),
     "or uint8 with nested_absmax, nested_quant_map": without("weight.nested_absmax"),
-    "rows of 128 weights are not whole blocks of 96": state_with(blocksize=96),
-    "rows of 128 weights are not whole blocks of 256": state_with(blocksize=256),
+    "absmax has 16 bytes, which are no uint8 (11,)": state_with(blocksize=96),
+    "rows of 127 weights, an odd number": state_with(shape=[8, 127]),
     "blocksize is 0, not an even number": state_with(blocksize=0),
     "blocksize is 1, not an even number": state_with(blocksize=1),
     "blocksize is None": state_with(blocksize=None),
