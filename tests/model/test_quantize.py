@@ -48,6 +48,10 @@ def test_a_copy_loads_and_is_near_the_original(original, tmp_path, name):
     assert sorted(p.name for p in out.iterdir()) == sorted(
         p.name for p in original.iterdir() if p.is_file()
     )
+    files = list(out.glob("*.safetensors"))
+    assert {f.stat().st_mode & 0o777 for f in files} == {0o644}
+    index = json.loads((out / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(f.stat().st_size for f in files)
     model, _ = load(out)
     want, _ = load(original)
     block, plain = model.layers[1].mlp, want.layers[1].mlp
@@ -113,6 +117,15 @@ def test_a_head_that_cannot_be_quantised_is_refused(original, tmp_path):
     )  # transformers makes one
     with pytest.raises(ValueError, match=r"no head of its own .* Leave out --quant-lm-head"):
         quantize(original, "int4", tmp_path / "out", quant_lm_head=True)
+    (original / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        file = next(f for f in original.glob("*.safetensors") if name in load_file(f))
+        rows = np.zeros((200, 128), tensors["model.norm.weight"].dtype)
+        save_file(load_file(file) | {name: rows}, file)
+    with pytest.raises(
+        ValueError, match=r"head of original is \(200, 128\), and fp8 needs columns"
+    ):
+        quantize(original, "fp8", tmp_path / "out", quant_lm_head=True)
 
 
 @pytest.mark.long

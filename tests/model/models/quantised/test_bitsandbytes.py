@@ -52,6 +52,15 @@ def test_blocks_that_continue_in_the_next_row_are_read_where_a_map_is_plain(tmp_
         _ = found["a.b.weight"].form
 
 
+def test_scales_of_such_a_map_are_numbers(tmp_path):
+    case = random_nf4((6, 96), np.random.default_rng(1))
+    case.tensors["weight.absmax"][5] = np.inf
+    files, config = one_map(tmp_path, "nf4", case.tensors)
+    found = with_quantised(files, config, FLOAT32)["a.b.weight"]
+    with pytest.raises(ValueError, match=r"weight\.absmax holds values that are not finite"):
+        found.read((range(1), range(96)), np.empty((1, 96), np.float32))
+
+
 def test_a_map_that_stays_in_codes_has_whole_blocks(tmp_path):
     """A router is plain and may have any; a product of codes needs a scale for each row."""
     config = MOE | {"moe_intermediate_size": 96}
@@ -147,6 +156,10 @@ REFUSED = {
     ),
     "nested_absmax holds values that are not finite": with_one(
         weight__nested_absmax=np.full(1, np.nan, np.float32)
+    ),
+    "nf4 is not an object": lambda tensors: tensors | {STATE: np.frombuffer(b"[1, 2]", np.uint8)},
+    "lacks one of quant_state.bitsandbytes__nf4|fp4": lambda tensors: (
+        tensors | {STATE.replace("nf4", "fp4"): tensors[STATE]}
     ),
     "nf4 is not JSON": lambda tensors: tensors | {STATE: np.ones(4, np.uint8)},
     "not JSON bytes": lambda tensors: tensors | {STATE: np.ones(5000, np.uint8)},

@@ -47,6 +47,14 @@ def test_zeros_stay_zero_and_scales_do_not_mix(tmp_path, name):
     assert small < 0.2
 
 
+def test_a_block_of_zeros_has_a_scale_that_is_a_number():
+    w = np.zeros((128, 256), np.float32)
+    w[:, 128:] = 2
+    stored = encode.fp8(w)
+    assert stored["weight_scale_inv"][0, 0] == 1
+    assert not stored["weight"][:, :128].astype(np.float32).any()
+
+
 def test_a_code_of_nf4_is_the_nearest_one(tmp_path):
     values = np.random.default_rng(2).uniform(-1, 1, 1000).astype(np.float32)
     want = np.abs(values[:, None] - NF4_TABLE[None]).min(axis=1)

@@ -161,3 +161,18 @@ def test_scales_of_experts_that_do_not_fit_are_refused(tmp_path):
         stack_of(tmp_path, None, {"x_scale_inv": np.ones((1,), np.float32)})
     with pytest.raises(ValueError, match=r"x is F8_E4M3 \(3, 136, 72\) with 0 scales; .*x_scale"):
         stack_of(tmp_path, None, {})
+    one = np.ones((1,), np.float32)
+    for shape in ((4,), (0, 4), (1, 2, 3, 4)):
+        odd = {"x": np.zeros(shape, ml_dtypes.float8_e4m3fn), "x_scale": one}
+        with pytest.raises(ValueError, match=r"with 1 scales; it needs two axes, or three for exp"):
+            stack_of(tmp_path, None, odd)
+    odd = {"x": np.zeros((3, 5, 8), ml_dtypes.float8_e4m3fn), "x_scale": np.ones((3, 2, 1), "f4")}
+    with pytest.raises(ValueError, match=r"no blocks needs floats \(3,\) or \(3, 1, 1\)\.$"):
+        stack_of(tmp_path, None, odd)
+
+
+def test_experts_that_are_turned_twice_are_as_stored(tmp_path):
+    files, values = stack_of(tmp_path, None, {"x_scale_inv": np.ones(3, np.float32)})
+    out = np.empty(values.shape, np.float32)
+    files["x"].turned().turned().read(tuple(range(n) for n in values.shape), out)
+    np.testing.assert_array_equal(out, values)

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 from support.cases.quantised_checkpoints import one_map
-from support.oracles.quantised_files import store
+from support.oracles.quantised_files import random_gptq, store
 
 from lora_jax.models.quantised import with_quantised
 
@@ -52,6 +52,10 @@ REFUSED = {
         "gptq",
         lambda t: t | {"scales": np.ones((4, 16), np.int32)},
     ),
+    "a.b.qweight (256,): 0 rows of 0 weights do not divide": (
+        "gptq",
+        lambda t: t | {"qweight": t["qweight"].ravel()},
+    ),
     "a symmetric matrix has zero points other than 8": ("gptq", zeros_of(6)),
     "a.b.qzeros holds 15: libraries disagree": ("gptq zeros", zeros_of(15)),
     "lacks qzeros": ("awq", without("qzeros")),
@@ -87,6 +91,20 @@ def test_an_unknown_order_of_columns_is_refused_by_name(tmp_path):
     config = dataclasses.replace(config, desc_act=True)
     with pytest.raises(ValueError, match=r"desc_act, and without a\.b\.g_idx"):
         with_quantised(files, config, np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("with_g_idx", [False, True])
+def test_whole_rows_have_one_scale_and_no_order(tmp_path, with_g_idx):
+    """group_size -1, with desc_act: a permutation of columns changes no scale."""
+    stored = random_gptq((16, 128), np.random.default_rng(0), group=128)
+    tensors = stored.tensors if with_g_idx else without("g_idx")(stored.tensors)
+    files, config = one_map(tmp_path, "gptq", tensors)
+    config = dataclasses.replace(config, desc_act=True, group_size=None)
+    found = with_quantised(files, config, np.dtype(np.float32))["a.b.weight"]
+    assert found.form.group_size == 128
+    out = np.empty((16, 128), np.float32)
+    found.read((range(16), range(128)), out)
+    np.testing.assert_array_equal(out, stored.values)
 
 
 def test_zero_points_of_the_second_format_may_be_15(tmp_path):

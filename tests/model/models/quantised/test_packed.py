@@ -36,6 +36,14 @@ REFUSED = {
         "int4",
         lambda t: t | {"weight_zero_point": np.zeros((2, 4), np.int32)},
     ),
+    "weight_shape is [0, 128], not two positive sizes": (
+        "int4",
+        lambda t: t | {"weight_shape": np.array([0, 128])},
+    ),
+    "weight_shape is float32 (2,), not two integers": (
+        "int4",
+        lambda t: t | {"weight_shape": np.array([16, 128], np.float32)},
+    ),
     "weight_shape is int64 (3,), not two integers": (
         "int4",
         lambda t: t | {"weight_shape": np.ones(3, np.int64)},
@@ -96,7 +104,8 @@ def test_columns_that_fill_no_number_are_refused_by_name(tmp_path):
 def test_zero_points_that_change_nothing_are_taken(tmp_path):
     tensors = store("int4", (16, 128), np.random.default_rng(0)).tensors
     middle = np.full((2, 4), 0x88888888 - (1 << 32), np.int32)
-    files, config = one_map(tmp_path, "int4", tensors | {"weight_zero_point": middle})
+    more = {"weight_zero_point": middle, "input_scale": np.ones(1, np.float32)}
+    files, config = one_map(tmp_path, "int4", tensors | more)
     found = with_quantised(files, config, np.dtype(np.float32))
     assert list(found.tensors) == ["a.b.weight"]
     assert not found["a.b.weight"].form.zeros
