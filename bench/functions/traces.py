@@ -12,7 +12,7 @@ WINDOW_MINUTES = 240
 CLASSES = ("predictable", "normal", "bursty")
 
 
-def read_classes(folder: Path, seed: int = 0) -> dict[str, list[list[float]]]:
+def read_classes(folder: Path) -> dict[str, list[list[float]]]:
     """Return, by class, the arrival times in seconds of its eight windows, one per function.
 
     The eight windows are of five real functions. Calls of a minute are spread evenly over it, each
@@ -22,7 +22,7 @@ def read_classes(folder: Path, seed: int = 0) -> dict[str, list[list[float]]]:
         minutes = list(csv.DictReader(lines))
     with open(folder / WINDOWS) as lines:
         chosen = [row for row in csv.DictReader(lines) if row["chosen_class"]]
-    rng = random.Random(seed)
+    rng = random.Random(0)
     found: dict[str, list[list[float]]] = {name: [] for name in CLASSES}
     for row in chosen:
         start = int(row["start_minute"])

@@ -70,11 +70,9 @@ class Case:
     policies: tuple[str, ...] = POLICIES
 
 
-def retrieval_jobs(
-    count: int, rate: float, skew: float, seed: int = 0, names: Sequence[str] = NAMES
-) -> list[Job]:
+def retrieval_jobs(count: int, rate: float, skew: float, names: Sequence[str] = NAMES) -> list[Job]:
     """Return requests with exponential times between them."""
-    rng, at, jobs = random.Random(seed), 0.0, []
+    rng, at, jobs = random.Random(0), 0.0, []
     for number in range(count):
         at += rng.expovariate(rate)
         name = names[0] if rng.random() < skew else rng.choice(names[1:])

@@ -13,7 +13,6 @@ _HERE = 'instance=~"$instance"'
 _ADAPTER = 'instance=~"$instance", adapter=~"$adapter"'
 _QUANTILES = (0.5, 0.9, 0.99)
 _SOURCE = {"type": "prometheus", "uid": "${source}"}
-_VERSION = "lora_jax:adapter_version"
 
 Series = tuple[str, str]  # expression, legend
 

@@ -29,7 +29,6 @@ from lora_jax.finetune.training import Schedule
 from lora_jax.nn.decoder import AbstractCausalLM
 
 NF4 = "nf4"
-PRECISIONS = (UNQUANTISED, NF4)
 RANKS = (16, 32)
 BASE = "no adapter"
 Rows = dict[str, dict[str, float]]  # adapter -> precision of the base it is served over -> number

@@ -130,10 +130,7 @@ def base_rows(
 
 
 def train_base(
-    rows: PictureRows,
-    settings: ProcessorSettings,
-    schedule: Schedule,
-    folder: pathlib.Path | None = None,
+    rows: PictureRows, settings: ProcessorSettings, schedule: Schedule
 ) -> AbstractCausalLM:
     """Return a model trained on the answers of the rows, in float32."""
     model = build(from_hf(CONFIG), jnp.float32, nnx.Rngs(schedule.seed))
@@ -145,7 +142,7 @@ def train_base(
         logits = picture_logits(merged, batch, values, rows.grid, None)
         return mean_loss(logits, batch.targets, batch.weights)
 
-    return nnx.merge(graphdef, fit(state, None, loss, rows, schedule, folder=folder, label="base"))
+    return nnx.merge(graphdef, fit(state, None, loss, rows, schedule, label="base"))
 
 
 def picture_logits(
