@@ -73,12 +73,25 @@ class Gauges:
         yield shares
 
     def _plain(self, stats: EngineStats) -> Iterable[Metric]:
+        """Return the numbers of an engine that stand alone, vllm's names first."""
         for name, text, value in (
             ("vllm:num_requests_running", "Sequences that run.", stats.running),
             ("vllm:num_requests_waiting", "Sequences that wait.", stats.waiting),
             ("vllm:kv_cache_usage_perc", "Fraction of KV pages in use, 0 to 1.", stats.kv_usage),
         ):
             yield self._one(name, text, {}, value)
+        yield from self._counters_of_vllm(stats)
+        yield from _own_gauges(stats)
+        yield CounterMetricFamily(
+            "lora_jax:page_pool_evictions",
+            "Adapters and KV extents that were evicted to free pages of the pool.",
+            value=stats.pool.given,
+        )
+        yield CounterMetricFamily(
+            "lora_jax:adapter_swaps", "Loads of an adapter into a slot.", value=stats.adapter_swaps
+        )
+
+    def _counters_of_vllm(self, stats: EngineStats) -> Iterable[Metric]:
         for name, text, value in (
             (
                 "vllm:prefix_cache_queries",
@@ -115,43 +128,6 @@ class Gauges:
             counter = CounterMetricFamily(name, text, labels=list(self._labels))
             counter.add_metric(list(self._labels.values()), value)
             yield counter
-        for name, text, value in (
-            ("adapter_slots_used", "Adapter slots in use.", stats.adapter_slots_used),
-            ("adapter_slots_total", "Adapter slots of the device.", stats.adapter_slots_total),
-            (
-                "encoder_rows_used",
-                "Rows of the encoder cache in use, one per token of an image.",
-                stats.image_stats.rows_used,
-            ),
-            ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
-            ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
-            ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
-            ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
-            (
-                "adapter_device_bytes",
-                "Device memory of rank rows and experts in use, in bytes.",
-                stats.adapter_device_bytes,
-            ),
-            (
-                "expert_page_bytes",
-                "Device memory of base and ESFT experts, in bytes of whole pages.",
-                stats.expert_page_bytes,
-            ),
-            (
-                "compilations_after_warmup",
-                "Programs that the engine compiled after its start; 0 is expected.",
-                stats.compilations_after_warmup,
-            ),
-        ):
-            yield GaugeMetricFamily(f"lora_jax:{name}", text, value=value)
-        yield CounterMetricFamily(
-            "lora_jax:page_pool_evictions",
-            "Adapters and KV extents that were evicted to free pages of the pool.",
-            value=stats.pool.given,
-        )
-        yield CounterMetricFamily(
-            "lora_jax:adapter_swaps", "Loads of an adapter into a slot.", value=stats.adapter_swaps
-        )
 
     def _one(self, name: str, text: str, extra: Mapping[str, str], value: float) -> Metric:
         labels = {**extra, **self._labels}
@@ -176,3 +152,35 @@ class Gauges:
         names = (",".join(stats.waiting_adapters), ",".join(stats.resident_adapters))
         gauge.add_metric([str(max(1, self._max_loras)), *names], time.time())
         return gauge
+
+
+def _own_gauges(stats: EngineStats) -> Iterable[Metric]:
+    for name, text, value in (
+        ("adapter_slots_used", "Adapter slots in use.", stats.adapter_slots_used),
+        ("adapter_slots_total", "Adapter slots of the device.", stats.adapter_slots_total),
+        (
+            "encoder_rows_used",
+            "Rows of the encoder cache in use, one per token of an image.",
+            stats.image_stats.rows_used,
+        ),
+        ("encoder_rows_total", "Room for them.", stats.image_stats.rows_total),
+        ("kv_host_pages_used", "KV pages in host memory.", stats.host_pages.used),
+        ("kv_host_pages_total", "Room for them.", stats.host_pages.total),
+        ("adapters_loaded", "Adapters in the registry.", stats.adapters_loaded),
+        (
+            "adapter_device_bytes",
+            "Device memory of rank rows and experts in use, in bytes.",
+            stats.adapter_device_bytes,
+        ),
+        (
+            "expert_page_bytes",
+            "Device memory of base and ESFT experts, in bytes of whole pages.",
+            stats.expert_page_bytes,
+        ),
+        (
+            "compilations_after_warmup",
+            "Programs that the engine compiled after its start; 0 is expected.",
+            stats.compilations_after_warmup,
+        ),
+    ):
+        yield GaugeMetricFamily(f"lora_jax:{name}", text, value=value)
