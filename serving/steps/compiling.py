@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeGuard
@@ -39,9 +39,16 @@ class _Bar(tqdm):
 
 
 def compile_all(
-    programs: Iterable[Lowered | KeptProgram], names: SequenceOf[str], *, progress: bool
+    programs: Iterable[Lowered | KeptProgram],
+    names: SequenceOf[str],
+    *,
+    progress: bool = False,
+    settle: Callable[[], object] = lambda: None,
 ) -> list[Compiled]:
     """Compile every program, several at a time: XLA works outside Python's lock.
+
+    `settle` returns before anything is compiled, which may take minutes, or raises what ends the
+    start; programs that are kept are read without it.
 
     With `progress` a bar says by their names which program is lowered, and which ones are compiled;
     where stderr is no terminal, lines of the log say how many there are and name each that is done.
@@ -78,6 +85,8 @@ def compile_all(
         try:
             for number, program in enumerate(programs):
                 at_work[number], verb = names[number], "Read" if _is_kept(program) else "Compiled"
+                if verb == "Compiled":
+                    settle()
                 jobs.append(pool.submit(program.compile))
                 jobs[-1].add_done_callback(functools.partial(done, number, verb))
                 say(*names[number + 1 : number + 2])

@@ -160,13 +160,11 @@ class ModelRunner:
         if link is not None and slots is not None:
             self.set_remote(np.full(slots.num_slots, -1), 0)
 
-    def warm_up(
-        self, *, progress: bool = False, compiled: Callable[..., None] = lambda programs: None
-    ) -> None:
-        """Compile every program and run it on nothing; no later step compiles.
+    def warm_up(self, *, compiled: Callable[..., None] = lambda all_: None, **how: Any) -> None:
+        """Compile every program, as `how` tells `compile_all`, and run it on nothing.
 
-        `compiled` gets them all before that. If all are kept and may be read lazily, only the first
-        one is run here, once; `run_cold` does the other runs.
+        No later step compiles. `compiled` gets them all before that. If all are kept and may be
+        read lazily, only the first one is run here, once; `run_cold` does the other runs.
         """
         if self._copies is not None:
             self._cache = self._copies.warm_up(self._cache)
@@ -189,7 +187,7 @@ class ModelRunner:
             read_all(self._run(table, self.programs[0]))
             self._cold = runs_left(self.programs, kept, self._step.num_warm_runs)
             return
-        compiled(compile_all(programs, names, progress=progress))
+        compiled(compile_all(programs, names, **how))
         for program in self.programs * self._step.num_warm_runs:
             read_all(self._run(table, program))
         for program in self.two_part_programs * self._step.num_warm_runs:

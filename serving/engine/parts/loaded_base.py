@@ -91,7 +91,9 @@ def load_base(
     if esft is not None:
         undo.callback(esft.room.close)
     labels = shared(gang, head_labels(config, adapters, remote is not None))
-    modules = take_targets(model, catalogue_of(model, model_config), config, adapters, gang)
+    modules = catalogue_of(model, model_config)
+    is_shared = start.source.is_shared
+    modules = take_targets(model, modules, config, adapters, gang, is_shared=is_shared)
     catalogue = take_heads(model, modules, model_config.hidden_size, labels)
     has_server = remote is not None
     catalogue, norms = take_brought(model, catalogue, config, adapters, has_server=has_server)

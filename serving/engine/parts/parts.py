@@ -169,10 +169,9 @@ def _assemble(
         config, base, residencies, metrics.tiers.read, tokenizers.fitted
     )
     num_logit_rows = logit_rows(config, shares_device=turns is not None)
-    make = functools.partial(make_runner, config, base, slots, info.end_token_ids, gang)
-    runner, grammars, primary = _read_and_compile(
-        start, base, info, registry, adapters, lambda: make(num_logit_rows=num_logit_rows)
-    )
+    sizes = config, base, slots, info.end_token_ids, gang
+    make = functools.partial(make_runner, *sizes, num_logit_rows=num_logit_rows)
+    runner, grammars, primary = _read_and_compile(start, base, info, registry, adapters, make)
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
@@ -237,20 +236,21 @@ def _read_and_compile(
     info: ModelInfo,
     registry: AdapterRegistry,
     adapters: Mapping[str, str | os.PathLike[str]],
-    make: Callable[[], ModelRunner],
+    make: Callable[..., ModelRunner],
 ) -> tuple[ModelRunner, Grammars, str | None]:
     """Return the runner that `make` gives, the grammars, and the digest of a merged adapter.
 
     Two threads read the adapters' files and prepare grammars, which takes two seconds for 152,000
-    tokens, while programs are compiled or read.
+    tokens, while programs that are kept are read. Compiling takes longer: it waits for the
+    adapters, one of which may be wrong.
     """
     with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
         grammars = pool.submit(_make_grammars, start.config, start.tokenizer, info)
         loading = pool.submit(load_adapters, registry, adapters)
-        if not base.source.is_shared:  # else programs are read, not compiled, while files are
+        if start.config.merge_adapter is not None:  # it is in the weights that programs take
             loading.result()
         primary = merge_primary(start.config, base.model, registry)
-        runner = make()
+        runner = make(settle=loading.result)
         loading.result()
     return runner, grammars.result(), primary
 

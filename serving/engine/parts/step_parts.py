@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,11 @@ def make_runner(
     gang: Gang | None,
     *,
     num_logit_rows: int,
+    settle: Callable[[], object],
 ) -> ModelRunner:
     """Return the runner of the model's steps with every program compiled.
 
+    `settle` is called before anything is compiled, and raises what ends the start.
     With `gang` the runners of all members are made together. `num_logit_rows` is `logit_rows`.
     """
     start = time.monotonic()
@@ -89,7 +91,7 @@ def make_runner(
         board=make_board(sizes, base.config.vocab_size) if waits else None,
         row_writer="copier" if adapter_slots.copies_rows else "programs",
     )
-    _warm_up(runner, gang)
+    _warm_up(runner, gang, settle)
     logger.info(
         "%d programs for steps of up to %s tokens are ready after %.1f s.",
         runner.num_programs,
@@ -99,7 +101,7 @@ def make_runner(
     return runner
 
 
-def _warm_up(runner: ModelRunner, gang: Gang | None) -> None:
+def _warm_up(runner: ModelRunner, gang: Gang | None, settle: Callable[[], object]) -> None:
     """Compile and run all programs; ValueError says what to change if a step's arrays do not fit.
 
     KV pages and adapters leave what was planned for them before a program was there.
@@ -112,7 +114,7 @@ def _warm_up(runner: ModelRunner, gang: Gang | None) -> None:
             gang.meet()
 
     try:
-        runner.warm_up(progress=True, compiled=compiled)
+        runner.warm_up(progress=True, compiled=compiled, settle=settle)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -134,6 +136,8 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     if files is None:
         return None
     fields = dataclasses.asdict(config)
+    # The config may leave to the adapters what they change.
+    fields["lora_target_modules"] = base.catalogue.module_names
     paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
     # Functions start again and again. Programs of a CPU are small: a late one costs little.
     starts = {"anew": base.source.is_shared, "lazy": backend == "cpu" or base.source.is_shared}

@@ -20,14 +20,18 @@ def take_targets(
     config: EngineConfig,
     adapters: Mapping[str, str | os.PathLike[str]],
     gang: Gang | None,
+    *,
+    is_shared: bool,
 ) -> LoraCatalogue:
     """Return the catalogue of lora_target_modules, which the model then knows.
 
-    Raises ValueError for a name of no module.
+    Where the weights are shared between functions, so are programs: GIVEN_MODULES are all. Raises
+    ValueError for a name of no module.
     """
-    if config.lora_target_modules is None:
+    names = config.lora_target_modules
+    if names is None or (is_shared and names == GIVEN_MODULES):
         return catalogue
-    kept = shared(gang, _kept(catalogue, config.lora_target_modules, adapters))
+    kept = shared(gang, _kept(catalogue, names, adapters))
     if not kept:
         return catalogue
     catalogue = catalogue.only(kept)

@@ -101,6 +101,22 @@ def test_all_are_compiled_when_it_returns_and_errors_are_raised():
         compile_all([Program(), Program(error=ValueError("no"))], ["a", "b"], progress=False)
 
 
+def test_nothing_is_compiled_before_the_start_is_settled():
+    kept, *others = Program(is_kept=True), Program(), Program()
+    asked = []
+
+    def settle():
+        asked.append(kept.done.wait(60))
+        raise ValueError("an adapter is wrong")
+
+    with pytest.raises(ValueError, match="an adapter is wrong"):
+        compile_all([kept, *others], list("abc"), progress=False, settle=settle)
+    assert asked == [True]
+    assert not any(other.done.is_set() for other in others)
+    compile_all([kept], ["a"], progress=False, settle=settle)  # all are kept: it is not asked
+    assert asked == [True]
+
+
 def test_the_log_counts_programs_that_are_compiled_alone(caplog):
     caplog.set_level("INFO")
     with pytest.raises(ValueError, match="no"):

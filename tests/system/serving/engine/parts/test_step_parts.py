@@ -35,16 +35,35 @@ def test_the_scheduler_keeps_the_limits_of_config_and_cache():
     assert [chunk.num_tokens for chunk in scheduler.plan(0.0).chunks] == [8]
 
 
+def base_of(modules, *, is_shared):
+    """A model that is loaded, as far as steps are kept by it."""
+    catalogue, source = SimpleNamespace(module_names=modules), SimpleNamespace(is_shared=is_shared)
+    none = dict.fromkeys(("split", "remote", "esft", "pool"))
+    return SimpleNamespace(catalogue=catalogue, source=source, **none)
+
+
+def test_steps_are_kept_by_the_modules_that_adapters_change(monkeypatch, tmp_path):
+    """A config may leave them to the adapters: other adapters have other programs."""
+    (tmp_path / "config.json").write_text("{}")
+    config = EngineConfig(str(tmp_path), lora_target_modules=["auto"])
+    monkeypatch.setattr(step_parts, "step_files", lambda: ("steps", "programs"))
+
+    def kept(*modules):
+        return step_parts._kept_steps(config, base_of(modules, is_shared=False)).identity
+
+    assert kept("q_proj", "v_proj") == kept("q_proj", "v_proj") != kept("k_proj", "o_proj")
+
+
 def test_a_step_without_room_says_what_to_change():
     def warm_up(**given):
         raise jax.errors.JaxRuntimeError(said)
 
     said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1.02GiB."
     with pytest.raises(ValueError, match=r"Lower gpu_memory_utilization or .* 1\.02GiB"):
-        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None)
+        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None, print)
     said = "INTERNAL: another"
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
-        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None)
+        step_parts._warm_up(SimpleNamespace(warm_up=warm_up), None, print)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +94,7 @@ def test_a_gpu_server_is_ready_when_all_kept_programs_are_read(
     monkeypatch.setattr(step_parts.jax, "default_backend", lambda: backend)
     monkeypatch.setattr(step_parts, "step_files", lambda: ("steps", "programs"))
     monkeypatch.setattr(step_parts, "identity", lambda fields, model: "code")
-    base = SimpleNamespace(
-        split=None, remote=None, esft=None, pool=None, source=SimpleNamespace(is_shared=is_function)
-    )
+    base = base_of((), is_shared=is_function)
     kept = step_parts._kept_steps(EngineConfig("m"), base)
     assert kept is not None
     assert (kept.lazy, kept.anew) == (is_lazy, is_function)
