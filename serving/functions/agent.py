@@ -133,6 +133,11 @@ class Agent:
         try:
             self._published = Published(self.model, dtype)
             on_device = self._published.device != "cpu"
+            if isolation == "server" and on_device:
+                raise ValueError(
+                    f"isolation 'server' runs on CPUs, not on {self._published.device}: use "
+                    "'process'."
+                )
             if self._tenants is None and (ttft_slo_s is not None or on_device):
                 self.turns = TurnKeeper()
             self._zygote.expect_ready()

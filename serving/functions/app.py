@@ -78,8 +78,13 @@ class App:
         only.
 
         `model` is the adapter's function; an adapter of None is the base model. The first call
-        starts the function's process.
+        starts the function's process. Raises TypeError for a handler without the parentheses.
         """
+        if callable(adapter):
+            raise TypeError(
+                '@app.function takes an adapter: write @app.function("path/to/adapter"), or '
+                "@app.function() for the base model."
+            )
 
         def decorate(handler: Callable[[Event, Function], Answer]) -> Callable[[Event], Answer]:
             @functools.wraps(handler)

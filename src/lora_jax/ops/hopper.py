@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from lora_jax.ops.dispatch import Declined
 from lora_jax.typing import Array, Int
@@ -67,8 +68,6 @@ def at_own_width(
     Tiles are `sides` times `columns` wide. A copied row is one run of bytes: unlike a block of
     rows it is not cut where the array ends, but goes on into the next row.
     """
-    from jax.experimental import pallas as pl  # as above
-
     wide = columns * sides
     last = (total - 1) // wide
     left = [min(columns, max(0, total - last * wide - s * columns)) for s in range(sides)]

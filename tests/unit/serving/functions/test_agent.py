@@ -153,6 +153,18 @@ def test_the_dtype_auto_is_the_checkpoint_s(tmp_path, monkeypatch):
     assert asked == [None, None, "bfloat16"]
 
 
+def test_isolation_server_on_a_gpu_is_refused_before_a_function_starts(tmp_path, monkeypatch):
+    closed = []
+    zygote = SimpleNamespace(kill=lambda: None, close=lambda: None)
+    published = SimpleNamespace(device="gpu", close=lambda: closed.append("backbone"))
+    monkeypatch.setattr(agent_module, "Zygote", lambda: zygote)
+    monkeypatch.setattr(agent_module, "Published", lambda *given: published)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="isolation 'server' runs on CPUs, not on gpu: use 'proc"):
+        Agent(tmp_path, isolation="server")
+    assert closed == ["backbone"]
+
+
 def test_a_function_that_was_closed_is_made_anew_under_its_name(tmp_path):
     """`with lora_jax.function(path) as fn` twice in one program."""
     ends = []

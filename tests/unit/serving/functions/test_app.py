@@ -70,6 +70,16 @@ def test_a_handler_is_given_its_function_when_it_is_called(monkeypatch):
     assert asked[1] == (args, {"name": None, "max_num_seqs": 4})
 
 
+def test_a_decorator_without_its_parentheses_is_told():
+    """Else the handler would be taken for the adapter's folder at the first call."""
+    made = App(MODEL)
+    with pytest.raises(TypeError, match=r'write @app\.function\("path/to/adapter"\)'):
+
+        @made.function
+        def brief(event, model):
+            return event
+
+
 def test_other_names_of_the_package_do_not_exist():
     with pytest.raises(AttributeError, match="'lora_jax' has no attribute 'functions_'"):
         _ = lora_jax.functions_
