@@ -4,7 +4,7 @@ Every parameter is made of checkpoint tensors by the model's weight rules and ev
 used, or nothing is loaded. The host holds one parameter's slice on top of what is loaded.
 
 Quantised matrices stay so where a product reads them (`coded` in a parameter's metadata); others,
-such as routers and embeddings, are made plain.
+such as routers and embeddings, are made plain. So are a tower's whose scales no row has to itself.
 """
 
 import functools
@@ -23,6 +23,7 @@ from lora_jax import strict_json
 from lora_jax.config import ModelConfig, from_hf
 from lora_jax.models.checkpoint import Checkpoint, Index
 from lora_jax.models.quantised import with_quantised
+from lora_jax.models.quantised.bitsandbytes import StraddlingTensor
 from lora_jax.models.quantised.gptq import GptqTensor
 from lora_jax.models.registry import abstract, model_class, stored_shape
 from lora_jax.models.sources import Source, Tensor, WeightRule
@@ -39,7 +40,7 @@ from lora_jax.sharding import Split, weight_sharding
 IGNORED = (r".*\.rotary_emb\.inv_freq",)  # made from the config; old releases stored it
 # Of KV pages in 8 bits, in the names of llm-compressor, AutoFP8 and ModelOpt. Pages have their own.
 _KV_SCALES = (r".*\.self_attn\.(q|k|v|kv)_scale", r".*\.[kv]_proj\.(output|k|v)_scale")
-HEAD = "lm_head.weight"
+HEAD, TOWER = "lm_head.weight", "tower."
 _FLOATS = ("float64", "float32", "float16", "bfloat16")  # what plain weights are stored in
 _MOST_NAMES = 20  # listed in an error
 Axes = tuple[str | None, ...]  # of a parameter, by their logical names
@@ -82,7 +83,8 @@ def load(
     put = functools.partial(_putter, split=split, place=place)
     loaded = []
     for name, (key, param) in params.items():
-        weight = read_weight(param, plan[name], files, put(name), plain=plain)
+        whole = plain or (name.startswith(TOWER) and _straddles(plan[name], files))
+        weight = read_weight(param, plan[name], files, put(name), plain=whole)
         weight = for_kernels(weight) if place is None else known_in_order(weight)
         loaded.append((key, param.replace(weight)))
     return nnx.merge(graphdef, nnx.from_flat_state(loaded)), config
@@ -294,6 +296,11 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 def _absent(source: Source, files: Checkpoint) -> list[str]:
     return [name for name in source.names() if name not in files]
+
+
+def _straddles(source: Source, files: Checkpoint) -> bool:
+    """Return whether a source has blocks of scales that continue in the next row."""
+    return any(isinstance(files[name], StraddlingTensor) for name in source.names())
 
 
 def _integers(source: Source, files: Checkpoint) -> list[str]:

@@ -1,11 +1,17 @@
 """Qwen2.5-VL against transformers: windows ragged at the edges, M-RoPE in blocks, the flat file."""
 
+import numpy as np
 import pytest
 import transformers
 from support.contracts.model_contract import shaken
 from support.contracts.vision_contract import VisionCase, VisionContract, make_vision_case
+from support.drivers.model_driver import hub_copy
 from support.drivers.vision_driver import END, IMAGE, QWEN_TEXT, START
+from support.oracles.quantised_files import FORMATS, random_nf4
 
+from lora_jax.models import load
+
+BLOCKSIZE = 16  # of weights with a scale; rows of the tower's down_proj have 20
 VISION = {
     "depth": 3,
     "hidden_size": 24,
@@ -57,6 +63,33 @@ def hub_names(tensors: dict) -> dict:
 def case(tmp_path_factory) -> VisionCase:
     tmp = tmp_path_factory.mktemp("qwen2_5_vl")
     return make_vision_case(tmp, make_qwen2_5_vl(), hub_names, flat_config)
+
+
+def test_a_tower_in_nf4_with_blocks_that_continue_in_the_next_row(case, tmp_path):
+    """bitsandbytes quantises towers, too; 64 divides not all of their rows."""
+    values = {}
+
+    def quantised(tensors: dict) -> dict:
+        coded = dict(tensors)
+        for n, name in enumerate(sorted(tensors)):
+            shape = tensors[name].shape
+            if ".mlp.down_proj.weight" not in name or "visual" not in name:
+                continue
+            stored = random_nf4(shape, np.random.default_rng(n), blocksize=BLOCKSIZE)
+            site = name.removesuffix("weight")
+            del coded[name]
+            coded |= {site + part: tensor for part, tensor in stored.tensors.items()}
+            values[name] = stored.values
+        return coded
+
+    section = {"quantization_config": FORMATS["nf4"].section}
+    source = case.folders["transformers"]
+    folder = hub_copy(source, tmp_path / "nf4", quantised, lambda config: config | section)
+    model, _ = load(folder)
+    assert values
+    for block, want in zip(model.tower.blocks, values.values(), strict=True):
+        assert want.shape[1] % BLOCKSIZE
+        np.testing.assert_array_equal(block.down_proj.weight[...], want)
 
 
 class TestQwen25VL(VisionContract):

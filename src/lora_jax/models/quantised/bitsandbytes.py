@@ -4,8 +4,8 @@
 whatever dtype quant_storage names. Beside it stand `absmax` (one scale per `blocksize` weights),
 `quant_map` (the 16 values) and, as JSON bytes, `quant_state.bitsandbytes__nf4` (or `__fp4`). Nested
 scales are codes themselves: absmax[i] = nested_quant_map[code] * nested_absmax[i // 256] +
-nested_offset. Where `blocksize` does not divide a row, blocks continue in the next one: maps of a
-vision tower, which are made plain, may have such rows.
+nested_offset. Where `blocksize` does not divide a row, blocks continue in the next one: such a map
+can be made plain only, which the loader does in vision towers.
 """
 
 import dataclasses
