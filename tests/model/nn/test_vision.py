@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import torch
+from support.cases.vision_configs import TOWER
 
-from lora_jax.config import VisionConfig
 from lora_jax.nn.lora import AdapterRouting
 from lora_jax.nn.vision import (
     TowerInputs,
@@ -19,19 +19,7 @@ from lora_jax.nn.vision import (
 from lora_jax.ops.grouped_matmul import gelu_tanh
 from lora_jax.vision.processor import Patches, ProcessorSettings
 
-CONFIG = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=16,
-    num_heads=2,
-    intermediate_size=8,
-    patch_size=2,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=3,
-)
+CONFIG = dataclasses.replace(TOWER, hidden_size=16, num_heads=2, patch_size=2)
 X = np.linspace(-6, 6, 101, dtype=np.float32)
 
 

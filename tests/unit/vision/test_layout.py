@@ -5,26 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from support.cases.vision_configs import TOWER
 from transformers import vision_utils
 
-from lora_jax.config import VisionConfig
 from lora_jax.vision import layout
 from lora_jax.vision.processor import Patches
 
-QWEN3 = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=1,
-    intermediate_size=8,
-    patch_size=16,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=3,
-    num_positions=48 * 48,
-)
+QWEN3 = dataclasses.replace(TOWER, patch_size=16, num_positions=48 * 48)
 WINDOWS = dataclasses.replace(QWEN3, family="qwen2_5_vl", patch_size=14, window_size=112)
 GRIDS = ((2, 2), (6, 10), (16, 8), (34, 60), (4, 50))
 

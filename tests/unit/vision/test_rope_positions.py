@@ -1,27 +1,18 @@
 """Positions of prompts with images against transformers, and how they go on."""
 
+import dataclasses
+
 import numpy as np
 import torch
 import transformers
 from support.cases.tiny_qwen3_vl import ROPE, VISION
+from support.cases.vision_configs import TOWER
 from support.drivers.vision_driver import IMAGE, QWEN_TEXT
 
-from lora_jax.config import VisionConfig, from_hf
+from lora_jax.config import from_hf
 from lora_jax.vision.rope_positions import rope_positions
 
-QWEN3 = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=1,
-    intermediate_size=8,
-    patch_size=4,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=IMAGE,
-)
+QWEN3 = dataclasses.replace(TOWER, image_token_id=IMAGE)
 
 
 def test_positions_are_those_of_transformers_and_go_on_after_the_prompt():

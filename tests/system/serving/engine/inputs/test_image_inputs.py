@@ -5,31 +5,15 @@ from typing import Any
 
 import pytest
 from support.cases.tiny_vision import picture, png
+from support.cases.vision_configs import SETTINGS, TOWER
 
-from lora_jax.config import VisionConfig
-from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import Request
 from serving.api.sampling import Sampling
 from serving.engine.images.front import ImageFront
 from serving.engine.inputs.generate_arguments import GivenPrompt
 from serving.engine.inputs.image_inputs import read_prompts, with_placed
 
-HALF = (0.5, 0.5, 0.5)
-CONFIG = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=1,
-    intermediate_size=8,
-    patch_size=4,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=9,
-)
-SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
-FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=64)
+FRONT = ImageFront(TOWER, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=64)
 TOKENIZER: Any = SimpleNamespace(encode_again=lambda text: [9 if c == "*" else 1 for c in text])
 
 

@@ -1,5 +1,6 @@
 """Placeholders to tokens, keys by adapter, and what does not fit."""
 
+import dataclasses
 import gc
 from types import SimpleNamespace
 
@@ -7,29 +8,15 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.cases.tiny_vision import picture, png
+from support.cases.vision_configs import SETTINGS, TOWER
 
-from lora_jax.config import VisionConfig
-from lora_jax.vision.processor import ProcessorSettings, preprocess
+from lora_jax.vision.processor import preprocess
 from serving.api.request import QueueFull
 from serving.engine.images import front as module
 from serving.engine.images.decode import ImageError, decode
 from serving.engine.images.front import ImageFront
 
-CONFIG = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=1,
-    intermediate_size=8,
-    patch_size=4,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=99,
-)
-HALF = (0.5, 0.5, 0.5)
-SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
+CONFIG = dataclasses.replace(TOWER, image_token_id=99)
 FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=2, max_image_tokens=40)
 SMALL, WIDE = FRONT.prepare(picture(16, 16)), FRONT.prepare(picture(8, 24))
 

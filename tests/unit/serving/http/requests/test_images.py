@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from support.cases.tiny_vision import picture, png
+from support.cases.vision_configs import SETTINGS, TOWER
 
-from lora_jax.config import VisionConfig
-from lora_jax.vision.processor import ProcessorSettings
 from serving.api.request import QueueFull
 from serving.engine.images import front as front_module
 from serving.engine.images.decode import decode
@@ -22,22 +21,7 @@ from serving.http.requests import images as module
 from serving.http.requests.images import image_url, not_taken, parts_of, read_images, urls_of
 from serving.http.requests.protocol import ChatMessage, ContentPart
 
-HALF = (0.5, 0.5, 0.5)
-CONFIG = VisionConfig(
-    family="qwen3_vl",
-    num_layers=1,
-    hidden_size=8,
-    num_heads=1,
-    intermediate_size=8,
-    patch_size=4,
-    temporal_patch_size=2,
-    merge_size=2,
-    out_size=8,
-    norm_eps=1e-6,
-    image_token_id=9,
-)
-SETTINGS = ProcessorSettings("qwen3_vl", 4, 2, 2, 64, 4096, 0, HALF, HALF)
-FRONT = ImageFront(CONFIG, SETTINGS, placeholder="<image>", max_images=3, max_image_tokens=64)
+FRONT = ImageFront(TOWER, SETTINGS, placeholder="<image>", max_images=3, max_image_tokens=64)
 ENGINE: Any = SimpleNamespace(images=FRONT, model_info=SimpleNamespace(max_model_len=100))
 
 
@@ -222,7 +206,7 @@ def test_small_images_that_are_known_go_to_no_thread(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "run_in", counted)
     options: dict[str, Any] = {"placeholder": "<image>", "max_images": 3, "max_image_tokens": 64}
     keeping: Any = SimpleNamespace(
-        images=ImageFront(CONFIG, SETTINGS, **options, cache_bytes=1 << 20),
+        images=ImageFront(TOWER, SETTINGS, **options, cache_bytes=1 << 20),
         model_info=SimpleNamespace(max_model_len=100),
     )
 
