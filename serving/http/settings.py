@@ -9,7 +9,8 @@ from serving.engine.images.sources import MediaPolicy
 ROLES = ("user", "admin", "metrics")
 NEVER_S = 1e9
 HARMONY, HARMONY_CALLS = "openai_gptoss", "openai"  # one format has thoughts and calls
-TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", HARMONY_CALLS)
+TAGGED_CALLS = ("qwen3_coder", "qwen3_xml")  # one format, by both names that vLLM has
+TOOL_CALL_PARSERS = ("hermes", "llama3_json", "mistral", *TAGGED_CALLS, HARMONY_CALLS)
 ALWAYS_THOUGHTS = "deepseek_r1"
 THINK_TAGS = ("qwen3", ALWAYS_THOUGHTS)
 REASONING_PARSERS = (*THINK_TAGS, HARMONY)

@@ -1,17 +1,18 @@
 """Parts of a chat answer in its text, as it comes: thoughts, content and calls of tools."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from serving.api.request import FinishReason
-from serving.http.answers.call_parsers import CALL_PARSERS
+from serving.http.answers.call_parsers import CALL_PARSERS, AbstractCallParser
 from serving.http.answers.generation import Generation
 from serving.http.answers.harmony_reader import HarmonyReader
+from serving.http.answers.tagged_calls import TaggedCallParser
 from serving.http.answers.tool_calls import ToolCallReader, joined
 from serving.http.requests.protocol import ChatBody
 from serving.http.requests.tools import auto_parser, demanded_calls
-from serving.http.settings import ALWAYS_THOUGHTS, HARMONY, HttpSettings
+from serving.http.settings import ALWAYS_THOUGHTS, HARMONY, TAGGED_CALLS, HttpSettings
 
 _OPEN, _CLOSE = "<think>", "</think>"
 
@@ -104,12 +105,14 @@ class MessageReader:
         prompt: str = "",
         parallel: bool,
         demanded: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ):
         """`parser` and `reasoning` name formats, None: there are none of their kind.
 
         `thinks`: the prompt ends with the opening tag of thoughts; `prompt` is its text, where
         the format reads it. Without `parallel` the first call is the only one. With `demanded`
-        the text is calls by a grammar: of the function of that name, or ("") of any.
+        the text is calls by a grammar: of the function of that name, or ("") of any. Some formats
+        need the schemas of the `tools`.
         """
         self._demanded = None if demanded is None else ToolCallReader(demanded)
         self._is_one = bool(demanded)
@@ -117,7 +120,7 @@ class MessageReader:
         if reasoning == HARMONY:
             self._harmony = HarmonyReader(prompt, with_calls=parser is not None)
         else:
-            self._calls = None if parser is None else CALL_PARSERS[parser]()
+            self._calls = None if parser is None else _call_parser(parser, tools)
             always = reasoning == ALWAYS_THOUGHTS
             self._thoughts = None if reasoning is None else ThoughtReader(thinks, always=always)
         self._has_thoughts = reasoning is not None
@@ -173,6 +176,12 @@ class MessageReader:
         return "tool_calls" if self.calls else reason
 
 
+def _call_parser(
+    name: str, tools: Sequence[Mapping[str, Any]] | None
+) -> AbstractCallParser | TaggedCallParser:
+    return TaggedCallParser(tools) if name in TAGGED_CALLS else CALL_PARSERS[name]()
+
+
 def _shown(thoughts: str, content: str, calls: list[Any]) -> dict[str, Any]:
     """Return the parts of a delta that are not empty."""
     parts = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
@@ -196,4 +205,5 @@ def reader_of(
         prompt=prompt,
         parallel=body.parallel_tool_calls is not False,
         demanded=None if demanded is None else demanded.name,
+        tools=body.tools,
     )

@@ -8,7 +8,7 @@ import pytest
 from lora_jax.finetune.calls import as_record
 from serving.http.answers.call_parsers import CALL_PARSERS
 from serving.http.answers.tool_calls import joined
-from serving.http.settings import HARMONY_CALLS, TOOL_CALL_PARSERS
+from serving.http.settings import HARMONY_CALLS, TAGGED_CALLS, TOOL_CALL_PARSERS
 
 NESTED = {"what": 'a "b" {c} [d] \\ }</tool_call>', "n": [1, {"x": {}}], "ü": None}
 PLAY = json.dumps({"name": "play", "arguments": NESTED})
@@ -163,4 +163,4 @@ def test_absurd_texts_are_content(name, piece):
 
 
 def test_settings_name_the_parsers():
-    assert set(TOOL_CALL_PARSERS) == {*CALL_PARSERS, HARMONY_CALLS}
+    assert set(TOOL_CALL_PARSERS) == {*CALL_PARSERS, *TAGGED_CALLS, HARMONY_CALLS}

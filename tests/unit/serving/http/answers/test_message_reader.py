@@ -92,3 +92,12 @@ def test_a_whole_message_has_the_parts():
     message = reader("hermes", None).whole(CALL, "")
     assert message["content"] is None
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_a_format_gets_the_schemas_of_the_tools():
+    tool = {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+    text = "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"
+    for parser in ("qwen3_coder", "qwen3_xml"):
+        reader = MessageReader(parser, None, parallel=True, tools=[tool])
+        (call,) = reader.whole(text, "")["tool_calls"]
+        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
