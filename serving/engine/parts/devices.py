@@ -33,9 +33,13 @@ def split_of(config: EngineConfig, gang: Gang | None = None) -> Split | None:
         return None
     model = read_config(Path(config.model))
     bound_collectives()
-    make_cpu_devices(size if gang is None else size // gang.size)
-    if gang is not None:
+    if gang is None:
+        make_cpu_devices(size)
+    else:
+        part = size // gang.size
+        make_cpu_devices(part, exactly=True)
         gang.start_jax()
+        _require_part(part, size)
     return make_split(model, size, expert_parallel=config.enable_expert_parallel)
 
 
@@ -73,8 +77,25 @@ def log_devices(split: Split | None) -> None:
     )
 
 
-def make_cpu_devices(size: int) -> None:
-    """Have jax make so many CPU devices; it does so at its start only, and refuses later."""
-    if max(1, jax.config.jax_num_cpu_devices) < size:
+def _require_part(part: int, size: int) -> None:
+    """Raise ValueError unless this process has its part of the devices, and no others.
+
+    A model lies on the first of all devices, which are those of the first processes.
+    """
+    found = jax.local_devices()
+    if len(found) != part:
+        raise ValueError(
+            f"tensor_parallel_size {size} takes {part} devices of each node, and this one has "
+            f"{len(found)} ({found[0].device_kind}): choose another size, or let each process see "
+            f"{part} (CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def make_cpu_devices(size: int, *, exactly: bool = False) -> None:
+    """Have jax make so many CPU devices; it does so at its start only, and refuses later.
+
+    Where there are to be more already they stay, unless `exactly` so many are asked for.
+    """
+    if exactly or max(1, jax.config.jax_num_cpu_devices) < size:
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", size)

@@ -247,10 +247,19 @@ def test_members_of_a_gang_make_their_part_of_the_devices_and_meet_before_they_l
 ):
     write(tmp_path, "mixtral")
     done = []
-    monkeypatch.setattr(devices_module, "make_cpu_devices", done.append)
+    made = SimpleNamespace(update=lambda *field: done.append(field), jax_num_cpu_devices=4)
+    monkeypatch.setattr(devices_module.jax, "config", made)
+    monkeypatch.setattr(devices_module.jax, "local_devices", lambda: jax.devices()[:1])
     gang = SimpleNamespace(size=2, start_jax=lambda: done.append("met"))
-    split = split_of(EngineConfig(str(tmp_path / "model"), tensor_parallel_size=2), gang)
-    assert (split.size, done) == (2, [1, "met"])
+    config = EngineConfig(str(tmp_path / "model"), tensor_parallel_size=2)
+    split = split_of(config, gang)
+    # Also where XLA_FLAGS asks for more: the model would lie on those of the first host alone.
+    assert (split.size, done) == (2, [("jax_num_cpu_devices", 1), "met"])
+    monkeypatch.setattr(devices_module.jax, "local_devices", lambda: jax.devices()[:2])
+    with pytest.raises(
+        ValueError, match=r"2 takes 1 devices of each node, and this one has 2 \(cpu"
+    ):
+        split_of(config, gang)
 
 
 def test_adapters_lie_as_the_maps_do():
