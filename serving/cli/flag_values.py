@@ -99,8 +99,12 @@ def dtype(text: str) -> str:
 
 
 def kv_cache_dtype(text: str) -> str:
-    """Return a dtype of the KV cache; fp8_e4m3 is vLLM's other name of fp8."""
-    return "fp8" if text == "fp8_e4m3" else text
+    """Return a dtype of the KV cache.
+
+    fp8_e4m3 is vLLM's other name of fp8, and fp8_per_token_head its name of the scales that pages
+    have here.
+    """
+    return "fp8" if text in ("fp8_e4m3", "fp8_per_token_head") else text
 
 
 def policy(text: str) -> str:

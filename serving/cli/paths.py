@@ -11,6 +11,7 @@ from typing import Any
 
 from lora_jax import strict_json
 from lora_jax.adapters.reader import CONFIG_FILES
+from lora_jax.config import quantization_section
 from serving.api.generation_config import FILE, FROM_MODEL, NONE
 from serving.cli.options import Options
 from serving.text.tokenizer_files import inline_template
@@ -60,10 +61,10 @@ def _quantization(model: str, wanted: str) -> None:
     """Check that config.json names the format of --quantization, by vLLM's names of them."""
     try:
         config = strict_json.loads((Path(model) / "config.json").read_text())
+        section = quantization_section(config if isinstance(config, dict) else {}, model)
     except ValueError:
         return  # the engine says what is wrong with it
-    section = config.get("quantization_config") if isinstance(config, dict) else None
-    method = section.get("quant_method") if isinstance(section, dict) else None
+    method = section.raw.get("quant_method")
     plain = wanted.removesuffix("_marlin").removeprefix("gpt_oss_")
     if plain == method:
         return

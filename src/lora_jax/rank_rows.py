@@ -38,7 +38,9 @@ def quantised(matrix: np.ndarray) -> np.ndarray:
     wide = matrix.astype(np.float32)
     scales = np.abs(wide).max(axis=-1, keepdims=True) / np.float32(_LARGEST)
     steps = np.divide(wide, scales, out=np.zeros_like(wide), where=scales > 0)
-    return joined(np.rint(steps).astype(np.int8), scales[..., 0])
+    # A scale below float32's normal numbers is inexact, and 127 steps may not reach the largest.
+    steps = np.clip(np.rint(steps), -_LARGEST, _LARGEST)
+    return joined(steps.astype(np.int8), scales[..., 0])
 
 
 def joined(values: np.ndarray, scales: np.ndarray) -> np.ndarray:

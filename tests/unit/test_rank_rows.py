@@ -38,6 +38,11 @@ def test_rows_of_zeros_stay_so():
     assert not scales.any()
 
 
+def test_rows_below_the_normal_numbers_keep_their_signs():
+    values, _ = parts(quantised(np.array([[2e-43, -2e-43]], np.float32)))
+    assert values.tolist() == [[127, -127]]
+
+
 def test_factors_change_the_scales_alone():
     matrix = np.random.default_rng(1).standard_normal((2, 3, 8)).astype(np.float32)
     rows = quantised(matrix)

@@ -6,6 +6,7 @@ config asks for and this code does not do is refused by name.
 """
 
 from lora_jax.config._hf import from_hf, known_model_types
+from lora_jax.config._quantization import quantization_section
 from lora_jax.config._types import (
     ClampedSwiglu,
     MlaConfig,
@@ -26,4 +27,5 @@ __all__ = [
     "VisionConfig",
     "from_hf",
     "known_model_types",
+    "quantization_section",
 ]

@@ -20,11 +20,7 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
     Raises:
         ValueError: naming the method, the key or the value that is not supported.
     """
-    section = keys.section("quantization_config")
-    if not section.raw:
-        section = keys.section("compression_config")  # an older name of compressed-tensors
-    if not section.raw:
-        section = keys.section("text_config").section("quantization_config")
+    section = quantization_section(keys.raw, keys.where)
     if not section.raw:
         return None
     method = section.get("quant_method", default=None)
@@ -35,6 +31,18 @@ def read_quantization(keys: Keys) -> QuantizationConfig | None:
         )
     found = _METHODS[method](section)
     return dataclasses.replace(found, kv_scales=bool(section.raw.get("kv_cache_scheme")))
+
+
+def quantization_section(raw: Mapping[str, Any], where: str) -> Keys:
+    """Return the section of a config.json that says how weights are stored; empty for none.
+
+    Raises ValueError for a section that is no object; `where` begins the message.
+    """
+    keys = Keys(raw, where)
+    for name in ("quantization_config", "compression_config"):  # an older compressed-tensors'
+        if (section := keys.section(name)).raw:
+            return section
+    return keys.section("text_config").section("quantization_config")
 
 
 def _bitsandbytes(keys: Keys) -> QuantizationConfig:

@@ -91,8 +91,8 @@ def test_devices_of_a_split_model(flag):
     assert by_outputs.enable_expert_parallel is False
 
 
-def test_fp8_has_two_names():
-    for name in ("fp8", "fp8_e4m3"):
+def test_names_of_fp8():
+    for name in ("fp8", "fp8_e4m3", "fp8_per_token_head"):
         assert read_options(["m", "--kv-cache-dtype", name], {}).engine.kv_cache_dtype == "fp8"
 
 

@@ -126,6 +126,13 @@ def test_vllm_s_quantization_has_to_be_that_of_the_files(model, config, flag, me
         check(model, "--quantization", flag)
 
 
+def test_the_section_is_found_where_the_engine_finds_it(model):
+    (model / "config.json").write_text(json.dumps({"compression_config": {"quant_method": "x"}}))
+    check(model, "--quantization", "x")
+    (model / "config.json").write_text(json.dumps({"compression_config": 3}))
+    check(model, "--quantization", "x")  # the engine says what is wrong
+
+
 def test_a_model_that_is_none(model):
     for name, message in (("none", "does not exist"), ("empty", "has no config.json")):
         with pytest.raises(ValueError, match=message) as error:
