@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from support.processes.process_facts import open_files
 from support.processes.server_process import ROOT
 
 from lora_jax.memory.arena import ImportedArena, parse_manifest
@@ -13,6 +14,7 @@ from serving.functions import backbone
 
 
 def test_a_model_arrives_as_manifest_and_descriptors():
+    before = open_files()
     ours, theirs = socket.socketpair()
     with ours, theirs:
         order = {"model": str(ROOT / "assets" / "stories260k"), "dtype": None}
@@ -22,14 +24,27 @@ def test_a_model_arrives_as_manifest_and_descriptors():
         answer = receive_header(ours)
         manifest = parse_manifest(answer["manifest"])
         fds = receive_fds(ours, len(manifest.blocks))
+        thread.join(0.05)
+        assert thread.is_alive()  # descriptors that are on their way are lost with their sender
         send_header(ours, {"received": len(fds)})
         thread.join(60)
     assert not thread.is_alive()
+    # One file of many blocks is left, which the arena holds.
+    pages = [name for _, name in open_files() - before if "lora_jax_pages" in name]
+    assert len(pages) <= len(fds) + 1
     assert answer["digest"] == manifest.digest
     arena = ImportedArena(HostMemory(), manifest, fds)
     close_all(fds)
     assert arena.changed() == []
     arena.close()
+
+
+def test_a_model_that_takes_images_is_refused():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        send_header(ours, {"model": str(ROOT / "assets" / "tiny-vl"), "dtype": None})
+        backbone.main(theirs)
+        assert "takes images, which functions do not serve yet" in receive_header(ours)["error"]
 
 
 @pytest.mark.parametrize(("dtype", "words"), [(None, "no folder"), ("float16", "float16")])

@@ -4,10 +4,12 @@ import os
 import queue
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from support.processes.process_facts import open_files
+from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_fds, send_header
 from serving.functions import published
@@ -128,9 +130,26 @@ def test_a_start_that_waits_for_new_pages_ends_with_the_agent(monkeypatch):
 
     thread = threading.Thread(target=start)
     thread.start()
+    wait_until(lambda: pages._lock._waiters)
     pages.close()
     assert errors.get(timeout=60) == "The backbone is closed."
     thread.join(60)
+
+
+def test_a_start_that_waits_for_pages_that_do_not_load_is_told_why(monkeypatch):
+    changed = {"embedding": [[4], "float32", 0, "11"]}
+    pages = loads(monkeypatch, LEAVES, changed)
+    pages.condemn("Bytes have changed.")
+    with ThreadPoolExecutor() as pool:
+        start = pool.submit(sent, pages)
+        wait_until(lambda: pages._lock._waiters)
+        before = open_files()
+        with pytest.raises(ValueError, match="have changed since"):
+            pages.renew()
+        with pytest.raises(ConnectionError, match=r"Bytes have changed\. The files of /model"):
+            start.result(60)
+    assert not [name for _, name in open_files() - before if "memfd:pages" in name]
+    pages.close()
 
 
 def test_pages_that_come_after_the_end_are_closed(monkeypatch):
