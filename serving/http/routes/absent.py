@@ -57,9 +57,12 @@ class Absent:
     """ASGI application of all paths that have no route; raises ApiError 404."""
 
     def __init__(self, app: FastAPI):
-        self._app = app
+        self._app, self._no_request = app, app.router.not_found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # a WebSocket is closed
+            await self._no_request(scope, receive, send)
+            return
         raise ApiError(404, f"Not Found: there is no such route; {self._hint(scope['path'])}.")
 
     def _hint(self, path: str) -> str:

@@ -1,10 +1,12 @@
 """Paths without a route say what there is in place of them."""
 
+import asyncio
 import re
 
 import pytest
+from fastapi import FastAPI
 
-from serving.http.routes.absent import _INSTEAD
+from serving.http.routes.absent import _INSTEAD, Absent
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,14 @@ def test_a_path_without_a_route(client, method, path, text):
 def test_no_route_of_ours_is_called_absent(client):
     ours = set(client.get("/openapi.json").json()["paths"])
     assert not ours & _INSTEAD.keys()
+
+
+def test_a_websocket_is_closed():
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+
+    scope = {"type": "websocket", "path": "/v1/realtime"}
+    asyncio.run(Absent(FastAPI())(scope, None, send))
+    assert sent == ["websocket.close"]
