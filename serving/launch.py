@@ -13,10 +13,8 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NoReturn
 
-from lora_jax import strict_json
 from serving.api.cluster_config import ClusterConfig
 from serving.api.config import GIVEN_MODULES, EngineConfig
 from serving.api.functions_config import FunctionsConfig
@@ -215,67 +213,12 @@ def _show_provisioning(model: str, workload: str) -> None:
     print(text)
 
 
-def _show_plan(options: Options, text: str) -> None:
+def _show_plan(engine: EngineConfig, text: str) -> None:
     """Print what a deployment of many adapters over the model needs."""
-    import jax.numpy as jnp
+    from serving.cli.folder_plan import plan_of_folder  # here: it imports jax
 
-    from lora_jax.adapters.local_widths import LocalWidths
-    from lora_jax.config import from_hf
-    from lora_jax.config.split_sizes import attention_output, check_divides, expert_split
-    from lora_jax.models import model_class
-    from lora_jax.sharding import UNIT
-    from serving.api.device_sizes import for_device
-    from serving.cli.plan import DeviceSizes, ModelSizes, plan_text, read_request
-    from serving.engine.memory.jax_share import share_of
-    from serving.engine.memory.step_arrays import step_bytes
-    from serving.engine.memory.storage import kv_dtype, lora_dtype
-
-    folder = Path(options.engine.model)
     try:
-        request = read_request(text)
-        config = from_hf(strict_json.loads((folder / "config.json").read_text()))
-        model = model_class(config.model_type)
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        wanted = options.engine.dtype if options.engine.dtype != "auto" else config.dtype
-        dtype = jnp.dtype(wanted or "bfloat16")
-        kv, in_cache = model.kv_shape(config), kv_dtype(options.engine, dtype)
-        itemsize = lora_dtype(options.engine, dtype).itemsize
-        device_bytes, catalogue = int(request.device_bytes), model.catalogue(config)
-
-        def engine_on(size: int) -> EngineConfig:
-            return dataclasses.replace(options.engine, tensor_parallel_size=size)
-
-        def share(size: int) -> float:
-            return share_of(engine_on(size), config, device_bytes)
-
-        def sized(size: int) -> EngineConfig:
-            return for_device(
-                engine_on(size),
-                on_cpu=False,
-                device_bytes=int(share(size) * device_bytes),
-                alone=True,
-                has_experts=config.moe is not None,
-            )
-
-        per_token, positions = kv.bytes_per_token(in_cache), config.max_positions
-
-        def step(context: int, size: int) -> int:
-            sizes_of = sized(size), config, kv.local(size), dtype, context, size
-            return step_bytes(*sizes_of, traced=False)
-
-        sizes = ModelSizes(weights, per_token, itemsize, positions, share, step)
-
-        def on_each(size: int) -> DeviceSizes:
-            """Return what each of so many devices has. Raises ValueError if sizes do not divide."""
-            experts = expert_split(config, size, options.engine.enable_expert_parallel)
-            check_divides(config, size, experts, UNIT)
-            whole = attention_output(config) == "whole"
-            widths = LocalWidths(size, experts == "ep", size * UNIT, whole)
-            per_token = kv.local(size).bytes_per_token(in_cache)
-            return DeviceSizes(widths.catalogue(catalogue), per_token)
-
-        engine = sized(options.engine.tensor_parallel_size)
-        print(plan_text(request, engine, catalogue, sizes, on_each))
+        print(plan_of_folder(engine, text))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error
 
@@ -320,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning("A variable of vLLM has no effect here. %s.", line)
     try:
         if options.plan is not None:
-            _show_plan(options, options.plan)
+            _show_plan(options.engine, options.plan)
         elif options.provision is not None:
             _show_provisioning(options.engine.model, options.provision)
         else:
