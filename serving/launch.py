@@ -28,6 +28,7 @@ from serving.cli.paths import check_paths
 from serving.cli.serve import StartError, serve
 from serving.cli.start_files import check_start_files
 from serving.cli.vllm_variables import without_effect
+from serving.cluster.nodes.seats import seats_of
 from serving.engine.images.sources import MediaPolicy
 from serving.engine.metrics import logs
 from serving.http.access.key_file import read_keys_file
@@ -147,6 +148,8 @@ def _http_settings(given: Mapping[str, Any]) -> HttpSettings:
 
 def run(options: Options) -> None:
     """Load everything, serve until SIGTERM or SIGINT, close. Raises StartError."""
+    if not options.cluster.is_single:
+        _require_gpus(options, os.environ)
     if options.cluster.node_rank:
         from serving.cluster.nodes.agent import serve_agent  # here: of few
 
@@ -162,7 +165,6 @@ def run(options: Options) -> None:
         elif options.cluster.is_single:
             serve(options, sock)
         else:
-            _require_gpus(options, os.environ)
             if options.cluster.uses_ray:
                 from serving.cluster.ray.joining import check_ray  # here: of few
 
@@ -174,18 +176,27 @@ def run(options: Options) -> None:
 
 
 def _require_gpus(options: Options, environ: Mapping[str, str]) -> None:
-    """Raise StartError where this host's list of GPUs is too short for its roles."""
+    """Raise StartError where this host has fewer GPUs than its roles need.
+
+    A process without a GPU of its own would compute on the CPU.
+    """
     cluster = options.cluster
-    if cluster.uses_ray or cluster.has_nodes:  # which have lists of their own
+    if cluster.uses_ray:  # which knows the hosts' GPUs
         return
     visible = environ.get(VISIBLE)
     if visible is None and environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return
-    count = cluster.instances * options.engine.tensor_parallel_size + cluster.lora_server
+    devices, what = options.engine.tensor_parallel_size, f"{cluster.instances} instances"
+    count = cluster.instances * devices + cluster.lora_server
+    if cluster.has_nodes:
+        sizes = cluster.instances, devices, cluster.lora_server, cluster.nnodes
+        seats = [seat for some in seats_of(*sizes).values() for seat in some]
+        count = sum(seat.num_gpus for seat in seats if seat.node == cluster.node_rank)
+        what = f"the processes of node {cluster.node_rank}"
     try:
         check_count(visible, count)
     except ValueError as error:
-        raise StartError(f"Cannot start {cluster.instances} instances: {error}") from None
+        raise StartError(f"Cannot start {what}: {error}") from None
 
 
 def _nodes_of(options: Options, stack: ExitStack) -> AbstractRoleHosts | None:

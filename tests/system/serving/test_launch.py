@@ -378,3 +378,25 @@ def test_a_list_of_gpus_too_short_for_the_roles_is_refused_before_they_start(mon
     wide = ["m", "--port", "0", "--instances", "2", "--tensor-parallel-size", "2"]
     with pytest.raises(StartError, match=r"needs GPUs 0 to 3, but .*=0,1,2 lists 3"):
         launch.run(read_options(wide, {}))
+
+
+def test_each_node_needs_gpus_for_its_own_processes(monkeypatch, tmp_path):
+    """A process without one would compute on the CPU."""
+    ran = []
+    agent = importlib.import_module("serving.cluster.nodes.agent")
+    monkeypatch.setattr(agent, "serve_agent", ran.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    (tmp_path / "secret").write_text("s" * 32)
+    nodes = ["m", "--port", "0", "--nnodes", "2", "--nodes-secret-file", str(tmp_path / "secret")]
+    spread = [*nodes, "--instances", "3", "--tensor-parallel-size", "2"]  # two of them on node 0
+    with pytest.raises(
+        StartError, match=r"processes of node 0: .* needs GPUs 0 to 3, but .* lists"
+    ):
+        launch.run(read_options(spread, {}))
+    launch.run(read_options([*spread, "--node-rank", "1"], {}))
+    assert len(ran) == 1
+    split = [*nodes, "--tensor-parallel-size", "8", "--node-rank", "1"]
+    with pytest.raises(
+        StartError, match=r"processes of node 1: .* needs GPUs 0 to 3, but .* lists"
+    ):
+        launch.run(read_options(split, {}))
