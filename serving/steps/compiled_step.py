@@ -13,7 +13,7 @@ programs, forward and sample.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -36,16 +36,10 @@ from serving.steps.kept_steps import KeptJit, KeptProgram, KeptSteps
 from serving.steps.mask_board import MaskBoard
 from serving.steps.operands import Operands
 from serving.steps.sampler import Sampled, no_samples
-from serving.steps.split_step import StepSplit, weight_specs
-from serving.steps.step import (
-    Sample,
-    StepSizes,
-    forward_step,
-    history_with_drafts,
-    sample_step,
-    with_drafts,
-)
-from serving.steps.token_masks import HostMasks, unpack_masks
+from serving.steps.split_step import StepSplit
+from serving.steps.step import StepSizes
+from serving.steps.step_functions import jit_steps
+from serving.steps.token_masks import HostMasks
 
 # XLA takes the addresses of expert tensors for memory, finds more of it than there is, and would
 # compute many things twice to save some. It still says once that the arguments exceed its limit.
@@ -78,7 +72,7 @@ class CompiledStep:
         self._sizes, self._vocab_size, self._in_place = sizes, vocab_size, in_place
         self._pooled, self._is_split = sizes.pooled, split is not None
         sample = batch_sampler.sample if in_place else sampler.sample
-        jitted = _jit_steps(model, sizes, link, sample, compiler_options, split, board)
+        jitted = jit_steps(model, sizes, link, sample, compiler_options, split, board)
         steps, self._leaves = jitted
         self.lazy = kept is not None and kept.lazy
         if kept is not None:
@@ -280,103 +274,6 @@ class CompiledStep:
         if self._is_split:
             results = jax.tree.map(lambda result: result.addressable_data(0), results)
         return _copied(results)
-
-
-def _jit_steps(
-    model: nnx.Module,
-    sizes: StepSizes,
-    link: ServerLink | TenantLink | None,
-    sample: Sample,
-    options: dict[str, str] | None,
-    split: StepSplit | None,
-    board: MaskBoard | None,
-) -> tuple[tuple[Callable, Callable, Callable], tuple[jax.Array, ...]]:
-    """Return the step over the leaves of the model, its two parts, and the leaves.
-
-    Everything goes in as leaves: to lower a program, jax fills its arguments' trees with what is
-    no array, and checked dataclasses refuse that. Of the results only the memory is used.
-    """
-    graphdef, params = nnx.split(model, graph=False)
-    leaves, treedef = jax.tree.flatten(params)
-    specs = None if split is None else weight_specs(leaves)
-
-    def run_forward(leaves, cache, history, rest, bucket, lora):
-        whole = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        (slots, reroute_tables, remote_table), table, pages, images, merged, pooled = rest
-        cache = pooled if cache is None else cache
-        over = None if split is None else split.split
-        remote = None if link is None or not lora else link.start(remote_table, over)
-        batch = (slots, table, pages, bucket, sizes, reroute_tables, remote, lora, images, over)
-        cache, logits, rows, heads = forward_step(whole, cache, history, *batch, merged)
-        cache = cache if pooled is None else None
-        return cache, logits, (rows, heads), None if remote is None else remote.status()
-
-    @functools.partial(
-        jax.jit,
-        static_argnames=("trees", "bucket", "lora", "bound"),
-        donate_argnums=1,
-        keep_unused=True,
-        compiler_options=options,
-    )
-    def step(leaves, donated, rest, trees, *, bucket, lora, bound):
-        options = {"bucket": bucket, "lora": lora, "bound": bound}
-        local = functools.partial(local_step, trees=trees, **options)
-        if split is not None and specs is not None:
-            local = split.over_devices(local, specs, *trees)
-        return local(leaves, donated, rest)
-
-    def local_step(leaves, donated, rest, *, trees, bucket, lora, bound):
-        cache, history, *_ = jax.tree.unflatten(trees[0], donated)
-        *rest, fixed, waits = jax.tree.unflatten(trees[1], rest)
-        state = RowState(history, *fixed)
-        if sizes.max_drafts:
-            state = with_drafts(state, rest[1])
-        done = run_forward(leaves, cache, state.history, rest, bucket, lora)
-        cache, logits, (rows, heads), status = done
-        masks = None
-        if bound and board is not None:
-            masks = board.read(waits[0], waits[1], logits)
-        state, sampled = sample_step(logits, rows, state, sample, masks, heads)
-        return cache, state.history, sampled, status
-
-    @functools.partial(
-        jax.jit,
-        static_argnames=("trees", "bucket"),
-        donate_argnums=1,
-        keep_unused=True,
-        compiler_options=options,
-    )
-    def forward(leaves, donated, rest, trees, *, bucket):
-        local = functools.partial(local_forward, trees=trees, bucket=bucket)
-        if split is not None and specs is not None:
-            local = split.over_devices(local, specs, *trees)
-        return local(leaves, donated, rest)
-
-    def local_forward(leaves, donated, rest, *, trees, bucket):
-        cache, *_ = jax.tree.unflatten(trees[0], donated)
-        *rest, history = jax.tree.unflatten(trees[1], rest)
-        if sizes.max_drafts:
-            history = history_with_drafts(history, rest[1])
-        return run_forward(leaves, cache, history, rest, bucket, True)
-
-    @functools.partial(jax.jit, static_argnames="trees", donate_argnums=0, keep_unused=True)
-    def sample_part(donated, rest, trees):
-        local = functools.partial(local_sample, trees=trees)
-        if split is not None:
-            local = split.on_every_device(local)
-        return local(donated, rest)
-
-    def local_sample(donated, rest, *, trees):
-        history, *_ = jax.tree.unflatten(trees[0], donated)
-        (logits, rows, heads), packed, table, fixed = jax.tree.unflatten(trees[1], rest)
-        state = RowState(history, *fixed)
-        masks = unpack_masks(packed, sizes.num_masks, logits.shape[1])
-        if table is not None:
-            state = with_drafts(state, table)
-        state, sampled = sample_step(logits, rows, state, sample, masks, heads)
-        return state.history, sampled
-
-    return (step, forward, sample_part), tuple(leaves)
 
 
 # Not as a CUDA graph: that would be written anew each time, as results go to new addresses.

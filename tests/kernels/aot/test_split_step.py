@@ -20,11 +20,11 @@ from lora_jax.models.registry import abstract, model_class
 from lora_jax.sharding import Split, weight_sharding
 from serving.engine.parts.devices import local_widths
 from serving.steps import batch_sampler
-from serving.steps.compiled_step import _jit_steps
 from serving.steps.device_state import history_and_rest, init_row_state
 from serving.steps.sampler import no_samples
 from serving.steps.split_step import StepSplit
 from serving.steps.step import StepSizes
+from serving.steps.step_functions import jit_steps
 
 pytestmark = [pytest.mark.aot, pytest.mark.timeout(900)]  # the kernels are built, too
 DEVICES, LAYERS, BF16 = 2, 2, jnp.dtype(jnp.bfloat16)
@@ -80,7 +80,7 @@ def test_a_step_of_a_split_model_with_adapters_is_one_graph(raw, experts, tokens
     pages = pages_sharding(shape, split)
     over = StepSplit(split, pages.spec)
     model = described_model(config, split)
-    (step, *_), leaves = _jit_steps(model, SIZES, None, batch_sampler.sample, None, over, None)
+    (step, *_), leaves = jit_steps(model, SIZES, None, batch_sampler.sample, None, over, None)
     catalogue = local_widths(split).catalogue(kind.catalogue(config))
     spec = size_slots(catalogue, 16, SIZES.max_rank, BF16.itemsize)
 
