@@ -14,9 +14,10 @@ from typing import Any
 
 from lora_jax.memory.virtual import AbstractVirtualMemory
 from serving.runtime import xla_memory
+from serving.runtime.code_files import code_digest
 from serving.runtime.program_cache import step_files
 from serving.runtime.program_files import ProgramFiles
-from serving.steps.kept_steps import NotKept, code_digest, compiled_programs
+from serving.steps.kept_steps import NotKept, compiled_programs
 
 logger = logging.getLogger(__name__)
 

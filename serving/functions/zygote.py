@@ -28,7 +28,8 @@ from lora_jax.ops.cpu.build import available
 from lora_jax.ops.dispatch import Declined, backend_kernel
 from serving.functions import function_process, jail
 from serving.functions.late_imports import lean
-from serving.steps.kept_steps import OF_GPU, code_digest
+from serving.runtime.code_files import code_digest
+from serving.steps.kept_steps import OF_GPU
 
 # What is imported without an order, in parts; an order that comes meanwhile waits for one part.
 _ALL = "lora_jax.models.loader", function_process.CALLS, function_process.TENANT

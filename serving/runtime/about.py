@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.api.config import EngineConfig
+from serving.runtime.code_files import code_digest
 
 # Bytes of the weights that are compared: so many at so many places of each file, of all files at
 # least so many places. Another model of the same sizes has other bytes at nearly all of them.
@@ -32,6 +33,7 @@ def about_of(config: EngineConfig) -> dict[str, Any]:
     for file, (_, size) in zip(files, sizes, strict=True):
         _add_samples(digest, file, size, max(_PLACES, _ALL_PLACES // len(files)))
     about = {f"version of {name}": version(name) for name in ("lora-jax", "jax", "jaxlib")}
+    about["version of lora-jax"] += f" (code {code_digest()[:12]})"  # a checkout keeps its number
     about["the model (config.json, sizes and samples of its weights)"] = digest.hexdigest()[:16]
     fields = dataclasses.asdict(config)
     flags = {f"--{name.replace('_', '-')}": fields[name] for name in fields if name not in _OWN}

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
-import importlib.util
 import io
 import json
 import logging
@@ -19,7 +18,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -31,13 +30,12 @@ from jaxlib import xla_client  # jax has no public face of what it makes its own
 
 from lora_jax.ops import dispatch, native
 from lora_jax.ops.cpu.build import available
+from serving.runtime.code_files import code_digest
 from serving.runtime.program_cache import executable_in
 from serving.runtime.program_files import ProgramFiles, step_keys
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = "lora_jax", "serving", "cuda_backend"
-_CODE = ".py", ".cc", ".h", ".cu", ".cuh", ".json"  # tuned sizes of kernels are in JSON
 _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
 _WHEELS = "jax_cuda", "nvidia_"  # beginnings of their names: plugins, cuDNN, ptxas and others
 _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that needs the step
@@ -359,28 +357,3 @@ def _topology() -> int | None:
         return xla_client.get_topology_for_devices(jax.devices()[:1]).fingerprint()
     except jax.errors.JaxRuntimeError:
         return None
-
-
-@functools.cache
-def code_digest() -> str:
-    """Return a digest of the code that programs are traced from."""
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:
-            continue
-        root = os.path.dirname(spec.origin)
-        for name in sorted(_code_files(root)):
-            with open(os.path.join(root, name), "rb", buffering=0) as file:
-                data = file.read()
-            digest.update(f"{name} {len(data)} ".encode() + data)
-    return digest.hexdigest()
-
-
-def _code_files(root: str) -> Iterator[str]:
-    """Return files of code below a folder by their names in it; pathlib would take longer than all
-    reads.
-    """
-    for folder, _, names in os.walk(root):
-        inside = folder[len(root) + 1 :]
-        yield from (os.path.join(inside, name) for name in names if name.endswith(_CODE))

@@ -6,6 +6,7 @@ from support.cases import tiny_checkpoint
 from support.cases.tiny_checkpoint import TinyShape
 
 from serving.api.config import EngineConfig
+from serving.runtime import about
 from serving.runtime.about import about_of, difference, environment_of
 
 MODEL = "the model (config.json, sizes and samples of its weights)"
@@ -23,6 +24,15 @@ def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
     (tmp_path / "b" / "model.safetensors").write_bytes(b"shorter")
     changed = about_of(moved)
     assert [name for name in changed if changed[name] != about_of(config)[name]] == [MODEL]
+
+
+def test_other_code_of_the_same_version_is_another_version(tmp_path, monkeypatch):
+    tiny_checkpoint.write_model(tmp_path / "m", TinyShape(layers=1))
+    ours = about_of(EngineConfig(str(tmp_path / "m")))
+    monkeypatch.setattr(about, "code_digest", lambda: "f" * 64)
+    why = difference(ours, about_of(EngineConfig(str(tmp_path / "m"))), "on rank 0", "on node 1")
+    assert why.startswith("version of lora-jax is '")
+    assert "(code ffffffffffff)' on node 1 and '" in why
 
 
 def test_other_weights_of_the_same_sizes_are_another_model(tmp_path):

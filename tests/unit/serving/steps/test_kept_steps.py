@@ -17,7 +17,7 @@ from lora_jax.ops.choices import Choices
 from lora_jax.ops.dispatch import ANY, Implementation, Op
 from serving.runtime.program_files import ProgramFiles
 from serving.steps import kept_steps
-from serving.steps.kept_steps import KeptSteps, NotKept, code_digest, identity
+from serving.steps.kept_steps import KeptSteps, NotKept, identity
 
 MODEL = ROOT / "assets" / "stories260k"
 
@@ -233,25 +233,6 @@ def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
     assert before != identity({"max_num_seqs": 2}, ROOT / "assets" / "tiny-moe")
     monkeypatch.setitem(os.environ, "LORA_JAX_OPS", "reference")
     assert before != identity({"max_num_seqs": 2}, MODEL)
-    assert len(code_digest()) == 64
-
-
-def test_a_digest_of_code_names_every_file_and_what_is_in_it(monkeypatch, tmp_path):
-    package = tmp_path / "some_package"
-    (package / "inner").mkdir(parents=True)
-    for name in ("__init__.py", "inner/kernel.cu", "inner/tuned.json"):
-        (package / name).write_text("1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(kept_steps, "_PACKAGES", ("some_package", "no_such_package"))
-    digest = code_digest.__wrapped__
-    seen = [digest()]
-    (package / "inner" / "notes.md").write_text("no code\n")
-    assert digest() == seen[0]
-    (package / "inner" / "kernel.cu").write_text("2\n")
-    seen.append(digest())
-    (package / "inner" / "tuned.json").rename(package / "tuned.json")
-    seen.append(digest())
-    assert len(set(seen)) == 3
 
 
 def test_an_identity_names_what_xla_runs_with_on_an_accelerator(monkeypatch, tmp_path):
