@@ -12,6 +12,7 @@ from typing import Any
 
 from serving.cli.foreign_reasons import (
     ALWAYS_SO,
+    HARMLESS_OBJECTS,
     OLDER_ALWAYS_SO,
     OLDER_REFUSED,
     OLDER_SPELLINGS,
@@ -101,7 +102,8 @@ def _harmless(fact: Fact, form: str) -> tuple[str, ...]:
     """Return the forms or values of a refused flag that do not ask for it."""
     if fact.kind in ("pair", "switch"):
         return fact.negative if form in fact.positive else fact.positive
-    return () if fact.default in (None, "") else (str(fact.default),)
+    default = () if fact.default in (None, "") else (str(fact.default),)
+    return default + HARMLESS_OBJECTS.get(form, ())
 
 
 def _older_facts() -> list[Fact]:
@@ -147,6 +149,11 @@ def _to_leave_out(reason: str) -> str:
 
 
 def _same(text: str, accepted: str) -> bool:
+    if accepted.startswith("{"):
+        try:
+            return json.loads(text) == json.loads(accepted)
+        except ValueError:
+            return False
     try:
         return float(text) == float(accepted)
     except ValueError:

@@ -210,6 +210,11 @@ REFUSED = {
     "every option has a flag of its own": "--additional-config",
 }
 
+# Values of refused flags that ask for what is so.
+HARMLESS_OBJECTS = {
+    "--structured-outputs-config": ('{"backend": "auto"}', '{"backend": "guidance"}'),
+}
+
 # Flags of older releases of vLLM and of SGLang: spellings, and what was said above.
 OLDER_SPELLINGS = {
     "--tensor-parallel-size": ("--tp", "--tp-size"),

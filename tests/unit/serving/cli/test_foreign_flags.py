@@ -23,6 +23,8 @@ MEANS_NOTHING = [
     "--async-scheduling",
     "--tokenizer-mode=auto",
     "--runner=generate",
+    "--structured-outputs-config.backend=guidance",
+    '--structured-outputs-config={"backend":"auto"}',
     "--enable-reasoning",
     "--use-v2-block-manager",
 ]
@@ -51,6 +53,11 @@ def test_what_is_so_anyway_changes_nothing(flag):
         (["--data-parallel-rank", "4"], "--instances starts several"),
         (["--lora-dtype=float16"], "lora_dtype must be one of auto, int8, got 'float16'"),
         (["--lora-eviction-policy=fifo"], "only lru is offered"),
+        (
+            ["--structured-outputs-config", '{"backend": "xgrammar"}'],
+            'or {"backend": "guidance"} is offered',
+        ),
+        (["--structured-outputs-config", "{"], "is offered"),
         (["--speculative-model", "x"], "use --speculative-config"),
         (["--enable-lora-bias"], "use --enable-dora-and-bias"),
         (["--worker-use-ray"], "--distributed-executor-backend ray"),
