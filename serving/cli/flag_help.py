@@ -4,7 +4,7 @@ The parser adds the default of a field that has one; a text says what None stand
 """
 
 ENGINE_HELP = {
-    "dtype": "Data type of weights and activations. auto: the checkpoint's.",
+    "dtype": ("Data type of weights and activations. auto: the checkpoint's; float32 for float16."),
     "load_format": "Format of the weights. dummy: random weights, to measure speed.",
     "max_model_len": "Maximum tokens of prompt and answer together, such as 4096 or 4k. auto: the "
     "model's. Default: the model's, or fewer where the KV cache has no room.",

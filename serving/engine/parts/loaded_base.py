@@ -152,6 +152,11 @@ def load_model(
         dtype.name,
         time.monotonic() - start,
     )
+    if wanted is None and model_config.dtype == "float16":
+        logger.info(
+            "The model's files say float16, which is computed in float32. --dtype bfloat16 halves "
+            "the memory of KV pages, adapters and weights that are not quantised."
+        )
     log_quantised(model_config, sizes)
     log_devices(split)
     return model, model_config, dtype, sizes

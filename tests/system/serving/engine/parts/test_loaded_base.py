@@ -1,5 +1,6 @@
 """The base model is loaded in the dtype that is asked for, and a log line says what it is."""
 
+import json
 import logging
 
 import jax
@@ -28,3 +29,11 @@ def test_the_dtype_is_the_files_or_the_one_asked_for(tmp_path, caplog, asked, lo
     assert "Model tiny-model: llama, 0.0 M parameters" in caplog.text
     assert jnp.dtype(loaded).name in caplog.text
     assert str(folder) not in caplog.text
+    assert "float16, which" not in caplog.text
+    file = folder / "config.json"
+    said = {"torch_dtype": "float16"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | said))
+    with caplog.at_level(logging.INFO, logger="serving"):
+        assert load_model(config, source_of(config, None), None)[2] == loaded
+    told = "files say float16, which is computed in float32. --dtype bfloat16 halves"
+    assert (told in caplog.text) == (asked == "auto")
