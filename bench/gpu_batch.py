@@ -112,6 +112,7 @@ def chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.gpu_batch",
         description=__doc__,

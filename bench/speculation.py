@@ -83,11 +83,13 @@ def edit_prompt(start: int) -> list[int]:
 
 
 def edits(rows: int) -> Work:
+    """Return prompts that ask for a text with small changes, `rows` at a time."""
     prompts = [edit_prompt(1000 + 500 * row) for row in range(rows)]
     return Work(f"edit, {rows} at a time", prompts, [None] * rows, EDIT, rows)
 
 
 def free(rows: int, sampling: Sampling) -> Work:
+    """Return the adapters' own example prompts, `rows` at a time."""
     examples = json.loads((SHIPPED / "examples.json").read_text())["adapters"]
     names = sorted(name for name in os.listdir(SHIPPED / "adapters") if name in examples)
     chosen = [names[place % len(names)] for place in range(max(rows, LEAST_FREE))]

@@ -1,4 +1,4 @@
-"""Where the time between two functions' turns goes, by the stamps of keeper and functions."""
+"""Parts of the time between two functions' turns, by the stamps of keeper and functions."""
 
 import statistics
 from collections.abc import Iterable, Sequence

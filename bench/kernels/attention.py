@@ -24,6 +24,8 @@ CHECKED = 4  # tokens, against the reference
 
 @dataclasses.dataclass(frozen=True)
 class Point:
+    """One row of the table: a model, its sequences and their positions."""
+
     model: str
     sequences: int
     context: int

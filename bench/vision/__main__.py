@@ -30,19 +30,23 @@ PARTS = {
 
 
 def run_heads(root: Path) -> dict[str, Any]:
+    """Measure answers by a task head."""
     model = shapes.write_shape(root / "qwen3-vl-8b", "qwen3-vl-8b")
     return device.heads(model, shapes.write_headed(root / "head", model, rank=16, labels=10))
 
 
 def run_tower(root: Path) -> dict[str, Any]:
+    """Measure the image tower."""
     return device.tower(shapes.write_shape(root / "qwen3-vl-30b-a3b", "qwen3-vl-30b-a3b"))
 
 
 def run_frames(root: Path) -> dict[str, Any]:
+    """Measure frames of a video."""
     return device.frames(shapes.write_shape(root / "qwen3-vl-30b-a3b", "qwen3-vl-30b-a3b"))
 
 
 def run_with_data(part: str, data: Path | None, count: int) -> dict[str, Any]:
+    """Measure a part that needs a folder of pictures. Raises SystemExit without one."""
     if data is None:
         raise SystemExit(f"--{part} needs --data, the folder that pictures.collect wrote")
     if part == "accuracy":

@@ -116,6 +116,8 @@ class Request:
 
 
 class SequenceState(enum.Enum):
+    """Whether a sequence waits, runs or has ended."""
+
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -163,6 +165,7 @@ class Sequence:
 
     @property
     def tenant(self) -> str:
+        """The caller whose fair share the sequence counts for."""
         return self.request.share.tenant
 
     @property
@@ -180,6 +183,7 @@ class Sequence:
 
     @property
     def has_ended(self) -> bool:
+        """True if it is finished, for whatever reason."""
         return self.state is SequenceState.FINISHED
 
     @property
@@ -189,10 +193,12 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def output_ids(self) -> list[int]:
+        """Token ids after the prompt that the host has seen."""
         return self.token_ids[self.num_prompt :]
 
 
@@ -261,6 +267,7 @@ class StepPlan:
 
     @functools.cached_property
     def num_tokens(self) -> int:
+        """Tokens of all chunks of the step."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @functools.cached_property

@@ -236,6 +236,7 @@ def _nobody() -> ApiError:
 
 
 def parts_of(scope: Scope) -> tuple[str, bytes, Headers]:
+    """Return method, target with the query, and headers of an ASGI request, to send it on."""
     query = scope.get("query_string", b"")
     target = scope.get("raw_path") or scope["path"].encode()
     return scope["method"], target + (b"?" + query if query else b""), scope["headers"]

@@ -43,6 +43,7 @@ class Shard:
 
     @property
     def expert_slice(self) -> slice:
+        """Its experts among all of the model."""
         return slice(self.first_expert, self.first_expert + self.num_experts)
 
 
@@ -56,6 +57,7 @@ class ShardLayout:
 
     @property
     def num_ranks(self) -> int:
+        """Devices of the server, each of which is a rank."""
         return self.placement.devices
 
     def has(self, module: str, layer: int) -> bool:

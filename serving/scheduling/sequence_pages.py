@@ -114,10 +114,12 @@ class SequencePages:
 
     @property
     def host_stats(self) -> HostPageStats:
+        """Counters and use of KV pages in host memory."""
         return self._host.stats
 
     @property
     def image_stats(self) -> ImageStats:
+        """Counters and use of the encoder cache."""
         return self._images.stats
 
     def give(self, sequence: Sequence, reserve: int) -> bool:

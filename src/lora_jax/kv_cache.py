@@ -43,6 +43,7 @@ class KVShape:
     v_dim: int
 
     def bytes_per_token(self, dtype: jnp.dtype) -> int:
+        """Return the bytes of one token in pages of `dtype`: keys and values of all layers."""
         items = stored_dim(self.k_dim, dtype) + stored_dim(self.v_dim, dtype)
         per_layer = self.num_kv_heads * items
         return self.num_layers * per_layer * jnp.dtype(dtype).itemsize

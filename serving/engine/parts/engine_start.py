@@ -1,4 +1,4 @@
-"""What an engine finds out before its weights, which may take minutes, are read."""
+"""Checks of an engine before its weights are read, which may take minutes; what they find."""
 
 import dataclasses
 import logging

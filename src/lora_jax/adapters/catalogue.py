@@ -79,6 +79,7 @@ class LoraCatalogue:
 
     @property
     def module_names(self) -> tuple[str, ...]:
+        """Names of all modules, sorted: the order in which slots have them."""
         return tuple(sorted(self.modules))
 
     def what_to_change(self, room: str) -> str:

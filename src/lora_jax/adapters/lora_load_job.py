@@ -75,6 +75,7 @@ class LoraLoadJob:
 
     @property
     def slot(self) -> int:
+        """The slot that it fills."""
         return self._placement.slot
 
     @property

@@ -98,6 +98,7 @@ class LoraCopyJob:
 
     @property
     def slot(self) -> int:
+        """The slot that it fills."""
         return self._placement.slot
 
     @property

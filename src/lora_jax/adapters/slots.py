@@ -58,6 +58,7 @@ class AdapterSlots:
 
     @property
     def num_slots(self) -> int:
+        """Adapters that there is room for at a time."""
         return self.entries.shape[2]
 
     @property

@@ -1,4 +1,4 @@
-"""Which modules of a base model adapters may change, by the names that PEFT's configs give. No jax.
+"""Modules of a base model that adapters may change, by the names that PEFT's configs give. No jax.
 
 A module that no adapter of an engine may change leaves no trace of LoRA in its programs and no room
 in its pools of rank rows: vLLM's --lora-target-modules.

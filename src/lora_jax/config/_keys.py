@@ -28,12 +28,14 @@ class Keys:
         return value
 
     def number(self, *names: str, default: Any = _REQUIRED) -> float:
+        """Return the first of these keys that is there; ValueError where it is no number."""
         value = self.get(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise ValueError(f"{self.where}: {names[0]} is {value!r}, not a number.")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Return a key that is true or false. Raises ValueError for any other value."""
         value = self.get(name, default=default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {name} is {value!r}, not true or false.")
@@ -47,6 +49,7 @@ class Keys:
             raise ValueError(f"{self.where}: {name} {value!r} is not supported, only {choices}.")
 
     def section(self, name: str) -> "Keys":
+        """Return the keys of an object in this one, none if it is absent; ValueError for others."""
         value = self.get(name, default={})
         if not isinstance(value, Mapping):
             raise ValueError(f"{self.where}: {name} is {value!r}, not an object.")

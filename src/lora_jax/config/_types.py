@@ -103,6 +103,7 @@ class VisionConfig:
 
     @property
     def head_dim(self) -> int:
+        """Columns of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property

@@ -242,6 +242,7 @@ def model_config(h: Header) -> dict:
 
 
 def tokenizer_config(h: Header) -> dict:
+    """Return what tokenizer_config.json says of this model."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": SPECIAL[BOS],
@@ -311,10 +312,12 @@ def convert(model_path: pathlib.Path, tokenizer_path: pathlib.Path, out: pathlib
 
 
 def write_json(path: pathlib.Path, value: dict) -> None:
+    """Write a JSON file, indented and in UTF-8."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> None:
+    """Convert the model that the command line names."""
     parser = argparse.ArgumentParser(prog="convert_llama2c", description=convert.__doc__)
     parser.add_argument("model", type=pathlib.Path, help="llama2.c model, format v0")
     parser.add_argument("tokenizer", type=pathlib.Path, help="llama2.c tokenizer")

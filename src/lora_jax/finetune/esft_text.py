@@ -58,6 +58,8 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Split:
+    """Records to train on, and those to measure with."""
+
     train: tuple[Record, ...]
     heldout: tuple[Record, ...]
 

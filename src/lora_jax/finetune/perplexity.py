@@ -30,6 +30,7 @@ class Measured:
 
     @property
     def perplexity(self) -> float:
+        """exp of the mean negative log-likelihood of a token."""
         return math.exp(self.nats / self.tokens)
 
 

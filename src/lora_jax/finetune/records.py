@@ -34,6 +34,7 @@ def read_jsonl(path: pathlib.Path) -> list[Record]:
 
 
 def parse_record(line: str, where: str) -> Record:
+    """Return the record of a line of JSON. Raises ValueError naming `where` for any other line."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -45,6 +46,7 @@ def parse_record(line: str, where: str) -> Record:
 
 
 def write_jsonl(path: pathlib.Path, records: Iterable[Record]) -> None:
+    """Write a record a line, as `parse_record` reads it."""
     lines = (json.dumps(dataclasses.asdict(r), ensure_ascii=False) + "\n" for r in records)
     path.write_text("".join(lines), encoding="utf-8")
 

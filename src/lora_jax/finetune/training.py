@@ -50,6 +50,7 @@ class Schedule:
             raise ValueError(f"{self.batch_rows} rows a batch, rate {self.learning_rate}: too few")
 
     def optimizer(self) -> optax.GradientTransformation:
+        """Return AdamW with this schedule of rates; weights of one axis do not decay."""
         rate = optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate / 10
         )

@@ -150,29 +150,36 @@ class AddressLedger:
                 )
 
     def record_reservation(self, address: int, num_bytes: int) -> None:
+        """Note a range of addresses that is reserved."""
         self._reserved[address] = num_bytes
         bisect.insort(self._reserved_starts, address)
 
     def forget_reservation(self, address: int) -> None:
+        """Note that the range which begins here is released."""
         del self._reserved[address]
         self._reserved_starts.remove(address)
 
     def record_page(self, handle: int, num_bytes: int, imported: bool = False) -> None:
+        """Note a physical page; an `imported` one is another process's."""
         self.pages[handle] = LedgerPage(num_bytes, imported)
 
     def forget_page(self, handle: int) -> None:
+        """Note that a page is released."""
         del self.pages[handle]
 
     def record_mapping(self, address: int, handle: int, access: Access) -> None:
+        """Note that a page lies at an address."""
         page = self.pages[handle]
         page.mappings += 1
         self._mappings[address] = Mapping(address, page.num_bytes, handle, access)
         bisect.insort(self._mapping_starts, address)
 
     def record_access(self, address: int, access: Access) -> None:
+        """Note the access to the mapping at an address."""
         self._mappings[address] = dataclasses.replace(self._mappings[address], access=access)
 
     def forget_mapping(self, address: int) -> None:
+        """Note that nothing lies at the address."""
         self.pages[self._mappings.pop(address).handle].mappings -= 1
         del self._mapping_starts[bisect.bisect_left(self._mapping_starts, address)]
 

@@ -51,6 +51,7 @@ class Target:
 
     @property
     def is_kv_b(self) -> bool:
+        """True if it is MLA's kv_b_proj, which a step applies absorbed."""
         return self.modules[0].name in KV_B
 
     @property

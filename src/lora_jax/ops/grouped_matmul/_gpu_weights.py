@@ -34,6 +34,7 @@ class Form:
 
     @property
     def quantised(self) -> bool:
+        """True if weights are codes that a kernel decodes."""
         return self.bits < 16
 
     def at(self, step: int) -> "Form":

@@ -52,6 +52,7 @@ class CodedWeight:
 
     @property
     def ndim(self) -> int:
+        """Axes of the matrix or stack that it stands for."""
         return self.codes.ndim
 
     @property
@@ -117,6 +118,7 @@ class ScaledWeight:
 
     @property
     def ndim(self) -> int:
+        """Axes of the matrix or stack that it stands for."""
         return self.values.ndim
 
     def __getitem__(self, index: Any) -> "ScaledWeight":
