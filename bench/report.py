@@ -19,6 +19,7 @@ from bench.kernel_plots import plot_kernels
 from bench.kernels import summary
 from bench.lora_server.plots import plot_lora_server
 from bench.parallel.plots import plot_cluster, plot_exchange
+from bench.step_plots import plot_cpu, plot_step_limits
 from bench.vision import plots as vision_plots
 
 BARS = {
@@ -99,6 +100,8 @@ PLOTS = {
     "ablation_": plot_ablation,
     "end_to_end_lora-jax_": plot_end_to_end,
     "serve_cpu": plot_serve_cpu,
+    "step_limits_": plot_step_limits,
+    "cpu_": plot_cpu,
     "kernels_": plot_kernels,
     "esft_memory_": plot_esft_memory,
     "esft_speed_": plot_esft_speed,
