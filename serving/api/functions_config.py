@@ -1,8 +1,11 @@
 """Configuration of isolated functions behind one command. No jax."""
 
 import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
+
+from serving.api.config import EngineConfig
 
 _KEEP_ALIVE_S = 300.0
 _FOLDER, _PREFIX = "functions", "functions_"
@@ -68,6 +71,16 @@ def check_options(given: Mapping[str, Any]) -> None:
             f"{names['ttft_slo_s']} gives functions turns; with {names['isolation']} {level} one "
             "engine batches them all: leave it out."
         )
+
+
+def check_names(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is no field of EngineConfig, with one that is near."""
+    known = EngineConfig.__dataclass_fields__
+    unknown = sorted(fields.keys() - known)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ", whose fields are the sizes."
+        raise ValueError(f"{unknown[0]!r} is no field of EngineConfig{hint}")
 
 
 def _is_number(value: object, kind: Any) -> bool:

@@ -6,8 +6,6 @@ zygote. Each function is sent the descriptors once, over a socket pair that nobo
 
 import atexit
 import contextlib
-import dataclasses
-import difflib
 import functools
 import json
 import logging
@@ -19,9 +17,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from lora_jax.adapters.formats import esft_format
 from lora_jax.memory.wire import send_fds, send_header
 from serving.api.config import EngineConfig
-from serving.api.functions_config import check_options
+from serving.api.functions_config import check_names, check_options
 from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
@@ -100,11 +99,7 @@ class Agent:
         self.model = str(Path(model).resolve())
         if not Path(self.model, "config.json").is_file():
             raise ValueError(f"Cannot share {self.model}: there is no config.json.")
-        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(EngineConfig)})
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], EngineConfig.__dataclass_fields__, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ", whose fields are the sizes."
-            raise ValueError(f"{unknown[0]!r} is no field of EngineConfig{hint}")
+        check_names(fields)
         dtype = None if dtype == "auto" else dtype
         self._fields: dict[str, Any] = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
         EngineConfig(self.model, **self._fields)  # raises ValueError, before anything is loaded
@@ -134,10 +129,8 @@ class Agent:
             self._published = Published(self.model, dtype)
             on_device = self._published.device != "cpu"
             if isolation == "server" and on_device:
-                raise ValueError(
-                    f"isolation 'server' runs on CPUs, not on {self._published.device}: use "
-                    "'process'."
-                )
+                place = self._published.device
+                raise ValueError(f"isolation 'server' runs on CPUs, not on {place}: use 'process'.")
             if self._tenants is None and (ttft_slo_s is not None or on_device):
                 self.turns = TurnKeeper()
             self._zygote.expect_ready()
@@ -270,6 +263,13 @@ class Agent:
 
     def _start(self, name: str, folder: str | None) -> Running | Tenant:
         """Return a new process of a function that is ready for calls."""
+        if self._closing.is_set():
+            raise ConnectionError("The agent is closed: make another one.")
+        if folder is not None and (Path(folder) / esft_format.CONFIG_FILE).is_file():
+            raise ValueError(
+                f"Function {name!r} cannot start: {folder} is an ESFT adapter, and functions serve "
+                "LoRA adapters alone; use an engine, or a server without functions."
+            )
         self._room.make(name, self.functions)
         function = self._functions.get(name)
         if self._guard is not None and function is not None and function.starts:  # one has ended

@@ -16,6 +16,7 @@ from lora_jax.memory.wire import receive_header, send_header
 from serving.functions import Agent, jail
 from serving.functions import agent as agent_module
 from serving.functions.agent import _keep
+from serving.functions.handle import FunctionRefused
 from serving.functions.policies.predict import Arrivals
 from serving.functions.processes import Ends
 from serving.functions.room import Room
@@ -26,7 +27,7 @@ def bare(**parts) -> Agent:
     """Return an agent of these parts alone."""
     agent = Agent.__new__(Agent)
     empty = {"_functions": {}, "_folders": {}, "_naming": threading.Lock(), "_ends": Ends()}
-    vars(agent).update(empty | {"_tenants": None} | parts)
+    vars(agent).update(empty | {"_tenants": None, "_closing": threading.Event()} | parts)
     return agent
 
 
@@ -194,6 +195,23 @@ def test_names_of_functions_that_are_taken_or_none(tmp_path):
         agent.function(name=5)
 
 
+def test_an_agent_that_is_closed_and_an_esft_adapter_are_told_before_a_process_starts(tmp_path):
+    (tmp_path / "expert_cfg.json").touch()
+    agent = bare()
+    with pytest.raises(
+        ValueError, match=f"{tmp_path} is an ESFT adapter, and functions serve LoRA"
+    ):
+        agent.function(tmp_path)
+    agent._closing.set()
+    with pytest.raises(ConnectionError, match="The agent is closed: make another one"):
+        agent.function(name="law")
+    assert agent.functions == {}
+    lazy = agent.function(tmp_path, name="lazy", lazy=True)  # as a front's: its calls are refused
+    agent._closing.clear()
+    with pytest.raises(FunctionRefused, match="is an ESFT adapter"):
+        lazy.warm()
+
+
 def test_functions_of_one_model_and_sizes_share_a_backbone(tmp_path, monkeypatch):
     made = []
 
@@ -354,7 +372,6 @@ def test_a_function_starts_in_room_that_is_made_for_it_and_says_what_it_has_come
 def test_what_an_agent_started_ends_with_it():
     closed, kinds = [], ("_guard", "_tenants", "_zygote", "turns", "_published")
     parts = {kind: SimpleNamespace(close=lambda kind=kind: closed.append(kind)) for kind in kinds}
-    parts |= {"_closing": threading.Event()}
     agent = bare(**parts, _functions={"law": SimpleNamespace(close=lambda: closed.append("law"))})
     agent.close()
     assert closed == ["_guard", "law", "_tenants", "_zygote", "turns", "_published"]

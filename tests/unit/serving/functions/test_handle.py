@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_header, send_header
 from serving.api.outputs import RequestFailed
@@ -139,6 +140,63 @@ def test_a_function_that_always_dies_is_given_up_with_its_reason():
     with pytest.raises(ConnectionError, match=r"does not start: no memory \(4 times"):
         function.generate("x")
     assert len(starts) == 4
+
+
+@pytest.mark.parametrize("answered", ["x", "bad"])
+def test_answers_between_deaths_begin_the_count_anew(answered):
+    """A refused call is an answer, too: the process is well."""
+    with Function("f", lambda: process(answering)) as function:
+        for _ in range(6):
+            with pytest.raises(FunctionDied):
+                function.changed()
+            try:
+                function.generate(answered)
+            except ValueError:
+                assert answered == "bad"
+        assert function.state == "running"
+
+
+def test_a_process_that_ended_with_others_is_no_death_of_its_own():
+    """As an adapter's whose engine another adapter has ended."""
+    ended = []
+
+    class Shared(Running):
+        @property
+        def ended_by_others(self):
+            ended.append(1)
+            return True
+
+    def start() -> Running:
+        made = process(answering)
+        made.__class__ = Shared
+        return made
+
+    with Function("f", start) as function:
+        for count in range(6):
+            with pytest.raises(FunctionDied):
+                function.changed()
+            wait_until(lambda count=count: len(ended) > count)
+        function.warm()
+        assert function.state == "running"
+
+
+def test_a_process_that_gets_ready_after_the_end_of_its_function_is_ended():
+    begun, go, made = threading.Event(), threading.Event(), []
+
+    def start() -> Running:
+        begun.set()
+        go.wait(60)
+        made.append(process(answering))
+        return made[0]
+
+    function = Function("f", start, lazy=True)
+    thread = threading.Thread(target=function.begin)
+    thread.start()
+    assert begun.wait(60)
+    function.close()
+    go.set()
+    thread.join(60)
+    wait_until(lambda: made[0].ended)
 
 
 def test_a_first_start_that_fails_is_its_caller_s():

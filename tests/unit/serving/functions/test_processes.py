@@ -1,6 +1,7 @@
 """Processes of an agent: reasons of those that do not get ready; forks are in test_agent.py."""
 
 import errno
+import os
 import signal
 import socket
 import subprocess
@@ -41,6 +42,22 @@ def test_processes_inherit_settings_and_no_secrets():
     assert kept == {**processes._ENVIRONMENT, **dict.fromkeys(settings, "x")}
     own = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     assert processes.environment(own).items() >= own.items()
+
+
+def test_a_process_is_started_with_one_connection_and_without_secrets(monkeypatch):
+    started = []
+
+    def popen(command, *, pass_fds, env):
+        started.append((command[1:], pass_fds, env))
+
+    monkeypatch.setenv("SERVING_API_KEY", "secret")
+    monkeypatch.setattr(processes.subprocess, "Popen", popen)
+    _, ours = processes.spawn("serving.functions.backbone")
+    ours.close()
+    ((command, (end,), env),) = started
+    assert command == ["-m", "serving.functions.backbone", str(end)]
+    assert "SERVING_API_KEY" not in env
+    assert env["PATH"] == os.environ["PATH"]
 
 
 def test_a_child_of_a_zygote_that_ended_has_no_connection_to_its_successors_child(monkeypatch):

@@ -1,5 +1,6 @@
 """Tenants behind their channels: deltas as numpy has them, and each tenant's failure its own."""
 
+import dataclasses
 import mmap
 import os
 import socket
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.processes.process_facts import open_files
 from support.waiting import wait_until
 
 from lora_jax.ops.native import BuildError
@@ -112,6 +114,23 @@ def test_each_row_gets_its_own_tenants_delta(client, tenant):
                 whose = (first, None, second)[owner]
                 expected = 0 if owner < 0 else want(whose, x[row], layer, output)
                 np.testing.assert_allclose(y[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["channel", "bell"])
+def test_memory_that_could_shrink_is_refused_and_nothing_of_its_seat_stays_open(
+    client, tenant, part
+):
+    """A tenant that made it smaller would end the engine by a signal."""
+    before = open_files()
+    given = tenant(7).server.join(0)
+    loose = os.memfd_create("loose")
+    os.ftruncate(loose, os.fstat(getattr(given, part)).st_size)
+    os.close(getattr(given, part))
+    with pytest.raises(TransportError, match="seal"):
+        client.sit(0, dataclasses.replace(given, **{part: loose}), lambda: None)
+    descriptors = {str(number) for number in (given.channel, given.bell, given.life, loose)}
+    assert not descriptors & {number for number, _ in open_files() - before}
+    assert client.is_lost(0)
 
 
 def test_rows_of_experts_get_their_experts_delta_and_others_are_refused(client, tenant):
