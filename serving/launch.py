@@ -42,6 +42,9 @@ __all__ = ["Options", "StartError", "command", "is_loopback", "main", "read_opti
 logger = logging.getLogger("serving.launch")  # also when it runs as __main__
 
 INTERRUPTED = 128 + signal.SIGINT  # status of a start that Ctrl-C ended
+# What answers clients, which a host that follows rank 0 does not.
+_OF_RANK_0 = ("keys_file", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs")
+_OF_RANK_0 += ("ssl_ciphers",)
 _SECRETS = ("--api-key", "--admin-api-key", "--metrics-key")
 
 
@@ -64,6 +67,8 @@ def _options(parser: ParserWithSource, given: dict[str, Any]) -> Options:
     if not model:
         parser.error("no model is given; start with its folder: python -m serving.launch FOLDER")
     cluster = ClusterConfig(**_given_fields(ClusterConfig, given))
+    if cluster.follows:
+        given = {name: value for name, value in given.items() if name not in _OF_RANK_0}
     functions = FunctionsConfig(**_given_fields(FunctionsConfig, given))
     names = ("host", "port", "uds", "insecure", "log_level", "provision", "plan", "quantization")
     names += ("log_stats", "quiet_paths", "access_log")
@@ -266,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             twin = PREFIX + flag[2:].upper().replace("-", "_")
             text = "Every user of this machine can read %s in the list of processes; better: %s, "
             logger.warning(text + "or --keys-file with hashed keys.", flag, twin)
-    if options.insecure and not options.http.has_api_keys:
+    if options.insecure and not (options.http.has_api_keys or options.cluster.follows):
         logger.warning(
             "No API key: every client that reaches %s can use this server.", options.host
         )

@@ -182,6 +182,14 @@ class ClusterConfig:
         return self.nnodes > 1 and not self.spreads_roles
 
     @property
+    def follows(self) -> bool:
+        """True if this host only follows rank 0 of an instance over several hosts.
+
+        Rank 0 alone reads adapters, templates, keys and certificates.
+        """
+        return self.splits_model and self.node_rank > 0
+
+    @property
     def is_single(self) -> bool:
         """True if one process does it all."""
         one = self.instances == 1 and self.lora_server == 0 and self.nnodes == 1

@@ -77,7 +77,7 @@ class Options:
                 "--metrics-port is for one instance; give Prometheus a --metrics-key, with which "
                 "/metrics of several instances answers."
             )
-        closed = self.uds is not None or is_loopback(self.host)
+        closed = self.uds is not None or is_loopback(self.host) or self.cluster.follows
         if not (self.insecure or self.http.has_api_keys or closed):
             raise ValueError(
                 f"Without --api-key or --keys-file anybody who can reach {self.host} could use "

@@ -25,6 +25,10 @@ def check_paths(options: Options) -> None:
     _model(engine.model)
     if options.quantization not in (None, "", "none", "None"):
         _quantization(engine.model, options.quantization)
+    if options.cluster.nodes_secret_file is not None:
+        _file("--nodes-secret-file", options.cluster.nodes_secret_file)
+    if options.cluster.follows:  # the other files are rank 0's
+        return
     if engine.lora_dir is not None:
         _folder_of_adapters("--lora-dir", engine.lora_dir)
     if options.functions.functions is not None:
@@ -36,8 +40,6 @@ def check_paths(options: Options) -> None:
         _folder("--generation-config", engine.generation_config, (FILE,))
     if engine.chat_template is not None and inline_template(engine.chat_template) is None:
         _file("--chat-template", engine.chat_template)
-    if options.cluster.nodes_secret_file is not None:
-        _file("--nodes-secret-file", options.cluster.nodes_secret_file)
     if options.provision is not None:
         _file("--provision", options.provision)
     for name in _TLS:

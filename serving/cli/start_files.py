@@ -13,8 +13,11 @@ def check_start_files(options: Options) -> None:
 
     They are the tokenizer's by their names, the chat template, and the adapters' configs.
     """
-    engine = options.engine
-    check_files(engine.model, engine.chat_template, needed=engine.load_format != "dummy")
+    engine, follows = options.engine, options.cluster.follows
+    template = None if follows else engine.chat_template
+    check_files(engine.model, template, needed=engine.load_format != "dummy")
+    if follows:  # rank 0 alone reads adapters
+        return
     adapters = {module.name: module.path for module in options.adapters}
     if options.cluster.splits_model:
         check_hosts_adapters(adapters)

@@ -8,6 +8,7 @@ import pytest
 from support.cases import adapter_cases as cases
 from support.processes.server_process import ROOT
 
+from serving.cli.paths import check_paths
 from serving.cli.start_files import check_start_files
 from serving.launch import read_options
 
@@ -29,6 +30,39 @@ def test_what_fits_is_let_through(model):
     check(model, "--lora-modules", f"sql={model.parent / 'sql'}")
     (model / "tokenizer.json").unlink()
     check(model, "--load-format", "dummy")
+
+
+def test_a_host_that_follows_needs_no_file_that_rank_0_alone_reads(model):
+    """Every host has the same command; templates, adapters and keys may be on rank 0's alone."""
+    (secret := model.parent / "secret").write_text("s" * 32)
+    split = ["--tensor-parallel-size", "2", "--nnodes", "2", "--nodes-secret-file", str(secret)]
+    split += ["--host", "0.0.0.0"]
+    files = {
+        "--lora-modules": "law=nowhere",
+        "--lora-dir": "nowhere",
+        "--chat-template": "nowhere.jinja",
+        "--generation-config": "nowhere",
+        "--keys-file": "nowhere",
+        "--ssl-certfile": "nowhere",
+    }
+    given = [*split, *(word for flag in files.items() for word in flag)]
+    options = read_options([str(model), *given, "--node-rank", "1"], {})
+    check_paths(options)
+    check_start_files(options)
+    assert options.http.keys_file is None
+    with pytest.raises(SystemExit):  # of the keys, on rank 0
+        read_options([str(model), *given], {})
+    for flag, value in files.items():
+        if flag != "--keys-file":
+            options = read_options([str(model), *split, "--insecure", flag, value], {})
+            with pytest.raises(ValueError, match=f"^{flag}.* nowhere|^{flag}.*/nowhere"):
+                check_paths(options)
+    spread = [*given, "--instances", "2", "--node-rank", "1"]
+    with pytest.raises(SystemExit):  # each of its processes reads its own files
+        read_options([str(model), *spread], {})
+    gone = [*split[:5], "nowhere", "--node-rank", "1"]
+    with pytest.raises(ValueError, match=r"^--nodes-secret-file: .*nowhere does not exist"):
+        check_paths(read_options([str(model), *gone], {}))
 
 
 def test_an_esft_adapter_is_refused_where_hosts_share_the_model(model):

@@ -1,5 +1,6 @@
 """An instance over two processes answers with the bits of one."""
 
+import dataclasses
 import json
 import os
 import secrets
@@ -16,6 +17,8 @@ from support.cases.tiny_checkpoint import TinyShape
 from support.processes.server_process import ROOT, free_port
 
 from lora_jax.quantize import quantize
+from serving.api.config import EngineConfig
+from serving.api.generation_config import NONE
 from serving.engine.parts import following
 
 MAIN = ROOT / "tests" / "support" / "processes" / "gang_main.py"
@@ -139,5 +142,8 @@ def test_a_follower_builds_what_rank_0_builds_and_leaves_when_it_ends(monkeypatc
         "build_parts",
         lambda config, adapters, gang: done.append((config, adapters)) or parts,
     )
-    following.follow("config", gang)
-    assert done == [("config", {}), ("serve",), ("follow", ["step"]), ("compilations",), ("close",)]
+    config = EngineConfig("m", max_loras=3, lora_dir="adapters")
+    given = dataclasses.replace(config, chat_template="rank 0's", generation_config="rank 0's")
+    following.follow(given, gang)
+    config = dataclasses.replace(config, generation_config=NONE)  # other files are not read there
+    assert done == [(config, {}), ("serve",), ("follow", ["step"]), ("compilations",), ("close",)]
