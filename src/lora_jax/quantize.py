@@ -5,15 +5,17 @@ compressed-tensors' pack-quantized. Linear maps of attention, MLPs and experts a
 rounded to the nearest; embeddings, head, norms, routers and vision towers stay as they are, and so
 do maps whose columns do not divide into blocks. transformers and this server read the copy, but
 transformers 5 reads no experts in NF4: it makes one tensor of them, which bitsandbytes does not
-decode.
+decode. Experts of a layer in one tensor are written with tensors of their own; transformers 5 does
+not read those of Qwen3-VL-MoE.
 --quant-lm-head quantises the head too, which answers pay for with errors in every logit.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,26 @@ HEAD = "lm_head"
 _NAMED = 3  # maps in a line of the log
 
 
+@dataclasses.dataclass(frozen=True)
+class Expert:
+    """One expert's map in a tensor of several: the name that the copy gives it, and its place."""
+
+    name: str
+    source: Source  # [experts, d_out, d_in]
+    place: int
+
+    def read(self, files: Checkpoint, dtype: np.dtype) -> np.ndarray:
+        """Return the matrix [d_out, d_in]."""
+        _, *shape = self.source.shape(files)
+        matrix = np.empty((1, *shape), dtype)
+        index = (range(self.place, self.place + 1), *(range(size) for size in shape))
+        self.source.read(files, index, matrix)
+        return matrix[0]
+
+
+Fused = Mapping[str, Sequence[Expert]]  # by the tensor that holds them
+
+
 def quantize(
     model: Path, format_name: str, out: Path, *, quant_lm_head: bool = False
 ) -> dict[str, Any]:
@@ -42,9 +64,9 @@ def quantize(
     `quant_lm_head` quantises the head like any map.
 
     Raises:
-        ValueError: the model is quantised already, is not supported, or stores experts fused; the
-            head is to be quantised and is tied to the embedding or too narrow; or `out` holds
-            files.
+        ValueError: the model is quantised already, is not supported, or stores experts as no
+            library reads them quantised; the head is to be quantised and is tied to the embedding
+            or too narrow; or `out` holds files.
     """
     config = read_config(model)
     if config.quantization is not None:
@@ -60,7 +82,7 @@ def quantize(
             f"{model.name} has no head of its own (tie_word_embeddings), and the embedding stays "
             "in 16 bits. Leave out --quant-lm-head."
         )
-    maps = {name: files[name].shape for name in linear_maps(config, files, head=quant_lm_head)}
+    maps, fused = linear_maps(config, files, head=quant_lm_head)
     chosen = {name for name, shape in maps.items() if fits(format_name, shape)}
     if not chosen:
         raise ValueError(
@@ -74,22 +96,24 @@ def quantize(
             f"{needs(format_name)}. Leave out --quant-lm-head."
         )
     encode, section = encoder(format_name, {maps[name][1] for name in chosen})
-    said = section(_kept(files, chosen))
+    said = section(_kept(files, maps, chosen))
     out.mkdir(parents=True, exist_ok=True)
     try:
-        _write(model, out, chosen, encode, said)
+        _write(model, out, _Encoder(files, fused, chosen, encode), said)
     except BaseException:
         shutil.rmtree(out)  # a second run would refuse a folder that holds files
         raise
     _log(format_name, chosen, sorted(maps.keys() - chosen))
+    if fused and config.model_type == "qwen3_vl_moe":
+        logger.info("Each expert has its own tensors now; transformers 5 does not read them.")
     return said
 
 
-def _write(model: Path, out: Path, chosen: set[str], encode: Any, section: dict[str, Any]) -> None:
-    """Write the files of a copy whose `chosen` tensors are encoded."""
+def _write(model: Path, out: Path, encoded: "_Encoder", section: dict[str, Any]) -> None:
+    """Write the files of a copy."""
     placed: dict[str, str] = {}
     for file in checkpoint_files(model):
-        tensors = dict(_encoded(file, chosen, encode))
+        tensors = dict(encoded.tensors(file))
         save_file(tensors, out / file.name, metadata={"format": "pt"})
         (out / file.name).chmod(0o644)
         placed |= dict.fromkeys(tensors, file.name)
@@ -115,53 +139,88 @@ def _log(format_name: str, chosen: set[str], left: list[str]) -> None:
         logger.info("transformers 5 reads no experts in NF4; int4 and fp8 it reads.")
 
 
-def linear_maps(config: ModelConfig, files: Checkpoint, *, head: bool = False) -> Iterator[str]:
-    """Yield the tensors of linear maps, one each, that a quantised copy may hold.
+def linear_maps(
+    config: ModelConfig, files: Checkpoint, *, head: bool = False
+) -> tuple[dict[str, tuple[int, ...]], Fused]:
+    """Return the shapes of linear maps by their tensors' names, and those that are experts fused.
 
-    The head is among them only with `head`.
+    Fused experts have the names that they have where each has a tensor of its own. The head is
+    among the maps only with `head`.
 
     Raises:
-        ValueError: experts are stored fused, which no library reads quantised.
+        ValueError: experts are stored in a way that no library reads quantised.
     """
     _, state = abstract(config, "float32")
     params = {".".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
     shapes = {name: stored_shape(param, config) for name, param in params.items()}
-    plan = plan_load(model_class(config.model_type).weight_rules(config), shapes, files)
+    rules = model_class(config.model_type).weight_rules(config)
+    plan = plan_load(rules, shapes, files)
+    maps: dict[str, tuple[int, ...]] = {}
+    fused: dict[str, list[Expert]] = {}
     for name, param in params.items():
         coded = param.get_metadata().get("coded")
-        if coded and not name.startswith("tower" if head else ("tower", HEAD)):
-            yield from _tensors_of(name, plan[name], files)
-
-
-def _tensors_of(name: str, source: Source, files: Checkpoint) -> Iterator[str]:
-    if isinstance(source, Tensor | Stack) and all(n.endswith(WEIGHT) for n in source.names()):
-        yield from (files[n].name for n in source.names())
-    elif ".experts." in name:
-        raise ValueError(
-            f"{next(iter(source.names()))} holds several experts or maps; quantised files name "
-            "each expert's maps. Write the checkpoint with one tensor for each."
-        )
-
-
-def _encoded(file: Path, chosen: set[str], encode: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the tensors of a file, in order, the chosen ones encoded."""
-    for name, stored in read_header(file).items():
-        if name not in chosen:
-            yield name, stored.whole()
+        if not coded or name.startswith("tower" if head else ("tower", HEAD)):
             continue
-        wide = stored.whole().astype(np.float32)
+        source = plan[name]
+        if isinstance(source, Tensor | Stack) and all(n.endswith(WEIGHT) for n in source.names()):
+            maps |= {files[n].name: files[n].shape for n in source.names()}
+        elif ".experts." in name:
+            stored = files[next(iter(source.names()))].name
+            names = _names_apart(stored, [s for rule in rules for s in rule.match(name)])
+            experts = [Expert(apart, source, place) for place, apart in enumerate(names)]
+            fused.setdefault(stored, []).extend(experts)
+            maps |= dict.fromkeys(names, source.shape(files)[1:])
+    return maps, fused
+
+
+def _names_apart(stored: str, choices: Sequence[Source]) -> list[str]:
+    """Return the names of the experts of a fused tensor where each has its own, beside it."""
+    site = stored.rpartition(".")[0]
+    for choice in choices:
+        if isinstance(choice, Stack) and choice.name.startswith(f"{site}."):
+            return list(choice.names())
+    raise ValueError(
+        f"{stored} holds several experts or maps; quantised files name each expert's maps. Write "
+        "the checkpoint with one tensor for each."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Encoder:
+    """Tensors of the copy, of those of a checkpoint."""
+
+    files: Checkpoint
+    fused: Fused
+    chosen: set[str]
+    encode: Callable[[np.ndarray], Mapping[str, np.ndarray]]
+
+    def tensors(self, file: Path) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the tensors that take the place of those of a file, in order."""
+        for name, stored in read_header(file).items():
+            if name in self.chosen:
+                yield from self._encoded(name, stored.whole().astype(np.float32))
+            elif name not in self.fused:
+                yield name, stored.whole()
+            for expert in self.fused.get(name, ()):
+                if expert.name in self.chosen:
+                    wide = expert.read(self.files, np.dtype(np.float32))
+                    yield from self._encoded(expert.name, wide)
+                else:
+                    yield expert.name, expert.read(self.files, stored.dtype)
+
+    def _encoded(self, name: str, wide: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
         if not np.isfinite(wide).all():
             raise ValueError(f"{name} holds values that are not finite.")
         path = name.removesuffix("weight")
-        for part, tensor in encode(wide).items():
+        for part, tensor in self.encode(wide).items():
             yield f"{path}{part}", np.ascontiguousarray(tensor)
 
 
-def _kept(files: Checkpoint, chosen: set[str]) -> list[str]:
+def _kept(files: Checkpoint, maps: Mapping[str, Any], chosen: set[str]) -> list[str]:
     """Return the paths of matrices that stay as they are, the head's too where it is tied."""
-    matrices = (n for n, t in files.tensors.items() if len(t.shape) == 2 and n not in chosen)
+    matrices = {name for name, stored in files.tensors.items() if len(stored.shape) == 2}
     tied = () if any(map(_is_head, chosen)) else (HEAD,)
-    return sorted({*tied, *(n.removesuffix(WEIGHT) for n in matrices)})
+    return sorted({*tied, *(n.removesuffix(WEIGHT) for n in (matrices | maps.keys()) - chosen)})
 
 
 def _is_head(name: str) -> bool:

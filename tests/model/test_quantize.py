@@ -15,9 +15,10 @@ from lora_jax.models.checkpoint import INDEX, SINGLE, Checkpoint
 from lora_jax.models.loader import read_config
 from lora_jax.models.quantised import with_quantised
 from lora_jax.models.quantised.forms import BFLOAT16
+from lora_jax.models.sources import Stack, Tensor
 from lora_jax.models.weight_sizes import weight_sizes
 from lora_jax.ops.grouped_matmul import QUANTISED, matmul
-from lora_jax.quantize import main, quantize
+from lora_jax.quantize import _names_apart, main, quantize
 
 
 @pytest.fixture
@@ -201,18 +202,30 @@ def test_a_model_of_narrow_maps_is_refused(tmp_path):
         quantize(tmp_path, "nf4", tmp_path / "out")
 
 
-def test_fused_experts_are_refused_by_name(original, tmp_path):
+@pytest.mark.parametrize("name", ["nf4", "int4"])
+def test_fused_experts_are_written_apart(original, tmp_path, name):
+    """The copy is that of a checkpoint with a tensor for each expert, in every bit."""
     folder = tmp_path / "fused"
     folder.mkdir()
     tensors = load_file(original / "a.safetensors") | load_file(original / "b.safetensors")
     for layer in range(MOE["num_hidden_layers"]):
         at = f"model.layers.{layer}.mlp.experts"
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            parts = [tensors.pop(f"{at}.{e}.{name}.weight") for e in range(8)]
-            tensors[f"{at}.{name}"] = np.stack(parts)
-        gate, up = (tensors.pop(f"{at}.{name}_proj") for name in ("gate", "up"))
+        for map_ in ("gate_proj", "up_proj", "down_proj"):
+            parts = [tensors.pop(f"{at}.{e}.{map_}.weight") for e in range(8)]
+            tensors[f"{at}.{map_}"] = np.stack(parts)
+        gate, up = (tensors.pop(f"{at}.{map_}_proj") for map_ in ("gate", "up"))
         tensors[f"{at}.gate_up_proj"] = np.concatenate([gate, up], axis=1)
     save_file(tensors, folder / SINGLE)
     shutil.copy(original / "config.json", folder)
-    with pytest.raises(ValueError, match=r"experts\.\w+ holds several experts or maps"):
-        quantize(folder, "nf4", tmp_path / "out")
+    kept = [quantize(source, name, tmp_path / source.name[0]) for source in (original, folder)]
+    assert kept[0] == kept[1]
+    want, got = (Checkpoint(tmp_path / source.name[0]) for source in (original, folder))
+    assert got.tensors.keys() == want.tensors.keys()
+    for n, tensor in got.tensors.items():
+        np.testing.assert_array_equal(tensor.whole(), want[n].whole(), err_msg=n, strict=True)
+
+
+def test_experts_that_no_library_reads_quantised_are_refused_by_name():
+    gate = Stack("model.layers.0.block_sparse_moe.experts.{expert}.w1.weight", 8)
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj holds several experts or maps"):
+        _names_apart("model.layers.0.mlp.experts.gate_up_proj", [gate, Tensor("x")])
