@@ -114,15 +114,6 @@ def test_interpreted_tokens_have_the_same_bits_in_any_company():
             np.testing.assert_array_equal(got[: len(some)], want[some])
 
 
-def sizes_of(case: AttentionCase) -> AttentionSizes:
-    (_, q_heads, k_dim), (_, page_size, kv_heads, _) = case.q.shape, case.k_pages.shape
-    widths = q_heads, kv_heads, k_dim, case.v_dim
-    places = page_size, case.block_tables.shape[1]
-    return AttentionSizes(
-        *widths, *places, case.sliding_window, case.options["scale"], case.v_pages is None
-    )
-
-
 def test_items_are_chunks_of_a_token_or_neighbours_with_all_their_chunks():
     """Blocks of 64 positions, chunks of 128; the third token's window begins in block 1."""
     seq, position = jnp.array([4, 4, 4, 1, 0], "i4"), jnp.array([129, 130, 300, 5, 9], "i4")
