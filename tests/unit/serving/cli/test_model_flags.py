@@ -61,6 +61,7 @@ OVER_HOSTS = {  # flags that turn a feature on; what is said of them with one in
         ["--max-lora-trainable-tokens", "4"],
         "not go with tensor_parallel_size 2",
     ),
+    "chosen modules": (["--lora-target-modules", "q_proj"], None),
     "structured outputs": ([], None),
     "speculation": (
         ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
