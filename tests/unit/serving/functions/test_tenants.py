@@ -10,6 +10,8 @@ import threading
 import time
 
 import pytest
+from support.processes.process_facts import open_files
+from support.waiting import wait_until
 
 from lora_jax.memory.wire import receive_fds, receive_header, send_fds, send_header
 from serving.functions import tenants as module
@@ -95,6 +97,15 @@ def test_functions_share_one_engine_and_say_their_adapter(processes, tenants):
     read(law).join(20)
     base.close()
     read(base).join(20)
+
+
+def test_a_channel_s_descriptors_pass_through_the_agent_and_do_not_stay(processes, tenants):
+    before = open_files()
+    law = tenants.start("law", "/a/law")
+    processes.calls.get(timeout=20)
+    wait_until(lambda: not [name for _, name in open_files() - before if "channel" in name])
+    law.close()
+    read(law).join(20)
 
 
 def test_a_tenants_death_answers_its_own_calls_alone(processes, tenants):
