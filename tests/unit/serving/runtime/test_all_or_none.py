@@ -38,5 +38,6 @@ def test_a_signal_ends_them_too(monkeypatch):
 
     monkeypatch.setattr(module.concurrent.futures, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        all_or_none([lambda: ended.wait(30)], ended.set)
+        all_or_none([lambda: ended.wait(5)], ended.set)
     assert concurrent.futures.wait is interrupted
+    assert ended.is_set()

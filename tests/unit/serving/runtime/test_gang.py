@@ -64,6 +64,7 @@ def test_values_are_shared_and_commands_come_in_order_until_the_end(pair, monkey
     leader.close()
     assert not lost[0].why
     assert not lost[1].why
+    assert (leader._is_far, follower._is_far) == (False, False)
 
 
 @pytest.mark.parametrize("dead", [0, 1])

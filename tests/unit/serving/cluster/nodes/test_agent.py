@@ -78,6 +78,19 @@ def test_a_start_has_its_part_of_the_gpus_that_the_node_sees(tmp_path, monkeypat
     assert agent.end() == [None]
 
 
+def test_an_agent_beats_until_it_ends(monkeypatch):
+    """Rank 0 takes a node for lost that is silent."""
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    ours, theirs = map(Connection, tcp_pair())
+    thread = threading.Thread(target=answer_calls, args=(theirs, Starts()))
+    thread.start()
+    assert [ours.receive(30.0) for _ in range(3)] == [(True, True)] * 3
+    ours.send(None)
+    thread.join(30)
+    assert not thread.is_alive()
+    ours.close()
+
+
 @pytest.mark.parametrize("ending", ["killed", "ended", "lost"])
 def test_what_was_started_ends_with_rank_0_or_by_its_word(ending):
     agent = Agent()
