@@ -9,7 +9,7 @@ Both are rows of the map's width, stored as two rank rows of a site of their own
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -31,14 +31,23 @@ def is_gain(module: str) -> bool:
     return module.endswith(_SUFFIX)
 
 
-def with_gains(catalogue: LoraCatalogue, modules: Iterable[str]) -> LoraCatalogue:
-    """Return the catalogue with room for gain and shift of these modules, in every layer."""
-    added = {}
-    for name in sorted(set(modules) & catalogue.modules.keys()):
-        width, layers = catalogue.modules[name].d_out, catalogue.modules[name].layers
-        gain = gain_name(name)
-        added[gain] = LoraModule(gain, width, width, layers, most_rank=ROWS)
-    return dataclasses.replace(catalogue, modules={**catalogue.modules, **added})
+def with_gains(catalogue: LoraCatalogue, modules: Collection[str]) -> LoraCatalogue:
+    """Return the catalogue with room for gain and shift of these modules, in every layer.
+
+    Those of closed modules are closed, too: a file that has them is read before it is refused.
+    """
+    added = {
+        gain_name(name): LoraModule(
+            gain_name(name), one.d_out, one.d_out, one.layers, most_rank=ROWS
+        )
+        for name, one in catalogue.of_base.items()
+        if name in modules
+    }
+    is_open = {gain_name(name) for name in catalogue.modules}
+    kept = {name: gain for name, gain in sorted(added.items()) if name in is_open}
+    closed = {name: gain for name, gain in sorted(added.items()) if name not in is_open}
+    both = {"modules": catalogue.modules | kept, "closed": catalogue.closed | closed}
+    return dataclasses.replace(catalogue, **both)
 
 
 def gain_site(

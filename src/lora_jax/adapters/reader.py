@@ -66,5 +66,5 @@ def read(
     most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
     given = {"base_names": base_names, "limits": most, "layouts": layouts}
     found = peft_format.read_folder(folder, catalogue.opened(), **given)
-    check_open(found.sites, catalogue)
+    check_open(found.sites.keys() | found.gains.keys(), catalogue)
     return found

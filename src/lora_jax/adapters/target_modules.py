@@ -19,6 +19,7 @@ from lora_jax.adapters.formats.peft_names import KV_B
 _MAX_CONFIG_BYTES = 1 << 20
 _GROUP_NAME = re.compile(r"\?P<\w+>")
 # Changes that target_modules does not tell of.
+_ALL_BIASES = "all"  # value of PEFT's bias: those of modules without LoRA are trained, too
 _MORE = ("target_parameters", "trainable_token_indices")
 
 
@@ -46,9 +47,9 @@ def modules_changed(
 ) -> frozenset[str] | None:
     """Return the modules that the adapters' configs name; None where one does not say it plainly.
 
-    That is a pattern in place of a list, a name that is no module's, whole matrices beside LoRA, a
-    config that cannot be read: loading it tells what is wrong. Only the configs are read. ESFT
-    adapters and task heads change none.
+    That is a pattern in place of a list, a name that is no module's, whole matrices beside LoRA,
+    biases of all modules, a config that cannot be read: loading it tells what is wrong. Only the
+    configs are read. ESFT adapters and task heads change none.
     """
     found: set[str] = set()
     for folder in folders:
@@ -62,12 +63,12 @@ def modules_changed(
 
 
 def check_open(sites: Iterable[tuple[str, int]], catalogue: LoraCatalogue) -> None:
-    """Raise ValueError for LoRA on modules (with their layers) that the catalogue has closed."""
+    """Raise ValueError for changed modules (with their layers) that the catalogue has closed."""
     closed = sorted({name for name, _ in sites} & catalogue.closed.keys())
     if closed:
         names = ", ".join(closed)
         raise ValueError(
-            f"the adapter has LoRA on {names}, for which this engine has no room: name {names} in "
+            f"the adapter changes {names}, for which this engine has no room: name {names} in "
             "--lora-target-modules (lora_target_modules), too."
         )
 
@@ -129,7 +130,8 @@ def _targets_of(folder: Path) -> list[str] | None:
         with (folder / "adapter_config.json").open("rb") as content:
             found: Any = json.loads(content.read(_MAX_CONFIG_BYTES))
         targets, saved = found["target_modules"], found.get("modules_to_save") or ()
-        more = any(found.get(key) for key in _MORE) or not set(saved) <= set(HEAD_NAMES)
+        more = any(found.get(key) for key in _MORE) or found.get("bias") == _ALL_BIASES
+        more = more or not set(saved) <= set(HEAD_NAMES)
         if more or not isinstance(targets, list):
             return None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -1,10 +1,12 @@
 """A folder's files say which kind of adapter it is."""
 
+import numpy as np
 import pytest
 from support.cases import adapter_cases as cases
 from support.cases import tiny_esft
 
 from lora_jax.adapters import reader
+from lora_jax.adapters.gains import with_gains
 from lora_jax.models import model_class
 from lora_jax.models.loader import read_config
 
@@ -64,3 +66,26 @@ def test_limits_and_root_reach_both_readers(tmp_path):
         reader.read(
             root / "lora", cases.llama(), limits=reader.AdapterReadLimits(max_rank=1), root=root
         )
+
+
+def test_outputs_of_closed_modules_are_refused_by_their_names(tmp_path):
+    open_ = with_gains(cases.llama().only(["q_proj"]), ["q_proj", "k_proj"])
+    assert open_.module_names == ("q_proj", "q_proj.gain")
+    at = "model.layers.0.self_attn."
+    tensors = {
+        at + "q_proj.lora_A.weight": np.ones((2, 16), "f4"),
+        at + "q_proj.lora_B.weight": np.ones((16, 2), "f4"),
+    }
+    trained = tensors | {at + "q_proj.bias": np.ones(16, "f4")}
+    cases.write_adapter(tmp_path / "q", trained, {"r": 2, "bias": "all"})
+    assert reader.read(tmp_path / "q", open_).gains.keys() == {("q_proj", 0)}
+    trained = tensors | {at + "k_proj.bias": np.ones(8, "f4")}
+    cases.write_adapter(tmp_path / "k", trained, {"r": 2, "bias": "all"})
+    with pytest.raises(ValueError, match=r"changes k_proj, .*name k_proj in --lora-target-modules"):
+        reader.read(tmp_path / "k", open_)
+    tensors = {n.replace("q_proj", "k_proj"): t for n, t in tensors.items()}
+    tensors[at + "k_proj.lora_B.weight"] = np.ones((8, 2), "f4")
+    tensors[at + "k_proj.lora_magnitude_vector"] = np.ones(8, "f4")
+    cases.write_adapter(tmp_path / "dora", tensors, {"r": 2, "use_dora": True})
+    with pytest.raises(ValueError, match="the adapter changes k_proj"):
+        reader.read(tmp_path / "dora", open_)

@@ -82,6 +82,7 @@ def test_configs_tell_what_adapters_change(tmp_path):
         {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
+        {"target_modules": ["q_proj"], "bias": "all"},
         {"target_modules": []},
         {"target_modules": [3]},
         {},
@@ -99,5 +100,5 @@ def test_closed_modules_are_known_and_refused():
     assert catalogue.module_names == ("q_proj", "v_proj")
     assert catalogue.opened().module_names == catalogue_of("mixtral").module_names
     check_open([("q_proj", 0), ("score", 0)], catalogue)
-    with pytest.raises(ValueError, match=r"LoRA on experts\.up_proj, router.*target_modules"):
+    with pytest.raises(ValueError, match=r"changes experts\.up_proj, router.*target_modules"):
         check_open([("q_proj", 0), ("router", 1), ("experts.up_proj", 0)], catalogue)
