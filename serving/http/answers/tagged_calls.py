@@ -158,7 +158,10 @@ def _held(text: str, follows_call: bool) -> int:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return the value of a parameter; text that is none of its type stays text."""
+    """Return the value of a parameter; text that is none of its type stays text.
+
+    So does what Python reads and JSON in UTF-8 cannot say: NaN, 1e999, half of a surrogate pair.
+    """
     text = text.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
     if not types or types == {"string"}:
@@ -166,6 +169,7 @@ def _value(text: str, schema: Any) -> Any:
     word = text.strip()
     try:
         read = json.loads({"True": "true", "False": "false", "None": "null"}.get(word, word))
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return text
     return text if "string" in types and not isinstance(read, dict | list | None) else read

@@ -66,6 +66,15 @@ def read(pieces):
     return content + parser.finish(), deltas, parser.calls
 
 
+@pytest.mark.parametrize("value", ["NaN", "1e999", r'["\ud800"]'])
+def test_a_value_that_json_cannot_say_is_text(value):
+    properties = {"x": {"type": ["number", "array"]}}
+    tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+    parser = TaggedCallParser(tools)
+    parser.feed(call("f", ("x", value)))
+    assert parser.calls[0].as_json()["function"]["arguments"] == json.dumps({"x": value})
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_calls_and_content_wherever_a_stream_is_cut(name):
     text, content, calls = CASES[name]
