@@ -30,7 +30,7 @@ def truncation_of(body: GenerationBody | ClassifyBody, context: int) -> Truncati
     """Return the truncation that a body asks for; -1 keeps what fits beside max_tokens.
 
     ApiError 400 names the field for another number, and for one that leaves max_tokens no room in
-    `context` tokens.
+    `context` tokens. A max_tokens that has none itself is refused later, by its own name.
     """
     side = LEFT if body.truncation_side is None else body.truncation_side
     if side not in (LEFT, RIGHT):
@@ -41,7 +41,7 @@ def truncation_of(body: GenerationBody | ClassifyBody, context: int) -> Truncati
     if given is None:
         return None
     most = context - _answer(body)
-    if given == -1:
+    if given == -1 or (given > 0 and most < 1):
         return Truncation(max(most, 1), side)
     if not 1 <= given <= most:
         raise ApiError(

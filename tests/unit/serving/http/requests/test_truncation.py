@@ -32,6 +32,7 @@ def test_what_stays(truncation, begin, want):
         (CompletionBody(truncate_prompt_tokens=4), Truncation(4, LEFT)),
         (CompletionBody(truncate_prompt_tokens=-1), Truncation(48, LEFT)),
         (CompletionBody(truncate_prompt_tokens=-1, max_tokens=60), Truncation(4, LEFT)),
+        (CompletionBody(truncate_prompt_tokens=4, max_tokens=64), Truncation(1, LEFT)),
         (ChatBody(messages=[], truncate_prompt_tokens=-1), Truncation(63, LEFT)),
         (ClassifyBody(truncate_prompt_tokens=-1), Truncation(64, LEFT)),
         (
