@@ -5,6 +5,7 @@ layer. Models build a catalogue; the readers of adapter files resolve names agai
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection
 
@@ -95,7 +96,14 @@ class LoraCatalogue:
         return dataclasses.replace(self, modules=kept, closed=closed)
 
     def opened(self) -> "LoraCatalogue":
-        """Return the catalogue without what `only` took, to read files that may have LoRA on it."""
+        """Return the catalogue without what `only` took, to read files that may have LoRA on it.
+
+        It is the same object at every call: layouts of files that were read go by it.
+        """
+        return self._opened if self.closed else self
+
+    @functools.cached_property
+    def _opened(self) -> "LoraCatalogue":
         return dataclasses.replace(self, modules=self.of_base, closed={})
 
     def without_experts(self) -> "LoraCatalogue":

@@ -31,3 +31,11 @@ def test_a_catalogue_can_do_without_experts():
     rest = whole.without_experts()
     assert set(whole.modules) - set(rest.modules) == set(EXPERT_MODULES)
     assert rest.modules
+
+
+def test_an_opened_catalogue_is_one_object_by_which_layouts_of_files_go():
+    whole = cases.moe()
+    assert whole.opened() is whole
+    closed = whole.only(["q_proj"])
+    assert closed.opened() is closed.opened()
+    assert closed.opened() == whole
