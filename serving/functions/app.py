@@ -7,6 +7,7 @@ A handler is ordinary code: it runs in the caller's process, which holds no weig
 """
 
 import functools
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +27,9 @@ def function(
 ) -> Function:
     """Return the function of an adapter folder, over a backbone that this process loads once.
 
-    Without `model` the base model is the folder that adapter_config.json names, in the current
-    folder or a parent of the adapter's. `fields` are those of `EngineConfig`. Raises ValueError if
-    there is no such folder, and what `connect` raises.
+    Without `model` the base model is the folder that adapter_config.json names: that path, or a
+    folder of its name in the current folder or a parent of the adapter's. `fields` are those of
+    `EngineConfig`. Raises ValueError if there is no such folder, and what `connect` raises.
     """
     return connect(base_of(adapter) if model is None else model, adapter, name=name, **fields)
 
@@ -44,9 +45,10 @@ def base_of(adapter: _Path) -> Path:
         config = peft_format.read_config(files, has_head=HEAD_FILE in names)
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no adapter: {error}") from None
-    named = config.base_model
-    if not named:
+    if not config.base_model:
         raise ValueError(f"{folder} names no base model: give model= with its folder.")
+    # The config as others may see it has the last part alone of a path on this machine.
+    named = json.loads((folder / peft_format.CONFIG_FILE).read_bytes())["base_model_name_or_path"]
     around = (parent / Path(named).name for parent in (Path.cwd(), *folder.parents))
     for candidate in (Path(named).absolute(), *around):
         if (candidate / "config.json").is_file():

@@ -183,6 +183,25 @@ def test_too_many_wait_for_a_start(client, agent, monkeypatch):
     assert agent.starts == {}
 
 
+def test_requests_that_waited_for_a_start_make_room_for_later_ones(client, agent, monkeypatch):
+    monkeypatch.setattr("serving.cluster.functions_proxy._WAITING", 1)
+    for count in range(3):
+        assert ask(client, "law").text == "law"
+        assert agent.starts["law"] == count + 1
+        wait_until(agent.functions["law"].offload)
+
+
+def test_a_device_that_is_full_is_not_taken_for_a_lost_one(client, agent, monkeypatch):
+    looks = []
+    monkeypatch.setattr(FunctionsProxy, "_look_at_device", lambda proxy: looks.append(1))
+    agent.full = True
+    assert ask(client, "law").status_code == 503
+    assert looks == []
+    agent.full, agent.crashing = False, {"law"}
+    assert ask(client, "law").status_code == 503
+    assert looks
+
+
 def test_an_engine_that_functions_share_is_asked_for_its_metrics_once():
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -27,8 +27,10 @@ def test_the_base_is_the_folder_that_the_adapter_names(tmp_path, monkeypatch):
     base.mkdir(parents=True)
     (base / "config.json").write_text("{}")
     far = adapter_in(tmp_path / "far" / "a", str(base))
-    monkeypatch.chdir(base.parent)
+    monkeypatch.chdir(far)  # neither here nor above is a folder of this name
     assert base_of(far) == base
+    monkeypatch.chdir(base.parent)
+    assert base_of(adapter_in(tmp_path / "far" / "b", "someone/tiny")) == base
     monkeypatch.chdir(tmp_path)
     assert base_of(adapter_in(tmp_path / "models" / "b", "someone/tiny")) == base
     assert base_of(adapter_in(base / "adapters" / "c", "tiny")) == base
