@@ -10,6 +10,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.local_widths import LocalWidths
 from lora_jax.models.loader import read_config
 from lora_jax.models.split import make_split
+from lora_jax.ops.native import cpu_features
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
 from serving.lora_server.instance import InstanceSide
@@ -17,6 +18,9 @@ from serving.lora_server.shards import local_catalogue
 from serving.lora_server.tenant_side import TenantSide
 from serving.runtime.collectives import bound_collectives
 from serving.runtime.gang import Gang
+
+# Beginnings of the features by which a CPU's kernels are compiled.
+_OF_KERNELS = ("avx", "amx", "fma", "f16c", "sse4", "asimd", "sve", "bf16", "i8mm")
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,7 @@ def split_of(config: EngineConfig, gang: Gang | None = None) -> Split | None:
         make_cpu_devices(part, exactly=True)
         gang.start_jax()
         _require_part(part, size)
+        _require_kind(gang)
     return make_split(model, size, expert_parallel=config.enable_expert_parallel)
 
 
@@ -88,6 +93,21 @@ def _require_part(part: int, size: int) -> None:
             f"tensor_parallel_size {size} takes {part} devices of each node, and this one has "
             f"{len(found)} ({found[0].device_kind}): choose another size, or let each process see "
             f"{part} (CUDA_VISIBLE_DEVICES)."
+        )
+
+
+def _require_kind(gang: Gang) -> None:
+    """Raise ValueError where this host's CPU computes, and its kernels may give other bits.
+
+    Each member samples for itself: with other bits they would go on with other tokens.
+    """
+    own = sorted(name for name in cpu_features() if name.startswith(_OF_KERNELS))
+    first = gang.shared(own)
+    if jax.default_backend() == "cpu" and own != first:
+        other = ", ".join(sorted(set(own) ^ set(first)))
+        raise ValueError(
+            f"The CPUs of rank 0 and of this host differ in {other}: their results would have "
+            "other bits. Give an instance hosts of one kind."
         )
 
 

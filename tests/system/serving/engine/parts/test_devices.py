@@ -250,11 +250,19 @@ def test_members_of_a_gang_make_their_part_of_the_devices_and_meet_before_they_l
     made = SimpleNamespace(update=lambda *field: done.append(field), jax_num_cpu_devices=4)
     monkeypatch.setattr(devices_module.jax, "config", made)
     monkeypatch.setattr(devices_module.jax, "local_devices", lambda: jax.devices()[:1])
-    gang = SimpleNamespace(size=2, start_jax=lambda: done.append("met"))
+    gang = SimpleNamespace(size=2, start_jax=lambda: done.append("met"), shared=lambda own: own)
     config = EngineConfig(str(tmp_path / "model"), tensor_parallel_size=2)
     split = split_of(config, gang)
     # Also where XLA_FLAGS asks for more: the model would lie on those of the first host alone.
     assert (split.size, done) == (2, [("jax_num_cpu_devices", 1), "met"])
+    gang.shared = lambda own: [*own, "avx1024"]
+    with pytest.raises(
+        ValueError, match="CPUs of rank 0 and of this host differ in avx1024: their"
+    ):
+        split_of(config, gang)
+    monkeypatch.setattr(devices_module.jax, "default_backend", lambda: "gpu")
+    devices_module._require_kind(gang)  # GPUs compute, and are compared by their kind
+    monkeypatch.setattr(devices_module.jax, "default_backend", lambda: "cpu")
     monkeypatch.setattr(devices_module.jax, "local_devices", lambda: jax.devices()[:2])
     with pytest.raises(
         ValueError, match=r"2 takes 1 devices of each node, and this one has 2 \(cpu"
