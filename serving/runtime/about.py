@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from serving.api.config import EngineConfig
+from serving.api.config import GIVEN_MODULES, EngineConfig
 from serving.runtime.code_files import code_digest
 
 # Bytes of the weights that are compared: so many at so many places of each file, of all files at
@@ -36,6 +36,8 @@ def about_of(config: EngineConfig) -> dict[str, Any]:
     about["version of lora-jax"] += f" (code {code_digest()[:12]})"  # a checkout keeps its number
     about["the model (config.json, sizes and samples of its weights)"] = digest.hexdigest()[:16]
     fields = dataclasses.asdict(config)
+    if fields["lora_target_modules"] == GIVEN_MODULES:  # only where this command names adapters
+        fields["lora_target_modules"] = None
     flags = {f"--{name.replace('_', '-')}": fields[name] for name in fields if name not in _OWN}
     return about | {flag: repr(value) for flag, value in flags.items()}
 

@@ -25,10 +25,11 @@ def take_targets(
 ) -> LoraCatalogue:
     """Return the catalogue of lora_target_modules, which the model then knows.
 
-    Where the weights are shared between functions, so are programs: GIVEN_MODULES are all. Raises
-    ValueError for a name of no module.
+    Where the weights are shared between functions, so are programs: GIVEN_MODULES are all. Over
+    hosts rank 0 says which modules: it alone has adapters. Raises ValueError for a name of no
+    module.
     """
-    names = config.lora_target_modules
+    names = shared(gang, config.lora_target_modules)
     if names is None or (is_shared and names == GIVEN_MODULES):
         return catalogue
     kept = shared(gang, _kept(catalogue, names, adapters))

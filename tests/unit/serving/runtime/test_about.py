@@ -17,6 +17,8 @@ def test_models_and_flags_are_compared_and_folders_are_not(tmp_path):
         tiny_checkpoint.write_model(tmp_path / name, TinyShape(layers=1), seed=seed)
     config = EngineConfig(str(tmp_path / "a"), tensor_parallel_size=2)
     moved = dataclasses.replace(config, model=str(tmp_path / "b"), lora_dir="/elsewhere")
+    # As on a node whose command names no adapters, while rank 0's does.
+    moved = dataclasses.replace(moved, lora_target_modules=("auto",))
     assert about_of(moved) == about_of(config)
     other = about_of(dataclasses.replace(config, max_loras=3))
     differs = {name for name, value in about_of(config).items() if other[name] != value}

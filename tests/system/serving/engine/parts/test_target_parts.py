@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -10,9 +11,11 @@ from support.cases.engine_cases import SCORED, answer, prompts_of
 from support.cases.tiny_checkpoint import TinyShape
 
 from lora_jax.config import from_hf
+from lora_jax.models import model_class
 from serving import Engine
 from serving.api.config import EngineConfig
 from serving.engine.parts.pairs import Beside, check_pairs
+from serving.engine.parts.target_parts import take_targets
 
 SHAPE = TinyShape(layers=2, max_positions=96, experts=4)
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4, "max_lora_rank": 4}
@@ -90,3 +93,21 @@ def test_a_lora_server_does_not_go_with_chosen_modules(folder):
         check_pairs(config, model, Beside(lora_server=True))
     check_pairs(config, model, Beside())
     check_pairs(dataclasses.replace(config, lora_target_modules=None), model, Beside(True))
+
+
+def test_over_hosts_rank_0_says_which_modules(folder):
+    class Follower:
+        """What a member gets that has neither the flag nor adapters."""
+
+        def __init__(self):
+            self.said = [("auto",), frozenset({"q_proj"})]
+
+        def shared(self, value):
+            return self.said.pop(0)
+
+    config = from_hf(json.loads((folder / "model" / "config.json").read_text()))
+    model = SimpleNamespace(module_names=())
+    catalogue = model_class(config.model_type).catalogue(config)
+    own = EngineConfig(str(folder / "model"))
+    made = take_targets(model, catalogue, own, {}, Follower(), is_shared=False)
+    assert made.module_names == model.module_names == ("q_proj",)
