@@ -276,13 +276,15 @@ class Programs:
         """Let a program be compiled; `groups` are the experts in a tensor (None: all there are)."""
         self._program(kind, bucket, groups)
 
-    def runner(self, kind: str, bucket: int, tables: Any, batch: Batch) -> Step:
+    def runner(self, kind: str, bucket: int, tables: Any, batch: Batch, leaves: Any = None) -> Step:
         """Return a function that enqueues one step and returns the sizes of its groups.
 
-        Other reroute tables than `tables` may be given to it. Weights are the plain model's for
-        "base", else the virtual tensors.
+        Other reroute tables than `tables` may be given to it.
+
+        `leaves` None are the plain model's for "base", else the virtual tensors'.
         """
-        leaves = self._multi_esft.plain if kind == "base" else self._multi_esft.virtual
+        if leaves is None:
+            leaves = self._multi_esft.plain if kind == "base" else self._multi_esft.virtual
         groups = max(leaf.shape[0] for leaf in leaves if leaf.ndim == 3)
         program = self._program(kind, bucket, groups).result()
         given = None if kind == "base" else self._place(np.asarray(tables))
