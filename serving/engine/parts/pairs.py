@@ -34,7 +34,7 @@ def check_pairs(config: EngineConfig, model: ModelConfig, beside: Beside) -> Non
     check_merging(config, model, has_server=has_server)
     check_heads(config, has_server=has_server)
     check_brought(config, has_server=has_server)
-    check_targets(config, has_server=has_server)
+    check_targets(config, beside)
     check_split(config, model, has_server=has_server)
 
 
@@ -172,9 +172,16 @@ def check_brought(config: EngineConfig, *, has_server: bool) -> None:
         )
 
 
-def check_targets(config: EngineConfig, *, has_server: bool) -> None:
-    """Raise ValueError where modules were chosen of adapters that a LoRA Server holds."""
-    if has_server and config.lora_target_modules is not None:
+def check_targets(config: EngineConfig, beside: Beside) -> None:
+    """Raise ValueError where modules were chosen of adapters that other processes hold."""
+    if config.lora_target_modules is None:
+        return
+    if beside.tenants:
+        raise ValueError(
+            "A process that computes one function's adapter takes all modules that it changes: "
+            "leave lora_target_modules out."
+        )
+    if beside.lora_server:
         raise ValueError(
             "lora_target_modules is for adapters that the instances hold, and a LoRA Server "
             "computes whole layers of experts: leave lora_target_modules out, or start without "

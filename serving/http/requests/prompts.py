@@ -126,7 +126,7 @@ async def encode(
     bounds = Bounds.of(engine)
     most = bounds.context if most is None else most
     if len(text) > bounds.characters(most):
-        raise too_long(-(-len(text) // bounds.longest_token), most, field)
+        raise _too_long(bounds, f"at least {-(-len(text) // bounds.longest_token)}", most, field)
     tokenizer = engine.tokenizer
     if len(text) <= _SHORT:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -134,7 +134,7 @@ async def encode(
         ids = await _encode_aside(engine, text[:size], False)
         # What follows may change some tokens at the end, but never as many as these.
         if len(ids) > 2 * most + 64:
-            raise too_long(len(ids) // 2, most, field)
+            raise _too_long(bounds, f"at least {len(ids) // 2}", most, field)
     return await _encode_aside(engine, text, add_special_tokens)
 
 
@@ -151,13 +151,12 @@ def _beginnings(length: int, first: int) -> Iterator[int]:
         size *= 4
 
 
-def too_long(at_least: int, most: int, field: str) -> ApiError:
-    """Return the answer to a text with too many tokens."""
-    return ApiError(
-        400,
-        f"Input length (at least {at_least}) exceeds model's maximum context length ({most}).",
-        param=field,
-    )
+def _too_long(bounds: Bounds, length: str, most: int, field: str) -> ApiError:
+    """Return the answer to a prompt with more than `most` tokens."""
+    bound = f"model's maximum context length ({most})"
+    if most > bounds.context:  # of what is cut, and of routes that compute nothing
+        bound = f"the {most} tokens that one input may have here"
+    return ApiError(400, f"Input length ({length}) exceeds {bound}.", param=field)
 
 
 def check_ids(engine: AbstractEngine, ids: list[int], field: str, most: int | None = None) -> None:
@@ -165,13 +164,10 @@ def check_ids(engine: AbstractEngine, ids: list[int], field: str, most: int | No
 
     `most` ids (by default the context) are the bound.
     """
-    limit = Bounds.of(engine).context if most is None else most
+    bounds = Bounds.of(engine)
+    limit = bounds.context if most is None else most
     if len(ids) > limit:
-        raise ApiError(
-            400,
-            f"Input length ({len(ids)}) exceeds model's maximum context length ({limit}).",
-            param=field,
-        )
+        raise _too_long(bounds, str(len(ids)), limit, field)
     size = engine.model_info.vocab_size
     if ids and not 0 <= min(ids) <= max(ids) < size:
         raise ApiError(400, f"{field} has a token id outside of [0, {size - 1}].", param=field)
@@ -197,7 +193,7 @@ async def chat_prompt(
     if most is None:
         most = bounds.context if truncation is None else bounds.tokens
     if len(messages) > most:  # each has a token at least
-        raise too_long(len(messages), most, "messages")
+        raise _too_long(bounds, f"at least {len(messages)}", most, "messages")
     text = await run_in(Lane.SHORT, _render, engine, messages, options)
     ids = await encode(engine, text, add_special_tokens, most, "messages")
     if not ids:

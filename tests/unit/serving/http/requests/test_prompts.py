@@ -39,6 +39,8 @@ def test_a_truncated_prompt_keeps_its_end_and_its_begin_token():
     message = [ChatMessage(role="user", content="hello")]
     prompt = asyncio.run(chat_prompt(engine, message, options, False, truncation=Truncation(4)))
     assert (prompt.text, len(prompt.ids)) == ("ant]", 4)
+    with pytest.raises(ApiError, match=r"\(32769\) exceeds the 32768 tokens that one input may"):
+        cut([1] * 32_769, 3)
 
 
 def test_long_texts_are_the_same_in_a_thread():
