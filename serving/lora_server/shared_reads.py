@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-_LIMIT_S = 300.0  # as long as who asks for an adapter waits
+_LIMIT_S = 300.0  # as long as a request for an adapter waits
 
 
 class SharedReads[T]:
-    """Lets who asks for a read that is under way wait for that; any thread may use it.
+    """Lets several threads that ask for one file share its read; any thread may use it.
 
     So a disk that hangs holds one thread for each adapter, however often requests ask again.
     """

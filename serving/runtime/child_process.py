@@ -85,7 +85,7 @@ class AbstractChild(abc.ABC):
     def end_by_signal(self, wait_s: float = 1.0) -> str:
         """Return " (SIGKILL)" or the like if a signal has ended the process, else "".
 
-        It may have a moment to end: who waits for its connection is told earlier.
+        The process may have a moment to end: its connection breaks earlier.
         """
         with contextlib.suppress(ValueError):  # closed meanwhile
             self._process.join(wait_s)

@@ -18,7 +18,7 @@ from serving.runtime.gang import Gang
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SlotParts:
-    """Sizes of the slots, and who puts adapters into them."""
+    """Sizes of the slots, and the parts that put adapters into them."""
 
     spec: SlotsSpec
     bringing: Set[int]  # slots whose adapters have more than LoRA, kept up to date

@@ -62,7 +62,7 @@ class AdapterReport:
     kind: AdapterKind
     folder: str  # the folder's own name, without its directory
     digest: str
-    files: dict[str, str]  # file name -> hash (adapters.folder)
+    files: dict[str, str]  # file name -> hash (formats.folder)
     file_bytes: int
     weight_bytes: int  # on the host, shared matrices once
     modules: dict[str, ModuleReport]

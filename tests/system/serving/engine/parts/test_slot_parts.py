@@ -1,4 +1,4 @@
-"""Slots of an engine: sizes by the config or of the page pool, and who writes their rows."""
+"""Slots of an engine: sizes by the config or of the page pool, and what writes their rows."""
 
 from types import SimpleNamespace
 
