@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from serving.api.config import EngineConfig
+from serving.api.config import GIVEN_MODULES, EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
 from serving.engine.loop.pacing import SWITCH_S
@@ -156,6 +156,8 @@ def _engine(options: Options, access: Any, gang: Any):
     logger.info("%s", logs.version_line())
     values = dataclasses.asdict(options.engine)
     plain = {module.name: module.path for module in options.adapters if not module.pinned}
+    if len(plain) < len(options.adapters) and options.engine.lora_target_modules == GIVEN_MODULES:
+        values["lora_target_modules"] = None  # pinned ones come when the engine is there
     try:
         more = {} if access is None else {"lora_server": access}
         engine = Engine(values.pop("model"), plain, gang=gang, **more, **values)

@@ -129,7 +129,7 @@ def test_loads_of_an_earlier_server_are_repeated_and_metrics_have_a_port_of_thei
 ):
     caplog.set_level(logging.INFO)
     asked = Options(
-        EngineConfig(model=str(tmp_path / "m")),
+        EngineConfig(model=str(tmp_path / "m"), lora_target_modules=("auto",)),
         HttpSettings(enable_runtime_lora=True),
         adapters=(lora_module('{"name": "kept", "path": "law", "pinned": true}'),),
         state_dir=str(tmp_path / "state"),
@@ -153,6 +153,8 @@ def test_loads_of_an_earlier_server_are_repeated_and_metrics_have_a_port_of_thei
     assert {"kept", "mine"} <= set(served_here(serve, asked, names))
     assert [engine.alive for engine in engines] == [False, False]
     assert engines[1].registry.get("kept").pinned
+    # The engine does not see a pinned adapter at its start, and so not what it changes.
+    assert [engine.fields["lora_target_modules"] for engine in engines] == [None, None]
 
 
 def test_keys_of_a_file_are_checked_and_what_cannot_be_opened_ends_the_start(engines, tmp_path):
