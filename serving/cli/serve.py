@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from serving.api.config import GIVEN_MODULES, EngineConfig
+from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
 from serving.engine.loop.pacing import SWITCH_S
@@ -155,18 +155,17 @@ def _engine(options: Options, access: Any, gang: Any):
 
     logger.info("%s", logs.version_line())
     values = dataclasses.asdict(options.engine)
-    plain = {module.name: module.path for module in options.adapters if not module.pinned}
-    if len(plain) < len(options.adapters) and options.engine.lora_target_modules == GIVEN_MODULES:
-        values["lora_target_modules"] = None  # pinned ones come when the engine is there
+    # With pinned ones, for which the engine must have room, too.
+    given = {module.name: module.path for module in options.adapters}
     try:
         more = {} if access is None else {"lora_server": access}
-        engine = Engine(values.pop("model"), plain, gang=gang, **more, **values)
+        engine = Engine(values.pop("model"), given, gang=gang, **more, **values)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
     try:
         for module in options.adapters:
             if module.pinned:
-                engine.load_adapter(module.name, module.path, pinned=True)
+                engine.load_adapter(module.name, module.path, replace=True, pinned=True)
     except (ValueError, KeyError, OSError) as error:
         engine.close()
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error

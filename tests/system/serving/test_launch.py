@@ -42,10 +42,12 @@ def fake(monkeypatch, tmp_path, caplog):
             super().__init__(root)
             made.append(self)
             for name, path in adapters.items():
-                self.load_adapter(name, path)
+                self.registry.load(name, path)
 
-        def load_adapter(self, name: str, path: str, *, pinned: bool = False) -> None:
-            self.registry.load(name, path, pinned=pinned)
+        def load_adapter(
+            self, name: str, path: str, *, replace: bool = False, pinned: bool = False
+        ) -> None:
+            self.registry.load(name, path, replace=replace, pinned=pinned)
 
         def __enter__(self):
             return self
@@ -158,12 +160,18 @@ def test_sigterm_ends_a_stream_with_an_error_event_within_the_grace(fake, caplog
     assert not fake[0].running
 
 
-def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog):
+def test_a_bad_adapter_stops_the_start_and_is_named(fake, caplog, monkeypatch):
     assert main(["m", "--port", "0", "--lora-modules", "x=sql", "y=bad-one"]) == 1
     assert "Cannot serve m: " in caplog.text
     assert "bad-one/adapter_model.safetensors: lora_B is missing" in caplog.text
-    pinned = '{"name": "p", "path": "bad-one", "pinned": true}'
+    pinned = '{"name": "p", "path": "sql", "pinned": true}'
+
+    def gone(*given, **more):
+        raise FileNotFoundError("the folder has gone since it was read")
+
+    monkeypatch.setattr(serving.Engine, "load_adapter", gone)
     assert main(["m", "--port", "0", "--lora-modules", pinned]) == 1
+    assert "the folder has gone since it was read" in caplog.text
     assert not fake[-1].alive
 
 

@@ -106,11 +106,13 @@ def engines(monkeypatch, tmp_path):
     class Engine(FakeEngine):
         def __init__(self, model, adapters, **fields):
             super().__init__(root)
-            self.fields = fields
+            self.fields, self.given = fields, adapters
+            for name, path in adapters.items():
+                self.registry.load(name, path)
             made.append(self)
 
-        def load_adapter(self, name, path, *, pinned=False):
-            self.registry.load(name, path, pinned=pinned)
+        def load_adapter(self, name, path, *, replace=False, pinned=False):
+            self.registry.load(name, path, replace=replace, pinned=pinned)
 
         def __enter__(self):
             return self
@@ -129,7 +131,7 @@ def test_loads_of_an_earlier_server_are_repeated_and_metrics_have_a_port_of_thei
 ):
     caplog.set_level(logging.INFO)
     asked = Options(
-        EngineConfig(model=str(tmp_path / "m"), lora_target_modules=("auto",)),
+        EngineConfig(model=str(tmp_path / "m")),
         HttpSettings(enable_runtime_lora=True),
         adapters=(lora_module('{"name": "kept", "path": "law", "pinned": true}'),),
         state_dir=str(tmp_path / "state"),
@@ -153,8 +155,7 @@ def test_loads_of_an_earlier_server_are_repeated_and_metrics_have_a_port_of_thei
     assert {"kept", "mine"} <= set(served_here(serve, asked, names))
     assert [engine.alive for engine in engines] == [False, False]
     assert engines[1].registry.get("kept").pinned
-    # The engine does not see a pinned adapter at its start, and so not what it changes.
-    assert [engine.fields["lora_target_modules"] for engine in engines] == [None, None]
+    assert [engine.given for engine in engines] == [{"kept": "law"}] * 2  # sizes follow from it
 
 
 def test_keys_of_a_file_are_checked_and_what_cannot_be_opened_ends_the_start(engines, tmp_path):
