@@ -229,12 +229,12 @@ def _show_provisioning(model: str, workload: str) -> None:
     print(text)
 
 
-def _show_plan(engine: EngineConfig, text: str) -> None:
+def _show_plan(options: Options, text: str) -> None:
     """Print what a deployment of many adapters over the model needs."""
     from serving.cli.folder_plan import plan_of_folder  # here: it imports jax
 
     try:
-        print(plan_of_folder(engine, text))
+        print(plan_of_folder(options.engine, text, [a.path for a in options.adapters]))
     except (ValueError, OSError) as error:
         raise StartError(f"--plan: {error}") from error
 
@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning("A variable of vLLM has no effect here. %s.", line)
     try:
         if options.plan is not None:
-            _show_plan(options.engine, options.plan)
+            _show_plan(options, options.plan)
         elif options.provision is not None:
             _show_provisioning(options.engine.model, options.provision)
         else:

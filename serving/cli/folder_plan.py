@@ -1,6 +1,7 @@
 """The plan of a deployment (see plan) for a model's folder and an engine's config."""
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,24 +20,30 @@ from serving.cli.plan import DeviceSizes, ModelSizes, plan_text, read_request
 from serving.engine.memory.jax_share import share_of
 from serving.engine.memory.step_arrays import step_bytes
 from serving.engine.memory.storage import kv_dtype, lora_dtype
+from serving.engine.parts.target_parts import open_modules
 
 
-def plan_of_folder(engine: EngineConfig, text: str) -> str:
+def plan_of_folder(engine: EngineConfig, text: str, adapters: Iterable[str] = ()) -> str:
     """Return the plan that the JSON `text` asks for, for people; no weights are read.
 
+    `adapters` are the folders of those that a server would load, by which modules may be chosen.
     Raises ValueError for a wrong request and for a model that no device has room for, OSError for
     a folder without config.json.
     """
     request, folder = read_request(text), Path(engine.model)
     config = from_hf(strict_json.loads((folder / "config.json").read_text()))
     model = model_class(config.model_type)
+    catalogue = model.catalogue(config)
+    if engine.lora_target_modules is not None:
+        kept = open_modules(catalogue, engine.lora_target_modules, adapters)
+        catalogue = catalogue.only(kept) if kept else catalogue
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     wanted = engine.dtype if engine.dtype != "auto" else config.dtype
     dtype = jnp.dtype(wanted or "bfloat16")
     split = _Split(
         engine,
         config,
-        model.catalogue(config),
+        catalogue,
         model.kv_shape(config),
         dtype,
         int(request.device_bytes),

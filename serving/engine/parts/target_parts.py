@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.target_modules import modules_changed, modules_named
@@ -32,7 +32,7 @@ def take_targets(
     names = shared(gang, config.lora_target_modules)
     if names is None or (is_shared and names == GIVEN_MODULES):
         return catalogue
-    kept = shared(gang, _kept(catalogue, names, adapters))
+    kept = shared(gang, open_modules(catalogue, names, adapters.values()))
     if not kept:
         return catalogue
     catalogue = catalogue.only(kept)
@@ -42,14 +42,17 @@ def take_targets(
     return catalogue
 
 
-def _kept(
+def open_modules(
     catalogue: LoraCatalogue,
     names: tuple[str, ...],
-    adapters: Mapping[str, str | os.PathLike[str]],
+    folders: Iterable[str | os.PathLike[str]],
 ) -> frozenset[str] | None:
-    """Return the modules that the names stand for; None or empty: all."""
+    """Return the modules that lora_target_modules stands for; None or empty: all.
+
+    `folders` are those of the adapters. Raises ValueError for a name of no module.
+    """
     if names == GIVEN_MODULES:
-        return modules_changed(adapters.values(), catalogue)
+        return modules_changed(folders, catalogue)
     try:
         return modules_named(names, catalogue)
     except ValueError as error:

@@ -87,3 +87,15 @@ def test_the_plan_has_the_server_s_own_numbers(flags, capsys, monkeypatch):
     shown = f"{spell_bytes(rows_nbytes(spec.rows, 2))}: {min(held, engine.max_loras)} adapters"
     assert f"adapter slots  {shown}" in text
     assert f": {size.num_pages * size.page_size} tokens" in text
+
+
+def test_modules_that_adapters_may_change_are_those_of_the_slots(capsys, tmp_path):
+    model = str(ROOT / "assets" / "tiny-moe")
+    (tmp_path / "adapter_config.json").write_text('{"target_modules": ["q_proj"]}')
+    asked = [model, "--plan", json.dumps({"rank": 8, "device_bytes": 1e9}), "--max-loras", "20"]
+    texts = []
+    for more in ([], ["--lora-target-modules", "q_proj"], ["--lora-modules", f"a={tmp_path}"]):
+        assert launch.main([*asked, *more]) == 0
+        texts.append(capsys.readouterr().out.partition("adapter slots")[2].splitlines()[0])
+    assert texts[0] != texts[1] == texts[2]
+    assert launch.main([*asked, "--lora-target-modules", "query"]) == 1
