@@ -37,6 +37,11 @@ def test_every_module_has_a_name_that_files_use(model_type):
         (["gate_proj"], {"gate_proj", "experts.gate_proj"}),
         (["experts.gate_proj", "w2"], {"experts.gate_proj", "experts.down_proj"}),
         (["mlp.gate"], {"router"}),
+        (["qkv_proj"], {"q_proj", "k_proj", "v_proj"}),
+        (
+            ["gate_up_proj"],
+            {"gate_proj", "up_proj", "experts.gate_proj", "experts.up_proj"},
+        ),
         (["router", "lm_head"], {"router", "lm_head"}),
     ],
 )
