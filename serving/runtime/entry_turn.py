@@ -53,7 +53,7 @@ async def entry_in_turn(
 
     owner = "" if share is None else share.owner
     with registry.line.ticket(wake, wait_s=wait_s, lends=lends, owner=owner) as ticket:
-        until = loop.time() + wait_s
+        until, waits = loop.time() + wait_s, False
         while True:
             woken.clear()
             ticket.seen = registry.line.num_changes
@@ -64,8 +64,10 @@ async def entry_in_turn(
                 return await asyncio.to_thread(resolve, name, share, ticket=ticket)
             except HostFull as full:
                 registry.line.check_open()
-                if registry.line.is_too_long(ticket, engine.config.max_queue):
+                # Once: those that wait are not refused for the sake of others that come.
+                if not waits and registry.line.is_too_long(ticket, engine.config.max_queue):
                     raise
+                waits = True
                 left = until - loop.time()
                 if left <= 0:
                     raise full.after(wait_s) from None

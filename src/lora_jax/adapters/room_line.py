@@ -6,7 +6,6 @@ adapters that would be evicted for it get no later requests until it has room. N
 """
 
 import bisect
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -99,12 +98,17 @@ class RoomLine:
         return ticket is not None and first is not None and first.order < ticket.order
 
     def is_too_long(self, ticket: Ticket, most: int) -> bool:
-        """Return whether more than `most` wait, and of its caller more than an equal part."""
+        """Return whether more than `most` wait, and its caller's part is full without this one.
+
+        A caller's part is an equal one, and those of its requests that came before count.
+        """
         with self._lock:
             if len(self._waiting) <= most:
                 return False
-            waiting = collections.Counter(one.owner for one in self._waiting)
-        return waiting[ticket.owner] > most // len(waiting)
+            owners = {one.owner for one in self._waiting}
+            own = [one for one in self._waiting if one.owner == ticket.owner]
+        before = sum(one.order[-1] < ticket.order[-1] for one in own)
+        return before >= most // len(owners)
 
     def is_closed(self, digest: str, ticket: Ticket | None) -> bool:
         """Return whether an adapter in memory gets no requests for the sake of the first one."""

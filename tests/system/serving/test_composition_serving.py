@@ -163,14 +163,14 @@ def served(tmp_path_factory):
 
 
 def ask(client: httpx.Client, adapters, **more):
-    body = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     return client.post("/v1/completions", json=body | {"adapters": adapters} | more)
 
 
 def test_over_http(served):
     engine, client = served
     parts = [{"name": name, "weight": weight} for name, weight in WEIGHTS.items()]
-    sampling = SCORED.__class__(max_tokens=6, temperature=0.0, ignore_eos=True)
+    sampling = SCORED.__class__(max_tokens=5, temperature=0.0, ignore_eos=True)
     want = engine.generate([[5, 6, 7, 8]], WEIGHTS, sampling)[0].outputs[0].text
     answers = [ask(client, parts), ask(client, parts, model="model")]
     assert [one.json()["choices"][0]["text"] for one in answers] == [want, want]

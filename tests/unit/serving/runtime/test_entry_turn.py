@@ -7,6 +7,7 @@ import pytest
 from support.doubles.fake_engine import engine_without_room, wait_for_line
 
 from lora_jax.adapters.registry import AdapterNotFound, HostFull
+from serving.runtime import entry_turn
 from serving.runtime.entry_turn import entry_in_turn
 
 
@@ -37,14 +38,24 @@ def test_the_wait_is_bounded_and_says_what_to_change(engine):
         asyncio.run(entry_in_turn(engine, "nobody", None))
 
 
-def test_no_more_requests_wait_than_the_queue_holds(engine):
+def test_no_more_requests_wait_than_the_queue_holds(engine, monkeypatch):
+    """Who came first goes on waiting, however often it looks while others come."""
     engine.config = dataclasses.replace(engine.config, max_queue=1)
+    monkeypatch.setattr(entry_turn, "LOOK_S", 0.001)
 
     async def run():
         waiting = asyncio.ensure_future(entry_in_turn(engine, "sql", None))
         await wait_for_line(engine, 1)
         with pytest.raises(HostFull, match=r"^Adapter 'sql': in use\.$"):
             await asyncio.wait_for(entry_in_turn(engine, "sql", None), 60)
+        with engine.registry.line.ticket(lambda: None) as other:
+            engine.registry.line.enter(other, "sql")
+            looks = asyncio.Queue()
+            monkeypatch.setattr(engine.registry, "find", lambda *given: looks.put_nowait(given))
+            for _ in range(3):
+                await asyncio.wait_for(looks.get(), 60)
+        monkeypatch.undo()
+        assert not waiting.done()
         engine.registry.full = False
         engine.registry.line.changed()
         return await asyncio.wait_for(waiting, 60)
