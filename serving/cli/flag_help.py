@@ -57,8 +57,9 @@ ENGINE_HELP = {
     "max_lora_rank": "Maximum rank of an adapter.",
     "lora_target_modules": "Modules that adapters may change, as target_modules of PEFT names "
     "them: q_proj v_proj. Steps and adapters' memory have no part for others, and adapters that "
-    "change others are rejected. auto: those that the adapters of --lora-modules change. Default: "
-    "auto where adapters are given and none can come later, else all.",
+    "change others are rejected. all: every module. auto: those that the adapters of "
+    "--lora-modules change. Default: auto where adapters are given and none can come later, else "
+    "all.",
     "max_lora_cls_labels": "Maximum labels of an adapter's task head. 0: no task heads. Default: "
     "as the adapters of --lora-modules need.",
     "enable_dora_and_bias": "Accept adapters with DoRA, with a bias of lora_B or with trained "

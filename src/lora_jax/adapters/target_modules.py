@@ -19,6 +19,7 @@ from lora_jax.adapters.formats.peft_names import KV_B
 _MAX_CONFIG_BYTES = 1 << 20
 # vLLM's names of maps that it computes as one.
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_ALL = ("all", "all-linear")  # SGLang's word, and PEFT's
 _GROUP_NAME = re.compile(r"\?P<\w+>")
 # Changes that target_modules does not tell of.
 _ALL_BIASES = "all"  # value of PEFT's bias: those of modules without LoRA are trained, too
@@ -30,13 +31,14 @@ def modules_named(names: Iterable[str], catalogue: LoraCatalogue) -> frozenset[s
 
     "gate_proj" stands for every module whose path in files ends with it, "mlp.gate" for the router;
     a module's own name, such as "experts.down_proj", for that one; vLLM's "qkv_proj" and
-    "gate_up_proj" for the maps that are one there. Raises ValueError for a name of no module,
-    listing the others.
+    "gate_up_proj" for the maps that are one there; "all" for every module. Raises ValueError for a
+    name of no module, listing the others.
     """
     found: set[str] = set()
     for name in names:
         spellings = (name, *_PACKED.get(name, ()))
         modules = frozenset().union(*(_modules_of(one, catalogue) for one in spellings))
+        modules |= catalogue.modules.keys() if name in _ALL else frozenset()
         if not modules:
             known = ", ".join(sorted(spelled(catalogue)))
             raise ValueError(

@@ -49,6 +49,12 @@ def test_a_name_stands_for_all_paths_that_end_with_it(names, modules):
     assert modules_named(names, catalogue_of("qwen3_moe")) == modules
 
 
+def test_all_are_all():
+    catalogue = catalogue_of("qwen3_moe")
+    for name in ("all", "all-linear"):
+        assert modules_named([name], catalogue) == catalogue.modules.keys()
+
+
 def test_latent_attention_has_two_modules_of_one_name():
     modules = modules_named(["kv_b_proj"], catalogue_of("deepseek_v2"))
     assert modules == {"kv_b_proj.k", "kv_b_proj.v"}
