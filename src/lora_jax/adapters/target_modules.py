@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lora_jax.adapters.catalogue import LoraCatalogue
+from lora_jax.adapters.catalogue import EXPERT_MODULES, LoraCatalogue
 from lora_jax.adapters.formats.esft_format import CONFIG_FILE as ESFT_FILE
 from lora_jax.adapters.formats.peft_config import HEAD_NAMES
 from lora_jax.adapters.formats.peft_names import KV_B
@@ -21,9 +21,9 @@ _MAX_CONFIG_BYTES = 1 << 20
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ALL = ("all", "all-linear")  # SGLang's word, and PEFT's
 _GROUP_NAME = re.compile(r"\?P<\w+>")
-# Changes that target_modules does not tell of.
+# Parameters of stacked experts, and the modules that they are here.
+_OF_EXPERTS = {"gate_up_proj": EXPERT_MODULES[:2], "down_proj": EXPERT_MODULES[2:]}
 _ALL_BIASES = "all"  # value of PEFT's bias: those of modules without LoRA are trained, too
-_MORE = ("target_parameters", "trainable_token_indices")
 
 
 def modules_named(names: Iterable[str], catalogue: LoraCatalogue) -> frozenset[str]:
@@ -136,11 +136,20 @@ def _targets_of(folder: Path) -> list[str] | None:
     try:
         with (folder / "adapter_config.json").open("rb") as content:
             found: Any = json.loads(content.read(_MAX_CONFIG_BYTES))
-        targets, saved = found["target_modules"], found.get("modules_to_save") or ()
-        more = any(found.get(key) for key in _MORE) or found.get("bias") == _ALL_BIASES
-        more = more or not set(saved) <= set(HEAD_NAMES)
-        if more or not isinstance(targets, list):
+        targets, saved = found["target_modules"] or [], found.get("modules_to_save") or ()
+        more = found.get("trainable_token_indices") or found.get("bias") == _ALL_BIASES
+        if more or not set(saved) <= set(HEAD_NAMES) or not isinstance(targets, list):
             return None
+        targets = targets + _of_parameters(found.get("target_parameters") or ())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return targets if targets and all(isinstance(name, str) for name in targets) else None
+
+
+def _of_parameters(names: Iterable[str]) -> list[str]:
+    """Return the modules of target_parameters; LookupError for others than those of experts."""
+    found: list[str] = []
+    for name in names:
+        *_, owner, leaf = name.split(".")
+        found += _OF_EXPERTS[leaf if owner == "experts" else name]
+    return found

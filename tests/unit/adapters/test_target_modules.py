@@ -78,6 +78,12 @@ def test_configs_tell_what_adapters_change(tmp_path):
     head = write(tmp_path / "c", target_modules=["k_proj"], modules_to_save=["score"])
     assert modules_changed([plain, head], catalogue) == {"q_proj", "k_proj"}
     assert modules_changed([experts], catalogue) == {"experts.down_proj", "v_proj"}
+    stacked = ["mlp.experts.gate_up_proj"]
+    fused = write(tmp_path / "e", target_modules=["q_proj"], target_parameters=stacked)
+    only = write(tmp_path / "f", target_modules=None, target_parameters=["mlp.experts.down_proj"])
+    both = {"q_proj", "experts.gate_proj", "experts.up_proj"}
+    assert modules_changed([fused], catalogue) == both
+    assert modules_changed([only], catalogue) == {"experts.down_proj"}
     esft = tmp_path / "d"
     esft.mkdir()
     (esft / "expert_cfg.json").write_text("{}")
@@ -90,6 +96,8 @@ def test_configs_tell_what_adapters_change(tmp_path):
         {"target_modules": "all-linear"},
         {"target_modules": r".*\.(q|v)_proj"},
         {"target_modules": ["q_proj", "w_pack"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["self_attn.q_proj.weight"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["down_proj"]},
         {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
         {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
         {"target_modules": ["q_proj"], "trainable_token_indices": [3]},
