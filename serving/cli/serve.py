@@ -155,19 +155,12 @@ def _engine(options: Options, access: Any, gang: Any):
 
     logger.info("%s", logs.version_line())
     values = dataclasses.asdict(options.engine)
-    # With pinned ones, for which the engine must have room, too.
     given = {module.name: module.path for module in options.adapters}
+    more: dict[str, Any] = {} if access is None else {"lora_server": access}
+    more["pinned"] = [module.name for module in options.adapters if module.pinned]
     try:
-        more = {} if access is None else {"lora_server": access}
         engine = Engine(values.pop("model"), given, gang=gang, **more, **values)
     except (ValueError, KeyError, OSError, NotImplementedError) as error:
-        raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
-    try:
-        for module in options.adapters:
-            if module.pinned:
-                engine.load_adapter(module.name, module.path, replace=True, pinned=True)
-    except (ValueError, KeyError, OSError) as error:
-        engine.close()
         raise StartError(f"Cannot serve {options.engine.model}: {error}") from error
     return engine
 

@@ -10,7 +10,7 @@ import queue
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -70,20 +70,21 @@ class Engine:
         backbone: ImportedArena | None = None,
         turns: AbstractTurns | None = None,
         gang: Gang | None = None,
+        pinned: Collection[str] = (),
         **fields: Any,
     ):
         """Load model and adapters and compile; `fields` are those of `EngineConfig`.
 
-        With `lora_server` the experts' part of LoRA adapters is on that server. With `backbone` the
-        weights are in another process's memory, which the engine reads; with `turns` the engine
-        shares the device with other processes in turns. With `gang`, of which this process is rank
-        0, the model is split over the devices of all members. Raises ValueError for a config, model
-        or adapter that cannot be served, and ConnectionError when the server cannot be reached or
-        does not match.
+        The adapters named in `pinned` stay on the device. With `lora_server` the experts' part of
+        LoRA adapters is on that server. With `backbone` the weights are in another process's
+        memory, which the engine reads; with `turns` the engine shares the device with other
+        processes in turns. With `gang`, of which this process is rank 0, the model is split over
+        the devices of all members. Raises ValueError for a config, model or adapter that cannot be
+        served, and ConnectionError when the server cannot be reached or does not match.
         """
         config = config_of(model, fields)
         self._parts: EngineParts = build_parts(
-            config, adapters_of(adapters), lora_server, backbone, turns, gang
+            config, adapters_of(adapters), lora_server, backbone, turns, gang, pinned
         )
         self.config, self._loop = self._parts.config, self._parts.loop
         self._admission = Admission(self._parts, self.config.max_logprobs)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -124,14 +124,15 @@ def build_parts(
     backbone: ImportedArena | None = None,
     turns: AbstractTurns | None = None,
     gang: Gang | None = None,
+    pinned: Collection[str] = (),
 ) -> EngineParts:
     """Load the model and the named adapters, compile, and return the parts; nothing runs yet.
 
     With `access` the experts' part of LoRA adapters is on a LoRA Server, or all of it in tenants'
     processes; with `backbone` the weights are another process's, with `turns` the device is
     others' too, with `gang` the devices are those of several processes, which all build the same.
-    Raises ValueError for a model or an adapter that cannot be served, and ConnectionError when the
-    server cannot be reached or does not fit.
+    The adapters named in `pinned` stay on the device. Raises ValueError for a model or an adapter
+    that cannot be served, and ConnectionError when the server cannot be reached or does not fit.
     """
     start = prepare(config, adapters, access, backbone, gang)
     config = start.config
@@ -142,7 +143,8 @@ def build_parts(
         if traces is not None:
             undo.callback(traces.close)
         base = load_base(start, adapters, access, gang, undo)
-        parts = _assemble(start, base, adapters, traces, turns, gang, leave=use.close)
+        load = functools.partial(load_adapters, adapters=adapters, pinned=pinned)
+        parts = _assemble(start, base, load, traces, turns, gang, leave=use.close)
         undo.pop_all()  # nothing is undone; `use` ends when the engine leaves its devices
         return parts
 
@@ -150,13 +152,16 @@ def build_parts(
 def _assemble(
     start: EngineStart,
     base: LoadedBase,
-    adapters: Mapping[str, str | os.PathLike[str]],
+    load: Callable[[AdapterRegistry], None],
     traces: Traces | None,
     turns: AbstractTurns | None,
     gang: Gang | None,
     leave: Callable[[], None],
 ) -> EngineParts:
-    """Return the parts around a model that is loaded, with every program compiled."""
+    """Return the parts around a model that is loaded, with every program compiled.
+
+    `load` fills the registry with the adapters that are given at the start.
+    """
     config, tokenizer = start.config, start.tokenizer
     info = model_info(
         config, base.weights, base.config, base.size, base.dtype, tokenizer, start.generation
@@ -171,7 +176,7 @@ def _assemble(
     num_logit_rows = logit_rows(config, shares_device=turns is not None)
     sizes = config, base, slots, info.end_token_ids, gang
     make = functools.partial(make_runner, *sizes, num_logit_rows=num_logit_rows)
-    runner, grammars, primary = _read_and_compile(start, base, info, registry, adapters, make)
+    runner, grammars, primary = _read_and_compile(start, base, info, registry, load, make)
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
@@ -235,7 +240,7 @@ def _read_and_compile(
     base: LoadedBase,
     info: ModelInfo,
     registry: AdapterRegistry,
-    adapters: Mapping[str, str | os.PathLike[str]],
+    load: Callable[[AdapterRegistry], None],
     make: Callable[..., ModelRunner],
 ) -> tuple[ModelRunner, Grammars, str | None]:
     """Return the runner that `make` gives, the grammars, and the digest of a merged adapter.
@@ -246,7 +251,7 @@ def _read_and_compile(
     """
     with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
         grammars = pool.submit(_make_grammars, start.config, start.tokenizer, info)
-        loading = pool.submit(load_adapters, registry, adapters)
+        loading = pool.submit(load, registry)
         if start.config.merge_adapter is not None:  # it is in the weights that programs take
             loading.result()
         primary = merge_primary(start.config, base.model, registry)

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,10 +106,12 @@ def make_registry(
 
 
 def load_adapters(
-    registry: AdapterRegistry, adapters: Mapping[str, str | os.PathLike[str]]
+    registry: AdapterRegistry,
+    adapters: Mapping[str, str | os.PathLike[str]],
+    pinned: Collection[str] = (),
 ) -> None:
     """Load the operator's adapters, with a line of the log for each."""
-    registry.load_all(adapters)
+    registry.load_all(adapters, pinned)
     by_name = {adapter.name: adapter for adapter in registry.known()}  # some were evicted again
     for name in adapters:
         report = by_name[name].report

@@ -133,11 +133,14 @@ class AdapterRegistry:
             given = {"digest": digest or "", "limited": digest is None, "recorded": recorded}
             return self._read_in(name, folder, confined, pinned=pinned, **given)
 
-    def load_all(self, paths: Mapping[str, str | os.PathLike[str]]) -> None:
+    def load_all(
+        self, paths: Mapping[str, str | os.PathLike[str]], pinned: Collection[str] = ()
+    ) -> None:
         """Read and publish the operator's own folders, some side by side, in the order given.
 
-        Raises what `load` raises for the first that is not acceptable; those before it stay. The
-        limit of loads in a minute is for what comes over the network.
+        The names of `pinned` stay on the device. Raises what `load` raises for the first that is
+        not acceptable; those before it stay. The limit of loads in a minute is for what comes over
+        the network.
         """
         with self._loading, ThreadPoolExecutor(_READERS) as pool:
             for names in itertools.batched(paths, _READERS):
@@ -149,7 +152,8 @@ class AdapterRegistry:
                 )
                 for name, folder, weights in zip(names, folders, read, strict=True):
                     self._check_free(name, replace=False)
-                    self._publish(self._folders.entry(name, weights, folder, confined=False))
+                    stays = name in pinned
+                    self._publish(self._folders.entry(name, weights, folder, False, stays))
 
     def unload(self, name: str) -> AdapterEntry | EvictedAdapter:
         """Remove the name and return what it stood for; raises AdapterNotFound."""

@@ -237,7 +237,8 @@ def test_a_refused_folder_is_not_read_again_at_once(root):
 
 def test_the_operators_folders_are_published_in_their_order(root):
     names = registry(root, loads_per_minute=1)
-    names.load_all({f"a{n}": root / ("sql", "law")[n % 2] for n in range(20)})
+    names.load_all({f"a{n}": root / ("sql", "law")[n % 2] for n in range(20)}, ["a7"])
+    assert [entry.name for entry in names.entries() if entry.pinned] == ["a7"]
     entries = names.entries()
     assert {entry.name for entry in entries} == {f"a{n}" for n in range(20)}
     assert [names.get(f"a{n}").generation for n in range(20)] == list(range(1, 21))

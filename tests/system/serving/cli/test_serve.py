@@ -104,15 +104,12 @@ def engines(monkeypatch, tmp_path):
     made = []
 
     class Engine(FakeEngine):
-        def __init__(self, model, adapters, **fields):
+        def __init__(self, model, adapters, *, pinned=(), **fields):
             super().__init__(root)
             self.fields, self.given = fields, adapters
             for name, path in adapters.items():
-                self.registry.load(name, path)
+                self.registry.load(name, path, pinned=name in pinned)
             made.append(self)
-
-        def load_adapter(self, name, path, *, replace=False, pinned=False):
-            self.registry.load(name, path, replace=replace, pinned=pinned)
 
         def __enter__(self):
             return self

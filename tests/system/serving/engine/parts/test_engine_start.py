@@ -1,4 +1,4 @@
-"""What is known before weights are read: sizes of the device's kind, the source, the texts."""
+"""Sizes of the device's kind, the source and the texts: known before weights are read."""
 
 import pytest
 from support.cases import tiny_checkpoint
