@@ -105,6 +105,20 @@ def make_model(
     return (quantised(model, form) if form else model), config
 
 
+def linear_slots(
+    model: AbstractCausalLM, config: ModelConfig, split: Split | None = None
+) -> AdapterSlots:
+    """Return filled slots of PEFT's usual adapters, which change no router, head or embedding.
+
+    The model then knows so, as with `--lora-target-modules auto`.
+    """
+    catalogue = model.catalogue(config)
+    kept = [name for name in catalogue.module_names if name.endswith("_proj")]
+    catalogue = catalogue.only(kept)
+    model.module_names = catalogue.module_names
+    return filled_slots(catalogue, split)
+
+
 def filled_slots(catalogue: LoraCatalogue, split: Split | None = None) -> AdapterSlots:
     """Return slots whose adapters have rank rows of their own at every site, and an empty slot."""
     widths = local_widths(split)
@@ -152,7 +166,7 @@ def make_runner(
         max_tokens=rows,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
-        slots=filled_slots(model.catalogue(config), split),
+        slots=linear_slots(model, config, split),
         compile_base_only_steps=True,
         split=split,
     )

@@ -1,21 +1,22 @@
 """Times of decode steps and of prompts beside the limits of the device's memory and arithmetic.
 
 `python -m bench.step_limits --model llama-3.1-8b --rows 1 64 256 --prompts 4 --out DIR` makes the
-shape with random weights on the device and runs the engine's programs for rows without adapters.
-Rows decode at one position of prompts of their own; a step of prompts has all of its tokens. A line
-has, for one step:
+shape with random weights on the device and runs the engine's programs for rows without adapters;
+with `--adapters` also those in which eight adapters of rank 16 take turns. Rows decode at one
+position of prompts of their own; a step of prompts has all of its tokens. A line has, for one step:
 
 - ms by the clock from one step's results to the next's, and the sum of its kernels by the profiler.
   What is between the two is gaps between kernels and time in which the device waits for the host;
-- the limit: the time in which a copy on this card moves the bytes of the weights and cached keys
-  and values, or, of prompts, the time of the products at the card's dense rate (`end_to_end.limits`
-  has both rates), and how much of the step it is;
+- the limit of the base model: the time in which a copy on this card moves the bytes of the weights
+  and cached keys and values, or, of prompts, the time of the products at the card's dense rate
+  (`end_to_end.limits` has both rates), and how much of the step it is;
 - the kinds of kernels, the kernels that take longest, and the launches of one layer in order.
 """
 
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from bench import decode_step, record
-from bench.decode_step import GREEDY, PAGE_SIZE, RANK, TINY, Case
+from bench.decode_step import PAGE_SIZE, RANK, TINY, Case
 from bench.end_to_end.limits import CARDS, Card, Limits
 from bench.launch_order import launches_of, layer_of, show_layer
 from bench.parallel.shapes import SPEED, tiny
-from bench.parallel.steps import Sizes, prompt_plan
+from bench.parallel.steps import BASE, MIXED, Sizes, prompt_plan
 from bench.step_profile import Kernels, longest, profile_step, show_profile
 from serving.api.request import StepPlan
 from serving.steps.compiling import compile_all
@@ -36,7 +37,6 @@ from serving.steps.model_runner import ModelRunner
 from serving.steps.step import StepSizes
 from serving.steps.step_programs import Program
 
-BASE = Case("base", (-1,), GREEDY)
 PROMPT_TURNS = (5, 8)  # turns, and steps of each: a step of prompts takes long
 
 
@@ -49,16 +49,17 @@ class Step:
     plan: StepPlan
     limit_ms: float | None
     turns: tuple[int, ...] = ()
+    lora: bool = False
 
     @property
     def program(self) -> Program:
         """The program that the step runs: the one that an engine of as many rows would take."""
         tokens = sum(chunk.num_tokens for chunk in self.plan.chunks)
-        return Program(min(b for b in self.runner.buckets if b >= tokens), lora=False)
+        return Program(min(b for b in self.runner.buckets if b >= tokens), lora=self.lora)
 
 
 def runner_of(
-    model: Any, config: Any, rows: int, length: int, room: int, tokens: int
+    model: Any, config: Any, slots: Any, rows: int, length: int, room: int, tokens: int
 ) -> ModelRunner:
     """Return a runner of steps of up to `tokens` tokens, of sequences of up to `length`.
 
@@ -81,7 +82,7 @@ def runner_of(
         max_tokens=tokens,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
-        slots=None,
+        slots=slots,
         compile_base_only_steps=True,
     )
 
@@ -94,24 +95,34 @@ def with_pages(plan: StepPlan, length: int) -> StepPlan:
     return plan
 
 
+def suffix(case: Case) -> str:
+    """Return what a step's name says of a case besides its rows."""
+    return "" if case is BASE else f", {case.name}"
+
+
 def make_steps(raw: dict[str, Any], args: argparse.Namespace, card: Card | None) -> list[Step]:
     """Make the model and the steps that `args` asks for, and compile their programs."""
     model, config = decode_step.make_model(raw)
+    slots = decode_step.linear_slots(model, config) if args.adapters else None
+    cases = (BASE, MIXED) if args.adapters else (BASE,)
     limits, vocab, steps = card and Limits(raw, card), raw["vocab_size"], []
     if args.rows:
         length, most = args.position + 2, max(args.rows)
-        runner = runner_of(model, config, most, length, args.room, most)
-        for rows in args.rows:
-            plan = decode_step.make_plan(BASE, runner, vocab, rows, args.position)
+        runner = runner_of(model, config, slots, most, length, args.room, most)
+        for rows, case in itertools.product(args.rows, cases):
+            plan = decode_step.make_plan(case, runner, vocab, rows, args.position)
             limit = limits and 1e3 * limits.step_s(rows, args.position)
-            steps.append(Step(f"{rows} rows", runner, with_pages(plan, length), limit))
+            name = f"{rows} rows{suffix(case)}"
+            steps.append(Step(name, runner, with_pages(plan, length), limit, (), case is MIXED))
     if args.prompts:
         sizes = Sizes(prompts=args.prompts, prompt=args.prompt)
-        runner = runner_of(model, config, sizes.prompts, sizes.prompt + 2, args.room, sizes.tokens)
-        plan = with_pages(prompt_plan(BASE, runner, vocab, sizes), sizes.prompt + 2)
+        length = sizes.prompt + 2
+        runner = runner_of(model, config, slots, args.prompts, length, args.room, sizes.tokens)
         limit = limits and 1e3 * sizes.tokens * limits.prompt_token_s(sizes.prompt)
-        name = f"{sizes.prompts} prompts of {sizes.prompt}"
-        steps.append(Step(name, runner, plan, limit, PROMPT_TURNS))
+        for case in cases:
+            plan = with_pages(prompt_plan(case, runner, vocab, sizes), length)
+            name = f"{sizes.prompts} prompts of {sizes.prompt}{suffix(case)}"
+            steps.append(Step(name, runner, plan, limit, PROMPT_TURNS, case is MIXED))
     lowered = [program for step in steps for program in step.runner.lowered([step.program])]
     compile_all(lowered, [str(place) for place in range(len(lowered))], progress=False)
     return steps
@@ -156,6 +167,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--position", type=int, default=512, help="of the rows that decode")
     parser.add_argument("--prompts", type=int, default=4, help="in one step; 0: none")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of each prompt")
+    parser.add_argument("--adapters", action="store_true", help="also rows with eight adapters")
     parser.add_argument("--room", type=int, default=0, help="longest sequence that has room")
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
     args = parser.parse_args(argv)

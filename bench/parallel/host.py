@@ -117,7 +117,7 @@ def _runner(raw: dict[str, Any], devices: int, sizes: Sizes) -> ModelRunner:
         max_tokens=sizes.rows,
         vocab_size=config.vocab_size,
         dtype=jnp.dtype(jnp.bfloat16),
-        slots=decode_step.filled_slots(model.catalogue(config), split),
+        slots=decode_step.linear_slots(model, config, split),
         split=split,
         in_place=True,
     )

@@ -61,7 +61,7 @@ class Runners:
 def make_runners(raw: dict[str, Any], sizes: Sizes, split: Split | None) -> Runners:
     """Make the model and adapters, and compile the programs that are measured, side by side."""
     model, config = decode_step.make_model(raw, split)
-    slots = decode_step.filled_slots(model.catalogue(config), split)
+    slots = decode_step.linear_slots(model, config, split)
 
     def runner(rows: int, length: int, tokens: int) -> ModelRunner:
         pages = -(-(length + 2) // PAGE_SIZE)
