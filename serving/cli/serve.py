@@ -13,6 +13,8 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from serving.adapters import rollouts
+from serving.adapters.journal import FILE, Journal, replay
 from serving.api.config import EngineConfig
 from serving.api.examples import Examples, read_examples
 from serving.cli.options import Options
@@ -26,9 +28,7 @@ from serving.http.wire.connections import ConnectionLimits, fitting
 from serving.http.wire.drain import Drain
 from serving.http.wire.edge import at_the_edge
 from serving.http.wire.uvicorn_server import AnnouncingServer, bind, uvicorn_config
-from serving.runtime import rollouts
 from serving.runtime.garbage import rare_collections
-from serving.runtime.journal import FILE, Journal, replay
 from serving.text.tokenizer_files import TokenizerFiles
 
 logger = logging.getLogger(__name__)

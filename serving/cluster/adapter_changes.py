@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from serving.runtime.journal import Changes, Journal
+from serving.adapters.journal import Changes, Journal
 
 logger = logging.getLogger(__name__)
 

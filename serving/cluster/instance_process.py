@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
+from serving.adapters import journal
 from serving.cli.options import Options
 from serving.cli.serve import Started, StartError, serve
 from serving.cluster.addresses import Address, FarAddress, headers_of, new_socket
@@ -25,7 +26,6 @@ from serving.cluster.server_place import ServerPlace, server_access
 from serving.engine.metrics import logs
 from serving.http.wire.uvicorn_server import bind
 from serving.lora_server.calls import Caller
-from serving.runtime import journal
 from serving.runtime.child_process import AbstractChild, Pulse
 from serving.runtime.gang_stream import GangPlace
 from serving.runtime.gpu_assignment import use_gpu

@@ -14,6 +14,7 @@ from typing import Any
 
 from lora_jax.adapters.entries import AdapterEntry
 from lora_jax.adapters.registry_errors import HostFull
+from serving.adapters.entry_turn import entry_in_turn
 from serving.api.outputs import OutputCollector, RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta
 from serving.api.sampling import Sampling
@@ -23,7 +24,6 @@ from serving.engine.inputs.batch import shown_name
 from serving.engine.inputs.chat_prompts import CHAT_OPTIONS, Conversation, chat_prompts
 from serving.engine.inputs.generate_arguments import Adapter, Prompt, adapter_and_sampling
 from serving.engine.inputs.single_prompt import SinglePrompt, single_prompt
-from serving.runtime.entry_turn import entry_in_turn
 from serving.runtime.mailbox import Inbox, Mailbox
 from serving.text.tokenizer import Tokenizer
 

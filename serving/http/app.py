@@ -4,6 +4,7 @@ import functools
 
 from fastapi import FastAPI
 
+from serving.adapters.journal import Journal
 from serving.api.examples import Examples
 from serving.http.access.auth import Authenticate
 from serving.http.access.keys import KeyRing
@@ -28,7 +29,6 @@ from serving.http.routes.absent import Absent
 from serving.http.routes.description import ABOUT, describe
 from serving.http.server import Server
 from serving.http.settings import HttpSettings
-from serving.runtime.journal import Journal
 
 
 def create_app(

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterEntry, AdapterRegistry
+from serving.adapters.rollouts import Rollouts
 from serving.api.images import PlacedImages
 from serving.api.request import OutputDelta, Share, TraceContext
 from serving.api.sampling import Sampling
-from serving.runtime.rollouts import Rollouts
 from serving.text.structured.grammars import Grammar, Grammars
 
 

@@ -6,13 +6,13 @@ import time
 
 from fastapi import Request
 
+from serving.adapters.journal import Journal
 from serving.http.access.audit import AuditLog
 from serving.http.access.keys import KeyRing
 from serving.http.access.observe import HttpMetrics
 from serving.http.interface import AbstractEngine
 from serving.http.requests.model_names import ModelNames
 from serving.http.settings import HttpSettings
-from serving.runtime.journal import Journal
 from serving.runtime.mailbox import Mailbox
 
 

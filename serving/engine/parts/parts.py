@@ -14,6 +14,7 @@ from lora_jax.adapters import vocabulary
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.memory.arena import ImportedArena
 from lora_jax.ops import dispatch
+from serving.adapters.rollouts import Rollouts
 from serving.api.config import EngineConfig
 from serving.engine.images.front import ImageFront
 from serving.engine.loop.loop import EngineLoop
@@ -37,7 +38,6 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.gang import Gang
-from serving.runtime.rollouts import Rollouts
 from serving.steps.device_users import USERS
 from serving.steps.model_runner import ModelRunner
 from serving.text.adapter_tokenizers import AdapterTokenizers

@@ -6,8 +6,8 @@ from starlette.requests import ClientDisconnect
 
 from lora_jax.adapters.host_room import HostShare
 from lora_jax.adapters.registry import AdapterEntry
+from serving.adapters import entry_turn
 from serving.http.interface import AbstractEngine
-from serving.runtime import entry_turn
 
 IsGone = Callable[[], Awaitable[bool]]
 
@@ -25,7 +25,7 @@ async def entry_in_turn(
     lends: bool = True,
     is_gone: IsGone = never,
 ) -> AdapterEntry:
-    """Do what `runtime.entry_turn` does; raises ClientDisconnect when the client `is_gone`."""
+    """Do what `adapters.entry_turn` does; raises ClientDisconnect when the client `is_gone`."""
 
     async def look() -> None:
         if await is_gone():

@@ -12,10 +12,10 @@ from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, Recorded, RegistryBusy
 from lora_jax.adapters.registry_errors import AdapterRejected
 from lora_jax.adapters.versions import FULL_NAME, check_name, split
+from serving.adapters.journal import Loaded
 from serving.http.access.auth import caller_of, require_admin
 from serving.http.errors import ApiError, from_exception, scrub
 from serving.http.server import Server, server_of
-from serving.runtime.journal import Loaded
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, Registr
 from lora_jax.adapters.rollout import NoWayBack, Rollout
 from lora_jax.adapters.rollout_guard import Outcomes
 from lora_jax.adapters.versions import NAME, joined
+from serving.adapters.rollouts import NoRollout
 from serving.http.access.auth import caller_of
 from serving.http.errors import ApiError, from_exception, scrub, unknown_model
 from serving.http.requests.body import read_body, takes
 from serving.http.requests.protocol import RolloutBody
 from serving.http.routes.adapter_store import admin_server, audited, durability
 from serving.http.server import Server, server_of
-from serving.runtime.rollouts import NoRollout
 
 logger = logging.getLogger(__name__)
 router = APIRouter()

@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 from lora_jax.adapters.composition import digest_of, shown
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected, HostFull
 from lora_jax.adapters.room_line import RoomLine
+from serving.adapters.rollouts import Rollouts
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs
 from serving.api.sampling import Sampling
 from serving.api.structured_outputs import StructuredOutputs
 from serving.engine.metrics.stats import EngineStats
-from serving.runtime.rollouts import Rollouts
 
 BOS = 256
 VOCAB = 260

@@ -11,6 +11,7 @@ from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.served_here import served_here
 
 import serving
+from serving.adapters.journal import Journal
 from serving.api.config import EngineConfig
 from serving.cli.flag_values import lora_module
 from serving.cli.options import Options
@@ -26,7 +27,6 @@ from serving.cli.serve import (
 )
 from serving.http.access.key_file import read_keys_file
 from serving.http.settings import HttpSettings
-from serving.runtime.journal import Journal
 
 
 def options(**more):

@@ -3,8 +3,8 @@
 import pytest
 from support.doubles.fake_engine import FakeRegistry, write_fake_adapters
 
+from serving.adapters.journal import Changes, Journal, Loaded, replay
 from serving.cluster.adapter_changes import AdapterChanges
-from serving.runtime.journal import Changes, Journal, Loaded, replay
 
 
 class Instance:

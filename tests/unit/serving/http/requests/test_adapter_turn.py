@@ -6,8 +6,8 @@ import pytest
 from starlette.requests import ClientDisconnect
 from support.doubles.fake_engine import engine_without_room, wait_for_line
 
+from serving.adapters import entry_turn
 from serving.http.requests.adapter_turn import entry_in_turn
-from serving.runtime import entry_turn
 
 
 def test_a_client_that_leaves_does_not_stand_in_the_line(tmp_path, monkeypatch):

@@ -15,10 +15,10 @@ from support.drivers.pauses import PROMISED_BYTES, best, measure
 from support.processes.server_process import ROOT
 
 from lora_jax.adapters.registry import AdapterRegistry
+from serving.adapters.rollouts import Rollouts
 from serving.http.app import create_app
 from serving.http.requests.bounds import Bounds
 from serving.http.settings import HttpSettings
-from serving.runtime.rollouts import Rollouts
 from serving.text.chat_template import ChatTemplate
 from serving.text.template_sandbox import MAX_STEPS, Meter
 from serving.text.tokenizer import Tokenizer

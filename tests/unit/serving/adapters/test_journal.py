@@ -12,10 +12,10 @@ from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.http_server import client_of
 
 from lora_jax.adapters.registry import AdapterRejected, RegistryBusy
+from serving.adapters import journal, load_attempts
+from serving.adapters.journal import Changes, Journal, Loaded, replay
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings
-from serving.runtime import journal, load_attempts
-from serving.runtime.journal import Changes, Journal, Loaded, replay
 
 DIGEST = "ab" * 32
 SETTINGS = HttpSettings(enable_runtime_lora=True)
@@ -304,7 +304,7 @@ def test_a_folder_has_one_server(tmp_path):
 
 KILLED = """
 import os, sys
-from serving.runtime.journal import Journal, Loaded
+from serving.adapters.journal import Journal, Loaded
 made = Journal(sys.argv[1])
 number = 0
 while True:

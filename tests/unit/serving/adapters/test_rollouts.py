@@ -15,8 +15,8 @@ from support.waiting import wait_until
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
 from lora_jax.adapters.rollout import NoWayBack
 from lora_jax.adapters.rollout_guard import Outcome
-from serving.runtime import rollouts as module
-from serving.runtime.rollouts import FILE, NoRollout, Rollouts
+from serving.adapters import rollouts as module
+from serving.adapters.rollouts import FILE, NoRollout, Rollouts
 
 
 @pytest.fixture
@@ -351,7 +351,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from serving.runtime.rollouts import Rollouts
+from serving.adapters.rollouts import Rollouts
 names = [SimpleNamespace(name=f"sql@v{n}") for n in (1, 2)]
 entry = SimpleNamespace(report=SimpleNamespace(head=None))
 made = Rollouts(SimpleNamespace(known=lambda: names, resolve=lambda name: entry))

@@ -7,8 +7,8 @@ import pytest
 from support.doubles.fake_engine import engine_without_room, wait_for_line
 
 from lora_jax.adapters.registry import AdapterNotFound, HostFull
-from serving.runtime import entry_turn
-from serving.runtime.entry_turn import entry_in_turn
+from serving.adapters import entry_turn
+from serving.adapters.entry_turn import entry_in_turn
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from lora_jax.adapters.registry import AdapterNotFound
 from lora_jax.own_files import write_whole
-from serving.runtime import load_attempts, rollouts
-from serving.runtime.load_attempts import LoadAttempts
+from serving.adapters import load_attempts, rollouts
+from serving.adapters.load_attempts import LoadAttempts
 
 logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from serving.runtime import load_attempts
-from serving.runtime.journal import Journal, Loaded
-from serving.runtime.load_attempts import MOST_ENDS, LoadAttempts
+from serving.adapters import load_attempts
+from serving.adapters.journal import Journal, Loaded
+from serving.adapters.load_attempts import MOST_ENDS, LoadAttempts
 
 DIGEST = "ab" * 32
 
 REPLAY = """
 import os, sys
-from serving.runtime.journal import Journal, replay
+from serving.adapters.journal import Journal, replay
 
 class Registry:
     served, refused = [], []
@@ -78,7 +78,7 @@ def test_loads_under_way_in_other_processes_are_no_ends(tmp_path):
     """Before: of four instances that started at once, one refused an adapter that was good."""
     attempts = LoadAttempts(tmp_path)
     code = "import sys\nfrom pathlib import Path\n"
-    code += "from serving.runtime.load_attempts import LoadAttempts\n"
+    code += "from serving.adapters.load_attempts import LoadAttempts\n"
     code += f"attempts, DIGEST = LoadAttempts(Path(sys.argv[1])), {DIGEST!r}\n"
     code += "held = attempts.attempt('a', DIGEST)\nheld.__enter__()\n"
     code += "print(flush=True)\nsys.stdin.read()\nimport os\nos._exit(9)\n"

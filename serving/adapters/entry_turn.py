@@ -10,8 +10,8 @@ from lora_jax.adapters.host_room import HostShare
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.registry_errors import HostFull
 from lora_jax.adapters.room_line import LOOK_S
+from serving.adapters.rollouts import Rollouts
 from serving.api.config import EngineConfig
-from serving.runtime.rollouts import Rollouts
 
 
 class EngineOfAdapters(Protocol):
