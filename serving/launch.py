@@ -105,8 +105,6 @@ def _engine_config(model: str, given: Mapping[str, Any]) -> EngineConfig:
     values = {name: given[name] for name in fields & given.keys()}
     if served := given.get("served_model_name"):
         values["served_model_name"] = served[0]
-    if "max_loras_per_batch" in given:  # SGLang counts the base model as one
-        values.setdefault("max_loras", max(1, given["max_loras_per_batch"] - 1))
     return EngineConfig(model=model, **values)
 
 

@@ -15,6 +15,36 @@ _TRUTH = {"1": True, "true": True, "yes": True, "on": True}
 _TRUTH |= {"": False, "0": False, "false": False, "no": False, "off": False}
 
 
+class Store(argparse._StoreAction):
+    """Stores a value that no other flag of the same setting contradicts."""
+
+    def __call__(self, parser: Any, namespace, values, option_string=None) -> None:
+        if option_string is not None:
+            parser.note(self, option_string, namespace, values)
+        super().__call__(parser, namespace, values, option_string)
+
+
+class Switch(argparse.BooleanOptionalAction):
+    """--flag and --no-flag, which no other flag of the same setting contradicts.
+
+    A spelling that was added later, as -ep, turns it on.
+    """
+
+    def __call__(self, parser: Any, namespace, values, option_string=None) -> None:
+        spelled = str(option_string)
+        value = not spelled.startswith("--no-")
+        parser.note(self, spelled, namespace, value)
+        setattr(namespace, self.dest, value)
+
+
+class Off(argparse._StoreFalseAction):
+    """Turns a switch off by another name of it, which the switch does not contradict."""
+
+    def __call__(self, parser: Any, namespace, values, option_string=None) -> None:
+        parser.note(self, str(option_string), namespace, False)
+        super().__call__(parser, namespace, values, option_string)
+
+
 class ParserWithSource(argparse.ArgumentParser):
     """Says in errors where a wrong value came from, and which flag an unknown one is close to."""
 
@@ -23,10 +53,25 @@ class ParserWithSource(argparse.ArgumentParser):
     def __init__(self, *args: Any, **more: Any):
         super().__init__(*args, **more)
         self._refused: list[str] = []
+        self._given: dict[str, tuple[argparse.Action, str]] = {}
+        for action in (None, "store"):
+            self.register("action", action, Store)
+        self.register("action", "store_false", Off)
 
     def refuse(self, flag: str, reason: str) -> None:
         """Note a flag that is not offered: parse_args names all of them in one error."""
         self._refused.append(f"{flag}: {reason}")
+
+    def note(self, action: argparse.Action, flag: str, namespace: Any, value: Any) -> None:
+        """Note the flag that gives a setting this value; another one with another is an error.
+
+        The same flag may come again, as behind a script's own: its last value counts.
+        """
+        first, spelled = self._given.setdefault(action.dest, (action, flag))
+        if first is not action and getattr(namespace, action.dest) != value:
+            self.error(
+                f"{spelled} and {flag} are one setting, and their values differ: give one of them"
+            )
 
     def error(self, message: str) -> NoReturn:
         super().error(f"{self.source}{message}")
@@ -34,6 +79,7 @@ class ParserWithSource(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Return what was given; an unknown flag is an error that names its neighbours."""
         self._refused.clear()
+        self._given.clear()
         parsed, unknown = self.parse_known_args(plain_words(args or []), namespace)
         wrong = list(self._refused)
         if unknown:
@@ -54,6 +100,9 @@ def read_layers(
     A first word `serve`, as behind `vllm`, says nothing.
     """
     from_argv = vars(parser.parse_args(argv[1:] if argv[:1] == ["serve"] else argv))
+    tag, model = from_argv.get("model_tag"), from_argv.get("model")
+    if tag and model and tag != model:
+        parser.error(f"MODEL is {tag} and --model is {model}: give one of them")
     parser.source = "in the environment: "
     from_environ = vars(parser.parse_args(_environ_argv(parser, environ)))
     path = from_argv.get("config") or from_environ.get("config")

@@ -70,6 +70,11 @@ def whole_number(text: str) -> int:
     return int(number) << _SCALES[scale]
 
 
+def beside_base(text: str) -> int:
+    """Return the adapters of a batch, at least 1: SGLang counts the base model as one of them."""
+    return max(1, whole_number(text) - 1)
+
+
 def length_or_auto(text: str) -> int | None:
     """Return a number of tokens, None (the model's own) for auto and -1."""
     if text.strip().lower() in ("auto", "-1"):

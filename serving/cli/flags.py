@@ -12,8 +12,9 @@ from serving.api.cluster_config import ClusterConfig
 from serving.api.config import EngineConfig
 from serving.api.functions_config import FunctionsConfig
 from serving.cli.flag_help import CLUSTER_HELP, ENGINE_HELP, FUNCTIONS_HELP, METAVARS
-from serving.cli.flag_layers import ParserWithSource
+from serving.cli.flag_layers import ParserWithSource, Switch
 from serving.cli.flag_values import (
+    beside_base,
     dtype,
     json_list,
     json_object,
@@ -144,7 +145,7 @@ def _add_server_flags(group) -> None:
 
 
 def _add_http_flags(group) -> None:
-    pair = argparse.BooleanOptionalAction
+    pair = Switch
     for flag, text in (
         (
             "--allowed-origins",
@@ -208,7 +209,7 @@ def _add_http_flags(group) -> None:
 
 
 def _add_log_flags(group) -> None:
-    pair = argparse.BooleanOptionalAction
+    pair = Switch
     levels = ("debug", "info", "warning", "error", "critical")
     text = "Lowest level that is logged. Default: info."
     group.add_argument("--log-level", type=str.lower, choices=levels, help=text)
@@ -276,9 +277,9 @@ def _add_adapter_flags(group) -> None:
         "Default: none."
     )
     group.add_argument("--state-dir", metavar="FOLDER", help=text)
-    hidden = argparse.SUPPRESS
+    hidden, number = argparse.SUPPRESS, beside_base  # SGLang's names
     group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
-    group.add_argument("--max-loras-per-batch", type=int, help=hidden)
+    group.add_argument("--max-loras-per-batch", dest="max_loras", type=number, help=hidden)
 
 
 def _add_engine_flags(adapters, group, images) -> None:
@@ -333,7 +334,7 @@ def _add_field(group, field: dataclasses.Field, texts: Mapping[str, str]) -> Non
     if field.default is not None:
         text += f" Default: {_spelled(field.default)}."
     if kind is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        group.add_argument(flag, action=Switch, help=text)
         return
     read = _TYPES.get(field.name, whole_number if kind is int else kind)
     group.add_argument(flag, type=read, metavar=_metavar(field.name, kind), help=text)

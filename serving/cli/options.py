@@ -93,21 +93,21 @@ class Options:
         name = self.engine.merge_adapter
         if name is None:
             return
-        flag = f"--merge-adapter {name}"
-        if self.cluster.instances < 2:
-            raise ValueError(
-                f"{flag} gives it an instance of its own, which serves nothing else: add "
-                "--instances 2 or more."
-            )
+        flag, engine = f"--merge-adapter {name}", self.engine
         if name not in [module.name for module in self.adapters]:
             raise ValueError(f"{flag} must be a name of --lora-modules.")
-        if self.cluster.lora_server:
-            raise ValueError(f"{flag} merges it on an instance: leave --lora-server out.")
-        if self.http.enable_runtime_lora:
-            raise ValueError(
-                f"{flag} cannot be replaced or unloaded while the server runs: leave "
-                "--enable-runtime-lora out."
-            )
+        reasons = {
+            "it has an instance of its own, which serves nothing else: add --instances 2 or more": (
+                self.cluster.instances < 2
+            ),
+            "it is for instances of one device each: leave --tensor-parallel-size "
+            f"{engine.tensor_parallel_size} out": engine.tensor_parallel_size > 1,
+            "it is merged on an instance: leave --lora-server out": self.cluster.lora_server > 0,
+            "it cannot be replaced or unloaded while the server runs: leave --enable-runtime-lora "
+            "out": self.http.enable_runtime_lora,
+        }
+        if wrong := [reason for reason, is_so in reasons.items() if is_so]:
+            raise ValueError(f"{flag}: {'; '.join(wrong)}.")
 
     def _check_server_devices(self) -> None:
         """Raise ValueError for what a LoRA Server does not go with beside several devices."""

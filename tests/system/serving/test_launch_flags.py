@@ -194,7 +194,7 @@ def test_vllm_s_environment_twin_of_runtime_loading():
 
 def test_sglang_counts_the_base_as_a_batch_member():
     assert options("--max-loras-per-batch", "8").engine.max_loras == 7
-    assert options("--max-loras-per-batch", "8", "--max-loras", "3").engine.max_loras == 3
+    assert options("--max-loras-per-batch", "8", "--max-loras", "7").engine.max_loras == 7
 
 
 HOSTS = dict.fromkeys(("127.0.0.1", "127.9.9.9", "::1", "localhost"), True)

@@ -1,6 +1,7 @@
 """Flags, environment and config file: the same words, in this order of weight."""
 
 import json
+import re
 
 import pytest
 
@@ -154,3 +155,33 @@ def test_a_flag_of_vllm_in_a_file_is_refused_as_on_the_command_line(tmp_path, ca
     with pytest.raises(SystemExit):
         read(["--config", str(path)])
     assert "adapters are always enabled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--max-model-len", "9", "--context-length", "8"], "--max-model-len and --context-length"),
+        (["--instances", "2", "--data-parallel-size", "3"], "--instances and --data-parallel-siz"),
+        (["--max-loras", "7", "--max-loras-per-batch", "7"], "--max-loras and --max-loras-per-ba"),
+        (["--enable-prefix-caching", "--disable-prefix-caching"], "caching and --disable-prefix"),
+        (["m", "--model", "n"], "MODEL is m and --model is n: give one of them"),
+    ],
+)
+def test_two_flags_of_one_setting_that_differ_are_refused(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        read(flags)
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_two_flags_of_one_setting_that_agree_and_one_flag_twice_are_taken(tmp_path):
+    assert read(["--max-model-len", "9", "--context-length", "9"]) == {"max_model_len": 9}
+    assert read(["--max-model-len", "9", "--max-model-len", "8"]) == {"max_model_len": 8}
+    assert read(["--max-loras", "6", "--max-loras-per-batch", "7"]) == {"max_loras": 6}
+    assert read(["-ep"]) == {"enable_expert_parallel": True}  # vLLM's other spelling
+    off = ["--no-enable-prefix-caching", "--disable-prefix-caching"]
+    assert read(off) == {"enable_prefix_caching": False}
+    assert read(["m", "--model", "m"]) == {"model_tag": "m", "model": "m"}
+    path = tmp_path / "c.yaml"
+    path.write_text("max-model-len: 5\nmodel: n\n")  # of another layer, which has less weight
+    got = read(["m", "--context-length", "9", "--config", str(path)])
+    assert (got["max_model_len"], got["model_tag"], got["model"]) == (9, "m", "n")

@@ -7,6 +7,7 @@ import pytest
 
 from serving.cli.flag_values import (
     LoraModuleFlag,
+    beside_base,
     json_list,
     length_or_auto,
     lora_module,
@@ -30,6 +31,10 @@ from serving.cli.flag_values import (
 )
 def test_sizes_as_people_write_them(text, number):
     assert whole_number(text) == number
+
+
+def test_sglang_counts_the_base_model_as_an_adapter_of_the_batch():
+    assert [beside_base(text) for text in ("8", "1", "0", "1k")] == [7, 1, 1, 999]
 
 
 @pytest.mark.parametrize("text", ["", "k", "1 k", "1kk", "1.5", "1e3", "auto"])

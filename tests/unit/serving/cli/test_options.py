@@ -109,9 +109,12 @@ def test_bounds(fields, message):
 def test_what_a_merged_adapter_does_not_go_with(name, cluster, http, message):
     engine = EngineConfig(model="m", merge_adapter=name)
     adapters = (LoraModuleFlag("a", "x"),)
-    with pytest.raises(ValueError, match=f"--merge-adapter {name} .*{message}"):
+    with pytest.raises(ValueError, match=f"--merge-adapter {name}.*{message}"):
         Options(engine, http, cluster=cluster, adapters=adapters)
     good = EngineConfig(model="m", merge_adapter="a")
+    wide = dataclasses.replace(good, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"--instances 2 or more; .* --tensor-parallel-size 2 out"):
+        Options(wide, OPEN, adapters=adapters)  # all at once
     Options(good, OPEN, cluster=ClusterConfig(instances=2), adapters=adapters)
 
 
