@@ -37,6 +37,18 @@ def _few(value: Any) -> Any:
     return value
 
 
+def _one_name(value: Any) -> Any:
+    """Refuse SGLang's list of adapters, one for each prompt, with what to do."""
+    if isinstance(value, list):
+        raise PydanticCustomError(
+            "one_name", "must be one name, not a list: send a request for each adapter"
+        )
+    return value
+
+
+LoraPath = Annotated[
+    str, StringConstraints(max_length=_MAX_NAME), BeforeValidator(_one_name)
+]  # SGLang's way to name an adapter
 Biases = Annotated[dict[str, float], BeforeValidator(_few)]
 CacheSalt = Annotated[
     str, StringConstraints(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
@@ -60,9 +72,7 @@ class GenerationBody(Body):
     """Fields of completions and chat completions alike."""
 
     model: str | None = Field(default=None, max_length=_MAX_NAME)
-    lora_path: str | None = Field(
-        default=None, max_length=_MAX_NAME
-    )  # SGLang's way to name an adapter
+    lora_path: LoraPath | None = None
     # Weighted sums of adapters: objects with name and weight; see adapters.composition.parts_of.
     adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     max_tokens: int | None = None
@@ -165,7 +175,7 @@ class ClassifyBody(TemplateFields):
     """Body of POST /classify: inputs, or messages."""
 
     model: str | None = Field(default=None, max_length=_MAX_NAME)
-    lora_path: str | None = Field(default=None, max_length=_MAX_NAME)
+    lora_path: LoraPath | None = None
     adapters: Annotated[list[Any], Field(max_length=64)] | None = None
     input: str | Quick[str] | Quick[int] | Quick[Quick[int]] | None = None
     messages: Quick[ChatMessage] | None = None

@@ -8,6 +8,12 @@ from serving.http.requests.protocol import Body, ChatBody
 _ONLY_CHATS = "send the messages to /v1/chat/completions"
 _TRANSFER = "every instance computes its own prompts; leave it out"
 _LIKELY = "send logprobs (top_logprobs in a chat), or allowed_token_ids"
+_BY_NAME = "send the adapter's name as model"
+_SUM = 'send adapters [{"name": NAME, "weight": NUMBER}, ...]'
+_FLAT = (
+    "send its fields in the body itself, by OpenAI's names: an adapter's name as model, "
+    "max_new_tokens as max_tokens"
+)
 
 # Name: the values that ask for nothing, and what to do in place of another.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -49,6 +55,25 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_offsets": ((False,), "/tokenize returns token_strs"),
     "return_prompt_text": ((False,), "return_token_ids returns the prompt's, /detokenize its text"),
     "audio": ((), "answers are text; leave it out"),
+    # Names of SGLang's, LoRAX's and TensorRT-LLM's own routes. Ignored ones would give the base
+    # model's answer, or one of another length.
+    "adapter_id": (("",), _BY_NAME),
+    "lora_name": (("",), _BY_NAME),
+    "lora_request": ((), _BY_NAME),
+    "merged_adapters": ((), _SUM),
+    "adapter_parameters": ((), _SUM),
+    "parameters": (({},), _FLAT),
+    "sampling_params": (({},), _FLAT),
+    "max_new_tokens": ((), "send max_tokens (max_output_tokens in /v1/responses)"),
+    "min_new_tokens": ((0,), "send min_tokens"),
+    "ignore_eos_token": ((False,), "send ignore_eos"),
+    "do_sample": ((True,), "send temperature 0 for the likeliest tokens"),
+    "typical_p": ((1.0,), "send top_p or min_p"),
+    "stop_regex": (("", []), "send stop or stop_token_ids"),
+    "no_stop_trim": ((False,), "send include_stop_str_in_output"),
+    "return_full_text": ((False,), "send echo to /v1/completions"),
+    "separate_reasoning": ((True,), "the server's --reasoning-parser holds for all requests"),
+    "return_hidden_states": ((False,), "answers have text and log-probabilities; leave it out"),
 }
 _OF_CHATS = ("tools", "tool_choice", "parallel_tool_calls")
 

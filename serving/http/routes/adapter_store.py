@@ -86,7 +86,8 @@ async def load(
             type="InvalidUserInput",
         ) from None
     except AdapterNotFound:
-        raise ApiError(404, f"No adapter found at {shown_path(path)!r}.") from None
+        why = f"No adapter found at {shown_path(path)!r}: lora_path is a folder below --lora-dir."
+        raise ApiError(404, why) from None
     except RegistryBusy as error:
         raise from_exception(error) from None
     except ValueError as error:

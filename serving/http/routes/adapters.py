@@ -59,7 +59,8 @@ async def sglang_load(request: Request) -> Response:
     """Load an adapter; SGLang's JSON answer."""
     server = admin_server(request)
     body = await read_body(request, LoadAdapterBody)
-    work = load(server, body.lora_name, body.lora_path, pinned=bool(body.pinned))
+    replace, pinned = bool(body.load_inplace), bool(body.pinned)
+    work = load(server, body.lora_name, body.lora_path, replace=replace, pinned=pinned)
     return await _sglang_answer(request, "load", body.lora_name, work)
 
 

@@ -40,7 +40,7 @@ def test_an_entry_shows_its_path_below_the_root_or_its_folder_s_name_only(root):
 def test_only_folders_of_the_root_are_there(root):
     made = folders(root)
     assert (made.has_root, made.has("sql"), made.has("none")) == (True, True, False)
-    with pytest.raises(AdapterRejected, match="outside of the adapter directory"):
+    with pytest.raises(AdapterRejected, match="outside of the adapter directory: give a"):
         read(made, "../secret")
     with pytest.raises(FileNotFoundError, match="there is no folder 'none'"):
         read(made, "none")

@@ -46,7 +46,9 @@ class AdapterFolder:
         self._real = os.path.realpath(path)
         self._root = os.path.realpath(root) if root else None
         if not self._inside(self._real):
-            raise ValueError("the path leads outside of the adapter directory.")
+            raise ValueError(
+                "the path leads outside of the adapter directory: give a folder below --lora-dir."
+            )
         if not os.path.isdir(self._real):
             # Who may name any folder is told where it was looked for; others only what they said.
             shown = path.name if root else str(path.absolute())

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from serving.http.requests.protocol import (
     MAX_LOGIT_BIAS,
     ChatBody,
+    ClassifyBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
@@ -74,3 +75,9 @@ def test_a_large_bias_is_one_error_however_many_entries_are_wrong():
     with pytest.raises(ValidationError, match=f"at most {MAX_LOGIT_BIAS} entries") as refused:
         CompletionBody.model_validate_json(json.dumps({"prompt": "a", "logit_bias": biases}))
     assert refused.value.error_count() == 1
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody, ClassifyBody])
+def test_a_list_of_adapters_is_told_to_be_several_requests(kind):
+    with pytest.raises(ValidationError, match="one name, not a list: send a request for each"):
+        kind.model_validate_json('{"lora_path": ["law", null], "messages": []}')

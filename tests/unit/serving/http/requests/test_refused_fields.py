@@ -22,6 +22,13 @@ def completion(**fields) -> CompletionBody:
         ({"chat_template": "x"}, "chat_template .*--chat-template"),
         ({"use_beam_search": True}, "use_beam_search .*send n"),
         ({"tools": [1]}, "tools .*/v1/chat/completions"),
+        ({"adapter_id": "law"}, "adapter_id .*as model"),
+        ({"lora_request": {"lora_name": "law"}}, "lora_request .*as model"),
+        ({"merged_adapters": {"ids": ["law"]}}, "merged_adapters .*send adapters"),
+        ({"parameters": {"adapter_id": "law"}}, "parameters .*in the body itself.*as model"),
+        ({"sampling_params": {"max_new_tokens": 1}}, "sampling_params .*as max_tokens"),
+        ({"max_new_tokens": 1}, "max_new_tokens .*send max_tokens"),
+        ({"do_sample": False}, "do_sample .*send temperature 0"),
     ],
 )
 def test_a_refusal_says_what_to_send(fields, text):
@@ -32,6 +39,7 @@ def test_a_refusal_says_what_to_send(fields, text):
 
 def test_what_asks_for_nothing_is_supported():
     check_fields(completion(tools=None, suffix="", priority=0, thinking_token_budget=-1))
+    check_fields(completion(adapter_id=None, parameters={}, do_sample=True, no_stop_trim=False))
     check_fields(completion(length_penalty=1.2))  # it acts on a beam search only
     check_fields(ChatBody(messages=[], tools=[], tool_choice="none"))
 

@@ -55,6 +55,8 @@ def test_sglang_s_routes_answer_in_json(client):
     assert answer.status_code == 400
     assert answer.json()["success"] is False
     assert "'b'" in answer.json()["error_message"]
+    body = {"lora_name": "b", "lora_path": "law", "load_inplace": True}  # as that error says
+    assert client.post("/load_lora_adapter", json=body).json()["success"] is True
     answer = client.post("/unload_lora_adapter", json={"lora_name": "b"})
     assert answer.json()["loaded_adapters"] == {}
     assert client.post("/unload_lora_adapter", json={"lora_name": "b"}).status_code == 400
@@ -110,6 +112,7 @@ def test_paths_that_do_not_work(client, path, status):
     answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
     assert answer.status_code == status
     assert "/tmp" not in answer.text
+    assert ("below --lora-dir" in answer.text) == (path == "nope")
     assert loaded(client) == set()
     if path == "bad-one":
         message = answer.json()["error"]["message"]
