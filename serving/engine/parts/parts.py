@@ -30,7 +30,7 @@ from serving.engine.parts.loaded_base import LoadedBase, load_base
 from serving.engine.parts.merging import make_modes, merge_primary, watch_merging
 from serving.engine.parts.model_info import ModelInfo, model_info
 from serving.engine.parts.registries import load_adapters, make_registry
-from serving.engine.parts.slot_parts import make_slots
+from serving.engine.parts.slot_parts import SlotParts, make_slots
 from serving.engine.parts.step_parts import logit_rows, make_runner, make_scheduler
 from serving.loading.compositions import Compositions
 from serving.loading.residencies import Residencies
@@ -38,6 +38,7 @@ from serving.lora_server.instance import ServerAccess
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.compile_counter import CompileCounter
 from serving.runtime.gang import Gang
+from serving.scheduling.scheduler import Scheduler
 from serving.steps.device_users import USERS
 from serving.steps.model_runner import ModelRunner
 from serving.text.adapter_tokenizers import AdapterTokenizers
@@ -162,69 +163,47 @@ def _assemble(
 
     `load` fills the registry with the adapters that are given at the start.
     """
-    config, tokenizer = start.config, start.tokenizer
-    info = model_info(
-        config, base.weights, base.config, base.size, base.dtype, tokenizer, start.generation
-    )
-    metrics = _make_metrics(config, info)
-    slots = make_slots(config, base, gang, metrics.adapter_loaded_on_device)
-    residencies = slots.residencies
-    tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
-    registry, compositions = make_registry(
-        config, base, residencies, metrics.tiers.read, tokenizers.fitted
-    )
+    config, host = start.config, _host_parts(start, base, gang)
+    residencies, metrics = host.slots.residencies, host.metrics
     num_logit_rows = logit_rows(config, shares_device=turns is not None)
-    sizes = config, base, slots, info.end_token_ids, gang
+    sizes = config, base, host.slots, host.info.end_token_ids, gang
     make = functools.partial(make_runner, *sizes, num_logit_rows=num_logit_rows)
-    runner, grammars, primary = _read_and_compile(start, base, info, registry, load, make)
+    runner, grammars, primary = _read_and_compile(start, base, host, load, make)
     watch_merging(metrics.registry, base.merged)
     watch_tower(metrics.registry, runner.encoder)
     compilations = CompileCounter()
-    rollouts = _make_rollouts(config, base, registry, tokenizers, metrics)
-    scheduler = make_scheduler(
-        config,
-        base.size,
-        residencies,
-        info.end_token_ids,
-        0 if base.images is None else base.images.num_rows,
-        num_logit_rows=num_logit_rows,
-        modes=make_modes(config, base.merged, residencies),
-        speculation=make_speculation(config, metrics),
-        extents=None if base.pool is None else base.pool.extents,
-    )
+    rollouts = _make_rollouts(config, base, host)
+    scheduler = _make_scheduler(config, base, host, num_logit_rows)
     loop = EngineLoop(
         LoopParts(
             runner=runner,
             scheduler=scheduler,
-            registry=registry,
+            registry=host.registry,
             residencies=residencies,
             metrics=metrics,
             compilations=compilations,
             grammars=grammars,
             chunks_per_step=config.adapter_load_chunks_per_step,
             finished=rollouts.finished,
-            compositions=compositions,
+            compositions=host.compositions,
             traces=traces,
             turns=turns,
         )
     )
     residencies.call_on_news(loop.wake)
-    front = None
-    if base.images is not None:
-        front = make_front(config, base.images, base.config, tokenizer, base.size.max_model_len)
     parts = EngineParts(
         config=config,
-        tokenizer=tokenizer,
-        tokenizers=tokenizers,
-        registry=registry,
+        tokenizer=start.tokenizer,
+        tokenizers=host.tokenizers,
+        registry=host.registry,
         rollouts=rollouts,
-        compositions=compositions,
+        compositions=host.compositions,
         residencies=residencies,
         metrics=metrics,
         compilations=compilations,
         loop=loop,
-        model_info=info,
-        images=front,
+        model_info=host.info,
+        images=_make_front(start, base),
         grammars=grammars,
         gang=gang,
         remember_prefixes=scheduler.remember_prefixes,
@@ -235,11 +214,60 @@ def _assemble(
     return parts
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _HostParts:
+    """Parts that are made before any program is compiled; threads of a start fill the registry."""
+
+    info: ModelInfo
+    metrics: EngineMetrics
+    slots: SlotParts
+    tokenizers: AdapterTokenizers
+    registry: AdapterRegistry
+    compositions: Compositions
+
+
+def _host_parts(start: EngineStart, base: LoadedBase, gang: Gang | None) -> _HostParts:
+    config, tokenizer = start.config, start.tokenizer
+    info = model_info(
+        config, base.weights, base.config, base.size, base.dtype, tokenizer, start.generation
+    )
+    metrics = _make_metrics(config, info)
+    slots = make_slots(config, base, gang, metrics.adapter_loaded_on_device)
+    tokenizers = AdapterTokenizers(tokenizer, info.vocab_size)
+    registry, compositions = make_registry(
+        config, base, slots.residencies, metrics.tiers.read, tokenizers.fitted
+    )
+    return _HostParts(info, metrics, slots, tokenizers, registry, compositions)
+
+
+def _make_scheduler(
+    config: EngineConfig, base: LoadedBase, host: _HostParts, num_logit_rows: int
+) -> Scheduler:
+    residencies = host.slots.residencies
+    return make_scheduler(
+        config,
+        base.size,
+        residencies,
+        host.info.end_token_ids,
+        0 if base.images is None else base.images.num_rows,
+        num_logit_rows=num_logit_rows,
+        modes=make_modes(config, base.merged, residencies),
+        speculation=make_speculation(config, host.metrics),
+        extents=None if base.pool is None else base.pool.extents,
+    )
+
+
+def _make_front(start: EngineStart, base: LoadedBase) -> ImageFront | None:
+    if base.images is None:
+        return None
+    longest = base.size.max_model_len
+    return make_front(start.config, base.images, base.config, start.tokenizer, longest)
+
+
 def _read_and_compile(
     start: EngineStart,
     base: LoadedBase,
-    info: ModelInfo,
-    registry: AdapterRegistry,
+    host: _HostParts,
     load: Callable[[AdapterRegistry], None],
     make: Callable[..., ModelRunner],
 ) -> tuple[ModelRunner, Grammars, str | None]:
@@ -250,30 +278,24 @@ def _read_and_compile(
     adapters, one of which may be wrong.
     """
     with ThreadPoolExecutor(2, thread_name_prefix="start") as pool:
-        grammars = pool.submit(_make_grammars, start.config, start.tokenizer, info)
-        loading = pool.submit(load, registry)
+        grammars = pool.submit(_make_grammars, start.config, start.tokenizer, host.info)
+        loading = pool.submit(load, host.registry)
         if start.config.merge_adapter is not None:  # it is in the weights that programs take
             loading.result()
-        primary = merge_primary(start.config, base.model, registry)
+        primary = merge_primary(start.config, base.model, host.registry)
         runner = make(settle=loading.result)
         loading.result()
     return runner, grammars.result(), primary
 
 
-def _make_rollouts(
-    config: EngineConfig,
-    base: LoadedBase,
-    registry: AdapterRegistry,
-    tokenizers: AdapterTokenizers,
-    metrics: EngineMetrics,
-) -> Rollouts:
+def _make_rollouts(config: EngineConfig, base: LoadedBase, host: _HostParts) -> Rollouts:
     """Return the rollouts of versions, which the registry, tokenizers and metrics then ask."""
-    rollouts = Rollouts(registry)
+    rollouts = Rollouts(host.registry)
     if vocabulary.brings_tokens(base.catalogue):
         wait_s = config.adapter_wait_s
-        tokenizers.ask(functools.partial(rollouts.entry_for, wait_s=wait_s, lends=False))
-    registry.set_kept(rollouts.kept)
-    metrics.registry.register(ShareCollector(rollouts.states))
+        host.tokenizers.ask(functools.partial(rollouts.entry_for, wait_s=wait_s, lends=False))
+    host.registry.set_kept(rollouts.kept)
+    host.metrics.registry.register(ShareCollector(rollouts.states))
     return rollouts
 
 
