@@ -8,6 +8,7 @@ from lora_jax.config import ModelConfig, from_hf
 from serving.api.config import EngineConfig
 from serving.cli.options import Options
 from serving.engine.parts.pairs import Beside, check_pairs
+from serving.loading.esft_checks import check_esft
 
 
 def check_model_flags(options: Options) -> None:
@@ -27,6 +28,8 @@ def check_model_flags(options: Options) -> None:
     )
     for engine in engines_of(options.engine):
         check_pairs(engine, model, beside)
+    if not cluster.follows:  # rank 0 alone reads adapters
+        check_esft(options.engine, model, {a.name: a.path for a in options.adapters})
     if has_functions and options.functions.functions_isolation == "server":
         try:
             alone = dataclasses.replace(beside, lora_server=True, tenants=True)

@@ -17,6 +17,7 @@ from lora_jax.models.split_experts import SplitExpertTensors
 from lora_jax.nn.decoder import AbstractCausalLM
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
+from serving.loading.esft_checks import QUANTISED, why_no_esft
 from serving.loading.expert_loading import AnyTensors, ExpertRoom, identity_tables
 from serving.loading.pooled_experts import PooledExpertAllocator
 
@@ -87,16 +88,15 @@ def _memories_for(
     config: EngineConfig, model: AbstractCausalLM, model_config: ModelConfig
 ) -> list[AbstractVirtualMemory] | None:
     """Return the devices' memories, or None where ESFT is off; ValueError: asked for in vain."""
-    wanted, moe = config.max_esft_adapters, model_config.moe
+    wanted = config.max_esft_adapters
     if wanted == 0:
         return None
     platform = jax.default_backend()
-    if moe is None or not moe.layers:
-        why = f"the model ({model_config.model_type}) has no experts"
-    elif moe.bias:
-        why = f"the experts of {model_config.model_type} have biases, which ESFT files lack"
+    why = why_no_esft(model_config)
+    if why:
+        pass
     elif has_quantised(expert_blocks(model).values()):
-        why = "the base's experts are quantised, and those of ESFT adapters are not"
+        why = QUANTISED
     elif wanted is None and platform not in BY_DEFAULT:
         why = f"on {platform} they must be asked for"
     else:

@@ -26,6 +26,7 @@ from serving.engine.parts.image_parts import check_image_files
 from serving.engine.parts.over_hosts import for_hosts
 from serving.engine.parts.pairs import Beside, check_pairs
 from serving.engine.parts.shared_backbone import check_backbone, source_of
+from serving.loading.esft_checks import check_esft
 from serving.lora_server.instance import ServerAccess, check_devices
 from serving.lora_server.tenant_side import TenantAccess
 from serving.runtime.gang import Gang
@@ -71,6 +72,7 @@ def prepare(
     if access is None or access.read_adapter is None:
         check_adapters(config, adapters)
         check_plain(config, adapters, has_server=access is not None)
+        check_esft(config, described, adapters)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )

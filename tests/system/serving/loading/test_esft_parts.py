@@ -135,5 +135,5 @@ def test_an_engine_that_cannot_start_gives_the_memory_back(base, tmp_path, monke
         build_parts(config, {"wide": tmp_path / "wide"})
     assert memory.usage().created == 0
     off = EngineConfig(str(base), max_esft_adapters=0)
-    with pytest.raises(ValueError, match="'wide': an ESFT adapter; this server has no room"):
+    with pytest.raises(ValueError, match=r"'wide' is an ESFT adapter, but max_esft_adapters is 0"):
         build_parts(off, {"wide": tmp_path / "wide"})
