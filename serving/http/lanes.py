@@ -18,6 +18,7 @@ class Lane(enum.Enum):
     LONG = "long", 1
     IMAGES = "images", 2  # decoding
     FETCH = "fetch", 4  # waiting for other servers, some seconds each
+    BODIES = "bodies", 1  # reading large ones, which keeps all other threads from running
     GRAMMAR = "grammar", 4  # waiting for the process that checks grammars
 
 

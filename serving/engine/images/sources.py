@@ -32,6 +32,19 @@ class FetchFailed(ImageError):
     """An allowed address did not give an image."""
 
 
+class LongUrl(str):
+    """The part of a data: URL before its base64, which is in `data`: it may be large."""
+
+    data: memoryview  # JSON's escapes of slashes may be in it
+
+    @classmethod
+    def of(cls, head: str, data: memoryview) -> "LongUrl":
+        """Return the URL of a head, which ends in a comma, and of the base64 behind it."""
+        url = cls(head)
+        url.data = data
+        return url
+
+
 @dataclasses.dataclass(frozen=True)
 class MediaPolicy:
     """The places that URLs of images may name: hosts, and a folder for file: URLs."""
@@ -65,26 +78,36 @@ def _of_data(url: str, policy: MediaPolicy) -> bytes:
     head = _DATA.match(url)
     if head is None:
         raise ImageError("A data: URL of an image must be like data:image/png;base64,....")
-    if (len(url) - head.end()) * 3 // 4 > policy.max_bytes:
+    data = url.data if isinstance(url, LongUrl) else url[head.end() :]
+    if len(data) * 3 // 4 > policy.max_bytes:
         raise ImageError(f"The image's file has more than {policy.max_bytes} bytes.")
     try:
-        return _decoded(url, head.end())
+        return _decoded(data)
     except (binascii.Error, ValueError):
         raise ImageError("The image's base64 is damaged.") from None
 
 
-def _decoded(url: str, start: int) -> bytes:
-    """Return the bytes of the base64 at the end of a URL; binascii.Error for damaged ones.
+def _decoded(data: str | memoryview) -> bytes:
+    """Return the bytes of base64; binascii.Error or ValueError for damaged one.
 
     Other threads run between pieces: one call for all would hold them up.
     """
-    pieces = []
-    for at in range(start, len(url), _BASE64_PIECE):
-        pieces.append(binascii.a2b_base64(url[at : at + _BASE64_PIECE], strict_mode=True))
-        is_last = at + _BASE64_PIECE >= len(url)
-        if not is_last and len(pieces[-1]) < _BASE64_PIECE // 4 * 3:
+    pieces, left = [], b""
+    for at in range(0, len(data), _BASE64_PIECE):
+        piece = data[at : at + _BASE64_PIECE]
+        text = piece.encode("ascii") if isinstance(piece, str) else _unescaped(piece)
+        text = left + text
+        is_last = at + _BASE64_PIECE >= len(data)
+        size = len(text) if is_last else len(text) // 4 * 4
+        pieces.append(binascii.a2b_base64(text[:size], strict_mode=True))
+        left = text[size:]
+        if not is_last and len(pieces[-1]) < size // 4 * 3:
             raise binascii.Error("padding before the end")
     return b"".join(pieces)
+
+
+def _unescaped(piece: memoryview) -> bytes:
+    return bytes(piece).translate(None, b"\\")
 
 
 def _of_file(url: str, policy: MediaPolicy) -> bytes:

@@ -13,9 +13,11 @@ from lora_jax.json_structure import too_many_values
 from serving.http.errors import ApiError, from_validation, json_error
 from serving.http.lanes import Lane, run_in
 from serving.http.requests.bounds import SMALL_BODY, Bounds
+from serving.http.requests.long_images import read_with_images
 from serving.http.requests.protocol import NAMES_ONLY
 
 logger = logging.getLogger(__name__)
+_LARGE = 1 << 20  # bytes of a body that the event loop does not read itself
 _SHOWN = 16  # names of ignored fields in the log
 
 
@@ -45,14 +47,26 @@ async def read_body[Body: BaseModel](request: Request, kind: type[Body]) -> Body
     raw = await _read(request, limit, settings.body_timeout_s)
     if len(raw) >= bounds.values and await run_in(Lane.SHORT, too_many_values, raw, bounds.values):
         raise ApiError(413, f"The body holds more than {bounds.values} JSON values.")
-    try:
-        body = kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise (json_error(error) or from_validation(error)) from None
+    if len(raw) < _LARGE:
+        body = _checked(kind, raw)
+    else:  # one after the other, and other requests between them
+        body = await run_in(Lane.BODIES, _checked_large, kind, raw)
     if body.model_extra and logger.isEnabledFor(logging.DEBUG):
         shown = itertools.islice(body.model_extra, _SHOWN)
         logger.debug("Ignored fields: %s", [name[:64] for name in shown])
     return body
+
+
+def _checked[Body: BaseModel](kind: type[Body], raw: bytearray) -> Body:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise (json_error(error) or from_validation(error)) from None
+
+
+def _checked_large[Body: BaseModel](kind: type[Body], raw: bytearray) -> Body:
+    body = read_with_images(kind, raw)
+    return _checked(kind, raw) if body is None else body
 
 
 async def _read(request: Request, limit: int, timeout_s: float) -> bytearray:

@@ -7,7 +7,7 @@ from typing import Any
 from serving.api.images import PreparedImage
 from serving.engine.images.decode import MAX_PIXELS, ImageError
 from serving.engine.images.front import TOO_MANY, ImageFront
-from serving.engine.images.sources import FetchFailed, MediaPolicy, read_source
+from serving.engine.images.sources import FetchFailed, LongUrl, MediaPolicy, read_source
 from serving.http.errors import ApiError
 from serving.http.interface import AbstractEngine
 from serving.http.lanes import Lane, run_in
@@ -99,11 +99,15 @@ def _is_remote(url: str) -> bool:
     return url[:6].lower().startswith(_REMOTE)
 
 
+def _length(url: str) -> int:
+    return len(url.data) if isinstance(url, LongUrl) else len(url)
+
+
 def _groups(urls: list[str]) -> Iterator[list[str]]:
     """Yield the URLs in order: small ones that follow each other together, others alone."""
     group, size = [], 0
     for url in urls:
-        length = _TOGETHER if _is_remote(url) else len(url)
+        length = _TOGETHER if _is_remote(url) else _length(url)
         if group and size + length > _TOGETHER:
             yield group
             group, size = [], 0
@@ -148,7 +152,7 @@ class _Taken:
 
     def take_known(self, urls: list[str], policy: MediaPolicy) -> bool:
         """Take the next images if they are small and were prepared before; False takes none."""
-        if sum(map(len, urls)) > _INLINE or not all(url[:5].lower() == "data:" for url in urls):
+        if sum(map(_length, urls)) > _INLINE or not all(url[:5].lower() == "data:" for url in urls):
             return False
         known = []
         for url in urls:

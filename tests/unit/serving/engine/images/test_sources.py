@@ -12,7 +12,7 @@ import pytest
 
 from serving.engine.images import sources
 from serving.engine.images.decode import ImageError
-from serving.engine.images.sources import FetchFailed, MediaPolicy, is_public, read_source
+from serving.engine.images.sources import FetchFailed, LongUrl, MediaPolicy, is_public, read_source
 
 DATA = b"\x89PNG some bytes"
 NONE = MediaPolicy()
@@ -37,6 +37,24 @@ def test_base64_of_many_pieces_is_decoded_and_padding_between_them_is_refused(mo
     for wrong in ("AAAAAAA=AAAA", "AAAAAA==AAAA", "AAAAAAAAA", "AAAAAAAA=", "AAAAAAAA AAAA"):
         with pytest.raises(ImageError, match="damaged"):
             read_source("data:image/png;base64," + wrong, NONE)
+
+
+def test_base64_that_lies_in_a_body_is_decoded_with_its_escapes(monkeypatch):
+    monkeypatch.setattr(sources, "_BASE64_PIECE", 8)
+    head = "data:image/png;base64,"
+
+    def long_url(text: bytes) -> LongUrl:
+        return LongUrl.of(head, memoryview(text))
+
+    for size in range(40):
+        data = (b"\xff\xef" * size)[:size]
+        text = base64.b64encode(data).replace(b"/", b"\\/")
+        assert read_source(long_url(text), NONE) == data
+    for damaged in (b"AAAA=AAAAAAA", b"AAA=AAAAAAAAAAAA", b"AAAAAAAAAAAAA", b"\xff" * 12):
+        with pytest.raises(ImageError, match="damaged"):
+            read_source(long_url(damaged), NONE)
+    with pytest.raises(ImageError, match="more than 5 bytes"):
+        read_source(long_url(b"A" * 8), MediaPolicy(max_bytes=5))
 
 
 @pytest.mark.parametrize(

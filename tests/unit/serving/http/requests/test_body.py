@@ -9,6 +9,8 @@ from support.doubles.fake_engine import FakeEngine
 from support.processes.http_server import client_of
 
 from serving.http.app import create_app
+from serving.http.lanes import Lane
+from serving.http.requests import body as body_module
 from serving.http.settings import HttpSettings
 
 JSON = {"Content-Type": "application/json"}
@@ -118,3 +120,18 @@ def test_broken_json_is_told_with_its_place(client):
     assert "trailing comma at line 1 column 16" in answer.json()["error"]["message"]
     answer = client.post("/v1/completions", content=b'{"prompt": "\\ud83d"}', headers=JSON)
     assert "one alone is no text" in answer.json()["error"]["message"]
+
+
+def test_large_bodies_are_read_beside_the_event_loop(client, monkeypatch: pytest.MonkeyPatch):
+    lanes, run = [], body_module.run_in
+
+    async def counted(lane, function, *args):
+        lanes.append(lane)
+        return await run(lane, function, *args)
+
+    monkeypatch.setattr(body_module, "run_in", counted)
+    monkeypatch.setattr(body_module, "_LARGE", 100)
+    for prompt, more, status in (("x", 1, 200), ("x", 100, 200), (["x", 1.5], 100, 400)):
+        answer = client.post("/v1/completions", json={"prompt": prompt, "other": "x" * more})
+        assert answer.status_code == status
+    assert lanes == [Lane.BODIES] * 2
