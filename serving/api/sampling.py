@@ -22,6 +22,7 @@ MAX_LOGPROBS = 20
 MAX_INT32 = 2**31 - 1
 GREEDY_TEMPERATURE = 1e-5  # below it the most likely token is taken
 MIN_TEMPERATURE = 1e-2  # smaller ones overflow float32; vLLM raises them to this, and so do we
+MIN_TOP_P = 2.0**-126  # smaller ones are 0 on the device, where not even the likeliest token stays
 
 
 def _shown(value: object) -> str:
@@ -196,7 +197,7 @@ class Sampling:
         self._set(
             temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
             top_k=max(0, _check_int("top_k", self.top_k, -1, MAX_INT32)),
-            top_p=_check_float("top_p", self.top_p, 0.0, 1.0, above_low=True),
+            top_p=max(MIN_TOP_P, _check_float("top_p", self.top_p, 0.0, 1.0, above_low=True)),
             min_p=_check_float("min_p", self.min_p, 0.0, 1.0),
             repetition_penalty=_check_float(
                 "repetition_penalty", self.repetition_penalty, 0.01, 100.0

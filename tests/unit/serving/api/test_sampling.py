@@ -1,5 +1,6 @@
 import math
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -131,6 +132,13 @@ def test_values_are_normalised():
     assert sampling.stop == ("end",)
     assert sampling.stop_token_ids == (3, 4)
     assert sampling.logit_bias == {5: 1.0}
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-40, 1e-3, 1.0])
+def test_the_device_has_no_top_p_of_zero_that_keeps_no_token(top_p):
+    smallest_normal = np.finfo(np.float32).tiny  # devices take smaller ones for 0
+    kept = np.float32(Sampling(top_p=top_p).top_p)
+    assert kept == max(np.float32(top_p), smallest_normal)
 
 
 @pytest.mark.parametrize(
