@@ -6,6 +6,7 @@ It listens nowhere: its only connection is the socket that it was born with, who
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import importlib
 import logging
@@ -16,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from lora_jax import own_files
-from lora_jax.memory.arena import ImportedArena, parse_manifest
+from lora_jax.memory.arena import ImportedArena, Manifest, parse_manifest
 from lora_jax.memory.platforms import for_platform
 from lora_jax.memory.wire import close_all, receive_fds, receive_header, send_header
 from lora_jax.ops import dispatch
@@ -49,6 +51,16 @@ _SET_DUMPABLE, _NO_NEW_PRIVS = 4, 38  # of prctl
 CALLS = "serving.functions.calls"  # with the engine
 HTTP = "serving.functions.http_side"  # half a second of imports, for functions with routes alone
 TENANT = "serving.functions.tenant_process"
+# Errors of a start that the agent is told; others are faults, and end the process.
+_REFUSALS = (
+    NotKept,
+    jax.errors.JaxRuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    OSError,
+    NotImplementedError,
+)
 
 
 def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
@@ -65,6 +77,11 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
     if order.get("guard"):
         guard_process.run(connection, order)
         return
+    _live(connection, order, on_end)
+
+
+def _live(connection, order: dict[str, Any], on_end: Callable[[], Any]) -> None:
+    """Start the engine of a function and answer its calls; a start that fails tells the reason."""
     late = LateImports([*_imports_of(order), CALLS, *([HTTP] if order.get("http") else [])])
     manifest = parse_manifest(order["manifest"])
     fds = receive_fds(connection, len(manifest.blocks))
@@ -73,60 +90,77 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
     sys.setswitchinterval(SWITCH_S)
     gc.disable()  # a start makes little garbage
     try:
-        name, folder = order["name"], order["adapter"]
-        adapters = {} if folder is None else {name: folder}
-        # Programs are kept by these sizes: a process without the adapter can make them.
-        sizes = needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters)
-        memory = for_platform(order["device"])
-        share, makes = share_of(order, sizes, memory), _makes_programs(order)
-        if share is not None and not makes:
-            share.take()  # before jax takes the device
-        if (kept := step_files()) is not None:
-            kept_steps.read_ahead(kept[0], order.get("steps", []))
-        arena = ImportedArena(memory, manifest, fds)
-        attached = time.monotonic()
-        jax.devices()  # XLA's client, outside of Python's lock
-        calls = late.get(CALLS)
-        tenants = order.get("tenants") and calls.TenantAccess(**order["tenants"])
-        shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
-        engine = calls.Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
-        if share is not None and makes:
-            share.keep()
-        side = order.get("http") and calls.http_side(engine, order["http"], late.get(HTTP))
-    except NotKept as error:
-        send_header(connection, _lacks(order, sizes, str(error)))
-        return
-    except jax.errors.JaxRuntimeError as error:
-        bounded = _bound_is_too_small(error)
-        if bounded or _may_lack_programs(order, str(error)):
-            lacks = _lacks(order, sizes, f"{type(error).__name__}: {error}")
-            send_header(connection, lacks | ({"lacks_memory": True} if bounded else {}))
-            return
-        text = f"Function {order['name']!r} cannot start: {type(error).__name__}: {error}"
-        send_header(connection, {"error": text, "retryable": True})
-        return
-    except (ValueError, KeyError, TypeError, OSError, NotImplementedError) as error:
-        if _bound_is_too_small(error):  # the engine says so of a step as a ValueError
-            send_header(connection, _lacks(order, sizes, str(error)) | {"lacks_memory": True})
-            return
-        send_header(connection, {"error": f"Function {order['name']!r} cannot start: {error}"})
+        built = _build(order, late, manifest, fds, turns, sizes)
+    except _REFUSALS as error:
+        send_header(connection, _refusal(order, sizes, error))
         return
     finally:
         gc.freeze()  # what a start leaves stays: no later look passes through it
         gc.enable()
         close_all(fds)
+    tenants = built.tenants
     about = {
-        "attach_s": attached - start,
+        "attach_s": built.attached - start,
         "start_s": time.monotonic() - start,
         "private_bytes": private_bytes(),
         "steps": kept_steps.used,
-        "max_model_len": engine.model_info.max_model_len,
-        "tenants": tenants and tenants.sizes(engine.config),
+        "max_model_len": built.engine.model_info.max_model_len,
+        "tenants": tenants and tenants.sizes(built.engine.config),
     }
     send_header(connection, {"ready": True, **about})
-    with engine:
-        adapter = name if adapters else None
-        served = calls.Calls(connection, engine, arena, adapter, side, tenants and tenants.side)
+    _answer(connection, order, late.get(CALLS), built, on_end)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Built:
+    """What a start has built, by modules that are imported late."""
+
+    engine: Any
+    arena: ImportedArena
+    side: Any  # HTTP; None: without routes
+    tenants: Any  # TenantAccess; None: the adapter is in this process
+    attached: float  # when the backbone was mapped, of time.monotonic
+
+
+def _build(
+    order: dict[str, Any],
+    late: LateImports,
+    manifest: Manifest,
+    fds: list[int],
+    turns: TurnSide | None,
+    sizes: dict[str, int],
+) -> _Built:
+    """Return the engine over the backbone; `sizes` gets those that its programs are kept by."""
+    adapters = _adapters_of(order)
+    # Programs are kept by these sizes: a process without the adapter can make them.
+    sizes.update(needed_sizes(EngineConfig(order["model"], **order["fields"]), adapters))
+    memory = for_platform(order["device"])
+    share, makes = share_of(order, sizes, memory), _makes_programs(order)
+    if share is not None and not makes:
+        share.take()  # before jax takes the device
+    if (kept := step_files()) is not None:
+        kept_steps.read_ahead(kept[0], order.get("steps", []))
+    arena = ImportedArena(memory, manifest, fds)
+    attached = time.monotonic()
+    jax.devices()  # XLA's client, outside of Python's lock
+    calls = late.get(CALLS)
+    tenants = order.get("tenants") and calls.TenantAccess(**order["tenants"])
+    shared = {"backbone": arena, "turns": turns, "lora_server": tenants}
+    engine = calls.Engine(order["model"], adapters, **shared, **order["fields"] | sizes)
+    if share is not None and makes:
+        share.keep()
+    side = order.get("http") and calls.http_side(engine, order["http"], late.get(HTTP))
+    return _Built(engine, arena, side, tenants, attached)
+
+
+def _answer(
+    connection, order: dict[str, Any], calls: ModuleType, built: _Built, on_end: Callable[[], Any]
+) -> None:
+    """Answer calls until the agent has gone."""
+    with built.engine as engine:
+        adapter, tenants = order["name"] if _adapters_of(order) else None, built.tenants
+        side = tenants and tenants.side
+        served = calls.Calls(connection, engine, built.arena, adapter, built.side, side)
         threading.Thread(target=served.end_with_engine, name="end", daemon=True).start()
         again = threading.Timer(_GROWN_S, served.say_memory)
         again.daemon = True
@@ -134,6 +168,24 @@ def main(connection, on_end: Callable[[], Any] = lambda: None) -> None:
         served.answer()
         again.cancel()
         on_end()
+
+
+def _adapters_of(order: dict[str, Any]) -> dict[str, str]:
+    return {} if order["adapter"] is None else {order["name"]: order["adapter"]}
+
+
+def _refusal(order: dict[str, Any], sizes: dict[str, int], error: Exception) -> dict[str, Any]:
+    """Return what the agent is told of a start that ended with an error of _REFUSALS."""
+    if isinstance(error, NotKept):
+        return _lacks(order, sizes, str(error))
+    of_device = isinstance(error, jax.errors.JaxRuntimeError)
+    text = f"{type(error).__name__}: {error}" if of_device else str(error)
+    if _bound_is_too_small(error):  # the engine says so of a step as a ValueError
+        return _lacks(order, sizes, text) | {"lacks_memory": True}
+    if of_device and _may_lack_programs(order, str(error)):
+        return _lacks(order, sizes, text)
+    told = {"error": f"Function {order['name']!r} cannot start: {text}"}
+    return told | ({"retryable": True} if of_device else {})
 
 
 def _imports_of(order: dict[str, Any]) -> list[str]:
