@@ -18,25 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from lora_jax.adapters.formats import esft_format
-from lora_jax.memory.wire import send_fds, send_header
 from serving.api.config import EngineConfig
 from serving.api.functions_config import check_names, check_options
 from serving.functions import jail
 from serving.functions.guard import Guard
 from serving.functions.handle import Function
-from serving.functions.processes import Ends, Zygote, expect
+from serving.functions.launcher import Launcher, LaunchSettings
+from serving.functions.processes import Ends, Zygote
 from serving.functions.program_maker import ProgramMaker
 from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
 from serving.functions.turn_keeper import TurnKeeper
-from serving.runtime.program_files import step_keys
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks for functions that nobody calls
-_START_S = 600.0  # to build an engine, on a slow machine
 # Sizes of one function, where nothing else is asked for.
 FIELDS: dict[str, Any] = {
     "max_loras": 1,
@@ -103,39 +101,44 @@ class Agent:
         dtype = None if dtype == "auto" else dtype
         self._fields: dict[str, Any] = FIELDS | fields | ({} if dtype is None else {"dtype": dtype})
         EngineConfig(self.model, **self._fields)  # raises ValueError, before anything is loaded
-        self._guard: Guard | None = None
-        self._tenants: Tenants | None = None
-        self._tenant_sizes: dict[str, Any] | None = None
+        most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
         if isolation != "process":
-            most = DEFAULTS["max_tenants"] if max_tenants is None else max_tenants
-            apart = isolation == "server"
-            self._tenant_sizes = DEFAULTS | {"max_tenants": most} if apart else None
             self._fields = {**self._fields, "max_loras": most}
-            self._tenants = Tenants(self._launch, apart=apart)
-        self._isolation = isolation
-        self._http, self._room = http, Room(memory_bytes)
-        self.turns: TurnKeeper | None = None
-        self._slo_s = ttft_slo_s
+        self._room = Room(memory_bytes)
         self._functions: dict[str, Function] = {}
         self._folders: dict[str, str | None] = {}  # of the functions' adapters
         self._naming = threading.Lock()
-        self._ends = Ends()
-        self._maker = ProgramMaker(self._launch, self._end)
-        self._steps: list[str] = []  # that the last process asked for, for the next one to read
-        self._zygote = Zygote()
-        self._closing = threading.Event()
+        self._ends, self._closing = Ends(), threading.Event()
+        self._guard: Guard | None = None
+        self._tenants: Tenants | None = None
         self._published: Published | None = None
+        self.turns: TurnKeeper | None = None
+        self._zygote = Zygote()
+        settings = LaunchSettings(
+            model=self.model,
+            fields=self._fields,
+            isolation=isolation,
+            tenant_sizes=DEFAULTS | {"max_tenants": most} if isolation == "server" else None,
+            http=http,
+            slo_s=ttft_slo_s,
+            memory_bytes=self._room.limit,
+        )
         try:
             self._published = Published(self.model, dtype)
             on_device = self._published.device != "cpu"
             if isolation == "server" and on_device:
                 place = self._published.device
                 raise ValueError(f"isolation 'server' runs on CPUs, not on {place}: use 'process'.")
-            if self._tenants is None and (ttft_slo_s is not None or on_device):
+            if isolation == "process" and (ttft_slo_s is not None or on_device):
                 self.turns = TurnKeeper()
+            parts = self._zygote, self._published, self.turns, self._ends
+            launch = Launcher(settings, *parts).launch
+            self._maker = ProgramMaker(launch, self._end)
+            if isolation != "process":
+                self._tenants = Tenants(launch, apart=isolation == "server")
             self._zygote.expect_ready()
             if verify_s is not None:
-                self._guard = Guard(self._launch, verify_s, self._fail_over)
+                self._guard = Guard(launch, verify_s, self._fail_over)
         except BaseException:
             self._zygote.kill()
             self.close()
@@ -289,67 +292,6 @@ class Agent:
         """Close a process' connection; return when its memory is free."""
         connection.close()
         self._ends.wait([connection])
-
-    def _launch(
-        self,
-        order: dict[str, Any],
-        *,
-        backbone: bool = True,
-        programs: dict[str, bool] | None = None,
-    ) -> tuple[socket.socket, int, dict[str, Any]]:
-        """Fork a process for an order; return its socket, its pid and what it says when ready.
-
-        Without `backbone` it is one of an adapter alone. `programs` says what it may do with those
-        of functions. Raises ValueError with its reason, ConnectionError where it ends.
-        """
-        tenants = self._tenant_sizes is not None
-        facts = {"device": self._backbone.device, "tenants": tenants}
-        facts |= {"model": self.model, "dtype": self._fields.get("dtype")}
-        asked = time.monotonic()
-        ours, pid = self._zygote.fork(facts)
-        fork_s = time.monotonic() - asked
-        self._ends.note(ours, pid)
-        try:
-            # Tenants and guards answer no HTTP: its settings name files of keys.
-            makes = backbone and not order.get("guard")
-            http = self._http if makes else None
-            order = {"model": self.model, "fields": self._fields, "http": http} | order
-            order["programs"] = self._programs(programs or ({} if makes else {"writes": False}))
-            isolation, device = self._isolation, self._backbone.device
-            order["device"] = device
-            order["jail"] = jail.limits(order, isolation, device, self._room.limit)
-            order["steps"] = self._steps
-            takes_turns = self.turns is not None and makes
-            order["turns"] = {"slo_s": self._slo_s} if takes_turns else None
-            if backbone:
-                self._backbone.send(ours, order | {"tenants": self._tenant_sizes})
-            else:
-                send_header(ours, order)
-            if order["turns"] is not None and self.turns is not None:
-                with self.turns.open(order["name"]) as end:
-                    send_fds(ours, [end.fileno()])
-            ours.settimeout(_START_S)
-            try:
-                ready = expect(ours, "ready")
-            except ConnectionError as error:
-                raise ConnectionError(f"{error}{jail.bound_of(order['jail'])}") from error
-            ours.settimeout(None)
-            if makes:
-                self._steps = step_keys(ready.get("steps")) or self._steps
-        except BaseException:
-            ours.close()
-            raise
-        return ours, pid, ready | {"fork_s": fork_s}
-
-    def _programs(self, given: dict[str, bool]) -> dict[str, Any] | None:
-        """Return how a process keeps programs. None: as a server of this user does.
-
-        The engine of isolation "server" has a folder of its own, which nothing else reads.
-        """
-        if self._isolation == "none":
-            return None
-        kind = "functions" if self._isolation == "process" else "engines"
-        return {"kind": kind, "writes": True, **given}
 
 
 def _keep(agent: "weakref.ref[Agent]", closing: threading.Event, keep_alive_s: float) -> None:

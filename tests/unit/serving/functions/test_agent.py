@@ -1,6 +1,5 @@
 """An agent of its parts alone: starts, names, failover, shared backbones, idle functions."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lora_jax.memory.wire import receive_header, send_header
-from serving.functions import Agent, jail
+from serving.functions import Agent
 from serving.functions import agent as agent_module
 from serving.functions.agent import _keep
 from serving.functions.handle import FunctionRefused
@@ -255,100 +253,6 @@ def test_the_backbone_is_hashed_when_a_process_has_ended_and_not_at_a_first_star
         assert len(looks) == function.starts
 
 
-def test_only_digests_from_processes_with_an_engine_name_the_steps_of_the_next_one():
-    """The next one unpickles the files of these names."""
-    said, ends, orders = [], [], []
-
-    def fork(facts):
-        ours, theirs = socket.socketpair()
-        ends.append(theirs)
-        send_header(theirs, {"ready": True, "steps": said[-1]})
-        return ours, os.getpid()
-
-    send = lambda connection, order: orders.append(order["steps"])  # noqa: E731
-    parts = {"_published": SimpleNamespace(device="cpu", send=send), "_room": Room(None)}
-    parts |= {"_zygote": SimpleNamespace(fork=fork), "turns": None, "_tenant_sizes": None}
-    parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
-    agent, (first, guards, tenants, last) = bare(**parts, _steps=[]), (c * 64 for c in "abcd")
-    for steps, kind, backbone in (
-        ([first, "../budgets/planted", "/tmp/planted", 5, [[]]], {}, True),
-        (5, {}, True),
-        ([[]], {}, True),
-        ([guards], {"guard": True}, True),
-        ([tenants], {"tenant": True}, False),
-        ([last], {}, True),
-    ):
-        said.append(steps)
-        agent._launch({"name": "f", "adapter": None, **kind}, backbone=backbone)[0].close()
-    assert orders == [[], [first], [first], [first], [first]]
-    assert agent._steps == [last]
-    for end in ends:
-        end.close()
-
-
-class Turns:
-    """Turns of which a process is given one end."""
-
-    def __init__(self):
-        self.opened: list[str] = []
-
-    def open(self, name):
-        self.opened.append(name)
-        return socket.socket()
-
-
-def launched(agent: Agent, order, **given) -> dict:
-    """Return the order that a process gets, from the socket or, with descriptors, from `send`."""
-    asked = []
-
-    def fork(facts):
-        ours, theirs = socket.socketpair()
-        asked.append(theirs)
-        send_header(theirs, {"ready": True})
-        return ours, os.getpid()
-
-    send = lambda connection, order: asked.append(order)  # noqa: E731
-    parts = {"_published": SimpleNamespace(device="cpu", send=send)}
-    parts |= {"_zygote": SimpleNamespace(fork=fork), "_steps": [], "_room": Room(7)}
-    vars(agent).update(parts)
-    agent._launch({"name": "f", "adapter": None} | order, **given)[0].close()
-    with asked[0]:
-        return asked[1] if len(asked) > 1 else receive_header(asked[0])
-
-
-PROCESS, READS = {"kind": "functions", "writes": True}, {"writes": False, "demands": True}
-
-
-@pytest.mark.parametrize(
-    ("isolation", "order", "given", "programs", "is_function"),
-    [
-        ("process", {}, {"programs": READS}, PROCESS | READS, True),
-        ("process", {"http": None}, {"programs": {"writes": True}}, PROCESS, True),
-        ("process", {"guard": True}, {}, PROCESS | {"writes": False}, False),
-        ("server", {}, {}, {"kind": "engines", "writes": True}, True),
-        ("server", {"tenant": True}, {"backbone": False}, {"kind": "engines", "writes": False}, 0),
-        ("none", {}, {}, None, True),
-    ],
-    ids=["function", "maker of programs", "guard", "engine", "tenant", "none"],
-)
-def test_a_process_is_told_what_it_needs_and_no_more(
-    isolation, order, given, programs, is_function
-):
-    """Guards and tenants answer no HTTP, take no turns and write no programs."""
-    http, turns = {"settings": {}, "budgets_folder": "b"}, Turns()
-    agent = bare(_fields={}, _http=http, _isolation=isolation, model="m", _slo_s=0.5, turns=turns)
-    vars(agent)["_tenant_sizes"] = {"max_tenants": 3} if isolation == "server" else None
-    said = launched(agent, order, **given)
-    assert said["programs"] == programs
-    assert said["http"] == (order.get("http", http) if is_function else None)
-    assert said["turns"] == ({"slo_s": 0.5} if is_function else None)
-    assert turns.opened == (["f"] if is_function else [])
-    makes = isolation == "process" and programs["writes"]
-    bounds = {"memory_bytes": None if makes else 7, "gpus": False}
-    assert said["jail"] == (None if isolation == "none" else bounds)
-    assert said.get("tenants") == (agent._tenant_sizes if given.get("backbone", True) else None)
-
-
 def test_a_function_starts_in_room_that_is_made_for_it_and_says_what_it_has_come_to_hold():
     noted, about = [], {"private_bytes": 5, "start_s": 1.0}
     ours, theirs = socket.socketpair()
@@ -394,51 +298,6 @@ agent._agents.add(left)
 def test_an_agent_that_nobody_closed_is_closed_with_its_program():
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60)
     assert done.stdout == "closed\n", done.stderr
-
-
-def test_a_process_that_ends_before_it_is_ready_is_told_with_its_bound():
-    def fork(facts):
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        return ours, os.getpid()
-
-    parts = {"_published": SimpleNamespace(device="cpu", send=lambda *_: None)}
-    parts |= {"_zygote": SimpleNamespace(fork=fork), "turns": None, "_tenant_sizes": None}
-    parts |= {"model": "m", "_fields": {}, "_http": None, "_isolation": "process", "_slo_s": None}
-    for limit, words in ((64 << 20, r"It may hold 64 MiB .*: if that is too little"), (None, "$")):
-        agent = bare(**parts, _steps=[], _room=Room(limit))
-        with pytest.raises(ConnectionError, match=rf"ended before it was ready: .*\. ?{words}"):
-            agent._launch({"name": "f", "adapter": None}, programs={"writes": False})
-
-
-@pytest.mark.parametrize(
-    ("device", "asked", "isolation", "order", "limits"),
-    [
-        ("cpu", "", "process", {"programs": {"writes": False}}, {"memory_bytes": 7, "gpus": False}),
-        (  # compilers need more than a function
-            "cpu",
-            "",
-            "process",
-            {"programs": {"writes": True}},
-            {"memory_bytes": None, "gpus": False},
-        ),
-        ("cpu", "", "server", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
-        ("cpu", "", "none", {"programs": None}, None),
-        ("gpu", "0", "process", {"programs": {"writes": False}}, None),
-        (
-            "gpu",
-            "",
-            "process",
-            {"programs": {"writes": False}},
-            {"memory_bytes": None, "gpus": True},
-        ),
-        ("gpu", "", "process", {"programs": {"writes": True}}, None),  # XLA's assembler starts
-        ("gpu", "", "process", {"programs": {"writes": False}, "guard": {"every_s": 1}}, None),
-    ],
-)
-def test_which_processes_are_in_a_jail(device, asked, isolation, order, limits, monkeypatch):
-    monkeypatch.setenv(jail.GPU_JAIL, asked)
-    assert jail.limits(order, isolation, device, 7) == limits
 
 
 class Watched:

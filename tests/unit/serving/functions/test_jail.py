@@ -348,3 +348,33 @@ def test_limits_and_steps_that_fail_are_named_and_the_process_runs_without_them(
     assert failed[:3] == [f"limit {kind}: not allowed to raise maximum limit" for kind in limits]
     assert failed[3].startswith("Landlock (files, signals): ")
     assert failed[4].startswith("seccomp (sockets, other processes): numbers of system calls")
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "isolation", "order", "limits"),
+    [
+        ("cpu", "", "process", {"programs": {"writes": False}}, {"memory_bytes": 7, "gpus": False}),
+        (  # compilers need more than a function
+            "cpu",
+            "",
+            "process",
+            {"programs": {"writes": True}},
+            {"memory_bytes": None, "gpus": False},
+        ),
+        ("cpu", "", "server", {"programs": {"writes": True}}, {"memory_bytes": 7, "gpus": False}),
+        ("cpu", "", "none", {"programs": None}, None),
+        ("gpu", "0", "process", {"programs": {"writes": False}}, None),
+        (
+            "gpu",
+            "",
+            "process",
+            {"programs": {"writes": False}},
+            {"memory_bytes": None, "gpus": True},
+        ),
+        ("gpu", "", "process", {"programs": {"writes": True}}, None),  # XLA's assembler starts
+        ("gpu", "", "process", {"programs": {"writes": False}, "guard": {"every_s": 1}}, None),
+    ],
+)
+def test_which_processes_are_in_a_jail(device, asked, isolation, order, limits, monkeypatch):
+    monkeypatch.setenv(jail.GPU_JAIL, asked)
+    assert jail.limits(order, isolation, device, 7) == limits
