@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,11 @@ def policy(text: str) -> str:
     if text == "priority":
         raise argparse.ArgumentTypeError("requests have no priorities here; use fcfs or sjf")
     return text
+
+
+def named_parser(others: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a converter of another server's names of parsers; a name of ours stays."""
+    return lambda text: others.get(text, text)
 
 
 def lora_module(text: str) -> LoraModuleFlag:

@@ -20,11 +20,13 @@ from serving.cli.flag_values import (
     json_object,
     kv_cache_dtype,
     length_or_auto,
+    named_parser,
     policy,
     port,
     whole_number,
 )
 from serving.cli.foreign_flags import add_foreign_flags
+from serving.cli.peer_reasons import REASONING_NAMES, TOOL_PARSERS
 from serving.http.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 _TYPES: dict[str, Callable[[str], Any]] = {  # of fields that take more words than their type
@@ -66,7 +68,6 @@ def build_parser() -> ParserWithSource:
     parser.add_argument(
         "--model", metavar="DIR", help="Folder of the base model, in place of MODEL."
     )
-    parser.add_argument("--model-path", dest="model", help=argparse.SUPPRESS)
     text = "YAML file of flags, named without leading dashes. Default: none."
     parser.add_argument("--config", metavar="FILE", help=text)
     text = (
@@ -172,12 +173,14 @@ def _add_http_flags(group) -> None:
     text = 'Allow tool_choice "auto": the model decides about tool calls. Default: off.'
     group.add_argument("--enable-auto-tool-choice", action=pair, help=text)
     text = "Format of the model's tool calls. hermes: Qwen's too. Default: none."
-    group.add_argument("--tool-call-parser", choices=TOOL_CALL_PARSERS, help=text)
+    named = named_parser(TOOL_PARSERS)
+    group.add_argument("--tool-call-parser", type=named, choices=TOOL_CALL_PARSERS, help=text)
     text = (
         "Format of the model's thoughts, which answers then have as reasoning. "
         "Default: none, reasoning stays in content."
     )
-    group.add_argument("--reasoning-parser", choices=REASONING_PARSERS, help=text)
+    named = named_parser(REASONING_NAMES)
+    group.add_argument("--reasoning-parser", type=named, choices=REASONING_PARSERS, help=text)
     group.add_argument(
         "--default-chat-template-kwargs",
         type=json_object,
@@ -277,8 +280,7 @@ def _add_adapter_flags(group) -> None:
         "Default: none."
     )
     group.add_argument("--state-dir", metavar="FOLDER", help=text)
-    hidden, number = argparse.SUPPRESS, beside_base  # SGLang's names
-    group.add_argument("--lora-paths", dest="lora_modules", action="extend", nargs="+", help=hidden)
+    hidden, number = argparse.SUPPRESS, beside_base  # SGLang's name
     group.add_argument("--max-loras-per-batch", dest="max_loras", type=number, help=hidden)
 
 
@@ -297,9 +299,6 @@ def _add_engine_flags(adapters, group, images) -> None:
         "Default: no check."
     )
     group.add_argument("--quantization", metavar="FORMAT", help=text)
-    hidden, number = argparse.SUPPRESS, whole_number  # SGLang's names
-    group.add_argument("--context-length", dest="max_model_len", type=number, help=hidden)
-    group.add_argument("--max-running-requests", dest="max_num_seqs", type=number, help=hidden)
 
 
 def _add_cluster_flags(group) -> None:

@@ -1,9 +1,10 @@
-"""Flags of vLLM and SGLang that this server does not have. No jax.
+"""Flags of vLLM, SGLang and LoRAX that this server does not have. No jax.
 
 A command line for these servers means the same here, or is rejected with the reason.
 """
 
 import argparse
+import copy
 import dataclasses
 import functools
 import json
@@ -19,6 +20,7 @@ from serving.cli.foreign_reasons import (
     OLDER_SWITCHES,
     REFUSED,
 )
+from serving.cli.peer_reasons import PEER_ALWAYS_SO, PEER_REFUSED, PEER_SPELLINGS, PEER_SWITCHES
 
 FACTS = Path(__file__).parent / "vllm_flags.json"
 _NOTHING = ("", "{}", "[]", "null", "none")  # values that ask for nothing
@@ -84,10 +86,11 @@ def verdict(fact: Fact) -> Verdict | None:
 def _tables() -> tuple[dict[str, tuple[tuple[str, ...], str]], dict[str, str]]:
     """Return what is always so (form: values and reason) and what is refused (form: reason)."""
     always = {}
-    for key, reason in (ALWAYS_SO | OLDER_ALWAYS_SO).items():
+    for key, reason in (ALWAYS_SO | OLDER_ALWAYS_SO | PEER_ALWAYS_SO).items():
         form, *values = key.split()
         always[form] = tuple(values), reason
-    return always, _by_form(REFUSED) | _by_form(OLDER_REFUSED)
+    refused = _by_form(REFUSED) | _by_form(OLDER_REFUSED) | _by_form(PEER_REFUSED)
+    return always, refused
 
 
 def _by_form(reasons: dict[str, str]) -> dict[str, str]:
@@ -107,9 +110,10 @@ def _harmless(fact: Fact, form: str) -> tuple[str, ...]:
 
 
 def _older_facts() -> list[Fact]:
-    """Return the flags that only older releases and SGLang have."""
-    rows = [_older(*key.split()) for key in OLDER_ALWAYS_SO]
-    refused, switches = _by_form(OLDER_REFUSED), OLDER_SWITCHES.split()
+    """Return the flags that only older releases, SGLang and LoRAX have."""
+    rows = [_older(*key.split()) for key in (*OLDER_ALWAYS_SO, *PEER_ALWAYS_SO)]
+    refused = _by_form(OLDER_REFUSED) | _by_form(PEER_REFUSED)
+    switches = (*OLDER_SWITCHES.split(), *PEER_SWITCHES.split())
     return rows + [Fact(form, "switch" if form in switches else "list") for form in refused]
 
 
@@ -174,6 +178,11 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             _add_spellings(parser, action, fact)
         elif (answer := verdict(fact)) is not None:
             _add_foreign_flag(group, fact, answer)
+    actions = parser._option_string_actions
+    for flag, forms in PEER_SPELLINGS.items():
+        for form in forms:  # a flag of its own: an error names it
+            actions[form] = copy.copy(actions[flag])
+            actions[form].option_strings = [form]
 
 
 def _add_foreign_flag(group: Any, fact: Fact, answer: Verdict) -> None:
