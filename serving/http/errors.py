@@ -85,7 +85,8 @@ def _last_part(path: re.Match[str]) -> str:
 
 def unknown_model(name: str, param: str = "model") -> ApiError:
     """The one answer to a model name that does not exist or that the caller may not see."""
-    return ApiError(404, f"The model `{name[:256]}` does not exist.", param=param)
+    why = f"The model `{name[:256]}` does not exist. GET /v1/models lists the models."
+    return ApiError(404, why, param=param)
 
 
 def from_exception(error: Exception) -> ApiError:

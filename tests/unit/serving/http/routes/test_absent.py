@@ -14,6 +14,12 @@ from serving.http.routes.absent import _INSTEAD, Absent
     [
         ("POST", "/v1/embeddings", "POST /classify"),
         ("POST", "/invocations", "POST /v1/chat/completions"),
+        ("POST", "/generate", "ADAPTER.* to POST /v1/completions"),
+        ("POST", "/generate_stream", '"stream": true'),
+        ("POST", "/", "POST /v1/completions"),
+        ("GET", "/health_generate", "GET /health "),
+        ("GET", "/get_model_info", "GET /v1/models"),
+        ("POST", "/load_lora_adapter_from_tensors", "below --lora-dir"),
         ("GET", "/is_sleeping", "stop the process"),
         ("GET", "/v1/responses/resp_1", "no response is kept"),
         ("POST", "/v1/chat/completion", "the nearest is /v1/chat/completions"),

@@ -32,7 +32,7 @@ def test_one_card_by_id(client):
     assert answer.status_code == 404
     assert answer.json() == {
         "error": {
-            "message": "The model `no/such` does not exist.",
+            "message": "The model `no/such` does not exist. GET /v1/models lists the models.",
             "type": "NotFoundError",
             "param": "model",
             "code": 404,
