@@ -36,8 +36,8 @@ def tables(traces: Path, times: Times) -> dict[str, list[dict[str, Any]]]:
     return rows | sweeps(traces, times)
 
 
-def main() -> None:
-    """Run what was asked for, write a JSON file and print its rows."""
+def options() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
     parser = argparse.ArgumentParser(prog="python -m bench.functions", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -89,6 +89,11 @@ def main() -> None:
         "--limit-s", type=float, default=20.0, help="time limit of one best plan, in seconds"
     )
     parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def checked(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the options that were given; exits with a message where they do not fit together."""
     given = parser.parse_args()
     named = given.measure, given.isolation, given.pages, given.device
     if given.policies + given.simulate + sum(one is not None for one in named) != 1:
@@ -105,24 +110,33 @@ def main() -> None:
                 f"--simulate reads {', '.join(missing)} in the folder --traces; bench/README.md "
                 "says what these files are."
             )
+    return given
+
+
+def measured_of(given: argparse.Namespace) -> tuple[str, Any]:
+    """Return the kind of the results, which is their key, and the results."""
+    if given.policies:
+        return "policies", policies.measure(given.instances, given.limit_s)
+    if given.measure:
+        sizes = given.counts, given.seconds, given.slice_s
+        return "measured", measured.measure(given.measure, given.adapter, *sizes)
+    if given.isolation:
+        sizes = given.tenants, given.seconds, given.rounds, given.levels
+        return "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
+    if given.pages:
+        return "pages", device_pages.measure(given.pages, [given.importers])
+    if given.device:
+        sizes = given.counts, given.seconds, given.parts
+        return "device", device_functions.measure(given.device, *sizes)
+    return "simulated", tables(given.traces, read_times(given.times))
+
+
+def main() -> None:
+    """Run what was asked for, write a JSON file and print its rows."""
+    given = checked(options())
     start = time.monotonic()
     about = record.about(record.gpu() if given.pages or given.device else None)
-    if given.policies:
-        kind, result = "policies", policies.measure(given.instances, given.limit_s)
-    elif given.measure:
-        kind = "measured"
-        sizes = given.counts, given.seconds, given.slice_s
-        result = measured.measure(given.measure, given.adapter, *sizes)
-    elif given.isolation:
-        sizes = given.tenants, given.seconds, given.rounds, given.levels
-        kind, result = "isolation", isolation.measure(given.isolation, given.adapter, *sizes)
-    elif given.pages:
-        kind, result = "pages", device_pages.measure(given.pages, [given.importers])
-    elif given.device:
-        sizes = given.counts, given.seconds, given.parts
-        kind, result = "device", device_functions.measure(given.device, *sizes)
-    else:
-        kind, result = "simulated", tables(given.traces, read_times(given.times))
+    kind, result = measured_of(given)
     if kind == "device":  # the key of the results
         about["gpu"] = about["device"]
     record.write(given.out / f"functions_{kind}.json", about | {kind: result})

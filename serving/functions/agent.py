@@ -124,21 +124,7 @@ class Agent:
             memory_bytes=self._room.limit,
         )
         try:
-            self._published = Published(self.model, dtype)
-            on_device = self._published.device != "cpu"
-            if isolation == "server" and on_device:
-                place = self._published.device
-                raise ValueError(f"isolation 'server' runs on CPUs, not on {place}: use 'process'.")
-            if isolation == "process" and (ttft_slo_s is not None or on_device):
-                self.turns = TurnKeeper()
-            parts = self._zygote, self._published, self.turns, self._ends
-            launch = Launcher(settings, *parts).launch
-            self._maker = ProgramMaker(launch, self._end)
-            if isolation != "process":
-                self._tenants = Tenants(launch, apart=isolation == "server")
-            self._zygote.expect_ready()
-            if verify_s is not None:
-                self._guard = Guard(launch, verify_s, self._fail_over)
+            self._load(settings, dtype, verify_s)
         except BaseException:
             self._zygote.kill()
             self.close()
@@ -147,6 +133,24 @@ class Agent:
         if keep_alive_s is not None:
             args = weakref.ref(self), self._closing, keep_alive_s
             threading.Thread(target=_keep, args=args, name="keep-alive", daemon=True).start()
+
+    def _load(self, settings: LaunchSettings, dtype: str | None, verify_s: float | None) -> None:
+        """Load the backbone beside the zygote's start, and make what starts processes over both."""
+        self._published = Published(self.model, dtype)
+        on_device, isolation = self._published.device != "cpu", settings.isolation
+        if isolation == "server" and on_device:
+            place = self._published.device
+            raise ValueError(f"isolation 'server' runs on CPUs, not on {place}: use 'process'.")
+        if isolation == "process" and (settings.slo_s is not None or on_device):
+            self.turns = TurnKeeper()
+        parts = self._zygote, self._published, self.turns, self._ends
+        launch = Launcher(settings, *parts).launch
+        self._maker = ProgramMaker(launch, self._end)
+        if isolation != "process":
+            self._tenants = Tenants(launch, apart=isolation == "server")
+        self._zygote.expect_ready()
+        if verify_s is not None:
+            self._guard = Guard(launch, verify_s, self._fail_over)
 
     def __enter__(self) -> "Agent":
         return self
