@@ -1,15 +1,30 @@
-"""Loss and time of the greedy policies: 50 functions, 20 backbones, 20 containers, 20 devices."""
+"""Loss and time of the greedy policies: 50 functions, 20 backbones, 20 containers, 20 devices.
+
+Decisions of an agent are timed alone, and so is the memory of a process that makes them.
+"""
 
 import random
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bench.functions.exact import best_value
-from serving.functions.policies import offload, preload
+from serving.functions.policies import batching, offload, preload, turns
 from serving.functions.policies.artifacts import Artifact, Place
 
 _GB = 1 << 30
+_CALLS = 1000  # of one decision, which are timed together
+# Says the peak of its memory in kB; status 1 if the agent imports JAX.
+_AGENT = """
+import sys
+import serving.functions.agent
+peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(peak.split()[1])
+sys.exit("jax" in sys.modules)
+"""
 
 
 def instance(seed: int, functions: int = 50, backbones: int = 20, places: int = 20):
@@ -65,7 +80,52 @@ def measure(instances: int, limit_s: float) -> dict[str, Any]:
         )
     keys = ("loss", "loss_at_most", "seconds")
     means = {key: statistics.fmean(row[key] for row in rows) for key in keys}
-    return {"preload": means | {"instances": instances}, "offload": measure_offload(instances)}
+    return {
+        "preload": means | {"instances": instances},
+        "offload": measure_offload(instances),
+        "decisions": measure_decisions(),
+        "agent_bytes": agent_bytes(),
+    }
+
+
+def measure_decisions(functions: int = 8) -> dict[str, float]:
+    """Return seconds of processor time of one turn of `functions`, and of one batch of as many."""
+    rng = random.Random(0)
+    contenders = [
+        turns.Contender(f"f{f}", rng.uniform(0.1, 2), rng.uniform(0, 1), rng.uniform(0.01, 0.1))
+        for f in range(functions)
+    ]
+    arrivals = sorted(rng.uniform(0, 1) for _ in range(functions))
+    times = batching.PrefillTime(0.02, 0.01)
+
+    def batch() -> float:
+        largest = batching.largest_batch(times, 2.5, 2 * functions)
+        return batching.leaves_at(times, 2.5, largest, arrivals, 1.0)
+
+    return {
+        "turn_s": _seconds(lambda: turns.in_turn(contenders)),
+        "batch_s": _seconds(batch),
+        "functions": functions,
+    }
+
+
+def _seconds(decide: Callable[[], object]) -> float:
+    """Return the seconds of one call, of the fastest of ten runs."""
+    runs = []
+    for _ in range(10):
+        start = time.process_time()
+        for _ in range(_CALLS):
+            decide()
+        runs.append(time.process_time() - start)
+    return min(runs) / _CALLS
+
+
+def agent_bytes() -> int:
+    """Return the bytes that a process with the agent's modules takes; RuntimeError with JAX."""
+    found = subprocess.run([sys.executable, "-c", _AGENT], capture_output=True, text=True)
+    if found.returncode:
+        raise RuntimeError(f"An agent's process imports JAX, or fails: {found.stderr}")
+    return int(found.stdout) << 10
 
 
 def measure_offload(instances: int) -> dict[str, float]:

@@ -12,7 +12,7 @@ from support.processes.server_process import ROOT
 
 from bench.functions import calibration, device_pages, hand_overs, isolation, measured, sweeps
 from bench.functions.exact import best_value
-from bench.functions.policies import instance
+from bench.functions.policies import agent_bytes, instance, measure_decisions
 from bench.functions.run import simulate
 from bench.functions.systems import ABLATIONS, SYSTEMS, System
 from bench.functions.times import Times, read_times
@@ -30,6 +30,14 @@ def arrivals(seed: int, functions: int = 4, rate: float = 0.02) -> list[list[flo
             moments.append(now)
         found.append(moments)
     return found
+
+
+def test_a_decision_takes_microseconds_and_an_agent_needs_no_jax():
+    """The targets are 1 ms and 300 MB."""
+    taken = measure_decisions()
+    assert 0 < taken["batch_s"] < 1e-3
+    assert 0 < taken["turn_s"] < 1e-3
+    assert 10e6 < agent_bytes() < 300e6
 
 
 SWITCHED = [pytest.param(system, marks=pytest.mark.long) for system in ABLATIONS[1:]]
