@@ -122,7 +122,8 @@ def main() -> None:
             if file.name.startswith(prefix):
                 result = json.loads(file.read_text())
                 plot(result, file.with_suffix(".png"))
-                print(file.with_suffix(".png"))
+                if file.with_suffix(".png").exists():
+                    print(file.with_suffix(".png"))
                 if plot is plot_kernels:
                     file.with_suffix(".md").write_text(summary.table(result))
 

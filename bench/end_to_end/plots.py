@@ -35,7 +35,10 @@ def peers_of(result: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
 
 
 def plot_end_to_end(result: dict[str, Any], path: Path) -> None:
-    """Draw a panel for each case that was answered, and write a PNG to `path`."""
+    """Draw a panel for each case that was answered, and write a PNG to `path`.
+
+    Nothing is written where all rows are prompts with one token of answer.
+    """
     cases = list(dict.fromkeys(row["case"] for row in result["rows"] if row["case"] != "prompts"))
     cases = [case for case in cases if rates(result, case)]
     if not cases:
