@@ -145,7 +145,7 @@ def cut_streams(url: str) -> tuple[int, Body]:
 
 @dataclasses.dataclass
 class Watch:
-    """What another caller waits for, and memory, while `on`."""
+    """Measures another caller's waits, and memory, while `on`."""
 
     url: str
     pid: int

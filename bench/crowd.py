@@ -45,7 +45,7 @@ class Asking(Protocol):
 
 
 class Answer:
-    """What one request has got so far; the engine calls it."""
+    """Receiver of one request's outputs, which the engine calls."""
 
     def __init__(self, asked: str | None, ended: queue.SimpleQueue):
         self.asked, self.num_tokens, self.error = asked, 0, None

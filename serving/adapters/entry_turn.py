@@ -15,7 +15,7 @@ from serving.api.config import EngineConfig
 
 
 class EngineOfAdapters(Protocol):
-    """What of an engine a request for an adapter needs."""
+    """Parts of an engine that a request for an adapter needs."""
 
     @property
     def config(self) -> EngineConfig: ...

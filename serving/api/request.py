@@ -17,7 +17,7 @@ from serving.api.sampling import Sampling
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in the OpenAI API's words."""
+    """Reason of a sequence's end, in the OpenAI API's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -116,7 +116,7 @@ class Request:
 
 
 class SequenceState(enum.Enum):
-    """Whether a sequence waits, runs or has ended."""
+    """State of a sequence in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"

@@ -72,7 +72,7 @@ class ModelSizes:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceSizes:
-    """What each of several devices has of a model that is split over them."""
+    """Bytes that each of several devices has of a model that is split over them."""
 
     catalogue: LoraCatalogue  # its part of every module
     kv_per_token: int  # bytes
@@ -181,7 +181,7 @@ def plan_text(
 
 @dataclasses.dataclass(frozen=True)
 class _Room:
-    """What weights leave of each of some devices."""
+    """Room beside the weights, on each of some devices."""
 
     gpus: int
     of_device: DeviceSizes

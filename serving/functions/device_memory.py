@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceShare:
-    """What processes of one kind need of a GPU."""
+    """Device memory that processes of one kind need, measured by the one that makes programs."""
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ def _live(connection, order: dict[str, Any], on_end: Callable[[], Any]) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Built:
-    """What a start has built, by modules that are imported late."""
+    """Parts that a start has built, by modules that are imported late."""
 
     engine: Any
     arena: ImportedArena

@@ -8,7 +8,7 @@ _KEPT = 1024  # turns
 
 
 class Stamps(NamedTuple):
-    """What a function says of its turn, by its monotonic clock in seconds; 0: it did not happen."""
+    """Times of a function's turn, by its monotonic clock in seconds; 0: it did not happen."""
 
     heard: float = 0.0  # of its turn
     began: float = 0.0  # its first step is dispatched

@@ -1,4 +1,4 @@
-"""Whether a base model can have ESFT adapters, told before its weights are read. No jax."""
+"""Checks that a base model can have ESFT adapters, before its weights are read. No jax."""
 
 import json
 import os

@@ -20,7 +20,7 @@ Times = collections.deque[tuple[int, float]]  # tokens and seconds of steps of a
 
 @dataclasses.dataclass(eq=False)
 class _Account:
-    """What drafts of steps of about as many rows have won and cost, and decisions for and against.
+    """Gains and costs of drafts in steps of about as many rows, and decisions for and against.
 
     Seconds won are those of plain steps that right guesses replaced; the cost is the surplus.
     """

@@ -70,7 +70,7 @@ class DraftState:
         return end - start
 
     def is_hopeless(self, first: int) -> bool:
-        """Whether no guess after `first` others is worth sending soon."""
+        """Return whether no guess after `first` others is worth sending soon."""
         if self.is_behind:
             return False
         if self.is_idle or self.num_silent >= _TOLD:

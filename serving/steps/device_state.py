@@ -52,7 +52,7 @@ _FLOAT_SCALARS = (
 
 
 class _Place(NamedTuple):
-    """Where a field stands among the numbers of a row."""
+    """Place of a field among the numbers of a row."""
 
     start: int
     shape: tuple[int, ...]

@@ -165,7 +165,7 @@ class KeptProgram:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it could neither be read nor compiled; waits for `compile`."""
+        """The error of reading or compiling it; waits for `compile`."""
         return self._compiling.exception()
 
     @property

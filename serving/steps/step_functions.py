@@ -66,7 +66,7 @@ def _merged(graphdef: Any, treedef: Any, leaves: Leaves) -> Any:
 
 
 class _StepFunctions:
-    """What is jitted; a method behind `_local` runs on each device of a split model."""
+    """Functions to jit; a method behind `_local` runs on each device of a split model."""
 
     def __init__(
         self,

@@ -128,7 +128,7 @@ class _Taken:
 
     @property
     def _which(self) -> str:
-        """How an error names the next image."""
+        """Return the words of an error for the next image."""
         number = len(self.images) + 1
         return f"Image {number} of {self._count}: " if self._count > 1 else ""
 

@@ -97,7 +97,7 @@ def _most_resident_bytes() -> int:
 
 
 class _MallocInfo(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """The result of glibc's mallinfo2."""
 
     _names = ("arena", "ordblks", "smblks", "hblks", "hblkhd")
     _names += ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")

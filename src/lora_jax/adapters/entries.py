@@ -49,7 +49,7 @@ class AdapterEntry:
 
     @property
     def report(self) -> AdapterReport:
-        """What was read of its folder."""
+        """The report of what was read of its folder."""
         return self.weights.report
 
     def evicted(self, generation: int) -> "EvictedAdapter":

@@ -27,7 +27,7 @@ _NO_TABLE = (0.0,) * 16
 
 
 class _Form(NamedTuple):
-    """How the kernel is given a weight: its arrays, what they are, and the values of codes."""
+    """A weight as the kernel takes it: its arrays, their form, and the values of codes."""
 
     arrays: tuple[Array, ...]
     facts: tuple[int, int, int]  # which of the forms, and the rows and columns of blocks
