@@ -116,14 +116,24 @@ Adapters = Adapter | Sequence[Adapter]
 Samplings = Sampling | Sequence[Sampling] | None
 
 
+# What a dict of sampling values has and no sum of adapters.
+_OF_SAMPLING = {"temperature", "max_tokens", "max_new_tokens", "top_p", "top_k", "min_p"}
+
+
 def adapter_and_sampling(
     adapter: Any, sampling: Any, sampling_params: Any = None, lora_request: Any = None
 ) -> tuple[Adapters, Samplings]:
     """Return adapters and samplings, also where they came as vLLM has them.
 
     There `sampling_params` comes second and `lora_request` names the adapter. TypeError for two
-    values of one of them.
+    values of one of them, and for a dict of sampling values, as SGLang takes it.
     """
+    if isinstance(adapter, Mapping) and _OF_SAMPLING & adapter.keys():
+        shown = ", ".join(sorted(_OF_SAMPLING & adapter.keys()))
+        raise TypeError(
+            f"a dict with {shown} is no sum of adapters: give Sampling(temperature=..., "
+            "max_tokens=...) in place of the dict."
+        )
     if _is_sampling(adapter):  # generate(prompts, Sampling(...))
         adapter, sampling = None, _one_of("sampling", adapter, sampling)
     sampling = _one_of("sampling", sampling, sampling_params)

@@ -18,6 +18,7 @@ _FIELDS = {  # of each type of response_format
     "json_schema": ("json_schema",),
     "structural_tag": ("structures", "triggers"),
 }
+_WITH_SCHEMA = '{"type": "json_schema", "json_schema": {"name": NAME, "schema": SCHEMA}}'
 _SCHEMA_FIELDS = ("name", "schema", "strict", "description")
 
 
@@ -115,6 +116,8 @@ def _of_format(value: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = value.get("type")
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise _format_error(f"type must be one of {', '.join(_FIELDS)}")
+    if kind == "json_object" and value.get("schema") is not None:  # LoRAX's way
+        raise _format_error(f"schema is not supported: send {_WITH_SCHEMA}")
     _check_names("", value, ("type", *_FIELDS[kind]))
     if kind == "text":
         return None

@@ -1,7 +1,11 @@
 """A command line of SGLang or LoRAX means the same here, or is refused with what to use."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from serving.cli.flags import build_parser
 from serving.cli.foreign_flags import vllm_facts
 from serving.cli.peer_reasons import (
     PEER_ALWAYS_SO,
@@ -66,3 +70,10 @@ def test_what_is_not_offered_is_refused_with_what_to_use(capsys, flags, reason):
     with pytest.raises(SystemExit):
         read_options(["m", *flags.split()], {})
     assert reason in capsys.readouterr().err
+
+
+def test_the_page_names_flags_that_there_are():
+    page = (Path(__file__).parents[4] / "docs/how-to/from-sglang-lorax.md").read_text()
+    rows = page.partition("## Flags")[2]
+    known = {*build_parser()._option_string_actions, "--out"}
+    assert set(re.findall(r"--[a-z][a-z-]+", rows)) <= known

@@ -66,7 +66,10 @@ def of_schema(**fields):
     [
         ({"response_format": {"type": "xml"}}, "response_format.type must be one of text"),
         ({"response_format": {}}, "response_format.type must be one of text"),
-        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema is not supported: send ",
+        ),
         ({"response_format": {"type": "json_schema"}}, "json_schema must be an object"),
         (of_schema(name="x"), "response_format.json_schema.schema must be an object"),
         (of_schema(schema={}, lenient=True), "response_format.json_schema.lenient"),
