@@ -23,7 +23,10 @@ from lora_jax.adapters.registry import (
     HostShare,
     RegistryBusy,
 )
-from lora_jax.adapters.rollout import (
+from lora_jax.adapters.room_line import Ticket, wait_in_line
+from lora_jax.adapters.versions import NAME, joined, split
+from lora_jax.own_files import write_whole
+from serving.adapters.rollout import (
     ROLLBACK,
     NoWayBack,
     Rollout,
@@ -33,10 +36,7 @@ from lora_jax.adapters.rollout import (
     rollout_of,
     version_at,
 )
-from lora_jax.adapters.rollout_guard import Guard, Outcome, Outcomes, broken
-from lora_jax.adapters.room_line import Ticket, wait_in_line
-from lora_jax.adapters.versions import NAME, joined, split
-from lora_jax.own_files import write_whole
+from serving.adapters.rollout_guard import Guard, Outcome, Outcomes, broken
 
 logger = logging.getLogger(__name__)
 

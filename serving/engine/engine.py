@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
-from lora_jax.adapters.rollout import Rollout
 from lora_jax.memory.arena import ImportedArena
+from serving.adapters.rollout import Rollout
 from serving.api.images import PlacedImages
 from serving.api.outputs import RequestFailed, RequestOutput
 from serving.api.request import FinishReason, OutputDelta, Request, Share, TraceContext
@@ -356,7 +356,7 @@ class Engine:
         """Give loaded versions of an adapter their shares in percent: rollout("sql", v1=95, v2=5).
 
         Versions whose names are no Python identifiers go into `versions`. `guard` has the fields of
-        `lora_jax.adapters.rollout_guard.Guard`; "keep" leaves the guard as it is, None removes it.
+        `serving.adapters.rollout_guard.Guard`; "keep" leaves the guard as it is, None removes it.
         A user keeps a version; if the share of a newer version is raised, users only move to it.
         Raises ValueError, and then nothing has changed.
         """

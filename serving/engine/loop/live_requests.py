@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lora_jax.adapters.rollout_guard import Outcome
+from serving.adapters.rollout_guard import Outcome
 from serving.api.request import FinishReason, Request, Sequence
 from serving.engine.loop.live_request import LiveRequest
 from serving.engine.metrics.metrics import EngineMetrics

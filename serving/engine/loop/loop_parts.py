@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from lora_jax.adapters.registry import AdapterRegistry
-from lora_jax.adapters.rollout_guard import Outcome
+from serving.adapters.rollout_guard import Outcome
 from serving.engine.metrics.metrics import EngineMetrics
 from serving.engine.metrics.traces import Traces
 from serving.loading.compositions import Compositions

@@ -5,7 +5,7 @@ import dataclasses
 
 from prometheus_client import Histogram
 
-from lora_jax.adapters.rollout_guard import Outcome
+from serving.adapters.rollout_guard import Outcome
 
 # Buckets: vLLM's, so that its dashboards find their boundaries.
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75)

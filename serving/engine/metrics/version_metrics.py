@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Summary
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from lora_jax.adapters.rollout import Rollout
 from lora_jax.adapters.versions import split
+from serving.adapters.rollout import Rollout
 
 _LABELS = ("adapter", "version")
 REASONS = ("stop", "length", "abort", "error")

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
-from lora_jax.adapters.rollout import NoWayBack, Rollout
-from lora_jax.adapters.rollout_guard import Outcomes
 from lora_jax.adapters.versions import NAME, joined
+from serving.adapters.rollout import NoWayBack, Rollout
+from serving.adapters.rollout_guard import Outcomes
 from serving.adapters.rollouts import NoRollout
 from serving.http.access.auth import caller_of
 from serving.http.errors import ApiError, from_exception, scrub, unknown_model

@@ -13,9 +13,9 @@ from support.processes.server_process import ROOT
 from support.waiting import wait_until
 
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
-from lora_jax.adapters.rollout import NoWayBack
-from lora_jax.adapters.rollout_guard import Outcome
 from serving.adapters import rollouts as module
+from serving.adapters.rollout import NoWayBack
+from serving.adapters.rollout_guard import Outcome
 from serving.adapters.rollouts import FILE, NoRollout, Rollouts
 
 

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from lora_jax.adapters.rollout import rolled_out
+from serving.adapters.rollout import rolled_out
 from serving.engine.metrics.version_metrics import ShareCollector, VersionMetrics
 
 

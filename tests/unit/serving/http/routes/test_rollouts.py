@@ -7,7 +7,7 @@ from support.doubles.fake_engine import FakeEngine, write_fake_adapters
 from support.processes.http_server import client_of
 
 from lora_jax.adapters.registry import AdapterNotFound, AdapterRejected, RegistryBusy
-from lora_jax.adapters.rollout import bucket_of
+from serving.adapters.rollout import bucket_of
 from serving.http.app import create_app
 from serving.http.settings import HttpSettings, Tenant
 

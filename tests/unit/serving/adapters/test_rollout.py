@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lora_jax.adapters.rollout import (
+from serving.adapters.rollout import (
     BUCKETS,
     NoWayBack,
     Rollout,
@@ -112,7 +112,7 @@ def test_history_is_bounded_and_the_way_back_is_known():
 
 
 def test_buckets_are_the_same_in_every_process():
-    code = "from lora_jax.adapters.rollout import bucket_of; print(bucket_of('sql', 'user-1'))"
+    code = "from serving.adapters.rollout import bucket_of; print(bucket_of('sql', 'user-1'))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

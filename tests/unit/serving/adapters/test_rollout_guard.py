@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_jax.adapters.rollout_guard import Guard, Outcome, Outcomes, broken, guard_of
+from serving.adapters.rollout_guard import Guard, Outcome, Outcomes, broken, guard_of
 
 
 def seen(outcomes) -> Outcomes:

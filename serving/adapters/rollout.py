@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from lora_jax.adapters.rollout_guard import Guard, guard_of
 from lora_jax.adapters.versions import NAME
+from serving.adapters.rollout_guard import Guard, guard_of
 
 BUCKETS = 10_000
 MOST_VERSIONS = 16  # in one rollout
