@@ -27,6 +27,11 @@ def check_esft(
     folders = [name for name, path in adapters.items() if (Path(path) / CONFIG_FILE).is_file()]
     if not wanted and not folders:
         return
+    if config.merge_adapter in folders:
+        raise ValueError(
+            f"merge_adapter {config.merge_adapter!r} is an ESFT adapter, and only LoRA is merged: "
+            "name another adapter, or leave merge_adapter out."
+        )
     why = why_no_esft(model) or (QUANTISED if _has_quantised(config, model) else "")
     if wanted and why:
         raise ValueError(f"max_esft_adapters is {wanted}, but {why}: set it to 0.")

@@ -22,6 +22,7 @@ from serving.engine.memory.memory_budget import bytes_limit
 from serving.engine.memory.page_pool import check_platform
 from serving.engine.parts.devices import split_of
 from serving.engine.parts.early_checks import check_adapters, check_plain
+from serving.engine.parts.early_sizes import check_sizes
 from serving.engine.parts.image_parts import check_image_files
 from serving.engine.parts.over_hosts import for_hosts
 from serving.engine.parts.pairs import Beside, check_pairs
@@ -83,6 +84,7 @@ def prepare(
     keep_programs()
     split = split_of(config, gang)
     config = _for_first_device(config, described, split, alone=alone)
+    check_sizes(config, described, adapters, split, alone=access is None)
     return EngineStart(config, source, tokenizer, generation, split)
 
 

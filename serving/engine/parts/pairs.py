@@ -1,10 +1,13 @@
-"""Options of an engine that do not work together, told before anything is loaded. No jax."""
+"""Options of an engine that do not work together, or not with a model, told before anything is
+loaded. No jax.
+"""
 
 import dataclasses
 
 from lora_jax.config import ModelConfig
 from lora_jax.config.split_sizes import check_divides, expert_split
 from serving.api.config import EngineConfig
+from serving.engine.memory.sizing import longest_wanted
 
 INT8 = "int8"  # lora_dtype
 OFF = "off"  # lora_merge
@@ -23,8 +26,9 @@ class Beside:
 
 
 def check_pairs(config: EngineConfig, model: ModelConfig, beside: Beside) -> None:
-    """Raise ValueError naming options that do not go together, and what to change."""
+    """Raise ValueError naming options that do not go together, or are beyond the model."""
     has_server = beside.lora_server
+    longest_wanted(config, model.max_positions)
     check_speculation(config, has_server=has_server)
     check_storage(config, has_tenants=beside.tenants)
     check_page_pool(config, beside)

@@ -92,3 +92,10 @@ def test_models_without_experts_and_engines_without_room_are_told_apart(tmp_path
         check_esft(closed, MIXTURE, esft)
     check_esft(closed, MIXTURE, {"lora": esft["lora"]})
     check_esft(config, MIXTURE, esft)
+
+
+def test_an_esft_adapter_is_not_merged(tmp_path, esft):
+    merged = EngineConfig(str(tmp_path), merge_adapter="law")
+    with pytest.raises(ValueError, match="merge_adapter 'law' is an ESFT adapter, and only LoRA"):
+        check_esft(merged, MIXTURE, esft)
+    check_esft(dataclasses.replace(merged, merge_adapter="lora"), MIXTURE, esft)

@@ -46,6 +46,7 @@ def check(fields, beside=ALONE, model=MIXTURE):
         ({"max_esft_adapters": 2}, HOSTS, "over several hosts has no max_esft_adapters: set 0"),
         ({"kv_offloading_size": 1.0}, HOSTS, "over several hosts has no kv_offloading_size: set 0"),
         ({"tensor_parallel_size": 16}, ALONE, "num_experts 8|must divide by 16"),
+        ({"max_model_len": 1 << 30}, ALONE, r"1073741824, but the model has \d+ positions. Lower"),
         (
             {"tensor_parallel_size": 2, "enable_expert_parallel": False},
             SERVER,

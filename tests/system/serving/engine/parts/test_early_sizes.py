@@ -1,0 +1,47 @@
+"""Names and bytes that no model could meet are refused before its weights are read."""
+
+import pytest
+from support.cases import tiny_esft
+
+from lora_jax.models.loader import read_config
+from serving.api.config import EngineConfig
+from serving.engine.parts import loaded_base, parts
+from serving.engine.parts.early_sizes import check_sizes
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sizes") / "base"
+    tiny_esft.write_moe(folder, "qwen3_moe")
+    return folder
+
+
+REFUSED = {
+    "'nonsense' is no module of qwen3_moe": {"lora_target_modules": ("q_proj", "nonsense")},
+    "One KV page of 16 tokens takes": {"kv_cache_memory_bytes": 1000},
+    "A sequence of max_model_len 96 takes": {"kv_cache_memory_bytes": 20_000, "max_model_len": 96},
+    "the host has": {"kv_offloading_size": 1 << 20},
+    "One adapter of rank 64 on every module takes": {"lora_memory_bytes": 1000},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_it_is_refused_before_the_weights_are_read(base, words, monkeypatch):
+    def read(*arguments):
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(loaded_base, "load_model", read)
+    with pytest.raises(ValueError, match=words):
+        parts.build_parts(EngineConfig(str(base), **REFUSED[words]), {})
+    with pytest.raises(AssertionError, match="weights are read"):
+        parts.build_parts(EngineConfig(str(base)), {})
+
+
+def test_what_lies_elsewhere_or_is_not_known_is_left_to_the_load(base):
+    model = read_config(base)
+    little = EngineConfig(str(base), lora_memory_bytes=1000)
+    check_sizes(little, model, {}, None, alone=False)  # a LoRA Server has the experts' part
+    chosen = {"lora_target_modules": ("q_proj",), "max_lora_rank": 1, "lora_memory_bytes": 2000}
+    check_sizes(EngineConfig(str(base), **chosen), model, {}, None, alone=True)
+    pooled = EngineConfig(str(base), lora_memory_bytes=1000, page_pool_bytes=1 << 20)
+    check_sizes(pooled, model, {}, None, alone=True)
