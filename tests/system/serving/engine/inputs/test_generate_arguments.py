@@ -96,6 +96,13 @@ def test_vllm_s_order_and_names():
     assert adapter_and_sampling(["a", None], None) == (["a", None], None)
 
 
+def test_a_dict_of_sampling_values_is_no_sum_of_adapters():
+    for given in ({"temperature": 0}, {"max_new_tokens": 8, "top_k": 1}):
+        with pytest.raises(TypeError, match=r"is no sum of adapters: give Sampling\("):
+            adapter_and_sampling(given, None)
+    assert adapter_and_sampling({"law": 0.5}, ONE) == ({"law": 0.5}, ONE)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -105,13 +112,6 @@ def test_vllm_s_order_and_names():
         ((None, None, None, 3), "lora_name"),
     ],
 )
-def test_a_dict_of_sampling_values_is_no_sum_of_adapters():
-    for given in ({"temperature": 0}, {"max_new_tokens": 8, "top_k": 1}):
-        with pytest.raises(TypeError, match=r"is no sum of adapters: give Sampling\("):
-            adapter_and_sampling(given, None)
-    assert adapter_and_sampling({"law": 0.5}, ONE) == ({"law": 0.5}, ONE)
-
-
 def test_two_values_of_one_argument(arguments, words):
     with pytest.raises(TypeError, match=words):
         adapter_and_sampling(*arguments)
