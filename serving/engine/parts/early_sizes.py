@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 
 from lora_jax.adapters.slot_sizes import size_slots
@@ -10,6 +11,7 @@ from lora_jax.config import ModelConfig
 from lora_jax.models.registry import model_class
 from lora_jax.sharding import Split
 from serving.api.config import EngineConfig
+from serving.engine.memory.page_pool import check_kernels
 from serving.engine.memory.sizing import cache_size, host_pages
 from serving.engine.memory.storage import kv_dtype, lora_dtype
 from serving.engine.parts.devices import local_widths
@@ -34,7 +36,11 @@ def check_sizes(
     if names is not None and (kept := open_modules(catalogue, names, adapters.values())):
         catalogue = catalogue.only(kept)
     dtype = _dtype_of(config, model)
-    if dtype is None or config.page_pool_bytes is not None:
+    if dtype is None:
+        return
+    if config.page_pool_bytes is not None:
+        if jax.default_backend() == "gpu":
+            check_kernels(config, model, catalogue, dtype)
         return
     shape, devices = kind.kv_shape(model), config.tensor_parallel_size
     if config.kv_cache_memory_bytes is not None:

@@ -5,7 +5,7 @@ from support.cases import tiny_esft
 
 from lora_jax.models.loader import read_config
 from serving.api.config import EngineConfig
-from serving.engine.parts import loaded_base, parts
+from serving.engine.parts import early_sizes, loaded_base, parts
 from serving.engine.parts.early_sizes import check_sizes
 
 
@@ -45,3 +45,12 @@ def test_what_lies_elsewhere_or_is_not_known_is_left_to_the_load(base):
     check_sizes(EngineConfig(str(base), **chosen), model, {}, None, alone=True)
     pooled = EngineConfig(str(base), lora_memory_bytes=1000, page_pool_bytes=1 << 20)
     check_sizes(pooled, model, {}, None, alone=True)
+
+
+def test_what_kernels_of_a_pool_on_a_gpu_do_not_read_is_refused(base, monkeypatch):
+    model = read_config(base)
+    pooled = EngineConfig(str(base), page_pool_bytes=1 << 30)
+    check_sizes(pooled, model, {}, None, alone=True)
+    monkeypatch.setattr(early_sizes.jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="dtype float32, but bfloat16; heads of 8"):
+        check_sizes(pooled, model, {}, None, alone=True)
