@@ -18,7 +18,7 @@ import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +40,8 @@ _LIBRARIES = "jax", "jaxlib", "flax", "numpy"
 _WHEELS = "jax_cuda", "nvidia_"  # beginnings of their names: plugins, cuDNN, ptxas and others
 _READERS = max(1, min(2, (os.cpu_count() or 1) // 2))  # beside the thread that needs the step
 _SETTINGS = "JAX_", "XLA_", "LORA_JAX_"  # beginnings of names of environment variables
+# Where files are kept. A folder that is moved, or comes with a container, has the same programs.
+_FOLDERS = frozenset({"LORA_JAX_CACHE", "JAX_COMPILATION_CACHE_DIR", "jax_compilation_cache_dir"})
 
 
 OF_GPU = ("jax.experimental.pallas.mosaic_gpu",)  # imports of programs with Mosaic's kernels
@@ -327,7 +329,7 @@ def identity(fields: dict[str, Any], model: Path) -> str:
 
     `fields` are those of the engine's config, `model` is its folder.
     """
-    env = {n: v for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)}
+    env = {n: v for n, v in os.environ.items() if n.startswith(_SETTINGS)}
     parts = {
         "code": code_digest(),
         "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
@@ -337,12 +339,16 @@ def identity(fields: dict[str, Any], model: Path) -> str:
         "platform": jax.devices()[0].client.platform_version,
         "topology": _topology(),
         "cores": len(os.sched_getaffinity(0)),
-        "environment": env,
-        "settings": {n: str(v) for n, v in sorted(jax.config.values.items())},
+        "environment": _without_folders(env),
+        "settings": _without_folders(jax.config.values),
         "config": hashlib.sha256((model / "config.json").read_bytes()).hexdigest(),
         "fields": fields,
     }
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+
+
+def _without_folders(settings: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(settings[name]) for name in sorted(settings) if name not in _FOLDERS}
 
 
 def _wheels() -> list[str]:

@@ -32,6 +32,29 @@ from serving.steps.step import StepSizes
 
 logger = logging.getLogger(__name__)
 
+# Of EngineConfig: what the host alone reads. Programs are the same whatever they say.
+_OF_HOST = frozenset(
+    {
+        "model",  # a path; identity reads the config in it
+        "served_model_name",
+        "enable_prefix_caching",
+        "scheduling_policy",
+        "max_queue",
+        "seed",
+        "chat_template",
+        "generation_config",
+        "override_generation_config",
+        "mm_processor_cache_gb",
+        "lora_dir",
+        "max_adapter_bytes",
+        "max_total_adapter_bytes",
+        "max_cpu_loras",
+        "max_adapter_loads_per_minute",
+        "adapter_wait_s",
+        "lora_merge_theta",
+        "otlp_traces_endpoint",
+    }
+)
 _SCORED = 4  # tokens of prompts in a step of a function whose other rows all draw
 
 
@@ -135,13 +158,13 @@ def _kept_steps(config: EngineConfig, base: LoadedBase) -> KeptSteps | None:
     files = step_files() if alone and keeps else None
     if files is None:
         return None
-    fields = dataclasses.asdict(config)
+    given = dataclasses.asdict(config)
+    fields = {name: value for name, value in given.items() if name not in _OF_HOST}
     # The config may leave to the adapters what they change.
     fields["lora_target_modules"] = base.catalogue.module_names
-    paths = {name: fields.pop(name) for name in ("model", "served_model_name")}
     # Functions start again and again. Programs of a CPU are small: a late one costs little.
     starts = {"anew": base.source.is_shared, "lazy": backend == "cpu" or base.source.is_shared}
-    return KeptSteps(*files, identity(fields, Path(paths["model"])), **starts)
+    return KeptSteps(*files, identity(fields, Path(config.model)), **starts)
 
 
 def logit_rows(config: EngineConfig, *, shares_device: bool) -> int:

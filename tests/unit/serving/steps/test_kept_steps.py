@@ -235,6 +235,15 @@ def test_an_identity_names_all_that_programs_are_made_from(monkeypatch):
     assert before != identity({"max_num_seqs": 2}, MODEL)
 
 
+@pytest.mark.parametrize("variable", ["LORA_JAX_CACHE", "JAX_COMPILATION_CACHE_DIR"])
+def test_steps_of_a_folder_that_was_moved_are_found(variable, monkeypatch, tmp_path):
+    before = identity({}, MODEL)
+    monkeypatch.setitem(os.environ, variable, str(tmp_path))
+    values = jax.config.values | {"jax_compilation_cache_dir": str(tmp_path)}
+    monkeypatch.setattr(kept_steps.jax, "config", SimpleNamespace(values=values))
+    assert identity({}, MODEL) == before
+
+
 def test_an_identity_names_what_xla_runs_with_on_an_accelerator(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(kept_steps.jax, "default_backend", lambda: "gpu")

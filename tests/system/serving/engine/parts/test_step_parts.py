@@ -54,6 +54,19 @@ def test_steps_are_kept_by_the_modules_that_adapters_change(monkeypatch, tmp_pat
     assert kept("q_proj", "v_proj") == kept("q_proj", "v_proj") != kept("k_proj", "o_proj")
 
 
+def test_steps_are_found_again_where_only_the_host_is_told_something_else(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(step_parts, "step_files", lambda: ("steps", "programs"))
+
+    def kept(**given):
+        base = base_of(("q_proj",), is_shared=False)
+        return step_parts._kept_steps(EngineConfig(str(tmp_path), **given), base).identity
+
+    (folder := tmp_path / "adapters").mkdir()
+    assert kept() == kept(seed=1, lora_dir=str(folder), max_queue=8, max_cpu_loras=3)
+    assert kept() != kept(max_num_seqs=4)
+
+
 def test_a_step_without_room_says_what_to_change():
     def warm_up(**given):
         raise jax.errors.JaxRuntimeError(said)
