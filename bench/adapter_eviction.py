@@ -1,7 +1,8 @@
 """Hits and read times of the host tier on real traces: GDSF, as served, beside LRU.
 
 `python -m bench.adapter_eviction --traces DIR --out DIR`: a simulation without a model. Evictions
-are those of `lora_jax.adapters.host_room` and `use_ledger`. One client of a trace is one adapter.
+are those of `lora_jax.adapters.host_memory` (`room`, `use_ledger`). One client of a trace is one
+adapter.
 
 - ServeGen (github.com/alibaba/ServeGen): clients of five production models, rate and CV by window
   of 10 minutes, one day. Arrivals are drawn from these; one engine gets an equal share of them all.
@@ -27,15 +28,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from lora_jax.adapters.host_room import (
+from lora_jax.adapters.host_memory.room import (
     HostCopy,
     HostShare,
     Policy,
     least_valuable,
     make_room,
 )
+from lora_jax.adapters.host_memory.use_ledger import UseLedger, read_seconds
 from lora_jax.adapters.registry_errors import AdapterRejected
-from lora_jax.adapters.use_ledger import UseLedger, read_seconds
 
 SERVEGEN, AZURE = "servegen_windows_1day.csv.gz", "azure_functions_2021_first.csv.gz"
 WINDOW_S = 600

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from lora_jax.adapters.entries import AdapterEntry
-from lora_jax.adapters.host_room import HostShare
+from lora_jax.adapters.host_memory.room import HostShare
+from lora_jax.adapters.host_memory.room_line import LOOK_S
 from lora_jax.adapters.registry import AdapterRegistry
 from lora_jax.adapters.registry_errors import HostFull
-from lora_jax.adapters.room_line import LOOK_S
 from serving.adapters.rollouts import Rollouts
 from serving.api.config import EngineConfig
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lora_jax.adapters.host_memory.room_line import Ticket, wait_in_line
 from lora_jax.adapters.registry import (
     AdapterEntry,
     AdapterNotFound,
@@ -23,7 +24,6 @@ from lora_jax.adapters.registry import (
     HostShare,
     RegistryBusy,
 )
-from lora_jax.adapters.room_line import Ticket, wait_in_line
 from lora_jax.adapters.versions import NAME, joined, split
 from lora_jax.own_files import write_whole
 from serving.adapters.rollout import (

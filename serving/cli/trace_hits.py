@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 
 _MOST_REQUESTS = 10_000_000
 _MOST_NAME = 256  # characters
@@ -58,7 +58,7 @@ def tier_hits(asked: Iterable[str], on_device: int, on_host: int, num_bytes: int
     """Return where requests find adapters of `num_bytes` each, one after another.
 
     The longest unused adapter leaves the device, the least valuable one the host (GDSF, see
-    `lora_jax.adapters.use_ledger`). Nothing is in memory at first.
+    `lora_jax.adapters.host_memory.use_ledger`). Nothing is in memory at first.
     """
     device: collections.OrderedDict[str, None] = collections.OrderedDict()
     host, seen = _Host(on_host, num_bytes), set()

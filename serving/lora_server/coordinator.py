@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-from lora_jax.adapters.read_turns import ReadTurns
+from lora_jax.adapters.host_memory.read_turns import ReadTurns
 from serving.lora_server.lease_metrics import LeaseMetrics, PartLoad
 
 _RANK_LOST = "A rank of the LoRA Server is not there."

@@ -7,7 +7,7 @@ are held for a load stay, within the same bytes.
 import collections
 import threading
 
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.weights import AdapterWeights
 
 _MOST_GONE = 4096  # parts that left, whose uses are still known

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from serving.scheduling.step_times import StepTimes
 
 # Until they are measured.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lora_jax.adapters.host_room import HostShare
+from lora_jax.adapters.host_memory.room import HostShare
 from serving.api.request import Share
 from serving.http.access.key_hash import id_of, is_key_of, new_key
 from serving.http.access.rates import TokenBucket, TokenBudget

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.requests import ClientDisconnect
 
-from lora_jax.adapters.host_room import HostShare
+from lora_jax.adapters.host_memory.room import HostShare
 from lora_jax.adapters.registry import AdapterEntry
 from serving.adapters import entry_turn
 from serving.http.interface import AbstractEngine

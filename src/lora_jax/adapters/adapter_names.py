@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Collection
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_room import HostShare
-from lora_jax.adapters.host_tier import HostTier, Staying
+from lora_jax.adapters.host_memory.room import HostShare
+from lora_jax.adapters.host_memory.room_line import Ticket
+from lora_jax.adapters.host_memory.tier import HostTier, Staying
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import AdapterNotFound, RegistryBusy
-from lora_jax.adapters.room_line import Ticket
-from lora_jax.adapters.use_ledger import UseLedger
 
 
 class AdapterNames:

@@ -21,12 +21,14 @@ from lora_jax.adapters.adapter_folders import AdapterFolders
 from lora_jax.adapters.adapter_names import AdapterNames
 from lora_jax.adapters.catalogue import LoraCatalogue
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_copies import HeldRoom
-from lora_jax.adapters.host_room import HostShare
-from lora_jax.adapters.host_tier import HostTier
-from lora_jax.adapters.load_rate import LoadRate
-from lora_jax.adapters.read_failures import ReadFailures
-from lora_jax.adapters.read_turns import ReadTurns
+from lora_jax.adapters.host_memory.copies import HeldRoom
+from lora_jax.adapters.host_memory.load_rate import LoadRate
+from lora_jax.adapters.host_memory.read_failures import ReadFailures
+from lora_jax.adapters.host_memory.read_turns import ReadTurns
+from lora_jax.adapters.host_memory.room import HostShare
+from lora_jax.adapters.host_memory.room_line import Ticket
+from lora_jax.adapters.host_memory.tier import HostTier
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import (
     AdapterExists,
     AdapterNotFound,
@@ -34,8 +36,6 @@ from lora_jax.adapters.registry_errors import (
     HostFull,
     RegistryBusy,
 )
-from lora_jax.adapters.room_line import Ticket
-from lora_jax.adapters.use_ledger import UseLedger
 from lora_jax.adapters.versions import NAME, check_name, is_of
 from lora_jax.adapters.weights import AnyWeights
 

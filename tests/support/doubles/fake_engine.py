@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from prometheus_client import CollectorRegistry
 
 from lora_jax.adapters.composition import digest_of, shown
+from lora_jax.adapters.host_memory.room_line import RoomLine
 from lora_jax.adapters.registry import AdapterExists, AdapterNotFound, AdapterRejected, HostFull
-from lora_jax.adapters.room_line import RoomLine
 from serving.adapters.rollouts import Rollouts
 from serving.api.config import EngineConfig
 from serving.api.request import FinishReason, OutputDelta, QueueFull, TokenLogprobs

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from lora_jax.adapters.room_line import RoomLine
+from lora_jax.adapters.host_memory.room_line import RoomLine
 from serving.api.request import (
     SequenceResult,
 )

@@ -5,10 +5,10 @@ from support.cases.host_entries import entry
 
 from lora_jax.adapters.adapter_names import AdapterNames
 from lora_jax.adapters.entries import RegistryLimits
-from lora_jax.adapters.host_room import HostShare
-from lora_jax.adapters.host_tier import HostTier
+from lora_jax.adapters.host_memory.room import HostShare
+from lora_jax.adapters.host_memory.tier import HostTier
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import RegistryBusy
-from lora_jax.adapters.use_ledger import UseLedger
 
 
 @pytest.fixture

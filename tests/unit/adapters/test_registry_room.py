@@ -7,13 +7,13 @@ import pytest
 from support.cases import adapter_cases as cases
 from support.waiting import wait_until
 
+from lora_jax.adapters.host_memory.room_line import wait_in_line
 from lora_jax.adapters.registry import (
     AdapterNotFound,
     AdapterRegistry,
     HostFull,
     RegistryLimits,
 )
-from lora_jax.adapters.room_line import wait_in_line
 
 
 @pytest.fixture

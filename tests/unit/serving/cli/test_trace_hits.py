@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.placement.tiers import lru_hits, zipf
 from serving.cli.trace_hits import TierHits, read_trace, tier_hits
 

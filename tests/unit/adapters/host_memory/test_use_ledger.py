@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from lora_jax.adapters.host_room import HostCopy, least_valuable
-from lora_jax.adapters.use_ledger import UseLedger, read_seconds
+from lora_jax.adapters.host_memory.room import HostCopy, least_valuable
+from lora_jax.adapters.host_memory.use_ledger import UseLedger, read_seconds
 
 
 def test_uses_bytes_and_the_level_make_the_value():

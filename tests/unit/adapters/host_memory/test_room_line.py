@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from lora_jax.adapters.host_memory.room_line import RoomLine, wait_in_line
 from lora_jax.adapters.registry_errors import HostFull
-from lora_jax.adapters.room_line import RoomLine, wait_in_line
 
 
 class Waits:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_jax.adapters.read_failures import ReadFailures
+from lora_jax.adapters.host_memory.read_failures import ReadFailures
 from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
 
 

@@ -4,7 +4,7 @@ import gc
 
 from support.cases.host_entries import entry
 
-from lora_jax.adapters.lent_entries import LentEntries
+from lora_jax.adapters.host_memory.lent_entries import LentEntries
 
 
 def test_an_entry_counts_until_it_goes_or_is_given_back():

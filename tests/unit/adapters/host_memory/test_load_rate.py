@@ -2,7 +2,7 @@
 
 import pytest
 
-from lora_jax.adapters.load_rate import LoadRate
+from lora_jax.adapters.host_memory.load_rate import LoadRate
 from lora_jax.adapters.registry_errors import RegistryBusy
 
 

@@ -1,6 +1,6 @@
 """Copies of adapters in host memory, in an order of value that a miss need not sort. No jax.
 
-`host_room` says what is evicted, and looks at every copy for it. Here a heap has the order.
+`room` says what is evicted, and looks at every copy for it. Here a heap has the order.
 """
 
 import dataclasses
@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_room import HostShare, copies_of, make_room, no_room, too_large
-from lora_jax.adapters.use_ledger import UseLedger
+from lora_jax.adapters.host_memory.room import HostShare, copies_of, make_room, no_room, too_large
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 
 _SPARE = 64  # entries of the heap that stand for nothing, beside as many as there are copies
 
@@ -100,7 +100,7 @@ class HostCopies:
         in_use: Collection[str],
         kept: Collection[str],
     ) -> set[str]:
-        """Return the digests to evict so that an entry fits, as `host_room.make_room` does.
+        """Return the digests to evict so that an entry fits, as `room.make_room` does.
 
         `in_use` are digests that stay, `kept` names that are evicted last. What the new entry's
         name stands for now does not count.

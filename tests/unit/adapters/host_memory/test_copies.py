@@ -6,10 +6,10 @@ import pytest
 from support.cases.host_entries import entry
 
 from lora_jax.adapters.entries import RegistryLimits
-from lora_jax.adapters.host_copies import HostCopies
-from lora_jax.adapters.host_room import HostShare, copies_of, make_room
+from lora_jax.adapters.host_memory.copies import HostCopies
+from lora_jax.adapters.host_memory.room import HostShare, copies_of, make_room
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
-from lora_jax.adapters.use_ledger import UseLedger
 
 
 class Books:

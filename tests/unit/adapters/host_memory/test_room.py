@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lora_jax.adapters.host_room import HostCopy, HostShare, least_valuable, make_room
+from lora_jax.adapters.host_memory.room import HostCopy, HostShare, least_valuable, make_room
 from lora_jax.adapters.registry_errors import AdapterRejected, RegistryBusy
 
 copies = st.lists(

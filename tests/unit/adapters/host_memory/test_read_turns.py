@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from support.waiting import wait_until
 
-from lora_jax.adapters.read_turns import ReadTurns
+from lora_jax.adapters.host_memory.read_turns import ReadTurns
 
 
 class Reader:

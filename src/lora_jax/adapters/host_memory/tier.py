@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter, RegistryLimits
-from lora_jax.adapters.host_copies import HostCopies
-from lora_jax.adapters.host_room import HostShare, no_room, no_room_beside_pins
-from lora_jax.adapters.lent_entries import LentEntries
+from lora_jax.adapters.host_memory.copies import HostCopies
+from lora_jax.adapters.host_memory.lent_entries import LentEntries
+from lora_jax.adapters.host_memory.room import HostShare, no_room, no_room_beside_pins
+from lora_jax.adapters.host_memory.room_line import RoomLine, Ticket
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import AdapterRejected, HostFull
-from lora_jax.adapters.room_line import RoomLine, Ticket
-from lora_jax.adapters.use_ledger import UseLedger
 
 
 class Staying(NamedTuple):

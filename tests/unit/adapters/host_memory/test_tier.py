@@ -4,10 +4,10 @@ import pytest
 from support.cases.host_entries import entry
 
 from lora_jax.adapters.entries import RegistryLimits
-from lora_jax.adapters.host_room import HostShare
-from lora_jax.adapters.host_tier import HostTier
+from lora_jax.adapters.host_memory.room import HostShare
+from lora_jax.adapters.host_memory.tier import HostTier
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import AdapterRejected, HostFull
-from lora_jax.adapters.use_ledger import UseLedger
 
 NEW = entry("new", "n", 4)
 

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from lora_jax.adapters.entries import AdapterEntry
+from lora_jax.adapters.host_memory.use_ledger import UseLedger
 from lora_jax.adapters.registry_errors import AdapterRejected, HostFull, RegistryBusy
-from lora_jax.adapters.use_ledger import UseLedger
 
 
 @dataclasses.dataclass(frozen=True)
