@@ -138,7 +138,8 @@ class Library:
         failures = []
         for compiler, file in zip(self.compilers, files, strict=True):
             try:
-                with locked(file.with_suffix(".lock")):
+                waiting = f"Waiting for another process that compiles the {self.title}."
+                with locked(file.with_suffix(".lock"), waiting):
                     if not own_files.is_whole(file):
                         if file.exists():
                             log.warning("%s is damaged, it is compiled again", file)
@@ -217,6 +218,7 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     Raises BuildError where the compiler fails, OSError where the folder's disk is full.
     """
     log.info("Compiling the %s with %s, once for this machine.", what.title, compiler.path)
+    _remove_parts(library)
     start = time.perf_counter()
     part = library.with_suffix(f".{os.getpid()}.part")
     run = functools.partial(_run, compiler, library.parent)
@@ -231,12 +233,22 @@ def compile_library(what: Library, compiler: Compiler, library: Path) -> None:
     log.info("Compiled the %s in %.1f s: %s.", what.title, time.perf_counter() - start, library)
 
 
+def _remove_parts(library: Path) -> None:
+    """Remove what a process left behind that was killed while it compiled this library."""
+    for left in library.parent.glob(f"{library.stem}.*.part"):
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink(missing_ok=True)
+
+
 def _compile_side_by_side(
     what: Library, compiler: Compiler, library: Path, run: Callable[[list[str]], None]
 ) -> None:
     """Compile each unit by a process of its own, the largest first, and link them."""
     units = sorted(what.units, key=lambda unit: -unit.stat().st_size)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    begin = f"{library.stem}."
+    with tempfile.TemporaryDirectory(".part", begin, library.parent) as folder:
         objects = [Path(folder, f"{unit.stem}.o") for unit in units]
         commands = [
             what.command(compiler, made, "-c", units=[unit])
@@ -258,11 +270,18 @@ def _run(compiler: Compiler, folder: Path, command: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes while the block runs."""
+def locked(path: Path, waiting: str) -> Iterator[None]:
+    """Hold an exclusive lock between processes while the block runs.
+
+    Where another process holds it, the log says `waiting`.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.info("%s", waiting)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

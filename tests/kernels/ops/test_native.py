@@ -68,8 +68,22 @@ def test_a_unit_that_fails_is_told_and_leaves_nothing(library, tmp_path):
     assert {path.suffix for path in cache.iterdir()} <= {".lock"}
 
 
-def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path):
+def test_what_a_killed_process_left_is_removed_by_the_next_that_compiles(library, tmp_path):
+    name = library.build(tmp_path / "before").stem
+    (cache := tmp_path / "cache").mkdir(mode=0o700)
+    (cache / f"{name}.77.x.part").mkdir()
+    for left in (f"{name}.77.x.part/one.o", f"{name}.77.part", f"other-{name}.77.part"):
+        (cache / left).write_bytes(b"half")
+    built = library.build(cache)
+    assert {path.name for path in cache.iterdir() if path.suffix == ".part"} == {
+        f"other-{name}.77.part"
+    }
+    assert own_files.is_whole(built)
+
+
+def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path, caplog):
     compiled = []
+    caplog.set_level("INFO", logger=native.log.name)
 
     def slow_compile(what, compiler, path):
         compiled.append(path)
@@ -81,6 +95,7 @@ def test_concurrent_builds_compile_once(library, monkeypatch, tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         paths = set(pool.map(library.build, [tmp_path / "cache"] * 4))
     assert len(compiled) == 1
+    assert "Waiting for another process that compiles the test library." in caplog.messages
     assert paths == set(compiled)
     assert library.build(tmp_path / "cache") == compiled[0]
 
