@@ -4,7 +4,12 @@ An engine checks the same and more before it reads weights; the command says it 
 """
 
 from serving.cli.options import Options
-from serving.engine.parts.early_checks import check_adapters, check_hosts_adapters, check_plain
+from serving.engine.parts.early_checks import (
+    check_adapters,
+    check_hosts_adapters,
+    check_plain,
+    check_primary,
+)
 from serving.text.tokenizer import check_files
 
 
@@ -23,3 +28,4 @@ def check_start_files(options: Options) -> None:
         check_hosts_adapters(adapters)
     check_adapters(engine, adapters)
     check_plain(engine, adapters, has_server=bool(options.cluster.lora_server))
+    check_primary(engine, adapters)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lora_jax.adapters.formats.esft_format import CONFIG_FILE
+from lora_jax.adapters.formats.safetensors_file import tensor_names
 from lora_jax.config import ModelConfig
 from serving.api.config import EngineConfig
 
@@ -16,7 +17,6 @@ _PARTS = re.compile(
     r"(.*\.)?experts\..*(\.qweight|\.weight_packed|\.absmax|_scale|_scale_inv|_blocks)"
 )
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000
 
 
 def check_esft(
@@ -70,6 +70,4 @@ def _tensor_names(folder: Path) -> list[str]:
     """Return the names of a checkpoint's tensors, by its index or by the header of its one file."""
     if (folder / _INDEX).is_file():
         return list(json.loads((folder / _INDEX).read_bytes())["weight_map"])
-    with open(folder / _SINGLE, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return list(json.loads(file.read(length))) if length <= _MAX_HEADER_BYTES else []
+    return list(tensor_names(folder / _SINGLE))

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,10 +13,13 @@ from lora_jax.adapters.formats.esft_format import CONFIG_FILE
 from lora_jax.adapters.formats.folder import AdapterFolder
 from lora_jax.adapters.formats.peft_config import PeftConfig
 from lora_jax.adapters.formats.peft_format import CONFIG_FILE as PEFT_FILE
-from lora_jax.adapters.formats.peft_format import read_config
+from lora_jax.adapters.formats.peft_format import WEIGHTS_FILE, read_config
 from lora_jax.adapters.formats.peft_vocabulary import needs
+from lora_jax.adapters.formats.safetensors_file import tensor_names
 from serving.api.config import EngineConfig
 from serving.engine.parts.pairs import why_only_lora
+
+_OF_EXPERTS = re.compile(r"(.*\.)?experts\.")  # names of tensors, but not "shared_experts."
 
 
 def limits_of(config: EngineConfig) -> RegistryLimits:
@@ -50,6 +54,33 @@ def check_plain(
                 f"Adapter {name!r} has DoRA, biases, trained tokens or modules of its own, and "
                 f"that does not go with {why}: leave one of them out."
             )
+
+
+def check_primary(config: EngineConfig, adapters: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Raise ValueError for a merge_adapter that is not given, or that no merged weights stand for.
+
+    Names of its tensors and its config tell; a folder that cannot be read is left to its load.
+    """
+    name = config.merge_adapter
+    if name is None:
+        return
+    if name not in adapters:
+        raise ValueError(
+            f"merge_adapter {name!r} is not among the adapters that are given: name one of them, "
+            "or leave merge_adapter out."
+        )
+    names: tuple[str, ...] = ()
+    with contextlib.suppress(OSError, ValueError):
+        names = tensor_names(Path(adapters[name]) / WEIGHTS_FILE)
+    why = "experts, which" if any(map(_OF_EXPERTS.match, names)) else ""
+    for _, brought in brought_by({name: adapters[name]}):
+        if brought.has_gains or any(needs(brought)):
+            why = "more than LoRA (DoRA, biases, trained tokens or modules of its own), which"
+    if why:
+        raise ValueError(
+            f"merge_adapter {name!r} cannot be merged: it changes {why} merged weights of dense "
+            "maps do not stand for. Name another adapter, or leave merge_adapter out."
+        )
 
 
 def brought_by(

@@ -21,7 +21,7 @@ from serving.engine.memory.jax_share import take_share
 from serving.engine.memory.memory_budget import bytes_limit
 from serving.engine.memory.page_pool import check_platform
 from serving.engine.parts.devices import split_of
-from serving.engine.parts.early_checks import check_adapters, check_plain
+from serving.engine.parts.early_checks import check_adapters, check_plain, check_primary
 from serving.engine.parts.early_sizes import check_sizes
 from serving.engine.parts.image_parts import check_image_files
 from serving.engine.parts.over_hosts import for_hosts
@@ -74,6 +74,7 @@ def prepare(
         check_adapters(config, adapters)
         check_plain(config, adapters, has_server=access is not None)
         check_esft(config, described, adapters)
+        check_primary(config, adapters)
     generation = read_generation_config(
         config.model, config.generation_config, config.override_generation_config
     )

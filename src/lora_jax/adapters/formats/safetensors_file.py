@@ -12,6 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -28,6 +29,7 @@ DTYPES = {
 _MAX_NAME = 512
 _MAX_DIMS = 8
 _MIN_HEADER_BYTES, _ENTRY_BYTES = 1 << 20, 320  # an entry has a name, numbers and spaces
+_MOST_NAMES_BYTES = 100_000_000  # of a header that only gives names
 _MIN_VALUES, _ENTRY_VALUES = 1 << 16, 20  # JSON values
 Read = Callable[[int, int], bytes]  # of so many bytes from a place on
 _Span = tuple[np.dtype, tuple[int, ...], int, int]  # dtype, shape, first and last byte
@@ -101,6 +103,21 @@ def read_header(read: Read, file_bytes: int, file_name: str, limits: FileLimits)
     """
     with naming(file_name):
         return _header(_raw_header(read, file_bytes, limits), file_bytes, limits)
+
+
+def tensor_names(path: Path) -> tuple[str, ...]:
+    """Return the names of a file's tensors, of which nothing else is looked at.
+
+    Raises OSError, and ValueError for a file whose header is none.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_NAMES_BYTES:
+            raise ValueError(f"{path.name} has a header of {length} bytes.")
+        header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path.name} has a header that is not an object.")
+    return tuple(name for name in header if name != "__metadata__")
 
 
 def _header(raw: bytes, file_bytes: int, limits: FileLimits) -> Header:

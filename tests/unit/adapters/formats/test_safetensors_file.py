@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lora_jax.adapters.formats import folder
-from lora_jax.adapters.formats.safetensors_file import FileLimits, parse, read_file, read_header
+from lora_jax.adapters.formats.safetensors_file import (
+    FileLimits,
+    parse,
+    read_file,
+    read_header,
+    tensor_names,
+)
 
 LIMITS = FileLimits(max_header_bytes=4096, max_tensors=8)
 
@@ -136,3 +142,13 @@ def test_limits_of_a_model():
     text = b'{"a":[' + b"0," * 70_000 + b"0]}"
     with pytest.raises(ValueError, match="more than 65536 JSON values"):
         parse(struct.pack("<Q", len(text)) + text, "f", limits)
+
+
+def test_names_are_read_from_the_header_alone(tmp_path):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(made({"__metadata__": {"a": "b"}, "x": entry(), "y": {}}))
+    assert tensor_names(file) == ("x", "y")
+    for wrong in (b"", made(b"[1]"), b"\xff" * 8 + b"{}"):
+        file.write_bytes(wrong)
+        with pytest.raises(ValueError, match=r"header|Expecting value"):
+            tensor_names(file)

@@ -9,6 +9,7 @@ from serving.engine.parts.early_checks import (
     check_adapters,
     check_hosts_adapters,
     check_plain,
+    check_primary,
     limits_of,
 )
 
@@ -51,3 +52,23 @@ def test_a_model_over_hosts_has_no_esft_adapters(tmp_path):
     (tmp_path / "expert_cfg.json").write_text("{}")
     with pytest.raises(ValueError, match="Adapter 'law' is an ESFT adapter, and an instance over"):
         check_hosts_adapters({"plain": tmp_path / "none", "law": tmp_path})
+
+
+def test_a_merged_adapter_is_one_that_dense_maps_stand_for(tmp_path):
+    cases.write_adapter(tmp_path / "dense", cases.dense_tensors())
+    cases.write_adapter(tmp_path / "dora", cases.dense_tensors(), {"use_dora": True})
+    experts = {
+        name.replace("self_attn.q_proj", "mlp.experts.0.up_proj"): tensor
+        for name, tensor in cases.dense_tensors().items()
+    }
+    cases.write_adapter(tmp_path / "experts", experts)
+    cases.write_adapter(tmp_path / "none", cases.dense_tensors())
+    (tmp_path / "none" / "adapter_model.safetensors").write_bytes(b"{")
+    given = {name: tmp_path / name for name in ("dense", "dora", "experts", "none")}
+    for name in ("dense", "none", None):  # what cannot be read is left to its load
+        check_primary(EngineConfig("m", merge_adapter=name), given)
+    for name, why in {"dora": "more than LoRA", "experts": "experts, which"}.items():
+        with pytest.raises(ValueError, match=f"{name!r} cannot be merged: it changes {why}"):
+            check_primary(EngineConfig("m", merge_adapter=name), given)
+    with pytest.raises(ValueError, match="merge_adapter 'x' is not among the adapters"):
+        check_primary(EngineConfig("m", merge_adapter="x"), given)
