@@ -142,6 +142,12 @@ def durability(server: Server) -> str:
     return " It lasts until the server ends; --state-dir keeps it."
 
 
+def remarks(server: Server, entry: AdapterEntry | EvictedAdapter) -> str:
+    """Return what an answer to a load adds: the adapter's warnings, and how long it lasts."""
+    warnings = (f" Warning: {scrub(text)}" for text in entry.report.warnings)
+    return "".join(warnings) + durability(server)
+
+
 def shown_path(path: str) -> str:
     """Return what may be said of a path in an answer: a relative one as it is."""
     return scrub(path[:200])

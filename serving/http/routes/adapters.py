@@ -7,6 +7,7 @@ from urllib.parse import unquote, urlparse
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from lora_jax.adapters.entries import AdapterEntry, EvictedAdapter
 from serving.http.access.auth import caller_of
 from serving.http.errors import ApiError, scrub, unknown_model
 from serving.http.requests.body import read_body, takes
@@ -15,8 +16,8 @@ from serving.http.routes.adapter_store import (
     adapter_id,
     admin_server,
     audited,
-    durability,
     load,
+    remarks,
     unload,
 )
 from serving.http.server import server_of
@@ -35,9 +36,9 @@ async def vllm_load(request: Request) -> Response:
     body = await read_body(request, LoadAdapterBody)
     name, replace = body.lora_name, bool(body.load_inplace)
     async with audited(request, "load", name):
-        await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
+        entry = await load(server, name, body.lora_path, replace=replace, pinned=bool(body.pinned))
     message = f"Success: LoRA adapter '{name}' added successfully."
-    return PlainTextResponse(message + durability(server))
+    return PlainTextResponse(message + remarks(server, entry))
 
 
 @router.post(
@@ -74,19 +75,19 @@ async def sglang_unload(request: Request) -> Response:
 
 
 async def _sglang_answer(
-    request: Request, action: str, name: str, work: Awaitable[object]
+    request: Request, action: str, name: str, work: Awaitable[AdapterEntry | EvictedAdapter]
 ) -> Response:
-    error = None
+    error, entry = None, None
     try:
         async with audited(request, action, name):
-            await work
+            entry = await work
     except ApiError as failed:
         error = failed.message
     adapters = server_of(request).engine.registry.known()
     loaded = {adapter.name: adapter.path for adapter in adapters}
     answer = {"success": error is None, "error_message": error or "", "loaded_adapters": loaded}
-    if error is None and action == "load" and (lasts := durability(server_of(request))):
-        answer["message"] = lasts.strip()
+    if entry is not None and action == "load" and (text := remarks(server_of(request), entry)):
+        answer["message"] = text.strip()
     return JSONResponse(answer, 200 if error is None else 400)
 
 
@@ -96,8 +97,8 @@ async def dynamo_load(request: Request) -> dict[str, Any]:
     server = admin_server(request)
     body = await read_body(request, DynamoLoadBody)
     async with audited(request, "load", body.lora_name):
-        await load(server, body.lora_name, _path_of(body.source.uri))
-    return _dynamo_answer(body.lora_name, "loaded", durability(server))
+        entry = await load(server, body.lora_name, _path_of(body.source.uri))
+    return _dynamo_answer(body.lora_name, "loaded", remarks(server, entry))
 
 
 @router.get("/v1/loras")
@@ -154,6 +155,7 @@ async def report(request: Request, name: str) -> dict[str, Any]:
         raise unknown_model(name)
     details = entry.report.as_json()
     details["base_model"] = _name_only(details.get("base_model"))
+    details["warnings"] = [scrub(text) for text in entry.report.warnings]
     state = {"name": entry.name, "generation": entry.generation, "pinned": entry.pinned}
     state["resident"] = entry.name in server.engine.stats().resident_adapters
     return state | details

@@ -83,6 +83,7 @@ class FakeEntry:
             "weight_bytes": 1 << 20,
             "max_rank": 4,
             "base_model": "/home/somebody/llama",
+            "warnings": ("made for '/home/somebody/llama'.",) if self.path == "other-base" else (),
         }
         modules = {"q_proj": SimpleNamespace(layers=(0,), ranks=(4,), scalings=(2.0,))}
         values = details | {"modules": modules}

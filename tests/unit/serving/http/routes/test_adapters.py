@@ -11,7 +11,7 @@ from serving.http.settings import HttpSettings
 
 @pytest.fixture
 def client(tmp_path):
-    root = write_fake_adapters(tmp_path / "root", "sql", "law", "bad-one")
+    root = write_fake_adapters(tmp_path / "root", "sql", "law", "bad-one", "other-base")
     settings = HttpSettings(enable_runtime_lora=True)
     with client_of(create_app(FakeEngine(root), settings)) as client:
         yield client
@@ -117,6 +117,17 @@ def test_paths_that_do_not_work(client, path, status):
     if path == "bad-one":
         message = answer.json()["error"]["message"]
         assert message == "adapter_model.safetensors: lora_B is missing."
+
+
+def test_who_loads_an_adapter_of_another_base_is_told(client):
+    body = {"lora_name": "o", "lora_path": "other-base"}
+    text = "Warning: made for 'llama'. It lasts until the server ends"  # a file's place is nobody's
+    assert text in client.post("/v1/load_lora_adapter", json=body).text
+    body |= {"load_inplace": True}
+    assert client.post("/load_lora_adapter", json=body).json()["message"].startswith(text)
+    body = {"lora_name": "p", "source": {"uri": "file:///other-base"}}
+    assert text in client.post("/v1/loras", json=body).json()["message"]
+    assert client.get("/v1/adapters/o").json()["warnings"] == ["made for 'llama'."]
 
 
 def test_report_of_an_adapter_loads_it_and_shows_no_path(client):
