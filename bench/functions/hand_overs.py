@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from serving.functions.turn_log import Turn
+from serving.functions.turns.log import Turn
 
 # Seconds of a hand-over from one turn to the next, in order. In the first two the device works on.
 LEGS = {

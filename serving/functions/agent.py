@@ -30,7 +30,7 @@ from serving.functions.published import Published
 from serving.functions.room import Room
 from serving.functions.running import Running
 from serving.functions.tenants import DEFAULTS, Tenant, Tenants
-from serving.functions.turn_keeper import TurnKeeper
+from serving.functions.turns.keeper import TurnKeeper
 
 logger = logging.getLogger(__name__)
 

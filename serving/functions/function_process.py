@@ -35,7 +35,7 @@ from serving.functions import guard_process, jail
 from serving.functions.device_memory import share_of
 from serving.functions.late_imports import LateImports
 from serving.functions.process_memory import is_of_memory, private_bytes
-from serving.functions.turn_side import TurnSide
+from serving.functions.turns.side import TurnSide
 from serving.runtime import xla_memory
 from serving.runtime.program_cache import keep_programs_apart, step_files
 from serving.steps import kept_steps

@@ -9,7 +9,7 @@ from lora_jax.memory.wire import send_fds, send_header
 from serving.functions import jail
 from serving.functions.processes import Ends, Zygote, expect
 from serving.functions.published import Published
-from serving.functions.turn_keeper import TurnKeeper
+from serving.functions.turns.keeper import TurnKeeper
 from serving.runtime.program_files import step_keys
 
 _START_S = 600.0  # to build an engine, on a slow machine

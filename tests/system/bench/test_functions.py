@@ -19,7 +19,7 @@ from bench.functions.times import Times, read_times
 from bench.functions.traces import spread, thinned
 from serving import Sampling
 from serving.functions.policies.preload import plan, value_of
-from serving.functions.turn_log import Stamps, Turn
+from serving.functions.turns.log import Stamps, Turn
 
 
 def arrivals(seed: int, functions: int = 4, rate: float = 0.02) -> list[list[float]]:

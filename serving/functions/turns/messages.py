@@ -10,8 +10,8 @@ ASK, BACK, ENDED = b"a", b"b", b"e"
 # Of the keeper: a turn on an idle device, one behind the last step of the turn before, the end of
 # that step, the asking back.
 GRANT, FOLLOW, ALONE, RECALL = b"g", b"f", b"l", b"r"
-ASK_FIELDS = struct.Struct("<c4d")  # with those of `turn_table.Ask`
-BACK_FIELDS = struct.Struct("<c?4d")  # whether its last step still runs, and `turn_log.Stamps`
+ASK_FIELDS = struct.Struct("<c4d")  # with those of `table.Ask`
+BACK_FIELDS = struct.Struct("<c?4d")  # whether its last step still runs, and `log.Stamps`
 WORD = struct.Struct("<cd")  # with the keeper's time
 LONGEST = 64  # bytes of a message, and room for one that is none of these
 

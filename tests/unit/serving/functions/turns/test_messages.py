@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from serving.functions import turn_messages as messages
-from serving.functions.turn_log import Stamps
-from serving.functions.turn_table import Ask
+from serving.functions.turns import messages as messages
+from serving.functions.turns.log import Stamps
+from serving.functions.turns.table import Ask
 
 OF_FUNCTIONS = messages.ASK, messages.BACK, messages.ENDED
 OF_KEEPER = messages.GRANT, messages.FOLLOW, messages.ALONE, messages.RECALL

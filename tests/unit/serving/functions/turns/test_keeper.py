@@ -7,9 +7,9 @@ import time
 import pytest
 
 from serving.engine.loop.pacing import SWITCH_S
-from serving.functions.turn_keeper import TurnKeeper
-from serving.functions.turn_log import Stamps
-from serving.functions.turn_messages import (
+from serving.functions.turns.keeper import TurnKeeper
+from serving.functions.turns.log import Stamps
+from serving.functions.turns.messages import (
     ALONE,
     ASK,
     ASK_FIELDS,
@@ -21,7 +21,7 @@ from serving.functions.turn_messages import (
     RECALL,
     WORD,
 )
-from serving.functions.turn_table import TurnTable
+from serving.functions.turns.table import TurnTable
 
 _ASKS = ASK_FIELDS.pack(ASK, 1.0, 0.0, 0.01, 0.5)
 _GIVES_BACK, _PASSES_ON = (BACK_FIELDS.pack(BACK, runs, 1.0, 2.0, 3.0, 4.0) for runs in (0, 1))

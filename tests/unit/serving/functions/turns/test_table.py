@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from serving.functions.turn_table import (
+from serving.functions.turns.table import (
     EARLY_S,
     EARLY_SAVED_S,
     EARLY_SHARE,

@@ -1,7 +1,7 @@
 """Grants functions their turns on the device, over a socket to each. No jax.
 
 A function's death ends its socket, and with it its turn. What another says of its work, or does not
-say, costs others no more than the limits of `turn_table`.
+say, costs others no more than the limits of `turns.table`.
 """
 
 import contextlib
@@ -12,10 +12,10 @@ import socket
 import threading
 import time
 
-from serving.functions import turn_messages as messages
 from serving.functions.short_switches import short_switches
-from serving.functions.turn_log import Stamps, TurnLog
-from serving.functions.turn_table import Ask, TurnTable
+from serving.functions.turns import messages as messages
+from serving.functions.turns.log import Stamps, TurnLog
+from serving.functions.turns.table import Ask, TurnTable
 
 logger = logging.getLogger(__name__)
 

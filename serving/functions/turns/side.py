@@ -14,10 +14,10 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from serving.functions import turn_messages as messages
 from serving.functions.policies.batching import PrefillTime, expires_at, fit, largest_batch
-from serving.functions.turn_log import Stamps
-from serving.functions.turn_table import NEVER_S, TURN_S
+from serving.functions.turns import messages as messages
+from serving.functions.turns.log import Stamps
+from serving.functions.turns.table import NEVER_S, TURN_S
 
 _MEASURED = 64  # prefills that the fit takes
 _LOOK_S = 0.1  # between two looks for the time, while another has the device

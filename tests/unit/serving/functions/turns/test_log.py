@@ -2,8 +2,8 @@
 
 import pytest
 
-from serving.functions import turn_log
-from serving.functions.turn_log import Stamps, TurnLog
+from serving.functions.turns import log as turn_log
+from serving.functions.turns.log import Stamps, TurnLog
 
 
 def test_a_turn_has_the_times_of_its_hand_over():

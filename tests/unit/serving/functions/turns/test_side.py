@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.functions import turn_side
 from serving.functions.policies.batching import PrefillTime
-from serving.functions.turn_messages import (
+from serving.functions.turns import side as turn_side
+from serving.functions.turns.messages import (
     ALONE,
     ASK_FIELDS,
     BACK_FIELDS,
@@ -18,8 +18,8 @@ from serving.functions.turn_messages import (
     RECALL,
     word,
 )
-from serving.functions.turn_side import TurnSide
-from serving.functions.turn_table import NEVER_S
+from serving.functions.turns.side import TurnSide
+from serving.functions.turns.table import NEVER_S
 
 
 def never() -> bool:
