@@ -15,6 +15,13 @@ from typing import Protocol
 
 from serving.api.images import PromptImage
 
+_PART = b"part"  # keys of pages that are not full begin with it, and are longer than others
+
+
+def is_part(key: bytes) -> bool:
+    """Return whether a key is that of a page that is not full."""
+    return len(key) > hashlib.sha256().digest_size
+
 
 class PrefixChain:
     """Keys of the full pages of one token sequence, computed as far as asked for.
@@ -48,6 +55,19 @@ class PrefixChain:
             parts = before + tokens.tobytes() + self._images_of(i)
             self._keys.append(hashlib.sha256(parts).digest())
         return self._keys[:num_pages]
+
+    def last_key(self, token_ids: Sequence[int]) -> bytes:
+        """Return the key of the page of the last token, which need not be full.
+
+        As all tokens it has one that no shorter or longer sequence finds, unless it is full.
+        """
+        count = len(token_ids) // self._page_size
+        keys = self.keys(token_ids, count)
+        if not (left := token_ids[count * self._page_size :]):
+            return keys[-1]
+        before = keys[-1] if count else self._root
+        tokens = array.array("q", left).tobytes()
+        return _PART + hashlib.sha256(before + tokens + self._images_of(count)).digest()
 
     def _images_of(self, page: int) -> bytes:
         """Return what a page's key says of images: nothing where there are none."""
@@ -95,8 +115,8 @@ class PageCache:
 
     A page is *held* (references > 0), *cached* (none, but it has a key; the least recently used
     goes first) or *blank*; which one is taken next a watch decides, if there is one. Shared pages
-    are full, hence never written again. A page may also be *absent*, that is, have no memory:
-    `bring` and `remove` say which.
+    are full, hence never written again, but for those of `match_last`. A page may also be *absent*,
+    that is, have no memory: `bring` and `remove` say which.
     """
 
     def __init__(
@@ -177,6 +197,14 @@ class PageCache:
             self._references[page] += 1
         return pages
 
+    def match_last(self, key: bytes) -> list[int]:
+        """Return the page of a last key, and hold it, or none where a sequence has it.
+
+        The only holder may write a token of it once more, which gives the bits that are there.
+        """
+        page = self._key_to_page.get(key)
+        return [] if page is None or self._references[page] else self.match([key])
+
     def allocate(self, count: int) -> list[int] | None:
         """Hold `count` pages of unknown content, or None (and no change) when there are too few."""
         if count > self.num_free:
@@ -220,10 +248,11 @@ class PageCache:
         self._num_absent += len(pages)
 
     def register(self, page: int, key: bytes) -> None:
-        """Make a held, full page findable; of two equal pages that are held the first one stays so.
+        """Make a held page findable, which is full unless its key says otherwise.
 
-        An equal page that nobody holds was not found, because a page before it has gone. It is
-        blank from now on: so the pages of a prefix are as old as each other, and none lies twice.
+        Of two equal pages that are held the first one stays findable. An equal page that nobody
+        holds was not found, because a page before it has gone. It is blank from now on: so the
+        pages of a prefix are as old as each other, and none lies twice.
         """
         known = self._key_to_page.get(key)
         if not self.enabled or known == page or (known is not None and self._references[known]):

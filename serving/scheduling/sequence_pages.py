@@ -8,7 +8,7 @@ from serving.api.request import PageMove, Sequence, SequenceState
 from serving.scheduling.host_pages import HostPages, HostPageStats
 from serving.scheduling.page_exchange import PoolShares
 from serving.scheduling.page_extents import PageExtents
-from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain
+from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain, is_part
 from serving.scheduling.sequence_images import SequenceImages
 
 
@@ -33,7 +33,7 @@ class SequencePages:
         """With `extents` pages have memory only while they need it, else always."""
         self._images = SequenceImages(num_encoder_rows)
         self._host = HostPages(num_host_pages)
-        options = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._host.take_out}
+        options = {"enable_prefix_caching": enable_prefix_caching, "on_evict": self._take_out}
         self._cache = PageCache(num_pages, page_size, **options, are_absent=extents is not None)
         self._extents = None if extents is None else extents(self._cache)
         self._remembers = enable_prefix_caching
@@ -131,16 +131,19 @@ class SequencePages:
         its first time also counts as a look-up in the cache.
         """
         total, size = len(sequence.token_ids), self._cache.page_size
-        keys, matched = [], []
+        keys, matched, last = [], [], []
         if self.can_match(sequence):
             usable = (total - 1) // size  # at least one token is computed
             keys = self._chains[sequence].keys(sequence.token_ids, usable)
             matched = self._cache.match(keys)
+            last = self._match_last(sequence) if len(matched) == usable else []
         brought = self._host.pin(keys[len(matched) :])
+        num_cached = total - 1 if last else len(matched) * size
+        matched += last
         needed = self.num_pages(total) - len(matched)
         waits = self._extents is not None and self._extents.want(needed + reserve)
         has_room = needed + reserve <= self._cache.num_free and not waits
-        sequence.num_computed = (len(matched) + len(brought)) * size
+        sequence.num_computed = num_cached + len(brought) * size
         if not has_room or not self._images.give(sequence):
             self._cache.free(matched)
             self._host.unpin()
@@ -156,10 +159,29 @@ class SequencePages:
         if not sequence.num_preemptions:
             sequence.num_cached_tokens = sequence.num_computed
             if self.can_match(sequence):
-                num_cached, num_prompt = len(matched) * size, sequence.num_prompt
+                num_prompt = sequence.num_prompt
                 self._cache.record(num_prompt, num_cached)
                 self._host.record(num_prompt - num_cached, len(brought) * size)
         return True
+
+    def _match_last(self, sequence: Sequence) -> list[int]:
+        """Return the page of the last token where a task head answers, and nobody holds the page.
+
+        No token comes into it but the last one, which is computed once more, with the same bits.
+        """
+        if not self._has_last(sequence):
+            return []
+        return self._cache.match_last(self._chains[sequence].last_key(sequence.token_ids))
+
+    def _has_last(self, sequence: Sequence) -> bool:
+        """Return whether the page of the last token saves a sequence anything."""
+        is_alone = len(sequence.token_ids) % self._cache.page_size == 1
+        return sequence.request.head is not None and not is_alone
+
+    def _take_out(self, page: int, key: bytes) -> None:
+        """Keep a full page in host memory; others only help who asks the same again."""
+        if not is_part(key):
+            self._host.take_out(page, key)
 
     def _bring_in(self, keys: SequenceOf[bytes], pages: SequenceOf[int]) -> None:
         """Fill held pages from the host before the next step; others may find them from now on."""
@@ -185,6 +207,7 @@ class SequencePages:
     def take_back(self, sequence: Sequence) -> None:
         """Take all pages from a sequence; full ones can be found until their place is needed."""
         self.register(sequence)
+        self._register_last(sequence)
         self._images.take_back(sequence)
         del self._registered[sequence]
         self._cache.free(sequence.pages)
@@ -212,6 +235,15 @@ class SequencePages:
         for page, key in zip(sequence.pages[done:full], keys[done:], strict=True):
             self._cache.register(page, key)
         self._registered[sequence] = full
+
+    def _register_last(self, sequence: Sequence) -> None:
+        """Let the page of the last token be found, if all tokens have been planned."""
+        total, pages = len(sequence.token_ids), sequence.pages
+        is_done = sequence.num_computed == total and len(pages) == self.num_pages(total)
+        if not (self._cache.enabled and is_done and self._has_last(sequence)):
+            return
+        if total % self._cache.page_size:  # else it is full, and registered
+            self._cache.register(pages[-1], self._chains[sequence].last_key(sequence.token_ids))
 
     def can_match(self, sequence: Sequence) -> bool:
         """True if its prompt may come from the cache, which yields no log-probabilities."""

@@ -141,6 +141,14 @@ def test_a_task_head_reads_what_images_say(engine: Engine, oracle, tmp_path: Pat
     assert got.label == str(output.outputs[0].token_ids[0])
     (other,) = engine.classify([PROMPT], "head", images=[PICTURES[1:3]])
     assert other.outputs.logits != got.outputs.logits
+    # Once more: all but the last token is known, and the page of that token may be written again.
+    asked, longer = [PICTURES[:2], PICTURES[:2], PICTURES[1:3]], PROMPT + " of it"
+    first = [engine.classify([longer], "head", images=[images])[0] for images in asked[1:]]
+    again = engine.classify([longer] * 3, "head", images=asked)
+    assert [a.outputs.logits for a in again] == [first[i].outputs.logits for i in (0, 0, 1)]
+    assert len(again[0].prompt_ids) % FIELDS["block_size"] == 3
+    left = [len(one.prompt_ids) - one.num_cached_tokens for one in again]
+    assert [count == 1 for count in left] == [True, False, True]
     engine.unload_adapter("head")
 
 

@@ -1,3 +1,6 @@
+import random
+from typing import Any
+
 import pytest
 
 from serving.api.request import Request, Sequence
@@ -5,7 +8,7 @@ from serving.api.sampling import Sampling
 from serving.scheduling.sequence_pages import SequencePages
 
 
-def make(tokens: list[int], digest: str = "", **sampling) -> Sequence:
+def make(tokens: list[int], digest: str = "", head: Any = None, **sampling) -> Sequence:
     request = Request(
         request_id="r",
         prompt_ids=tuple(tokens),
@@ -15,6 +18,7 @@ def make(tokens: list[int], digest: str = "", **sampling) -> Sequence:
         on_output=lambda delta: None,
         arrival_s=0.0,
         deadline_s=0.0,
+        head=head,
     )
     return Sequence(request=request, index=0, seed=0, token_ids=list(tokens))
 
@@ -132,3 +136,103 @@ def test_pages_that_nobody_shall_remember_are_neither_found_nor_counted(caching)
     pages.remember(True)
     give(pages, third)
     assert (third.num_cached_tokens, pages.stats.queries) == (0, 9 if caching else 0)
+
+
+HEAD: Any = "a head"
+
+
+def run(pages: SequencePages, sequence: Sequence) -> int:
+    """Let a sequence compute all its tokens and end; return how many it found."""
+    assert give(pages, sequence)
+    found = sequence.num_computed
+    sequence.num_computed = len(sequence.token_ids)
+    pages.check_integrity([sequence], [sequence])
+    pages.take_back(sequence)
+    pages.close(sequence)
+    pages.check_integrity([], [])
+    return found
+
+
+@pytest.mark.parametrize(("length", "found"), [(3, 2), (8, 7), (9, 8), (10, 9), (11, 10)])
+def test_a_head_computes_one_token_of_a_prompt_that_it_was_asked_before(length: int, found: int):
+    pages, prompt = SequencePages(8, 4, enable_prefix_caching=True), list(range(length))
+    assert run(pages, make(prompt, head=HEAD)) == 0
+    assert run(pages, make(prompt, head=HEAD)) == found
+    assert run(pages, make(prompt)) == (length - 1) // 4 * 4  # its next tokens need a page
+    assert run(pages, make([*prompt, 99], head=HEAD)) == length // 4 * 4
+    shorter = length - 2 if length % 4 == 1 else (length - 2) // 4 * 4  # a full page is known
+    assert run(pages, make(prompt[:-1], head=HEAD)) == shorter
+    assert run(pages, make(prompt, "another adapter", head=HEAD)) == 0
+    assert pages.stats.hits == found + (length - 1) // 4 * 4 + length // 4 * 4 + shorter
+
+
+def test_one_sequence_at_a_time_has_the_page_of_the_last_token():
+    pages, prompt = SequencePages(8, 4, enable_prefix_caching=True), [1] * 6
+    run(pages, make(prompt, head=HEAD))
+    first, second = make(prompt, head=HEAD), make(prompt, head=HEAD)
+    assert give(pages, first)
+    assert give(pages, second)
+    assert (first.num_computed, second.num_computed) == (5, 4)
+    assert first.pages[-1] != second.pages[-1]
+    first.num_computed = second.num_computed = 6
+    for sequence in (second, first):
+        pages.take_back(sequence)
+        pages.close(sequence)
+    pages.check_integrity([], [])
+    assert run(pages, make(prompt, head=HEAD)) == 5
+
+
+def test_a_prompt_that_was_not_computed_to_its_end_leaves_no_last_page():
+    pages, prompt = SequencePages(8, 4, enable_prefix_caching=True), [1] * 6
+    sequence = make(prompt, head=HEAD)
+    assert give(pages, sequence)
+    sequence.num_computed = 5
+    pages.take_back(sequence)
+    pages.close(sequence)
+    assert run(pages, make(prompt, head=HEAD)) == 4
+
+
+def test_pages_that_are_not_full_do_not_go_to_the_host():
+    pages = SequencePages(2, 4, 0, 8, enable_prefix_caching=True)
+    run(pages, make([1] * 7, head=HEAD))
+    run(pages, make([2] * 8))
+    assert pages.host_stats.used == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_found_pages_hold_what_a_sequence_would_compute(seed: int):
+    """In a random walk each place of a page knows the tokens up to the one it was written for."""
+    chance = random.Random(seed)
+    pages, size = SequencePages(12, 4, enable_prefix_caching=True), 4
+    written: dict[int, list[Any]] = {page: [None] * size for page in range(12)}
+    running: list[Sequence] = []
+    found = 0
+
+    def compute(sequence: Sequence, to: int) -> None:
+        known = tuple(sequence.token_ids)
+        for at in range(to):
+            page, value = sequence.pages[at // size], known[: at + 1]
+            if at < sequence.num_computed:
+                assert written[page][at % size] == value
+            written[page][at % size] = value
+        sequence.num_computed = to
+
+    for _ in range(300):
+        if running and chance.random() < 0.5:
+            sequence = running.pop(chance.randrange(len(running)))
+            to = chance.choice([len(sequence.token_ids), sequence.num_computed])
+            compute(sequence, to)
+            pages.take_back(sequence)
+            pages.close(sequence)
+        elif len(running) < 3:
+            prompt = [chance.randrange(2)] * chance.randrange(1, 12)
+            sequence = make(prompt, head=chance.choice([None, HEAD]))
+            if not give(pages, sequence):
+                pages.close(sequence)
+                continue
+            found += sequence.num_computed % size != 0
+            compute(sequence, chance.randrange(sequence.num_computed, len(prompt)) + 1)
+            running.append(sequence)
+            pages.register(sequence)
+        pages.check_integrity(running, running)
+    assert found
