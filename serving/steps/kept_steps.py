@@ -279,6 +279,8 @@ def _found(files: ProgramFiles, key: str) -> tuple[Any, tuple[Any, ...]] | None:
         return None
     choices, program = pickle.loads(kept)
     named = {one["implementation"] for op in choices.values() for one in op}
+    if not named <= {*dispatch.IMPLEMENTATIONS, dispatch.COMPOSED}:
+        return None  # the code of another package's backend is in no digest
     if not all(_READY[name]() for name in _READY if name in named):
         return None
     return choices, program

@@ -5,7 +5,8 @@ platforms each is tried, what it accepts, and where its code is, which is import
 called. An implementation declines by raising `Declined`; the next one is tried. `table()` tells
 which implementation serves each op and why those before it declined.
 
-"cuda" is the backend of that name, found by its entry point; "cudnn" is NVIDIA's library;
+"cuda" is the backend of that name, found by its entry point, and a backend of another package has
+a name of its own and is used where it is asked for; "cudnn" is NVIDIA's library;
 "pallas_gpu" (Mosaic) and "pallas_tpu" are kernels written in JAX; "ffi" is C++ on a CPU, built at
 first use; "xla" is portable JAX whose cost follows the rows; "reference" states the meaning;
 "composed" is made of another op, whose own entries in the table tell what computes.
@@ -90,13 +91,16 @@ class Op:
     def candidates(self, implementation: str | None = None) -> tuple[Implementation, ...]:
         """Return what is tried: the named one, else those of the platform.
 
-        The name comes from the caller or from the environment.
+        The name comes from the caller or from the environment. An op that a backend of another
+        package lacks is computed as without it.
 
         Raises:
             ValueError: the name is not an implementation.
         """
         name = requested(implementation)
-        if name is None:
+        if name in others() and self.name in _backend_ops(name):
+            return (Implementation(name, ANY, backend_kernel(name, self.name)),)
+        if name is None or name in others():
             platform = jax.default_backend()
             return tuple(i for i in self.implementations if i.is_tried_on(platform))
         named = tuple(i for i in self.implementations if i.name == name)
@@ -134,9 +138,19 @@ def requested(implementation: str | None = None) -> str | None:
         ValueError: there is none of that name.
     """
     name = implementation or os.environ.get(ENV)
-    if name and name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation {name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if name and name not in (known := (*IMPLEMENTATIONS, *others())):
+        raise ValueError(
+            f"implementation {name!r} is not one of {', '.join(known)}; a package adds one by an "
+            f"entry point of {BACKENDS}"
+        )
     return name or None
+
+
+@functools.cache
+def others() -> tuple[str, ...]:
+    """Return the names of backends that other packages offer by entry points."""
+    names = {entry.name for entry in importlib.metadata.entry_points(group=BACKENDS)}
+    return tuple(sorted(names.difference(IMPLEMENTATIONS)))
 
 
 # Which implementation serves an op is a fact of the process, as its devices are.

@@ -12,6 +12,7 @@ from lora_jax.ops import dispatch
 from lora_jax.ops.choices import Choices
 from lora_jax.ops.dispatch import ANY, GPU, Declined, Implementation, Op
 from lora_jax.ops.lora_gemm import LORA_GEMM
+from lora_jax.ops.merge import MERGE
 
 
 def declines(*_):
@@ -180,6 +181,32 @@ def test_a_backend_is_found_by_its_entry_point_and_imported_late(tmp_path, monke
     assert double(3) == 6
     with pytest.raises(NotImplementedError, match="no backend 'made_up' with other"):
         other(3)
+
+
+def test_a_backend_of_another_package_is_used_where_it_is_named(tmp_path, monkeypatch):
+    info = tmp_path / "own-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{dispatch.BACKENDS}]\nown = own_backend:ops\n")
+    code = "def ops():\n    return {'merge': lambda *args: 'own result'}\n"
+    (tmp_path / "own_backend.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    dispatch.others.cache_clear()
+    try:
+        usual = [i.name for i in LORA_GEMM.candidates()]
+        assert [i.name for i in MERGE.candidates()] == usual[1:]  # unasked it is not tried
+        assert MERGE.call("own", "w") == "own result"
+        assert [i.name for i in LORA_GEMM.candidates("own")] == usual  # which it lacks
+        monkeypatch.setenv(dispatch.ENV, "own")
+        assert [i.name for i in MERGE.candidates()] == ["own"]
+        with pytest.raises(
+            ValueError, match=r"'mine' is not one of cuda.*reference, own; a package"
+        ):
+            dispatch.requested("mine")
+    finally:
+        monkeypatch.undo()
+        dispatch.others.cache_clear()
+        dispatch._backend_ops.cache_clear()
 
 
 def test_a_backend_that_is_not_installed_declines_and_is_named_once(caplog):
