@@ -236,7 +236,8 @@ class KeptProgram:
             program = _serialised(compiled, *map(executable_in, read))
             self._steps.files.put(self._key, pickle.dumps((choices, program)))
         except (ValueError, NotImplementedError, OSError, pickle.PicklingError, TypeError) as error:
-            logger.warning("A step is not kept, and the next start compiles it again: %s", error)
+            text = "A step is not kept in %s, and the next start compiles it again: %s"
+            logger.warning(text, self._steps.files.folder, error)
 
 
 class _Ahead:
@@ -283,7 +284,22 @@ def _found(files: ProgramFiles, key: str) -> tuple[Any, tuple[Any, ...]] | None:
         return None  # the code of another package's backend is in no digest
     if not all(_READY[name]() for name in _READY if name in named):
         return None
+    if missed := _built_since(choices):
+        kernels = ", ".join(missed)
+        logger.info("A kept step is made again: it was made without kernels of %s.", kernels)
+        return None
     return choices, program
+
+
+def _built_since(choices: KernelChoices) -> list[str]:
+    """Return implementations that could not be built when a step was traced, and are there now."""
+    declined = [one["declined"] for op in choices.values() for one in op]
+    unbuilt = {name for reasons in declined for name in reasons if _is_unbuilt(reasons[name])}
+    return [name for name in sorted(unbuilt & _READY.keys()) if _READY[name]()]
+
+
+def _is_unbuilt(reason: str) -> bool:
+    return reason.endswith(dispatch.NOT_BUILT)
 
 
 def _loaded(program: tuple[Any, ...]) -> Compiled:

@@ -40,6 +40,7 @@ MARCH_ENV = "LORA_JAX_MARCH"
 BACKENDS = "lora_jax.backends"  # entry points: a function that returns {op: kernel}
 IMPLEMENTATIONS = ("cuda", "cudnn", "pallas_gpu", "pallas_tpu", "ffi", "xla", "reference")
 COMPOSED = "composed"  # not to be named by a caller: the other op knows no such name
+NOT_BUILT = "kernels could not be built"  # ends the reason of those that a later start may have
 # Platforms of jax on which an implementation is tried unasked.
 GPU, TPU, CPU, ANY = ("gpu",), ("tpu",), ("cpu",), ("any",)
 

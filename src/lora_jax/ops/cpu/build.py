@@ -110,4 +110,4 @@ def require() -> None:
     if jax.default_backend() != "cpu":
         raise Declined(f"CPU kernels cannot run on {jax.default_backend()}")
     if not available():
-        raise Declined("the CPU kernels could not be built")
+        raise Declined(f"the CPU {dispatch.NOT_BUILT}")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lora_jax.ops import dispatch
 from lora_jax.ops.cases import grouped_case, lora_case
 from lora_jax.ops.cpu import build
 from lora_jax.ops.grouped_matmul import grouped_matmul
@@ -41,7 +42,9 @@ def test_without_kernels_the_ops_run_as_plain_jax(monkeypatch):
     monkeypatch.setattr(build, "available", lambda: False)
     for got, expected in zip(results(), want, strict=True):
         np.testing.assert_allclose(np.asarray(got), np.asarray(expected), rtol=1e-5, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="could not be built"):
+    with pytest.raises(dispatch.Declined, match=f"{dispatch.NOT_BUILT}$"):
+        build.require()
+    with pytest.raises(NotImplementedError, match=dispatch.NOT_BUILT):
         grouped_matmul(case.x, case.w, case.group_sizes, implementation="ffi")
 
 

@@ -14,7 +14,7 @@ from support.processes.server_process import ROOT
 
 from lora_jax.ops import dispatch
 from lora_jax.ops.choices import Choices
-from lora_jax.ops.dispatch import ANY, Implementation, Op
+from lora_jax.ops.dispatch import ANY, Declined, Implementation, Op
 from serving.runtime.program_files import ProgramFiles
 from serving.steps import kept_steps
 from serving.steps.kept_steps import KeptSteps, NotKept, identity
@@ -131,9 +131,14 @@ def test_a_program_that_cannot_be_loaded_is_compiled_again(kept, caplog):
 class Kernel(list):
     """In place of the list of what is traced: tracing chooses this implementation of an op."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, unbuilt: str = ""):
+        """`unbuilt` names one that is tried before and cannot be built."""
         super().__init__()
-        self.op = Op("made_up", (Implementation(name, ANY, lambda: None),))
+        first = [Implementation(unbuilt, ANY, self._decline)] if unbuilt else []
+        self.op = Op("made_up", (*first, Implementation(name, ANY, lambda: None)))
+
+    def _decline(self):
+        raise Declined(f"the CPU {dispatch.NOT_BUILT}")
 
     def append(self, bucket: int) -> None:
         super().append(bucket)
@@ -147,6 +152,19 @@ def test_a_step_whose_kernels_are_not_there_is_traced(kept, monkeypatch):
         monkeypatch.setitem(kept_steps._READY, "cuda", lambda there=there: there)
         assert run(kept, traced=(traced := []))[1] is there
         assert traced == ([] if there else [8])
+
+
+def test_a_step_is_traced_again_where_kernels_have_been_built_since(kept, monkeypatch):
+    """Whoever installs the compiler that the log asked for gets what it makes."""
+    monkeypatch.setattr(dispatch, "_CHOICES", Choices())
+    monkeypatch.setitem(kept_steps._READY, "ffi", lambda: False)
+    run(kept, traced=Kernel("xla", unbuilt="ffi"))
+    assert run(kept, traced=(traced := []))[1]
+    assert traced == []
+    monkeypatch.setitem(kept_steps._READY, "ffi", lambda: True)
+    assert not run(kept, traced=(traced := Kernel("ffi")))[1]
+    assert traced == [8]
+    assert run(kept, traced=[])[1]
 
 
 def test_a_step_asks_for_the_kernels_of_its_own_trace(kept, monkeypatch):
@@ -173,7 +191,9 @@ def test_a_step_that_cannot_be_written_runs_and_the_log_says_so(kept, monkeypatc
     monkeypatch.setattr(ProgramFiles, "put", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     first, _ = run(kept, traced=[])
     np.testing.assert_array_equal(first[0][0], np.arange(4) + 8)
-    assert "A step is not kept, and the next start compiles it again: disk full" in caplog.text
+    folder = kept.files.folder
+    said = f"A step is not kept in {folder}, and the next start compiles it again: disk full"
+    assert said in caplog.text
 
 
 def test_a_closed_step_gives_up_what_nobody_waits_for(kept):
