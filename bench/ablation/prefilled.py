@@ -7,7 +7,7 @@ not depend on it.
 
 from serving import Engine
 from serving.api.request import Sequence
-from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.pages.sequence_pages import SequencePages
 
 
 class PrefilledPages(SequencePages):

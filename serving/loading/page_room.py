@@ -40,7 +40,7 @@ class PageRoom:
         self._left: list[Callable[[], None]] = []  # since the last look
         self._left_slots: list[int] = []  # likewise
 
-    # Memory, as scheduling.page_extents.ExtentMemory and pooled_allocator.RowMemory say.
+    # Memory, as scheduling.pages.extents.ExtentMemory and pooled_allocator.RowMemory say.
 
     def map_pages(self, pages: range) -> bool:
         """Give KV pages memory: all of them, or False and none."""

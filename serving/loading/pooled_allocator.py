@@ -14,7 +14,7 @@ from lora_jax.adapters.lora_allocator import LoraPlacement, Rows, SlotAllocator
 from lora_jax.adapters.row_ranges import joined_rows, take_all
 from lora_jax.adapters.weights import AdapterWeights
 from lora_jax.rank_rows import rows_nbytes
-from serving.scheduling.page_exchange import Offer, PageExchange
+from serving.scheduling.pages.exchange import Offer, PageExchange
 
 _RESERVED_STEPS = 4  # a slot is kept for who asked so many steps ago at most
 _MOST_PLACED = 2  # adapters for requests in one step: their maps keep the engine's thread busy

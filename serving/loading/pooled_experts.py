@@ -4,7 +4,7 @@ from typing import Protocol
 
 from lora_jax.adapters.esft_allocator import ExpertAllocator, ExpertPlacement, ExpertSizes
 from lora_jax.adapters.weights import PROJECTIONS, ExpertWeights
-from serving.scheduling.page_exchange import Offer, PageExchange
+from serving.scheduling.pages.exchange import Offer, PageExchange
 
 
 class AnyTensors(Protocol):

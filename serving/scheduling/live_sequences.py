@@ -16,10 +16,10 @@ from serving.scheduling.fair_share import FairShares
 from serving.scheduling.integrity import check_queues
 from serving.scheduling.merge_modes import MergeModes
 from serving.scheduling.new_sequences import new_sequences
-from serving.scheduling.page_extents import PageExtents
-from serving.scheduling.prefix_cache import PageCache
+from serving.scheduling.pages.extents import PageExtents
+from serving.scheduling.pages.prefix_cache import PageCache
+from serving.scheduling.pages.sequence_pages import SequencePages
 from serving.scheduling.running_line import RunningLine
-from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.slot_claims import SlotClaims
 from serving.scheduling.speculation import Speculation
 from serving.scheduling.stats import SchedulerStats, scheduler_stats

@@ -21,8 +21,8 @@ from serving.api.request import ScheduledChunk, Sequence, SequenceResult, StepPl
 from serving.api.speculative_config import SpeculativeConfig
 from serving.scheduling.draft_times import DraftTimes
 from serving.scheduling.fair_share import FairShares
+from serving.scheduling.pages.sequence_pages import SequencePages
 from serving.scheduling.repetitions import Repetitions
-from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.step_budget import StepBudget
 
 _CATCH_UP = 2048  # tokens that are indexed in one plan

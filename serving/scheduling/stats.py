@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from serving.api.images import ImageStats
 from serving.api.request import Sequence
 from serving.scheduling.adapter_gate import AdapterGate
-from serving.scheduling.host_pages import HostPageStats
-from serving.scheduling.page_exchange import PoolShares
+from serving.scheduling.pages.exchange import PoolShares
+from serving.scheduling.pages.host_pages import HostPageStats
+from serving.scheduling.pages.sequence_pages import SequencePages
 from serving.scheduling.running_line import RunningLine
-from serving.scheduling.sequence_pages import SequencePages
 from serving.scheduling.waiting_line import WaitingLine
 
 

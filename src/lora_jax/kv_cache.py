@@ -1,7 +1,7 @@
 """Paged KV cache: a pytree of pages per layer and the pure functions on it.
 
 The caller donates the cache to the step and takes the returned one. Which page belongs to whom
-is host business (serving.scheduling.prefix_cache).
+is host business (serving.scheduling.pages.prefix_cache).
 """
 
 import dataclasses

@@ -27,9 +27,9 @@ from serving.loading.esft_parts import EsftParts
 from serving.loading.page_room import PageRoom
 from serving.loading.pooled_allocator import PooledSlotAllocator
 from serving.loading.pooled_experts import PooledExpertAllocator
-from serving.scheduling.page_exchange import PageExchange
-from serving.scheduling.page_extents import PageExtents
-from serving.scheduling.prefix_cache import PageCache
+from serving.scheduling.pages.exchange import PageExchange
+from serving.scheduling.pages.extents import PageExtents
+from serving.scheduling.pages.prefix_cache import PageCache
 
 logger = logging.getLogger(__name__)
 

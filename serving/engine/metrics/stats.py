@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.api.images import ImageStats
-from serving.scheduling.host_pages import HostPageStats
-from serving.scheduling.page_exchange import PoolShares
+from serving.scheduling.pages.exchange import PoolShares
+from serving.scheduling.pages.host_pages import HostPageStats
 
 
 @dataclasses.dataclass(frozen=True)

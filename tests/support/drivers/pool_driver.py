@@ -23,8 +23,8 @@ from serving.loading.adapter_loader import AdapterLoader
 from serving.loading.page_room import PageRoom
 from serving.loading.pooled_allocator import PooledSlotAllocator
 from serving.loading.pooled_residency import PooledLoraResidency
-from serving.scheduling.page_exchange import PageExchange
-from serving.scheduling.page_extents import PageExtents
+from serving.scheduling.pages.exchange import PageExchange
+from serving.scheduling.pages.extents import PageExtents
 from serving.scheduling.scheduler import Scheduler, SchedulerLimits
 
 PAGE, FLOAT = 4096, np.dtype(np.float32)

@@ -13,7 +13,7 @@ from lora_jax.memory.virtual import OutOfPages
 from lora_jax.pooled import PooledPages, PooledRows
 from serving.loading.page_room import PageRoom
 from serving.loading.pooled_allocator import PooledSlotAllocator
-from serving.scheduling.page_exchange import PageExchange
+from serving.scheduling.pages.exchange import PageExchange
 
 FLOAT = np.dtype(np.float32)
 CATALOGUE = adapter_cases.llama(**WIDE)

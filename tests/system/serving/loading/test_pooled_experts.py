@@ -8,7 +8,7 @@ from lora_jax.models import load
 from serving.api.config import EngineConfig
 from serving.loading.esft_parts import make_esft
 from serving.loading.pooled_experts import PooledExpertAllocator
-from serving.scheduling.page_exchange import PageExchange
+from serving.scheduling.pages.exchange import PageExchange
 
 CHOSEN = {0: (1, 4), 2: (0, 3, 5)}
 

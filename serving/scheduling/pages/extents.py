@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from serving.scheduling.page_exchange import Offer, PageExchange, PoolShares
-from serving.scheduling.prefix_cache import PageCache
+from serving.scheduling.pages.exchange import Offer, PageExchange, PoolShares
+from serving.scheduling.pages.prefix_cache import PageCache
 
 _MOST_WAITS = 4  # what leaves is free after two steps
 _RESERVES = 2  # kept free: what left at once would come back at once

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 from serving.api.images import PreparedImage, PromptImage
-from serving.scheduling.prefix_cache import PageCache, PrefixChain
+from serving.scheduling.pages.prefix_cache import PageCache, PrefixChain
 
 SIZE = 4
 

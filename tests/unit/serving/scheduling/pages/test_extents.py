@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from serving.scheduling.page_exchange import Offer, PageExchange
-from serving.scheduling.page_extents import PageExtents
-from serving.scheduling.prefix_cache import PageCache, PrefixChain
+from serving.scheduling.pages.exchange import Offer, PageExchange
+from serving.scheduling.pages.extents import PageExtents
+from serving.scheduling.pages.prefix_cache import PageCache, PrefixChain
 
 EXTENT, PAGES = 4, 2  # KV pages, and the pool's below them
 

@@ -5,7 +5,7 @@ import pytest
 
 from serving.api.request import Request, Sequence
 from serving.api.sampling import Sampling
-from serving.scheduling.sequence_pages import SequencePages
+from serving.scheduling.pages.sequence_pages import SequencePages
 
 
 def make(tokens: list[int], digest: str = "", head: Any = None, **sampling) -> Sequence:

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from serving.api.request import PageMove
-from serving.scheduling.host_pages import HostPages
-from serving.scheduling.prefix_cache import PageCache
+from serving.scheduling.pages.host_pages import HostPages
+from serving.scheduling.pages.prefix_cache import PageCache
 
 KEYS = [bytes([i]) for i in range(6)]
 

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from serving.scheduling.page_exchange import Offer, PageExchange
+from serving.scheduling.pages.exchange import Offer, PageExchange
 
 
 class Side:

@@ -5,10 +5,10 @@ from collections.abc import Sequence as SequenceOf
 
 from serving.api.images import EncodeImage, ImageStats
 from serving.api.request import PageMove, Sequence, SequenceState
-from serving.scheduling.host_pages import HostPages, HostPageStats
-from serving.scheduling.page_exchange import PoolShares
-from serving.scheduling.page_extents import PageExtents
-from serving.scheduling.prefix_cache import PageCache, PrefixCacheStats, PrefixChain, is_part
+from serving.scheduling.pages.exchange import PoolShares
+from serving.scheduling.pages.extents import PageExtents
+from serving.scheduling.pages.host_pages import HostPages, HostPageStats
+from serving.scheduling.pages.prefix_cache import PageCache, PrefixCacheStats, PrefixChain, is_part
 from serving.scheduling.sequence_images import SequenceImages
 
 

@@ -1,7 +1,7 @@
 """Books of the KV pages in host memory: which are there, and which move before the next step.
 
 A page that leaves the device for another's sake comes here under the key that it had
-(scheduling.prefix_cache), and goes back to any device page when a prompt with that key enters. The
+(prefix_cache), and goes back to any device page when a prompt with that key enters. The
 page that has been unused longest goes first. No jax: the runner moves the bytes.
 """
 

@@ -1,0 +1,1 @@
+"""KV pages: their holders, extents with memory, prefixes, host memory, the budget. No jax."""
