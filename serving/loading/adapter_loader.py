@@ -122,6 +122,10 @@ class AdapterLoader[P: AnyPlacement, S]:
             self._place(self._known[digest])
         return None
 
+    def prefetch(self, digest: str) -> None:
+        """Start the load of a known adapter that has no place, if it finds one that is free."""
+        self._prefetch(self._known[digest])
+
     def release(self, digest: str) -> None:
         """Count one user less."""
         self._allocator.release(digest)

@@ -41,14 +41,21 @@ class ServerResidency(LoraResidency):
         self._dispatched = 0
 
     def acquire(self, digest: str) -> int | None:
-        slot = super().acquire(digest)
-        if slot is None:
-            return None
+        """As LoraResidency; without its part on the server an adapter has no other one leave.
+
+        Those that have a part there need the slots: adapters that wait for one another's would
+        wait for ever.
+        """
         if not self.server.is_ready(digest):
-            super().release(digest)
+            self._loader.prefetch(digest)
             return None
-        self.server.bind(slot, digest)
+        slot = super().acquire(digest)
+        if slot is not None:
+            self.server.bind(slot, digest)
         return slot
+
+    def is_resident(self, digest: str) -> bool:
+        return self.server.is_ready(digest) and super().is_resident(digest)
 
     def is_loading(self, digest: str) -> bool:
         return not self.server.is_ready(digest) or super().is_loading(digest)
