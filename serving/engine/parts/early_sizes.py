@@ -1,11 +1,13 @@
 """Sizes and modules that a config names, checked against a config.json before weights are read."""
 
+import itertools
 import os
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
+from lora_jax.adapters.adapter_folders import check_tensors
 from lora_jax.adapters.slot_sizes import size_slots
 from lora_jax.config import ModelConfig
 from lora_jax.models.registry import model_class
@@ -15,7 +17,10 @@ from serving.engine.memory.page_pool import check_kernels
 from serving.engine.memory.sizing import cache_size, host_pages
 from serving.engine.memory.storage import kv_dtype, lora_dtype
 from serving.engine.parts.devices import local_widths
+from serving.engine.parts.early_checks import limits_of
 from serving.engine.parts.target_parts import open_modules
+
+_MOST_LOOKED_AT = 32  # adapters, each of which takes milliseconds, or tenths of a second
 
 
 def check_sizes(
@@ -25,16 +30,22 @@ def check_sizes(
     split: Split | None,
     *,
     alone: bool,
+    reads: bool = True,
 ) -> None:
-    """Raise the ValueError of a name of no module, and of bytes that hold no page or no adapter.
+    """Raise the ValueError of a name of no module, of bytes that hold no page or no adapter, and of
+    the first adapters whose tensors do not fit the model.
 
     Only what would be refused after the load is refused. Adapters of an engine that is not `alone`
-    lie elsewhere, as a whole or in part; pages of a pool are counted when it is made.
+    lie elsewhere, as a whole or in part, and without `reads` others read them; pages of a pool are
+    counted when it is made.
     """
     kind = model_class(model.model_type)
     catalogue, names = kind.catalogue(model), config.lora_target_modules
     if names is not None and (kept := open_modules(catalogue, names, adapters.values())):
         catalogue = catalogue.only(kept)
+    if reads and config.load_format != "dummy":
+        first = dict(itertools.islice(adapters.items(), _MOST_LOOKED_AT))
+        check_tensors(first, limits_of(config), catalogue, (config.model_name,))
     dtype = _dtype_of(config, model)
     if dtype is None:
         return

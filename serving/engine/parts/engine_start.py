@@ -85,7 +85,8 @@ def prepare(
     keep_programs()
     split = split_of(config, gang)
     config = _for_first_device(config, described, split, alone=alone)
-    check_sizes(config, described, adapters, split, alone=access is None)
+    reads = access is None or access.read_adapter is None
+    check_sizes(config, described, adapters, split, alone=access is None, reads=reads)
     return EngineStart(config, source, tokenizer, generation, split)
 
 

@@ -1,8 +1,9 @@
 """Folders of adapters: paths of clients confined to a root, weights checked, entries. No jax."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lora_jax.adapters import reader
@@ -117,14 +118,34 @@ def check_folders(folders: Mapping[str, str | os.PathLike[str]], limits: Registr
     given = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank)
     for name, folder in folders.items():
         check_name(name)
-        try:
+        with _about(name):
             reader.check(Path(folder), given)
-        except FileNotFoundError as error:
-            raise AdapterNotFound(name, (), str(error)) from None
-        except OSError as error:
-            raise AdapterRejected(f"{error.strerror}.").about(name) from None
-        except ValueError as error:
-            raise AdapterRejected(str(error)).about(name) from None
+
+
+def check_tensors(
+    folders: Mapping[str, str | os.PathLike[str]],
+    limits: RegistryLimits,
+    catalogue: LoraCatalogue,
+    base_names: tuple[str, ...],
+) -> None:
+    """Raise what loads of these adapters will, as far as the headers of their files tell."""
+    given = reader.AdapterReadLimits(limits.max_file_bytes, limits.max_rank)
+    for name, folder in folders.items():
+        with _about(name):
+            reader.check_fits(Path(folder), catalogue, base_names=base_names, limits=given)
+
+
+@contextlib.contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Turn errors of a folder into those of a registry, which name the adapter."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise AdapterNotFound(name, (), str(error)) from None
+    except OSError as error:
+        raise AdapterRejected(f"{error.strerror}.").about(name) from None
+    except ValueError as error:
+        raise AdapterRejected(str(error)).about(name) from None
 
 
 def _rejected(name: str, folder: Path, why: str) -> AdapterRejected:

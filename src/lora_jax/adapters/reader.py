@@ -40,6 +40,25 @@ def check(path: Path, limits: AdapterReadLimits | None = None) -> None:
         )
 
 
+def check_fits(
+    path: Path,
+    catalogue: LoraCatalogue,
+    *,
+    base_names: tuple[str, ...] = (),
+    limits: AdapterReadLimits | None = None,
+) -> None:
+    """Raise what `read` raises for tensors that a LoRA adapter has, without reading their values.
+
+    Of what is no plain LoRA nothing is said. OSError for a file that cannot be read.
+    """
+    if esft_format.CONFIG_FILE in AdapterFolder(path).files():
+        return
+    limits = limits or AdapterReadLimits()
+    most = peft_format.PeftReadLimits(limits.max_file_bytes, limits.max_rank)
+    given = {"base_names": base_names, "limits": most}
+    check_open(peft_format.check_shapes(path, catalogue.opened(), **given), catalogue)
+
+
 def read(
     path: Path,
     catalogue: LoraCatalogue,

@@ -89,3 +89,34 @@ def test_outputs_of_closed_modules_are_refused_by_their_names(tmp_path):
     cases.write_adapter(tmp_path / "dora", tensors, {"r": 2, "use_dora": True})
     with pytest.raises(ValueError, match="the adapter changes k_proj"):
         reader.read(tmp_path / "dora", open_)
+
+
+def misfits(tensors: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+    """Return tensors of a LoRA adapter that do not fit its base, by what is wrong."""
+    first = next(iter(tensors))
+    wide = {name: np.pad(t, ((0, 0), (0, 1))) for name, t in tensors.items()}
+    return {
+        "shapes": wide,
+        "module": {name.replace("layers.0", "layers.999"): t for name, t in tensors.items()},
+        "pair": {name: t for name, t in tensors.items() if name != first},
+        "dtype": tensors | {first: tensors[first].astype(np.int32)},
+        "none": {},
+    }
+
+
+@pytest.mark.parametrize("wrong", misfits(cases.dense_tensors()))
+def test_headers_alone_tell_what_a_load_refuses(tmp_path, wrong):
+    catalogue, good = cases.llama(), cases.dense_tensors()
+    cases.write_adapter(tmp_path / "good", good)
+    reader.check_fits(tmp_path / "good", catalogue)
+    file = tmp_path / "good" / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    file.write_bytes(whole[:header] + b"\xff" * (len(whole) - header))  # values are not looked at
+    reader.check_fits(tmp_path / "good", catalogue)
+    cases.write_adapter(tmp_path / "bad", misfits(good)[wrong])
+    with pytest.raises(ValueError, match=r"\S") as load:
+        reader.read(tmp_path / "bad", catalogue)
+    with pytest.raises(ValueError, match=r"\S") as early:
+        reader.check_fits(tmp_path / "bad", catalogue)
+    assert str(early.value) == str(load.value)

@@ -6,7 +6,7 @@ tensor is placed, every A has its B, every shape is the base model's, or the rea
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -34,6 +34,7 @@ from lora_jax.adapters.weights import AdapterReport, AdapterWeights, ModuleRepor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MOST_BLANK = 1 << 30  # bytes of a file for which zeros may stand
 BASE_QUANTIZATION = "base_quantization"  # in the metadata of WEIGHTS_FILE
 _PLAIN = "16 or 32 bits"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -91,6 +92,33 @@ def read_folder(
     if search is not None and not (found.gains or found.report.brings):
         search.learn(file, found, packed)
     return packed
+
+
+def check_shapes(
+    path: Path,
+    catalogue: LoraCatalogue,
+    *,
+    base_names: tuple[str, ...] = (),
+    limits: PeftReadLimits | None = None,
+) -> Set[tuple[str, int]]:
+    """Return the modules, with their layers, that an adapter changes, or raise what `read` raises
+    for the names, dtypes and shapes of its tensors.
+
+    Zeros stand for the weights, of which none is read. A task head, and an adapter that has more
+    than LoRA, is left to `read`, which looks at their values, and so is a file of which copies
+    would take much memory: of these nothing is said. OSError for a file that cannot be read.
+    """
+    limits, folder = limits or PeftReadLimits(), AdapterFolder(path)
+    if head_format.HEAD_FILE in check_files(folder):
+        return frozenset()
+    config = read_config(folder, brings=True)
+    if config.has_gains or any(peft_vocabulary.needs(config)):
+        return frozenset()
+    most = _file_limits(limits, catalogue)
+    file = safetensors_file.blank_file(path / WEIGHTS_FILE, limits.max_file_bytes, most)
+    if len(file.data) > _MOST_BLANK:
+        return frozenset()
+    return _read(file, config, catalogue, folder, base_names, limits, None).sites.keys()
 
 
 def _read(

@@ -8,8 +8,10 @@ headers of 100 MB and has no bfloat16 for numpy, hence this reader.
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,28 @@ class WholeFile:
     data: memoryview
     limits: FileLimits
     header: Header | None
+
+
+def blank_file(path: Path, max_bytes: int, limits: FileLimits) -> WholeFile:
+    """Return a file with its own header, and zeros in place of its data, which is not read.
+
+    Raises OSError, and ValueError as `read_whole` does for the size and the header.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"{path.name} has {size} bytes, at most {max_bytes} allowed.")
+        with naming(path.name):
+            read = functools.partial(_read_at, file.fileno())
+            raw = _raw_header(read, size, limits)
+            header = _header(raw, size, limits)
+    data = np.zeros(size, np.uint8)  # pages that nobody has written take no memory
+    data[: len(raw)] = np.frombuffer(raw, np.uint8)
+    return WholeFile(memoryview(data).toreadonly(), limits, header)
+
+
+def _read_at(handle: int, start: int, count: int) -> bytes:
+    return os.pread(handle, count, start)
 
 
 class Knows(Protocol):

@@ -54,3 +54,28 @@ def test_what_kernels_of_a_pool_on_a_gpu_do_not_read_is_refused(base, monkeypatc
     monkeypatch.setattr(early_sizes.jax, "default_backend", lambda: "gpu")
     with pytest.raises(ValueError, match="dtype float32, but bfloat16; heads of 8"):
         check_sizes(pooled, model, {}, None, alone=True)
+
+
+def test_adapters_that_do_not_fit_are_refused_before_the_weights_are_read(
+    base, tmp_path, monkeypatch
+):
+    def read(*arguments):
+        raise AssertionError("the weights are read")
+
+    monkeypatch.setattr(loaded_base, "load_model", read)
+    tiny_esft.write_lora_adapter(tmp_path / "fits", "qwen3_moe", 2, 0)
+    tiny_esft.write_lora_adapter(tmp_path / "wide", "qwen3_moe", 2, 0, hidden=64)
+    tiny_esft.write_lora_adapter(tmp_path / "other", "deepseek_v2", 2, 0)
+    config = EngineConfig(str(base))
+    with pytest.raises(AssertionError, match="weights are read"):
+        parts.build_parts(config, {"fits": tmp_path / "fits"})
+    for name, words in {"wide": "64", "other": "the base model .*has no"}.items():
+        given = {"fits": tmp_path / "fits", name: tmp_path / name}
+        with pytest.raises(ValueError, match=f"'{name}': adapter_model.safetensors: .*{words}"):
+            parts.build_parts(config, given)
+    few = {"lora_target_modules": ("experts.down_proj",)}
+    with pytest.raises(ValueError, match=r"'fits': the adapter changes .* for which this engine"):
+        parts.build_parts(EngineConfig(str(base), **few), {"fits": tmp_path / "fits"})
+    small = EngineConfig(str(base), max_adapter_bytes=100)
+    with pytest.raises(ValueError, match=r"'fits': adapter_model.safetensors has \d+ bytes, at mo"):
+        parts.build_parts(small, {"fits": tmp_path / "fits"})
