@@ -4,6 +4,8 @@ A module that no adapter of an engine may change leaves no trace of LoRA in its 
 in its pools of rank rows: vLLM's --lora-target-modules.
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -14,12 +16,16 @@ from typing import Any
 from lora_jax.adapters.catalogue import EXPERT_MODULES, LoraCatalogue
 from lora_jax.adapters.formats.esft_format import CONFIG_FILE as ESFT_FILE
 from lora_jax.adapters.formats.peft_config import HEAD_NAMES
-from lora_jax.adapters.formats.peft_names import KV_B
+from lora_jax.adapters.formats.peft_experts import container_of, find_shared
+from lora_jax.adapters.formats.peft_format import WEIGHTS_FILE
+from lora_jax.adapters.formats.peft_names import KV_B, LORA_NAME, find_target
+from lora_jax.adapters.formats.safetensors_file import header_text, names_in
 
 _MAX_CONFIG_BYTES = 1 << 20
 # vLLM's names of maps that it computes as one.
 _PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ALL = ("all", "all-linear")  # SGLang's word, and PEFT's
+_NUMBER = re.compile(r"\d+")
 _GROUP_NAME = re.compile(r"\?P<\w+>")
 # Parameters of stacked experts, and the modules that they are here.
 _OF_EXPERTS = {"gate_up_proj": EXPERT_MODULES[:2], "down_proj": EXPERT_MODULES[2:]}
@@ -52,11 +58,11 @@ def modules_named(names: Iterable[str], catalogue: LoraCatalogue) -> frozenset[s
 def modules_changed(
     folders: Iterable[str | os.PathLike[str]], catalogue: LoraCatalogue
 ) -> frozenset[str] | None:
-    """Return the modules that the adapters' configs name; None where one does not say it plainly.
+    """Return the modules that the adapters' configs and the names of their tensors tell.
 
-    That is a pattern in place of a list, a name that is no module's, whole matrices beside LoRA,
-    biases of all modules, a config that cannot be read: loading it tells what is wrong. Only the
-    configs are read. ESFT adapters and task heads change none.
+    None where a config does not say it plainly: a pattern in place of a list, a name that is no
+    module's, whole matrices beside LoRA, biases of all modules, a config that cannot be read:
+    loading it tells what is wrong. ESFT adapters and task heads change none.
     """
     found: set[str] = set()
     for folder in folders:
@@ -66,6 +72,7 @@ def modules_changed(
             if not (modules := _modules_of(name, catalogue)):
                 return None
             found |= modules
+        found |= _in_file(Path(folder), catalogue, found)
     return frozenset(found)
 
 
@@ -144,6 +151,31 @@ def _targets_of(folder: Path) -> list[str] | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return targets if targets and all(isinstance(name, str) for name in targets) else None
+
+
+def _in_file(folder: Path, catalogue: LoraCatalogue, named: set[str]) -> set[str]:
+    """Return the modules of the tensors in an adapter's file: some configs name fewer.
+
+    The load tells what is wrong with tensors of no module.
+    """
+    found: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        for path in _paths_in(header_text(folder / WEIGHTS_FILE)):
+            if container_of(path) is not None:  # whose config says which of them
+                found |= named & set(EXPERT_MODULES) or set(EXPERT_MODULES)
+                continue
+            with contextlib.suppress(ValueError):
+                target = find_target(path, catalogue) or find_shared(path, catalogue)
+                found |= {module.name for module in target.modules} if target else set()
+    return found & catalogue.modules.keys()
+
+
+@functools.lru_cache(8)  # adapters that were trained alike have the same header
+def _paths_in(header: bytes) -> tuple[str, ...]:
+    """Return paths of modules with LoRA in a file, one of those that differ in numbers alone."""
+    matches = map(LORA_NAME.fullmatch, names_in(header))
+    paths = (match["path"] for match in matches if match)
+    return tuple({_NUMBER.sub("0", path): path for path in paths}.values())
 
 
 def _of_parameters(names: Iterable[str]) -> list[str]:

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from support.cases.config_cases import DIALECTS, hub
 
 from lora_jax.adapters.target_modules import (
@@ -88,6 +90,26 @@ def test_configs_tell_what_adapters_change(tmp_path):
     esft.mkdir()
     (esft / "expert_cfg.json").write_text("{}")
     assert modules_changed([plain, esft], catalogue) == {"q_proj"}
+
+
+def test_tensors_of_modules_that_a_config_leaves_out_count(tmp_path):
+    """The adapter was served before modules had to be open."""
+
+    def changed(name, paths, **config):
+        folder = write(tmp_path / name, **config)
+        zeros = np.zeros((1, 1), np.float32)
+        names = [f"base_model.model.model.layers.2.{path}" for path in paths]
+        tensors = {f"{name}.lora_{side}.weight": zeros for name in names for side in "AB"}
+        save_file(tensors, folder / "adapter_model.safetensors")
+        return modules_changed([folder], catalogue_of("qwen3_moe"))
+
+    plain = {"target_modules": ["q_proj"]}
+    assert changed("a", ["self_attn.v_proj", "nothing.here"], **plain) == {"q_proj", "v_proj"}
+    experts = {"experts.gate_proj", "experts.up_proj", "experts.down_proj"}
+    assert changed("b", ["mlp.experts.1.up_proj"], **plain) == {"q_proj", "experts.up_proj"}
+    assert changed("c", ["mlp.experts"], **plain) == {"q_proj"} | experts
+    stacked = {"target_parameters": ["mlp.experts.down_proj"]}
+    assert changed("d", ["mlp.experts"], **plain, **stacked) == {"q_proj", "experts.down_proj"}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lora_jax.adapters.catalogue import LoraCatalogue, LoraModule
 from lora_jax.adapters.formats.safetensors_file import AdapterTensor
 
 KV_B = ("kv_b_proj.k", "kv_b_proj.v")
-_LORA = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
+LORA_NAME = re.compile(r"base_model\.model\.(?P<path>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
 # PEFT saves the whole base layer beside LoRA on an embedding or head.
 _STRAY = re.compile(r"(?P<head>base_model\.model\.(?:.+\.)?lm_head)\.base_layer\.(?:weight|bias)")
 _REFUSED = (
@@ -66,7 +66,7 @@ def pair_up(tensors: dict[str, AdapterTensor]) -> dict[str, LoraPair]:
     orphans = []
     for name, tensor in tensors.items():
         _refuse(name)
-        match = _LORA.fullmatch(name)
+        match = LORA_NAME.fullmatch(name)
         if match is None:
             orphans.append(name)
         elif match["path"] in sides[match["side"]]:

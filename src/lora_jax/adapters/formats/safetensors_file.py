@@ -112,13 +112,27 @@ def tensor_names(path: Path) -> tuple[str, ...]:
 
     Raises OSError, and ValueError for a file whose header is none.
     """
+    with naming(path.name):
+        return names_in(header_text(path))
+
+
+def header_text(path: Path) -> bytes:
+    """Return the JSON of a file's header, unchecked; files of one structure mostly have the same.
+
+    Raises OSError, and ValueError for a header of more than 100 MB.
+    """
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _MOST_NAMES_BYTES:
-            raise ValueError(f"{path.name} has a header of {length} bytes.")
-        header = json.loads(file.read(length))
+            raise ValueError(f"a header of {length} bytes.")
+        return file.read(length)
+
+
+def names_in(text: bytes) -> tuple[str, ...]:
+    """Return the names of tensors in `header_text`; ValueError where it is no header."""
+    header = json.loads(text)
     if not isinstance(header, dict):
-        raise ValueError(f"{path.name} has a header that is not an object.")
+        raise ValueError("a header that is not an object.")
     return tuple(name for name in header if name != "__metadata__")
 
 
