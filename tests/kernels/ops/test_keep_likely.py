@@ -124,3 +124,12 @@ def test_digits_find_the_threshold_that_bits_do(seed):
             for search in (xla.threshold_by_digits, reference.threshold_by_bits)
         )
         assert got == want
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_limits_that_are_not_one_a_row_are_named():
+    logits, ones = jnp.ones((3, 50)), jnp.ones(3)
+    with pytest.raises(ValueError, match=r"keep_likely: min_p has shape \(2,\), expected \(3,\)"):
+        keep_likely(logits, jnp.ones(2), jnp.ones(3, jnp.int32), ones)
+    with pytest.raises(ValueError, match=r"keep_likely: top_k .* is float32, expected int32"):
+        keep_likely(logits, ones, ones, ones)

@@ -63,3 +63,12 @@ def test_on_a_gpu_the_kernel_matches_and_depends_on_no_other_row(biased):
         got, np.asarray(layer_norm(*wide, 1e-6, "reference")), rtol=4.1e-3, atol=1e-3
     )
     np.testing.assert_array_equal(np.asarray(run(x[7:8], *rest), np.float32)[0], got[7])
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_weight_of_another_width_is_named():
+    x, wide = jnp.ones((3, 8)), jnp.ones(8)
+    with pytest.raises(ValueError, match=r"layer_norm: weight has shape \(7,\), expected \(8,\)"):
+        layer_norm(x, jnp.ones(7), None, 1e-5)
+    with pytest.raises(ValueError, match=r"layer_norm: bias has shape \(9,\), expected \(8,\)"):
+        layer_norm(x, wide, jnp.ones(9), 1e-5)

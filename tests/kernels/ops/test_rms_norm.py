@@ -70,3 +70,12 @@ def test_gradient_of_a_norm_is_that_of_its_formula():
     want = jax.grad(loss(plain), (0, 1))(x, weight)
     for mine, its in zip(got, want, strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_shapes_that_do_not_fit_are_named():
+    x = jnp.ones((3, 8))
+    with pytest.raises(ValueError, match=r"rms_norm: weight has shape \(7,\), expected \(8,\)"):
+        rms_norm(x, jnp.ones(7), 1e-5)
+    with pytest.raises(ValueError, match=r"rms_norm: addend has shape \(2, 8\), expected \(3, 8\)"):
+        add_rms_norm(x, jnp.ones((2, 8)), jnp.ones(8), 1e-5)

@@ -107,3 +107,16 @@ def test_mosaics_kernel_leaves_dense_layers_where_silu_alone_is_xlas(monkeypatch
     x, w, real = jnp.zeros((2, 64), jnp.bfloat16), jnp.zeros((64, 64), jnp.bfloat16), jnp.int32(2)
     with pytest.raises(dispatch.Declined, match="silu alone would have other bits"):
         gated_maps(x, w, w, real, implementation="pallas_gpu")
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("op", [silu_times, silu_module.silu_of_experts])
+def test_gate_and_up_of_other_shapes_are_named(op):
+    for shape in ((3, 9), (2, 8)):
+        with pytest.raises(ValueError, match=r": up has shape .*, expected \(3, 8\)"):
+            op(jnp.ones((3, 8)), jnp.ones(shape), jnp.int32(3))
+
+
+def test_a_map_without_its_bias_is_counted():
+    with pytest.raises(ValueError, match="1 weights, 0 biases"):
+        joined_matmul(jnp.ones((3, 8)), [jnp.ones((4, 8))], jnp.int32(3), [])

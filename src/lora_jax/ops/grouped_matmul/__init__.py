@@ -133,6 +133,10 @@ def grouped_matmul(
     depend on them, results do not. Where `num_added` is given and 0, all of the addend counts as 0,
     whatever it holds, and need not be read. A quantised w (`weights.py`) gives the bits of the
     array [groups, d_out, d_in] that it stands for.
+
+    Raises:
+        ValueError: a shape or dtype does not fit: x and w of equal widths, float32 or bfloat16,
+            int32 sizes, one for each group.
     """
     wide = _as_wide(x, w)
     _check("grouped_matmul", wide, group_sizes, w=w)
@@ -179,6 +183,10 @@ def matmul(
 
     x may be bfloat16 where w is float32, as in `grouped_matmul`. A GPU's kernel for that case
     computes the other rows too.
+
+    Raises:
+        ValueError: a shape or dtype does not fit: x and w of equal widths, float32 or bfloat16, a
+            bias of w's rows, an int32 num_rows.
     """
     if w.ndim != 2 or num_rows.ndim != 0:
         raise ValueError(f"matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")
@@ -203,8 +211,11 @@ def joined_matmul(
     *,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "rows _"], ...]:
-    """Return `matmul` of x and each weight with its bias: the same bits, in fewer launches."""
-    if len(weights) == 1:
+    """Return `matmul` of x and each weight with its bias: the same bits, in fewer launches.
+
+    Raises ValueError as `matmul` does, and where there are not as many biases as weights.
+    """
+    if len(weights) == len(biases) == 1:
         return (matmul(x, weights[0], num_rows, biases[0], implementation=implementation),)
     if num_rows.ndim != 0 or len(weights) != len(biases):
         given = f"{len(weights)} weights, {len(biases)} biases"
@@ -234,6 +245,9 @@ def dense_matmul(
 
     f is gelu by tanh, or nothing; the map, f and the sum are rounded one after the other. It is
     made for many rows and plain weights: `matmul` serves few rows.
+
+    Raises:
+        ValueError: a shape or dtype does not fit, as in `matmul`; addend has not y's shape.
     """
     if w.ndim != 2 or num_rows.ndim != 0:
         raise ValueError(f"dense_matmul: w {w.shape} must be rank 2, num_rows {num_rows.shape} 0")

@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from lora_jax.ops import checks
 from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.layer_norm import cpu, reference, xla
 from lora_jax.typing import Array, Float
@@ -31,8 +32,13 @@ def layer_norm(
 ) -> Float[Array, "*rows size"]:
     """Return (x - mean) / sqrt(variance + eps) * weight [+ bias] over the last axis.
 
-    It is computed in float32 and rounded once; differentiable.
+    It is computed in float32 and rounded once; differentiable. `x` is float32 or bfloat16.
+
+    Raises:
+        ValueError: weight or bias is not as wide as x.
     """
+    shape_of, wide = checks.shape_of, (x.shape[-1],)
+    checks.check_shapes("layer_norm", weight=(shape_of(weight), wide), bias=(shape_of(bias), wide))
     flat = x.reshape(-1, x.shape[-1])
     return LAYER_NORM.call(implementation, flat, weight, bias, eps).reshape(x.shape)
 

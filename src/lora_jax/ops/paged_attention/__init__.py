@@ -62,6 +62,10 @@ def paged_attention(
     With a sliding window p attends to max(0, p - window + 1)..p. A head's sink is one more logit
     in the softmax's denominator. `v_pages` None: V is the first v_dim of K (MLA's latent). Tokens
     at or after num_tokens give 0. Pages of uint8 hold rows in 8 bits (ops.kv_rows).
+
+    Raises:
+        ValueError: a shape or dtype does not fit: indices are int32, q and pages float32 or
+            bfloat16. On a CPU also, when it runs, a token outside of its block table.
     """
     _check(q, k_pages, v_pages, block_tables, v_dim, sliding_window)
     tokens, q_heads, k_dim = q.shape

@@ -4,6 +4,7 @@ import functools
 
 import jax
 
+from lora_jax.ops import checks
 from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.rms_norm import cpu, reference, xla
 from lora_jax.typing import Array, Float, Int
@@ -32,8 +33,17 @@ def add_rms_norm(
 ) -> tuple[Float[Array, "rows size"], Float[Array, "rows size"]]:
     """Return x + addend (x without one), and s / sqrt(mean(s^2) + eps) * weight of that sum s.
 
-    The norm is computed in float32 and rounded once. Rows at or after num_rows may be 0 instead.
+    The norm is computed in float32 and rounded once. Rows at or after num_rows, an int32, may be 0
+    instead. `x` is float32 or bfloat16.
+
+    Raises:
+        ValueError: addend has not x's shape, or weight is not as wide as x.
     """
+    checks.check_shapes(
+        "rms_norm",
+        addend=(checks.shape_of(addend), tuple(x.shape)),
+        weight=(tuple(weight.shape), (x.shape[-1],)),
+    )
     return RMS_NORM.call(implementation, x, addend, weight, eps, num_rows=num_rows)
 
 
@@ -41,7 +51,10 @@ def add_rms_norm(
 def rms_norm(
     x: Float[Array, "*rows size"], weight: Float[Array, "size"], eps: float
 ) -> Float[Array, "*rows size"]:
-    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last axis; differentiable.
+
+    `x` is float32 or bfloat16. Raises ValueError where weight is not as wide as x.
+    """
     flat = x.reshape(-1, x.shape[-1])
     return add_rms_norm(flat, None, weight, eps)[1].reshape(x.shape)
 

@@ -1,5 +1,6 @@
 """The gated activation between the maps of an MLP, and with the two maps before it."""
 
+from lora_jax.ops import checks
 from lora_jax.ops.dispatch import ANY, CPU, GPU, Implementation, Op, backend_kernel
 from lora_jax.ops.grouped_matmul import composed
 from lora_jax.ops.grouped_matmul.weights import Matrix
@@ -40,8 +41,10 @@ def silu_times(
 ) -> Float[Array, "rows width"]:
     """Return silu(gate) * up, computed in float32 and rounded once.
 
-    Rows at or after num_rows, whose gate and up must be 0, are 0.
+    Rows at or after num_rows, an int32, whose gate and up must be 0, are 0. Both are float32 or
+    bfloat16. Raises ValueError where up has not gate's shape.
     """
+    checks.check_shapes("silu_times", up=(tuple(up.shape), tuple(gate.shape)))
     return SILU_TIMES.call(implementation, gate, up, num_rows)
 
 
@@ -64,7 +67,9 @@ def silu_of_experts(
     """Return what `silu_times` does, with the bits of `gated_matmul` on this platform.
 
     For experts whose two products are changed before they meet, as a LoRA Server changes them.
+    Raises ValueError where up has not gate's shape.
     """
+    checks.check_shapes("silu_of_experts", up=(tuple(up.shape), tuple(gate.shape)))
     return SILU_OF_EXPERTS.call(implementation, gate, up, num_rows)
 
 
