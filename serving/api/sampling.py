@@ -249,6 +249,22 @@ class Sampling:
                         f"{field} token id must be in [0, {vocab_size - 1}], got {token}."
                     )
 
+    def check_first(self, bad_words: Sequence[Sequence[int]], end_ids: Sequence[int]) -> None:
+        """Raise ValueError where no allowed token may be the first of an answer.
+
+        `bad_words` are the tokens of each word, `end_ids` what ends the model's texts.
+        """
+        if self.allowed_token_ids is None:
+            return
+        barred = {word[0] for word in bad_words if len(word) == 1}
+        if self.min_tokens > 0 and self.structured_outputs is None:
+            barred |= {*end_ids, *self.stop_token_ids}
+        if barred.issuperset(self.allowed_token_ids):
+            raise ValueError(
+                "allowed_token_ids leave no first token: each is one of bad_words, or ends the "
+                "text, which min_tokens forbids. Allow other tokens too."
+            )
+
 
 def fold_seed(seed: int, index: int) -> int:
     """A number in [0, 2^31) for choice `index` of a request with this 64-bit seed."""

@@ -28,6 +28,7 @@ class Admission:
         self._adapter_wait_s = parts.config.adapter_wait_s
         self._grammars = parts.grammars
         self._bad_words = BadWords(self._vocab_size)
+        self._end_ids = parts.model_info.end_token_ids
 
     def check(
         self,
@@ -82,6 +83,7 @@ class Admission:
             if words := request.sampling.bad_words:
                 tokens = self._bad_words.of(tokenizer, words)
                 request = dataclasses.replace(request, bad_words=tokens)
+            request.sampling.check_first(request.bad_words, self._end_ids)
             self._loop.submit(
                 request,
                 entry,

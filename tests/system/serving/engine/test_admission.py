@@ -43,7 +43,7 @@ def parts():
         metrics=make(),
         grammars=Grammars(None, why_none="structured_outputs are off."),
         compositions=types.SimpleNamespace(resolve=resolve),
-        model_info=types.SimpleNamespace(vocab_size=100),
+        model_info=types.SimpleNamespace(vocab_size=100, end_token_ids=(0,)),
         primary=None,
         registry=types.SimpleNamespace(handed_in=lambda entry: None),
         config=types.SimpleNamespace(adapter_wait_s=3.0),

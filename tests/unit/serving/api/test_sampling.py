@@ -134,6 +134,28 @@ def test_values_are_normalised():
     assert sampling.logit_bias == {5: 1.0}
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_left"),
+    [
+        ({"allowed_token_ids": [2, 7]}, True),
+        ({"allowed_token_ids": [2, 7], "min_tokens": 1}, False),
+        ({"allowed_token_ids": [2, 8], "min_tokens": 1}, True),
+        ({"allowed_token_ids": [2, 8], "min_tokens": 1, "stop_token_ids": [8]}, False),
+        ({"allowed_token_ids": [7]}, False),
+        ({"allowed_token_ids": [4]}, True),
+        ({"min_tokens": 1}, True),
+        ({"allowed_token_ids": [2], "min_tokens": 1, "structured_outputs": {"regex": "a"}}, True),
+    ],
+)
+def test_an_answer_that_cannot_begin_is_refused(fields, is_left):
+    sampling, bad_words = Sampling(**fields), ((7,), (3, 4))
+    if is_left:
+        sampling.check_first(bad_words, end_ids=(2,))
+    else:
+        with pytest.raises(ValueError, match=r"leave no first token.*Allow other tokens"):
+            sampling.check_first(bad_words, end_ids=(2,))
+
+
 @pytest.mark.parametrize("top_p", [5e-324, 1e-46, 1e-40, 1e-3, 1.0])
 def test_the_device_has_no_top_p_of_zero_that_keeps_no_token(top_p):
     smallest_normal = np.finfo(np.float32).tiny  # devices take smaller ones for 0
