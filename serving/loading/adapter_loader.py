@@ -218,15 +218,18 @@ class AdapterLoader[P: AnyPlacement, S]:
         if self._has_free_slot or is_missing:
             self.look_again()
 
-    def look_again(self) -> None:
+    def look_again(self, *, freed: bool = False) -> None:
         """Bring named adapters onto the device while there is room: pinned ones first, then those
         that most requests have named lately. Only pinned ones have others leave.
 
-        None of them takes the memory that has gone for the sake of one that requests wait for.
+        None of them takes the memory that has gone for the sake of one that requests wait for: one
+        that lacked memory or, where some was `freed` just now, one that has no place.
         """
         # A copy, made in one go: other threads may `retain` meanwhile.
         adapters = tuple(self._known.values())
-        waiting = [adapter for adapter in adapters if adapter.lacked_memory and adapter.wanted]
+        waiting = [
+            adapter for adapter in adapters if adapter.wanted and self._lacks(adapter, freed)
+        ]
         named = [adapter for adapter in waiting or adapters if adapter.named]
         now = self._clock()
         for adapter in sorted(named, key=lambda one: (not one.pinned, -one.rate(now))):
@@ -299,6 +302,10 @@ class AdapterLoader[P: AnyPlacement, S]:
     def _is_needed(self, digest: str) -> bool:
         """Return whether a live request names the adapter."""
         return digest in self._needed
+
+    def _lacks(self, adapter: KnownAdapter, freed: bool) -> bool:
+        """Return whether room that was `freed` may be what the adapter waits for."""
+        return adapter.lacked_memory or (freed and not self.is_placed(adapter.weights.digest))
 
     def _know(self, entry: AdapterEntry) -> KnownAdapter:
         if entry.digest not in self._known:

@@ -28,7 +28,7 @@ class EsftResidency(AbstractLoaderResidency):
     ) -> Failures:
         begun = time.perf_counter()
         if self.room.collect(dispatched, read):
-            self._loader.look_again()
+            self._loader.look_again(freed=True)
         device.reroute_tables = self._loader.advance(device.reroute_tables, max_chunks)
         self._loader.spent(time.perf_counter() - begun)
         return self._loader.take_failures()

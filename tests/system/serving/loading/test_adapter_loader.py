@@ -365,6 +365,24 @@ def test_memory_that_is_on_its_way_back_is_waited_for(monkeypatch):
     case.loader.drop(one.digest)
 
 
+def test_room_that_was_freed_is_for_who_waits_not_for_who_is_asked_for_most():
+    """An adapter that went for another's sake came back before it, and went again, for ever."""
+    case, often, one = Case(1), entry("a"), entry("b")
+    follow(case.loader, [often, one])
+    for _ in range(3):
+        case.loader.retain(often)
+    case.advance()
+    for _ in range(3):
+        case.loader.drop(often.digest)
+    case.loader.retain(one)
+    assert case.allocator.evict_idle()
+    case.loader._publish()
+    case.loader.look_again(freed=True)
+    case.advance()
+    assert case.loader.snapshot.resident == {one.digest}
+    case.loader.drop(one.digest)
+
+
 def test_who_lacked_memory_comes_first_when_it_is_back(monkeypatch):
     """The idle adapter that went for its sake has a name, but may not return before it."""
     case, idle, one = FaultyCase(), entry("a"), entry("b")
